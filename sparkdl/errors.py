@@ -127,5 +127,5 @@ def did_you_mean(name: object, known: Iterable[str]) -> str:
 
 def _initials(name: str) -> str:
     """Such as ``lr`` of ``learningRate`` or ``learning_rate``."""
-    begins = (c for before, c in zip("_" + name, name, strict=False) if before == "_" or c.isupper())
-    return "".join(begins).lower()
+    pairs = zip(f"_{name}", name, strict=False)
+    return "".join(c for before, c in pairs if before == "_" or c.isupper()).lower()

@@ -415,8 +415,8 @@ def _check_validation(estimator: _TorchEstimator, options: StudyOptions) -> None
     wanted = [name for name in options.monitors if name.startswith("val_")]
     if wanted and not has_rows and not isinstance(estimator.value("syncStrategy"), Competition):
         raise ConfigError(
-            f"trials are judged by {wanted[0]!r}, which needs validation rows; mark some with "
-            "validationIndicatorCol, or set monitor='loss'"
+            f"trials are judged by {wanted[0]!r}, which needs validation rows; set "
+            "validationFraction=0.1, mark some with validationIndicatorCol, or set monitor='loss'"
         )
 
 

@@ -265,7 +265,7 @@ def test_unknown_params_are_refused_with_a_hint() -> None:
     with pytest.raises(TypeError, match="no Param 'lr'; did you mean 'learningRate'"):
         TorchClassifier(lr=0.1)  # type: ignore[call-arg]
     adam = torch.optim.Adam(nn.Linear(1, 1).parameters())
-    with pytest.raises(TypeError, match=r"received Adam \( Parameter Group .*; expected: optimizer"):
+    with pytest.raises(TypeError, match=r"received Adam \( Parameter .*; expected: optim"):
         TorchClassifier(optimizer=adam)  # type: ignore[arg-type]
     with pytest.raises(TypeError, match="no Param 'probabilityCol'"):
         TorchRegressor(probabilityCol="p")  # type: ignore[call-arg]
