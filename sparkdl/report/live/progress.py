@@ -22,6 +22,7 @@ from typing import Any, ClassVar
 from sparkdl.data.plan import TrainPlan
 from sparkdl.report.live.time_left import TimeLeft, clock_text
 from sparkdl.report.record.run_record import curve_names
+from sparkdl.runtime.activity import STOPPING
 
 logger = logging.getLogger(__name__)
 
@@ -153,6 +154,7 @@ class RunStatus:
 
     def phase(self, what: str, detail: str) -> bool:
         """Take note of what the driver does; False if training goes on, which says more."""
+        self.is_training = self.is_training and what != STOPPING
         if self.is_training:
             return False
         if what != self._phase:

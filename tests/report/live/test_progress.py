@@ -17,6 +17,7 @@ import pytest
 from sparkdl.data.plan import Column, Shard, make_plan
 from sparkdl.report.live import progress
 from sparkdl.report.live.progress import ConsoleView, Progress, SilentView, View
+from sparkdl.runtime.activity import STOPPING
 
 PLAN = make_plan(
     columns=[Column(name="x", role="feature", dtype="float32", shape=())],
@@ -297,6 +298,9 @@ def test_phases_stand_in_one_line_of_a_terminal(console: Console, clock: Clock) 
     view.activity("waiting for slots", "")  # of another round: training says more
     view.tick()
     assert "epoch 1 of 2 |" in console.bar()
+    view.activity(STOPPING, "")
+    assert "stopping |" in console.bar()
+    view.progress(0, at(3, 30))
     view.done(20)
     view.activity("cleaning up", "")
     assert console.bar().strip() == "cleaning up"
