@@ -253,7 +253,7 @@ class ConsoleView(View):
     """
 
     _open: ClassVar[set[ConsoleView]] = set()
-    """Those of this process whose runs go on; if there are several, lines say whose they are."""
+    """Those of this process whose runs go on."""
 
     def __init__(self, *, has_bar: bool, shows_logs: bool, name: str = "") -> None:
         """Begin.
@@ -267,6 +267,8 @@ class ConsoleView(View):
         self._least_level = logging.NOTSET if shows_logs else logging.WARNING
         self._has_bar = has_bar
         self._name = name
+        self._is_one_of_several = False
+        """True from when another is open beside it to the end, so that a log is unambiguous."""
         self._began = time.monotonic()
         self._bar: Any = None
         """The line in place; it has no bar before the steps are known."""
@@ -275,6 +277,9 @@ class ConsoleView(View):
         """The phase, and the newest one that has a line."""
         if name:
             self._open.add(self)
+            if len(self._open) > 1:
+                for view in self._open:
+                    view._is_one_of_several = True
 
     def _draw_line(self, bar_format: str, **options: Any) -> None:
         from tqdm import tqdm
@@ -299,7 +304,7 @@ class ConsoleView(View):
             self._bar.write(line, file=sys.stderr)
 
     def _prefix(self) -> str:
-        return f"{self._name}: " if self._name and len(self._open) > 1 else ""
+        return f"{self._name}: " if self._is_one_of_several else ""
 
     def _state(self) -> str:
         """What the line in place says, which a terminal must not have to break."""

@@ -328,7 +328,7 @@ def test_in_a_file_each_phase_that_takes_long_has_one_line(console: Console, clo
 
 
 @pytest.mark.parametrize("has_bar", [True, False])
-def test_lines_say_whose_they_are_while_there_are_several(console: Console, has_bar: bool) -> None:
+def test_lines_say_whose_they_are_once_there_are_several(console: Console, has_bar: bool) -> None:
     first = console_view(has_bar=has_bar, shows_logs=False, name="deep")
     first.epoch({"epoch": 1, "loss": 0.5})
     second = console_view(has_bar=has_bar, shows_logs=False, name="1f0c9a")
@@ -348,5 +348,5 @@ def test_lines_say_whose_they_are_while_there_are_several(console: Console, has_
         "deep: [rank 0] beware",
         "1f0c9a: epoch 2: loss 0.25",
         "1f0c9a: [rank 0] beware",
-        "epoch 3: loss 0.125",
+        "deep: epoch 3: loss 0.125",
     ]
