@@ -118,6 +118,14 @@ def unknown(what: str, name: object, known: Iterable[str], more: str = "") -> Co
 
 
 def did_you_mean(name: object, known: Iterable[str]) -> str:
-    """``; did you mean 'x'?``, or nothing where no name is like it."""
-    close = difflib.get_close_matches(str(name), list(known), n=1, cutoff=0.65)
+    """``; did you mean 'x'?``, or nothing where no name is like it, or has it as its initials."""
+    names = list(known)
+    close = difflib.get_close_matches(str(name), names, n=1, cutoff=0.65)
+    close += [one for one in names if len(one) > 1 and _initials(one) == name]
     return f"; did you mean {close[0]!r}?" if close else ""
+
+
+def _initials(name: str) -> str:
+    """Such as ``lr`` of ``learningRate`` or ``learning_rate``."""
+    pairs = zip(f"_{name}", name, strict=False)
+    return "".join(c for before, c in pairs if before == "_" or c.isupper()).lower()

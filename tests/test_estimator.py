@@ -77,7 +77,7 @@ def test_a_pandas_frame_is_taken(points: DataFrame) -> None:
     assert out.where("prediction = label").count() > 150
     assert model.evaluate(rows)["accuracy"] > 0.75
     rows["features"] = [1, "two"] * 100
-    with pytest.raises(DataError, match="values of one type that Arrow knows"):
+    with pytest.raises(DataError, match="values of one type that Arrow and Spark know"):
         model.transform(rows)
     with pytest.raises(ConfigError, match="a model takes a DataFrame of Spark or pandas; received"):
         model.transform([1.0])

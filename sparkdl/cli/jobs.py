@@ -163,7 +163,8 @@ def run_tune(job: TuneJob, spark: SparkSession) -> TuneResult[Any]:
         return make_estimator(job.trial(values))
 
     chooser = Chooser({key: space.domain for key, space in section.search.items()})
-    rows = read_training_data(spark, job)
+    with working(spark, "looking at the rows"):
+        rows = read_training_data(spark, job)
     return tune_made(make, chooser, rows, options, job.output.path)
 
 

@@ -12,6 +12,9 @@ from contextvars import ContextVar
 Show = Callable[[str, str | None], None]
 """Is given what is done, and a detail of it; see `doing`."""
 
+STOPPING = "stopping"
+"""What is done while work is ended before its end, which views show also in training."""
+
 _show: ContextVar[Show | None] = ContextVar("sparkdl_activity", default=None)
 
 

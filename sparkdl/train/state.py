@@ -11,7 +11,7 @@ from typing import Any
 
 from sparkdl.config import EarlyStopping, TrainConfig
 from sparkdl.data.plan import TrainPlan
-from sparkdl.errors import ConfigError
+from sparkdl.errors import ConfigError, did_you_mean
 from sparkdl.train.objective.divergence import diverged
 from sparkdl.train.objective.label_losses import loss_record
 from sparkdl.train.objective.named_metrics import metric_names
@@ -126,10 +126,14 @@ def check_recorded(stopping: EarlyStopping, names: Iterable[str]) -> None:
     Raises:
         ConfigError: with the names that there are.
     """
-    if stopping.monitor not in names:
+    known = list(names)
+    if stopping.monitor not in known:
+        remedy = "; values that begin with 'val_' need validation rows (validationFraction=0.1)"
+        if any(name.startswith("val_") for name in known):
+            remedy = did_you_mean(stopping.monitor, known)
         raise ConfigError(
             f"early stopping monitors {stopping.monitor!r}, but the history has only "
-            f"{', '.join(names)}; values that begin with 'val_' need validation rows"
+            f"{', '.join(known)}{remedy}"
         )
 
 

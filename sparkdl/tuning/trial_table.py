@@ -1,4 +1,4 @@
-"""What a search shows while it runs: a table in a notebook, otherwise a line for each trial."""
+"""What a search shows while it runs: a table in a notebook, otherwise lines for its trials."""
 
 from __future__ import annotations
 
@@ -65,6 +65,8 @@ class TrialTable:
         """A trial begins."""
         with self._lock:
             self._rows[number] = TrialRow(number, params)
+            if self._write is not None:
+                self._write(f"trial {number} begins{f': {_listed(params)}' * bool(params)}")
             self._draw(at_once=True)
 
     def epoch(self, number: int, epoch: float, values: Mapping[str, float]) -> None:

@@ -415,7 +415,7 @@ def _check_validation(estimator: _TorchEstimator, options: StudyOptions) -> None
     if wanted and not has_rows and not isinstance(estimator.value("syncStrategy"), Competition):
         raise ConfigError(
             f"trials are judged by {wanted[0]!r}, which needs validation rows; set "
-            "validationFraction or validationIndicatorCol, or monitor='loss'"
+            "validationFraction=0.1, mark some with validationIndicatorCol, or set monitor='loss'"
         )
 
 

@@ -176,6 +176,8 @@ def test_nan_is_no_improvement() -> None:
 def test_unknown_value() -> None:
     with pytest.raises(ConfigError, match=r"'val_f1'.*only loss, learning_rate, val_loss"):
         book(early_stopping=EarlyStopping(monitor="val_f1"))
+    with pytest.raises(ConfigError, match=r"val_loss; did you mean 'val_loss'\?$"):
+        book(early_stopping=EarlyStopping(monitor="val_los"))
 
 
 HISTORY: list[Record] = [

@@ -11,7 +11,7 @@ from sparkdl.tuning import trial_table
 from sparkdl.tuning.trial_table import TrialTable, make_table
 
 
-def test_each_trial_that_ends_is_a_line() -> None:
+def test_each_trial_that_begins_or_ends_is_a_line() -> None:
     lines: list[str] = []
     table = TrialTable(trials=3, monitors=["val_loss"], modes=["min"], write=lines.append)
     table.earlier(0, {"learningRate": 0.1}, "complete", 0.5)
@@ -19,11 +19,12 @@ def test_each_trial_that_ends_is_a_line() -> None:
         table.begin(number, {"learningRate": 0.01, "optimizer": "adam"})
         table.epoch(number, 2, {"val_loss": 0.9})
         table.end(number, "complete", {"val_loss": loss}, "")
-    assert lines[0].startswith(
+    assert lines[0] == "trial 1 begins: learningRate 0.01, optimizer adam"
+    assert lines[1].startswith(
         "trial 1 complete after 2 epochs: val_loss 0.6; learningRate 0.01, optimizer adam; "
     )
-    assert "val_loss 0.25 (best so far)" in lines[1]
-    assert lines[1].endswith("3 of 3 trials ended (3 complete)")
+    assert "val_loss 0.25 (best so far)" in lines[3]
+    assert lines[3].endswith("3 of 3 trials ended (3 complete)")
 
 
 def test_a_failure_has_no_line_as_it_is_logged_already() -> None:
@@ -31,7 +32,7 @@ def test_a_failure_has_no_line_as_it_is_logged_already() -> None:
     table = TrialTable(trials=3, monitors=["val_loss"], modes=["min"], write=lines.append)
     table.begin(1, {})
     table.end(1, "failed", {"val_loss": float("nan")}, "no such column")
-    assert lines == []
+    assert lines == ["trial 1 begins"]
 
 
 def test_a_notebook_has_one_table_in_which_the_best_trial_stands_out() -> None:
@@ -62,8 +63,8 @@ def test_several_values_have_no_best_trial() -> None:
     table = TrialTable(trials=1, monitors=["a", "b"], modes=["min", "max"], write=lines.append)
     table.begin(0, {})
     table.end(0, "complete", {"a": 1.0, "b": 2.0}, "")
-    assert "a 1, b 2" in lines[0]
-    assert "best" not in lines[0]
+    assert "a 1, b 2" in lines[1]
+    assert "best" not in lines[1]
 
 
 @pytest.mark.parametrize("verbose", [0, 1])
@@ -75,7 +76,7 @@ def test_without_a_notebook_lines_go_to_the_console_unless_the_user_wants_none(
     table.end(0, "pruned", {"loss": 1.0}, "")
     said = capsys.readouterr()
     assert said.out == ""
-    assert said.err.startswith("trial 0 pruned: loss 1; ") is bool(verbose)
+    assert said.err.startswith("trial 0 begins\ntrial 0 pruned: loss 1; ") is bool(verbose)
 
 
 def test_a_notebook_has_the_table_in_place_of_lines(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -22,6 +22,7 @@ from typing import Any, ClassVar
 from sparkdl.data.plan import TrainPlan
 from sparkdl.report.live.time_left import TimeLeft, clock_text
 from sparkdl.report.record.run_record import curve_names
+from sparkdl.runtime.activity import STOPPING
 
 logger = logging.getLogger(__name__)
 
@@ -153,6 +154,7 @@ class RunStatus:
 
     def phase(self, what: str, detail: str) -> bool:
         """Take note of what the driver does; False if training goes on, which says more."""
+        self.is_training = self.is_training and what != STOPPING
         if self.is_training:
             return False
         if what != self._phase:
@@ -251,7 +253,7 @@ class ConsoleView(View):
     """
 
     _open: ClassVar[set[ConsoleView]] = set()
-    """Those of this process whose runs go on; if there are several, lines say whose they are."""
+    """Those of this process whose runs go on."""
 
     def __init__(self, *, has_bar: bool, shows_logs: bool, name: str = "") -> None:
         """Begin.
@@ -265,6 +267,8 @@ class ConsoleView(View):
         self._least_level = logging.NOTSET if shows_logs else logging.WARNING
         self._has_bar = has_bar
         self._name = name
+        self._is_one_of_several = False
+        """True from when another is open beside it to the end, so that a log is unambiguous."""
         self._began = time.monotonic()
         self._bar: Any = None
         """The line in place; it has no bar before the steps are known."""
@@ -273,6 +277,9 @@ class ConsoleView(View):
         """The phase, and the newest one that has a line."""
         if name:
             self._open.add(self)
+            if len(self._open) > 1:
+                for view in self._open:
+                    view._is_one_of_several = True
 
     def _draw_line(self, bar_format: str, **options: Any) -> None:
         from tqdm import tqdm
@@ -297,7 +304,7 @@ class ConsoleView(View):
             self._bar.write(line, file=sys.stderr)
 
     def _prefix(self) -> str:
-        return f"{self._name}: " if self._name and len(self._open) > 1 else ""
+        return f"{self._name}: " if self._is_one_of_several else ""
 
     def _state(self) -> str:
         """What the line in place says, which a terminal must not have to break."""
@@ -306,7 +313,7 @@ class ConsoleView(View):
             return self._prefix() + status.state
         seconds = status.seconds_in_phase()
         time_text = f" {clock_text(seconds)}" if seconds >= _SHORT_SECONDS else ""
-        width = (terminal_columns() or _USUAL_COLUMNS) - 1
+        width = (terminal_columns() or _USUAL_COLUMNS) - 2  # tqdm cuts off all but columns - 1
         text = (self._prefix() + status.phase_text)[: width - len(time_text)] + time_text
         # What others print then begins where the line does; of one width tqdm fills nothing up.
         return f"{text:<{width}}\r"

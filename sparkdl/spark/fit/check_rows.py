@@ -5,6 +5,7 @@ The driver runs the module on rows of zeros: that shows whether it takes the fea
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Mapping
 from collections.abc import Sequence as Items
 from dataclasses import dataclass, replace
@@ -31,6 +32,8 @@ if TYPE_CHECKING:
     from torch import nn
 
     from sparkdl.train.objective.loss import LossFunction, ModuleLoss
+
+logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
@@ -271,6 +274,11 @@ def _try_one(loss: ModuleLoss, output: Any, target: torch.Tensor, label: Column)
     try:
         with torch.no_grad():
             loss(output, target, None)
+        if isinstance(loss, ClassLoss) and _are_probabilities(output):
+            logger.warning(
+                "the module seems to end in a softmax, but the loss takes what comes before it "
+                "(logits), and learns slowly otherwise; leave the softmax out: transform applies it"
+            )
     except ConfigError:
         raise
     except Exception as error:
@@ -279,6 +287,12 @@ def _try_one(loss: ModuleLoss, output: Any, target: torch.Tensor, label: Column)
             f"{shape_text(('batch', *label.shape))}: {type(error).__name__}: {error}; adapt "
             "module or loss"
         ) from error
+
+
+def _are_probabilities(output: torch.Tensor) -> bool:
+    """True if the classes' values of each sample are a softmax's."""
+    sums = output.float().sum(dim=1)
+    return bool((output >= 0).all() and ((sums - 1).abs() < 1e-3).all())
 
 
 def _num_classes(output: Any) -> int:

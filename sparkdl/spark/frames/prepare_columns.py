@@ -318,6 +318,8 @@ def _wrong_type(field: T.StructField, role: Role | Literal["class"]) -> DataErro
         "binary; inputs={...} takes images (sparkdl.Image), rows of different lengths "
         "(sparkdl.Sequence) and, with a transform, whatever else, such as text",
     }[role]
+    if role == "feature" and isinstance(field.dataType, T.StringType):
+        advice = f"read numbers of a CSV file with inferSchema=True; {advice}"
     return DataError(
         f'column "{field.name}" has type {field.dataType.simpleString()}, '
         f"of which no tensor can be made; {advice}"

@@ -12,14 +12,14 @@ from collections.abc import Sequence as Items
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pyarrow as pa
 from pyspark.errors import PySparkRuntimeError
 from pyspark.ml.linalg import VectorUDT
 from pyspark.sql import DataFrame, SparkSession
 from pyspark.sql import types as T
-from pyspark.sql.pandas.types import from_arrow_type
+from pyspark.sql.pandas.types import from_arrow_schema, from_arrow_type
 
 from sparkdl.config import TrainConfig
 from sparkdl.data.plan import SpoolColumn, TrainPlan
@@ -38,10 +38,18 @@ from sparkdl.sync.population.population import Competition
 from sparkdl.sync.strategy import SyncStrategy
 from sparkdl.train.state import check_monitored
 
+if TYPE_CHECKING:
+    import pandas as pd
+
 Data = DataFrame | Source
 _ROW_METADATA = b"org.apache.spark.sql.parquet.row.metadata"
 """Where Spark notes the types of the columns that it writes."""
 _VECTOR = "pyspark.ml.linalg.VectorUDT"
+_WIDER = {
+    pa.uint8(): pa.int16(), pa.uint16(): pa.int32(), pa.uint32(): pa.int64(),
+    pa.uint64(): pa.int64(), pa.float16(): pa.float32(),
+}  # fmt: skip
+"""What takes the values of a type that Spark does not have."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -163,20 +171,38 @@ def spark_frame(data: Any) -> Any:
     """A pandas DataFrame as one of the active session's; anything else as it is.
 
     Raises:
-        DataError: a column's values have no type that Arrow knows.
+        DataError: a column's values have no type that Spark knows, or two columns one name.
         ClusterError: there is no active session.
     """
     pandas = sys.modules.get("pandas")
     if pandas is None or not isinstance(data, pandas.DataFrame):
         return data
+    return active_session().createDataFrame(arrow_table(data))
+
+
+def arrow_table(data: pd.DataFrame) -> pa.Table:
+    """A pandas DataFrame as a table of types that Spark has: none is unsigned, or of 16-bit floats.
+
+    Raises:
+        DataError: a column's values have no type that Arrow knows, or two columns one name.
+    """
     try:
         table = pa.Table.from_pandas(data, preserve_index=False)
-    except pa.ArrowException as error:
+        fields = [field.with_type(_of_spark(field.type)) for field in table.schema]
+        table = table.cast(pa.schema(fields))
+        from_arrow_schema(table.schema)  # raises where Spark will, such as of periods
+    except (pa.ArrowException, TypeError, ValueError) as error:
         raise DataError(
-            f"a column of the pandas DataFrame cannot be read: {error}; give each column values of "
-            "one type that Arrow knows"
-        ) from error
-    return active_session().createDataFrame(table)
+            f"a column of the pandas DataFrame cannot be read: {error}; give each column a name of "
+            "its own, and values of one type that Arrow and Spark know, or leave it out"
+        ) from None
+    return table
+
+
+def _of_spark(kind: pa.DataType) -> pa.DataType:
+    if pa.types.is_list(kind):
+        return pa.list_(_of_spark(kind.value_type))
+    return _WIDER.get(kind, kind)
 
 
 def rows_of(data: Any) -> DataFrame:

@@ -19,6 +19,8 @@ from pyspark.sql import functions as F
 from pyspark.sql import types as T
 from pyspark.sql.pandas import functions as python_functions
 
+from sparkdl.errors import SparkDLError
+from sparkdl.runtime.tracebacks import shortened
 from sparkdl.spark.session.compat import conf, run_workers_here
 from sparkdl.spark.session.settings import read_settings
 from sparkdl.worker.watcher import ended_when_hung
@@ -66,7 +68,10 @@ def _watched(
 ) -> Iterator[pa.Array]:
     """What the function gives, in a process that is ended if it hangs."""
     with ended_when_hung(timeout_seconds):
-        yield from function(batches)
+        try:
+            yield from function(batches)
+        except SparkDLError as error:
+            raise shortened(error) from error.__cause__  # Spark shows a traceback three times
 
 
 def _is_convertible(data_type: T.DataType) -> bool:

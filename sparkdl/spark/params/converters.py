@@ -13,6 +13,7 @@ import types
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from numbers import Integral
+from textwrap import shorten
 from typing import TYPE_CHECKING, Any, Union, get_args, get_origin
 
 from sparkdl import sync
@@ -40,7 +41,8 @@ def to_type(hint: Any, doc: str, value: Any) -> Any:
     try:
         return _converted(value, hint)
     except TypeError:
-        raise TypeError(f"received {value!r}; expected: {doc}") from None
+        shown = shorten(repr(value), 100, placeholder=" ...")  # an optimizer's has many lines
+        raise TypeError(f"received {shown}; expected: {doc}") from None
 
 
 def _converted(value: Any, hint: Any) -> Any:

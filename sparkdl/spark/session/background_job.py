@@ -18,6 +18,7 @@ from typing import Any, Generic, TypeVar
 from pyspark.sql import SparkSession
 
 from sparkdl.errors import ClusterError
+from sparkdl.runtime.activity import STOPPING, doing
 from sparkdl.spark.session.cancel import end_job
 from sparkdl.spark.session.compat import described, is_connect, tag_jobs, thread_properties
 from sparkdl.spark.session.interrupts import raise_if_asked
@@ -123,6 +124,7 @@ class BackgroundJob(Generic[T]):
         if not self.is_over.is_set():
             self.is_cancelled = True
             if self._has_begun:
+                doing(STOPPING, "")  # workers that import torch take seconds to end
                 end_job(self._spark, self._tag, self.is_over)
 
     def result(self) -> T:

@@ -59,5 +59,5 @@ def diverged(loss: float, where: str) -> TrainingDiverged:
     """The error for a loss that has run away."""
     return TrainingDiverged(
         f"the loss is {loss:.4g} {where}; lower the learning rate, set gradientClipNorm, check the "
-        "features for infinite or very large values, or use a wider precision"
+        "features for NaN, infinite or very large values, or use a wider precision"
     )

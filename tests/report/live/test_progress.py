@@ -17,6 +17,7 @@ import pytest
 from sparkdl.data.plan import Column, Shard, make_plan
 from sparkdl.report.live import progress
 from sparkdl.report.live.progress import ConsoleView, Progress, SilentView, View
+from sparkdl.runtime.activity import STOPPING
 
 PLAN = make_plan(
     columns=[Column(name="x", role="feature", dtype="float32", shape=())],
@@ -216,6 +217,13 @@ def test_without_a_terminal_there_is_a_line_for_each_epoch(
 
 
 DRIVER = "from sparkdl.report.live import progress; print(progress.terminal_columns() or 0)"
+LINE_IN_PLACE = """
+from sparkdl.report.live.progress import ConsoleView
+ConsoleView(has_bar=True, shows_logs=False).activity("starting Spark", "")
+import os
+os.write(2, b"WARNING of the JVM")
+os._exit(0)
+"""
 LAUNCHER = f"""
 import subprocess, sys
 done = subprocess.run([sys.executable, "-c", {DRIVER!r}], stdout=-1, stderr=-1, text=True)
@@ -250,6 +258,19 @@ def test_a_terminal_is_known_behind_spark_submit_too(tmp_path: Path) -> None:
         assert statuses(file.fileno()) == (0, 0)
 
 
+def test_what_others_print_begins_where_the_line_in_place_does() -> None:
+    ours, theirs = os.openpty()
+    try:
+        fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 24, 61, 0, 0))
+        subprocess.run([sys.executable, "-c", LINE_IN_PLACE], stderr=theirs, check=True)
+        shown = os.read(ours, 1000).decode().split("\r")
+    finally:
+        os.close(ours)
+        os.close(theirs)
+    assert [part.strip() for part in shown][-2:] == ["", "WARNING of the JVM"]
+    assert "starting Spark" in shown[1]
+
+
 def test_a_pipe_is_no_terminal() -> None:
     assert statuses(subprocess.PIPE) == (0, 0)
 
@@ -277,6 +298,9 @@ def test_phases_stand_in_one_line_of_a_terminal(console: Console, clock: Clock) 
     view.activity("waiting for slots", "")  # of another round: training says more
     view.tick()
     assert "epoch 1 of 2 |" in console.bar()
+    view.activity(STOPPING, "")
+    assert "stopping |" in console.bar()
+    view.progress(0, at(3, 30))
     view.done(20)
     view.activity("cleaning up", "")
     assert console.bar().strip() == "cleaning up"
@@ -304,7 +328,7 @@ def test_in_a_file_each_phase_that_takes_long_has_one_line(console: Console, clo
 
 
 @pytest.mark.parametrize("has_bar", [True, False])
-def test_lines_say_whose_they_are_while_there_are_several(console: Console, has_bar: bool) -> None:
+def test_lines_say_whose_they_are_once_there_are_several(console: Console, has_bar: bool) -> None:
     first = console_view(has_bar=has_bar, shows_logs=False, name="deep")
     first.epoch({"epoch": 1, "loss": 0.5})
     second = console_view(has_bar=has_bar, shows_logs=False, name="1f0c9a")
@@ -324,5 +348,5 @@ def test_lines_say_whose_they_are_while_there_are_several(console: Console, has_
         "deep: [rank 0] beware",
         "1f0c9a: epoch 2: loss 0.25",
         "1f0c9a: [rank 0] beware",
-        "epoch 3: loss 0.125",
+        "deep: epoch 3: loss 0.125",
     ]

@@ -77,6 +77,14 @@ def test_one_output_is_no_output_for_each_class(module: nn.Module) -> None:
         num_classes(module, [X, Y], request())
 
 
+def test_a_softmax_before_the_loss_is_warned_of(caplog: pytest.LogCaptureFixture) -> None:
+    num_classes(nn.Sequential(nn.Linear(4, 3), nn.LogSoftmax(1)), [X, Y], request(loss="nll"))
+    num_classes(nn.Sequential(nn.Linear(4, 3), nn.ReLU()), [X, Y], request())
+    assert not caplog.messages
+    num_classes(nn.Sequential(nn.Linear(4, 3), nn.Softmax(1)), [X, Y], request())
+    assert "leave the softmax out" in caplog.messages[0]
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [

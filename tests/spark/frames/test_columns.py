@@ -171,6 +171,7 @@ def test_labels_are_what_losses_accept(df: DataFrame) -> None:
         ("string", "label", "string", "index strings with StringIndexer"),
         ("binary", "label", "binary", "a label is a number or an array of numbers"),
         ("string", "weight", "string", "a weight is a number"),
+        ("string", "feature", "string", "CSV file with inferSchema=True; a feature is a number"),
         ("doubles", "weight", "array<double>", "a weight is a number"),
     ],
 )  # fmt: skip

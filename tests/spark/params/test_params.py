@@ -7,6 +7,7 @@ import re
 from typing import Any
 
 import pytest
+import torch
 import torchmetrics
 from pyspark.ml.param import Param
 from torch import nn
@@ -261,6 +262,11 @@ def test_module_is_needed() -> None:
 def test_unknown_params_are_refused_with_a_hint() -> None:
     with pytest.raises(TypeError, match="no Param 'epoch'; did you mean 'epochs'"):
         TorchClassifier(epoch=3)  # type: ignore[call-arg]
+    with pytest.raises(TypeError, match="no Param 'lr'; did you mean 'learningRate'"):
+        TorchClassifier(lr=0.1)  # type: ignore[call-arg]
+    adam = torch.optim.Adam(nn.Linear(1, 1).parameters())
+    with pytest.raises(TypeError, match=r"received Adam \( Parameter .*; expected: optim"):
+        TorchClassifier(optimizer=adam)  # type: ignore[arg-type]
     with pytest.raises(TypeError, match="no Param 'probabilityCol'"):
         TorchRegressor(probabilityCol="p")  # type: ignore[call-arg]
     with pytest.raises(TypeError, match="keyword"):

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from sparkdl.errors import ClusterError
+from sparkdl.runtime.activity import shown_by
 from sparkdl.spark.session import background_job
 from sparkdl.spark.session.background_job import BackgroundJob
 
@@ -131,6 +132,15 @@ def test_each_task_that_ends_gives_the_others_more_time() -> None:
         return 6
 
     assert job(spark, slow).watched(0.5) == 6
+
+
+def test_that_a_job_is_being_stopped_is_shown() -> None:
+    spark, said = FakeConnect(), list[str]()
+    going = job(spark, lambda: int(spark.ended.wait(30)))
+    with shown_by(lambda what, detail: said.append(what)):
+        going.begin()
+        going.end()
+    assert said == ["stopping"]
 
 
 def test_what_was_ended_before_it_began_never_begins() -> None:
