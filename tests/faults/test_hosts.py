@@ -63,9 +63,11 @@ def test_a_host_that_hardly_computes_is_not_lost(
     skip_without("freezer" if what is freeze else "cpu")
     faults.at("train", 1, what, seconds=seconds)
     outcome = trained(f"{what.__name__} for {seconds} s", df, fit_request(), faults)
+    assert len(faults.struck) == 1
     assert outcome.digest == undisturbed.digest
     assert outcome.restarts == 0
-    assert seconds < outcome.seconds < seconds + _SECONDS
+    shortest = seconds if what is freeze else 0  # a slow host may end a small fit all the same
+    assert shortest < outcome.seconds < seconds + _SECONDS
 
 
 def test_a_worker_that_is_in_c_for_long_is_not_lost(
