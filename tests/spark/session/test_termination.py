@@ -13,9 +13,11 @@ import pytest
 from sparkdl.spark.session.termination import removed_at_termination
 
 PROGRAM = """
-import sys, threading, time
+import signal, sys, threading, time
 from pathlib import Path
 from sparkdl.spark.session import termination
+
+signal.signal(signal.SIGHUP, signal.SIG_DFL)  # the tests may run under nohup
 
 def fit():
     with termination.removed_at_termination(sys.argv[2]):
