@@ -82,5 +82,6 @@ def test_two_ranks_log_what_one_logs(gang: Gang, strategy: Any) -> None:
             float(d.columns["label y"].max()) for d in make_data([13, 5])
         )
     one = history([18], [7])
-    assert sorted(one[0]) == sorted(first[0])
+    assert one[0].keys() - first[0].keys() <= {"gradient_norm"}  # apart they have none in common
+    assert first[0].keys() <= one[0].keys()
     assert first[1]["mae"] < first[0]["mae"]
