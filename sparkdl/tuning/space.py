@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import functools
 import inspect
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -11,7 +10,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 
 from torch import nn
 
-from sparkdl.errors import ConfigError
+from sparkdl.errors import ConfigError, did_you_mean
 from sparkdl.spark.run.run_facts import shown
 from sparkdl.sync.population.ranges import Around, Range
 
@@ -99,8 +98,7 @@ def _require_known(name: str, known: Iterable[str], what: str) -> None:
 
 
 def _hint(name: str, known: Sequence[str]) -> str:
-    close = difflib.get_close_matches(name, known, n=1)
-    return f"; did you mean {close[0]!r}?" if close else f"; known: {', '.join(known)}"
+    return did_you_mean(name, known) or f"; known: {', '.join(known)}"
 
 
 class Chooser:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 import time
 from contextlib import AbstractContextManager
@@ -14,6 +15,8 @@ from pyspark.sql import SparkSession
 from sparkdl.report.live.choose_view import activity_view
 from sparkdl.report.live.views import showing
 from sparkdl.spark.session.compat import is_connect
+
+logger = logging.getLogger(__name__)
 
 _ASK_SECONDS = 1.0
 
@@ -59,6 +62,7 @@ class StageProgress:
                 self._bar.finishAll()
         # The session has ended, or its cluster allows no such calls.
         except (Py4JError, OSError, AttributeError):
+            logger.debug("how tasks get on is not shown any more", exc_info=True)
             self._context, self._found = None, ""
         return self._found
 

@@ -6,7 +6,6 @@ are; the driver sees one when it runs the module on rows of zeros.
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -14,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from sparkdl.config import Task
-from sparkdl.errors import ConfigError, import_or
+from sparkdl.errors import ConfigError, import_or, unknown
 from sparkdl.train.objective.label_losses import LossSum
 from sparkdl.train.objective.loss import ClassLoss, LossFunction, ModuleLoss
 from sparkdl.train.objective.training_step import StepLoss
@@ -156,12 +155,7 @@ def _check_name(key: str, name: str, task: Task, loss: LossFunction) -> None:
             f"metric {key!r}: {name!r} compares {kind}, which this label is not; known here: "
             f"{', '.join(known)}"
         )
-    close = difflib.get_close_matches(name.lower(), known, n=1)
-    hint = f"did you mean {close[0]!r}? " if close else ""
-    raise ConfigError(
-        f"unknown metric {name!r}; {hint}known: {', '.join(known)}; for others pass a "
-        "torchmetrics.Metric"
-    )
+    raise unknown("metric", name.lower(), known, "; for others pass a torchmetrics.Metric")
 
 
 def resolved(
