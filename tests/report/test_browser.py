@@ -59,7 +59,7 @@ def test_nobody_has_to_scroll_sideways(tmp_path: Path) -> None:
     )
     shown: dict[str, str] = {}
     board = Board(lambda name, bundle: shown.update({name: bundle.get("text/html", "")}))
-    view = NotebookView(board, None, shows_logs=False)
+    view = NotebookView(board, shows_logs=False)
     view.epoch({"report": 1, **{f"a_value_with_a_long_name_{k}": 0.123456 for k in range(9)}})
     view.close()
     pages = {

@@ -21,6 +21,8 @@ MEMORY_MIB = 12.0
 """May come to more on the driver from then on: 80 KiB a fit, of 200."""
 HEAP_MIB = 32.0
 """Likewise in the JVM, which keeps what its UI shows of the last thousand jobs and stages."""
+SLOTS = 2
+"""Of the tests' session."""
 
 
 def heap_mib(spark: SparkSession) -> float:
@@ -51,6 +53,6 @@ def test_what_a_session_holds_does_not_grow_with_its_fits(spark: SparkSession) -
     (warm, heap, processes), (last, last_heap, last_processes) = found.values()
     assert last.grown(warm, memory_mib=MEMORY_MIB) == []
     assert last_heap - heap <= HEAP_MIB
-    assert last_processes <= processes
+    assert last_processes <= processes + SLOTS  # Spark forks workers and ends them as it likes
     seconds = time.monotonic() - began
     print(f"\n{NUM_FITS} fits in {seconds:.0f} s: {warm} -> {last}; JVM {heap} -> {last_heap} MiB")

@@ -70,14 +70,19 @@ class StageProgress:
         scala = self._context._jsc.sc()
         bar = scala.progressBar()
         self._bar = bar.get() if bar.isDefined() else None
-        tracker = scala.statusTracker()
-        found = [tracker.getStageInfo(number) for number in tracker.getActiveStageIds()]
-        stages = [stage.get() for stage in found if stage.isDefined()]
-        if not stages:
+        tracker, scheduled = scala.statusTracker(), scala.taskScheduler().rootPool()
+        known = [tracker.getStageInfo(number) for number in tracker.getActiveStageIds()]
+        stages = [stage.get() for stage in known if stage.isDefined()]
+        # The tracker may be ten seconds late: it keeps what happens within a tenth of a second of
+        # its last change until an executor's next heartbeat.
+        names = [f"TaskSet_{stage.stageId()}.{stage.currentAttemptId()}" for stage in stages]
+        found = [scheduled.getSchedulableByName(name) for name in names]
+        sets = [one for one in found if one is not None]
+        if not sets:
             return ""
-        total = sum(stage.numTasks() for stage in stages)
-        ended = sum(stage.numCompletedTasks() for stage in stages)
-        is_idle = not ended and not any(stage.numActiveTasks() for stage in stages)
+        total = sum(one.numTasks() for one in sets)
+        ended = sum(one.tasksSuccessful() for one in sets)
+        is_idle = not ended and not any(one.runningTasks() for one in sets)
         self._times_idle = self._times_idle + 1 if is_idle else 0
         if self._times_idle > 1:  # not just about to start
             return "waiting for slots"

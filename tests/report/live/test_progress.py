@@ -18,6 +18,7 @@ from sparkdl.data.plan import Column, Shard, make_plan
 from sparkdl.report.live import progress
 from sparkdl.report.live.progress import ConsoleView, Progress, SilentView, View
 from sparkdl.runtime.activity import STOPPING
+from tests.terminal import on_terminal
 
 PLAN = make_plan(
     columns=[Column(name="x", role="feature", dtype="float32", shape=())],
@@ -259,14 +260,7 @@ def test_a_terminal_is_known_behind_spark_submit_too(tmp_path: Path) -> None:
 
 
 def test_what_others_print_begins_where_the_line_in_place_does() -> None:
-    ours, theirs = os.openpty()
-    try:
-        fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 24, 61, 0, 0))
-        subprocess.run([sys.executable, "-c", LINE_IN_PLACE], stderr=theirs, check=True)
-        shown = os.read(ours, 1000).decode().split("\r")
-    finally:
-        os.close(ours)
-        os.close(theirs)
+    shown = on_terminal(LINE_IN_PLACE, columns=61).split("\r")
     assert [part.strip() for part in shown][-2:] == ["", "WARNING of the JVM"]
     assert "starting Spark" in shown[1]
 

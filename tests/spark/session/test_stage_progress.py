@@ -2,13 +2,7 @@
 
 from __future__ import annotations
 
-import fcntl
-import os
 import re
-import struct
-import subprocess
-import sys
-import termios
 from typing import Any
 from unittest.mock import MagicMock
 
@@ -17,6 +11,7 @@ from py4j.protocol import Py4JError
 
 from sparkdl.spark.session import stage_progress
 from sparkdl.spark.session.stage_progress import StageProgress
+from tests.terminal import on_terminal
 
 PROGRAM = """
 import time
@@ -40,30 +35,11 @@ spark.stop()
 """
 
 
-def on_terminal(program: str) -> str:
-    """What a program writes to a terminal of 80 columns."""
-    ours, theirs = os.openpty()
-    fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 24, 80, 0, 0))
-    command = [sys.executable, "-c", program]
-    process = subprocess.Popen(command, stdin=theirs, stdout=theirs, stderr=theirs)
-    os.close(theirs)
-    found = b""
-    try:
-        while part := os.read(ours, 65536):
-            found += part
-    except OSError:  # Linux says so when the last writer has gone
-        pass
-    finally:
-        os.close(ours)
-    assert process.wait() == 0, found.decode()
-    return found.decode()
-
-
 @pytest.mark.spark
 @pytest.mark.slow
 @pytest.mark.timeout(400)
 def test_a_fit_on_a_terminal() -> None:
-    text = on_terminal(PROGRAM)
+    text = on_terminal(PROGRAM, columns=80)
     fit, _, after = text.partition("FITTED")
     phases = ["checking", "writing the rows for the workers", "starting workers", "epoch 3 of 3"]
     places = [fit.find(phase) for phase in phases]
@@ -87,13 +63,17 @@ class FakeSpark:
         self.bar = self.scala.progressBar().get()
         tracker = self.scala.statusTracker()
         tracker.getActiveStageIds.return_value = [3]
-        self.stage = tracker.getStageInfo(3).get()
-        self.stage.numTasks.return_value = 8
+        stage = tracker.getStageInfo(3).get()
+        stage.stageId.return_value, stage.currentAttemptId.return_value = 3, 1
+        self.tasks = MagicMock()
+        self.tasks.numTasks.return_value = 8
+        pool = self.scala.taskScheduler().rootPool()
+        pool.getSchedulableByName.side_effect = {"TaskSet_3.1": self.tasks}.get
         self.say(0, 0)
 
     def say(self, ended: int, active: int) -> None:
-        self.stage.numCompletedTasks.return_value = ended
-        self.stage.numActiveTasks.return_value = active
+        self.tasks.tasksSuccessful.return_value = ended
+        self.tasks.runningTasks.return_value = active
 
 
 def test_tasks_in_words(monkeypatch: pytest.MonkeyPatch) -> None:
