@@ -143,7 +143,7 @@ def test_a_copy_waits_while_the_original_works_elsewhere(
         started = time.monotonic()
         with pytest.raises(ShardLost):  # nobody works on it in this attempt
             work(place(plan, address, path="/nowhere"), order(plan, Net(), attempt=1))
-        assert time.monotonic() - started < 1.0
+        assert time.monotonic() - started < 2.5
 
 
 def test_another_source_is_an_error(plan: TrainPlan) -> None:

@@ -336,7 +336,7 @@ def wait_in_vain(comm: Any) -> None:
                 for _ in range(2):
                     with pytest.raises(CommunicationError, match=r"did not answer within 0\.3 s"):
                         topology.all_reduce(torch.ones(1))
-                assert 0.2 < time.monotonic() - started < 1
+                assert 0.2 < time.monotonic() - started < 10
             comm.barrier()
     finally:
         comm.timeout_seconds = before
