@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any, ClassVar, Literal, Protocol
 
 import torch
@@ -52,23 +52,10 @@ class Observer(Protocol):
 class NullObserver:
     """An observer that does nothing."""
 
-    def step(self, *, epoch: int, step: int, loss: float, rows: int) -> None:
+    def _nothing(self, *_: Any, **__: Any) -> None:
         pass
 
-    def phase(self, name: Phase) -> None:
-        pass
-
-    def clock(self, seconds: Mapping[str, float]) -> None:
-        pass
-
-    def epoch(self, record: Mapping[str, float]) -> None:
-        pass
-
-    def confusion(self, epoch: float, counts: Sequence[Sequence[int]]) -> None:
-        pass
-
-    def layers(self, step: int, found: Mapping[str, Any]) -> None:
-        pass
+    step = phase = clock = epoch = confusion = layers = _nothing
 
 
 @dataclass(frozen=True)
@@ -98,41 +85,32 @@ class Requests:
     def __init__(self, *, refusal: str | None = None, no_save: str | None = None) -> None:
         self.refusal, self.no_save = refusal, no_save
         self.taken_at = 0
-        self._stop = self._save = False
-        self._learning_rate: float | None = None
+        self._asked = Request()
 
-    def ask(
-        self, *, stop: bool = False, save: bool = False, learning_rate: float | None = None
-    ) -> None:
-        """Take note of what a callback wants.
+    def ask(self, **wanted: Any) -> None:
+        """Take note of what a callback wants, by the names of `Request`.
 
         Raises:
             ConfigError: it cannot be had.
         """
-        refusal = self.refusal or (self.no_save if save else None)
+        refusal = self.refusal or (self.no_save if "save" in wanted else None)
         if refusal is not None:
             raise ConfigError(refusal)
-        self._stop |= stop
-        self._save |= save
-        if learning_rate is not None:
-            self._learning_rate = learning_rate
+        self._asked = replace(self._asked, **wanted)
 
     def take(self, step: int) -> Request:
         """What was asked for since this was last called; of several learning rates the last."""
         self.taken_at = step
-        taken = Request(self._stop, self._save, self._learning_rate)
-        self._stop, self._save, self._learning_rate = False, False, None
+        taken, self._asked = self._asked, Request()
         return taken
 
     def state_dict(self) -> dict[str, Any]:
         """What a checkpoint must hold of it."""
-        asked = {"stop": self._stop, "save": self._save, "learning_rate": self._learning_rate}
-        return {"asked": asked, "taken_at": self.taken_at}
+        return {"asked": asdict(self._asked), "taken_at": self.taken_at}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore what `state_dict` gave."""
-        asked = Request(**state["asked"])
-        self._stop, self._save, self._learning_rate = asked.stop, asked.save, asked.learning_rate
+        self._asked = Request(**state["asked"])
         self.taken_at = state["taken_at"]
 
 

@@ -346,11 +346,9 @@ class _Training(RankState):
         is_kept = book.enter(record, lambda: copy.deepcopy(replica.module.state_dict()))
         if book.state.step_in_epoch == 0:
             self.epoch_sums.zero_()
-            if self.lightning is not None:
-                self.lightning.forget()
             self.gradient_norms.zero_()
-            if replica.training_metrics is not None:
-                replica.training_metrics.reset()
+            if replica.collector is not None:
+                replica.collector.forget()
         if replica.schedule is not None:
             replica.schedule.evaluated(record)
         self.observer.epoch(record)

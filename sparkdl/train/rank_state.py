@@ -54,8 +54,7 @@ class RankState:
 
     def snapshot(self) -> ResumePoint:
         """The present state; its tensors are the replica's own, not copies."""
-        synchronizer, metrics = self.replica.synchronizer, self.replica.training_metrics
-        lightning = self.replica.lightning
+        synchronizer = self.replica.synchronizer
         buffers = self.replica.module.named_buffers()
         return ResumePoint(
             step=self.book.state.step,
@@ -71,12 +70,9 @@ class RankState:
                 "buffers": {name: value.detach() for name, value in buffers},
                 "strategy": synchronizer.rank_state_dict(),
                 "own": self._own_state(),
-                "watch": self.watch.state_dict(),
                 "epoch_sums": self.epoch_sums,
-                "requests": self.requests.state_dict(),
-                "lightning": None if lightning is None else lightning.state_dict(),
                 "gradient_norms": self.gradient_norms,
-                "metrics": None if metrics is None else metrics.state_dict(),
+                **{name: part.state_dict() for name, part in self._parts().items()},
             },
         )
 
@@ -105,16 +101,18 @@ class RankState:
             buffers[name].detach().copy_(value)
         if rank_state["own"] is not None:
             replica.load_state_dict(rank_state["own"])
-        self.watch.load_state_dict(rank_state["watch"])
         replica.synchronizer.load_rank_state_dict(rank_state["strategy"])
         self.epoch_sums.copy_(rank_state["epoch_sums"])
-        self.requests.load_state_dict(rank_state["requests"])
-        if replica.lightning is not None and rank_state["lightning"] is not None:
-            replica.lightning.load_state_dict(rank_state["lightning"])
         self.gradient_norms.copy_(rank_state["gradient_norms"])
-        if replica.training_metrics is not None:
-            replica.training_metrics.load_state_dict(rank_state["metrics"])
+        for name, part in self._parts().items():
+            part.load_state_dict(rank_state[name])
         set_random_state(rank_state["rng"])
+
+    def _parts(self) -> dict[str, Any]:
+        """What has a state of this rank's own, by its name in checkpoints."""
+        parts = {"watch": self.watch, "requests": self.requests}
+        collector = self.replica.collector
+        return parts if collector is None else {**parts, "collected": collector}
 
     def _own_state(self) -> dict[str, Any] | None:
         """What is equal on all ranks unless they train apart (fp16 skips steps on some only)."""

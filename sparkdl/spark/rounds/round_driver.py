@@ -15,6 +15,8 @@ import time
 from collections.abc import Callable
 from typing import Any, Protocol
 
+import torch
+
 from sparkdl.comm.channel import Hub
 from sparkdl.data.plan import RoundPart
 from sparkdl.data.shuffle_windows import WINDOWS, as_text
@@ -39,7 +41,9 @@ from sparkdl.train.callbacks import (
     states_of,
 )
 from sparkdl.train.objective.divergence import LossWatch
-from sparkdl.train.objective.logs import added, fill
+from sparkdl.train.objective.logs import fill
+from sparkdl.train.objective.metric_states import added
+from sparkdl.train.objective.metrics import Metrics
 from sparkdl.train.objective.training_step import logs
 from sparkdl.train.state import EpochBook, Record, TrainState
 from sparkdl.train.training_state import left_by
@@ -145,8 +149,12 @@ class _Rounds:
         self.checkpoints: CheckpointManager | None = None
         self.lease: Lease | None = None
         self.requests = Requests(refusal=OUTSIDE)
+        self.metrics: Metrics | None = None
+        """What is measured over training batches, if that is wanted."""
+        if run.config.training_metrics:
+            self.metrics = Metrics.of(run.config, run.objective, torch.device("cpu"))
         self.logs = b""
-        """What the module has logged in the epoch; see `objective.logs`."""
+        """What the tasks have seen of the epoch's samples; see `objective.metric_states`."""
 
     def train(self) -> Trained:
         """Train to the end."""
@@ -202,7 +210,8 @@ class _Rounds:
         self.book.count(part.num_steps, done.rows, is_due)
         totals.add(done)
         if parts := logged(done.reports[shard] for shard in sorted(done.reports)):
-            self.logs = added([self.logs, *parts] if self.logs else parts, self.run.module)
+            find = self.run.module.get_submodule if self.metrics is None else self.metrics.metric
+            self.logs = added([self.logs, *parts] if self.logs else parts, find)
         loss_sum, weight, *_ = done.sums
         loss = loss_sum / weight if weight > 0 else math.nan
         if weight > 0:
@@ -232,6 +241,8 @@ class _Rounds:
             learning_rate=self.replicas.learning_rate,
             seconds=time.perf_counter() - began,
         )
+        if self.metrics is not None:
+            record.update(self.metrics.compute_over([self.logs]))
         evaluation = None
         if self.run.plan.num_validation_rows:
             started = time.perf_counter()
@@ -244,7 +255,8 @@ class _Rounds:
         is_epoch_over = book.is_epoch_over
         if evaluation is not None:
             record.update(evaluation.record)
-        fill(record, [self.logs] if self.logs else [], run.module)
+        if self.metrics is None:
+            fill(record, [self.logs] if self.logs else [], run.module)
         is_kept = book.enter(record, self.replicas.model)
         if book.state.step_in_epoch == 0:
             self.totals.begin_epoch()

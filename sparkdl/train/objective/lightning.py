@@ -19,7 +19,7 @@ from torch import nn
 
 from sparkdl.config import TrainConfig
 from sparkdl.errors import ConfigError
-from sparkdl.train.objective.logs import REDUCTIONS, Logs, fill, metrics_of
+from sparkdl.train.objective.logs import WITHOUT_LOSS, Logs, fill, metrics_of
 from sparkdl.train.objective.loss import rows_of
 from sparkdl.train.objective.manual import (
     ManualBackward,
@@ -29,7 +29,7 @@ from sparkdl.train.objective.manual import (
     is_manual,
     several_of,
 )
-from sparkdl.train.objective.metric_states import give, seen_by
+from sparkdl.train.objective.metric_states import REDUCTIONS, give, seen_by
 
 if TYPE_CHECKING:
     from sparkdl.comm.communicator import Communicator
@@ -149,7 +149,7 @@ class TrainerStandIn:
             self._methods |= {"manual_backward": self.manual, "clip_gradients": clip_gradients}
         self._validates = is_overridden(module, "validation_step")
         self._paths: dict[int, str] = {}
-        self._logs = Logs()
+        self._logs = Logs(module)
         self._validation: Logs | None = None
         self._rows = 0
         self._first_step = 0
@@ -277,16 +277,13 @@ class TrainerStandIn:
         kept = self._logs.state_dict()
         if is_epoch_over:
             self.call("on_train_epoch_end")
-        self._fill(record, self._logs, comm)
+        fill(record, comm.all_gather_bytes(self._logs.packed()), self._module)
         self._logs.load_state_dict(kept)  # the epoch may have been cut short, and go on
 
     def forget(self) -> None:
         """The epoch is over."""
-        self._logs.reset_metrics(self._module)
-        self._logs = Logs()
-
-    def _fill(self, record: dict[str, float], logs: Logs, comm: Communicator) -> None:
-        fill(record, comm.all_gather_bytes(logs.packed(self._module)), self._module)
+        self._logs.reset_metrics()
+        self._logs = Logs(self._module)
 
     @contextlib.contextmanager
     def validation(self) -> Iterator[Logs]:
@@ -298,12 +295,11 @@ class TrainerStandIn:
         metrics = {} if self._validates else metrics_of(self._module)
         seen = {path: seen_by(metric) for path, metric in metrics.items()}
         batch_idx, outputs = self._batch_idx, self._outputs
-        self._validation, self._batch_idx = Logs(), -1
+        self._validation, self._batch_idx = Logs(self._module), -1
         try:
             self.call("on_validation_start")
             self.call("on_validation_epoch_start")
-            logs = Logs() if not self._validates else self._validation
-            yield logs
+            yield self._validation if self._validates else Logs(self._module)
             self.call("on_validation_epoch_end")
             self.call("on_validation_end")
         finally:
@@ -313,16 +309,16 @@ class TrainerStandIn:
 
     def validated(self, record: dict[str, float], logs: Logs, comm: Communicator) -> None:
         """Enter what `validation` has kept into a record. Collective."""
-        self._fill(record, logs, comm)
-        logs.reset_metrics(self._module)
+        fill(record, comm.all_gather_bytes(logs.packed()), self._module)
+        logs.reset_metrics()
 
-    def packed(self, logs: Logs | None = None) -> bytes:
-        """What was logged, by this rank, for a driver that puts several ranks' together."""
-        return (self._logs if logs is None else logs).packed(self._module)
+    def packed(self) -> bytes:
+        """What this rank has logged, for a driver that puts several ranks' together."""
+        return self._logs.packed()
 
-    def begin_anew(self) -> None:
+    def reset(self) -> None:
         """Forget all that was logged, and all that metrics have seen."""
-        self._logs = Logs()
+        self._logs = Logs(self._module)
         for metric in metrics_of(self._module).values():
             metric.reset()
 
@@ -366,7 +362,7 @@ class TrainerStandIn:
         loss = outputs.get("loss") if isinstance(outputs, Mapping) else outputs
         if isinstance(loss, torch.Tensor):
             return loss
-        self._validation.without_loss += 1
+        self._validation.number(WITHOUT_LOSS, 1, 1, "sum")
         return torch.zeros(self._rows, device=next(module.parameters()).device)
 
     def log(

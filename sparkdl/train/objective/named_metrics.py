@@ -98,7 +98,7 @@ class NamedMetric:
             return int(metric.total) > 1
         if self.name in _OF_SCORES:
             return any(len(target) for target in metric.target)
-        return int(metric.update_count) > 0
+        return int(metric._update_count) > 0
 
 
 def flat(metrics: Mapping[str, Any]) -> Iterator[tuple[str, str | None, Any]]:

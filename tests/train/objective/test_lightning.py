@@ -17,7 +17,8 @@ from sparkdl.data.spool.mapped import MappedRows
 from sparkdl.errors import ConfigError
 from sparkdl.train.callbacks import NullObserver
 from sparkdl.train.objective.lightning import TrainerStandIn, check_in_rounds, check_module
-from sparkdl.train.objective.logs import added, fill, from_text
+from sparkdl.train.objective.logs import fill, from_text
+from sparkdl.train.objective.metric_states import added
 from sparkdl.train.objective.training_step import objective_of
 from sparkdl.train.optimizers.optimizers import resolve_optimizer
 from sparkdl.train.round_replica import RoundReplica
@@ -362,7 +363,7 @@ def test_rounds_add_up_to_the_epoch(rounds: tuple[RoundReplica, Any]) -> None:
             assert outcome.logs is not None
             parts.append(from_text(outcome.logs))
             loss, weight = loss + outcome.loss_sum, weight + outcome.weight
-    together = [added(parts[:2], replica_module(replica)), *parts[2:]]
+    together = [added(parts[:2], replica_module(replica).get_submodule), *parts[2:]]
     record: dict[str, float] = {}
     fill(record, together, replica_module(replica))
     assert record["train_loss"] == pytest.approx(loss / weight)
