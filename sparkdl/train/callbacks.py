@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any, ClassVar, Literal, Protocol
 
@@ -114,10 +114,10 @@ class Requests:
         self.taken_at = state["taken_at"]
 
 
-OUTSIDE = "callbacks may act in on_step_end and in on_epoch_end only"
+OUTSIDE = "callbacks may act in on_step_end, on_evaluation_end and on_epoch_end only"
 IN_TASKS = (
     "with executionMode='rounds' on_step_end runs in tasks, which cannot act on the run; act in "
-    "on_epoch_end, which runs on the driver, or use executionMode='gang'"
+    "on_epoch_end or on_evaluation_end, which run on the driver, or use executionMode='gang'"
 )
 NO_PLACE = "state.save() needs a place for checkpoints; set checkpointDir"
 
@@ -157,9 +157,9 @@ def agreed(own: Request, comm: Communicator, device: torch.device, step: int) ->
 class CallbackState:
     """What a callback sees of training, and what it may ask for.
 
-    All ranks must ask for the same. What `on_epoch_end` asks for is done at once. What
-    `on_step_end` asks for is done when a round is closed, every ``Callback.acts_every`` steps, and
-    at the end of the epoch.
+    All ranks must ask for the same. What `on_evaluation_end` and `on_epoch_end` ask for is done at
+    once. What `on_step_end` asks for is done when a round is closed, every ``Callback.acts_every``
+    steps, and at evaluations.
     """
 
     rank: int
@@ -215,8 +215,8 @@ class CallbackState:
 class Callback:
     """Watches training on every rank, and may act on it; override what you need.
 
-    Through the state that they get, `on_step_end` and `on_epoch_end` may stop training, change the
-    learning rate and save a checkpoint. All ranks must ask for the same.
+    Through the state that they get, `on_step_end`, `on_evaluation_end` and `on_epoch_end` may stop
+    training, change the learning rate and save a checkpoint. All ranks must ask for the same.
 
     Example::
 
@@ -238,8 +238,14 @@ class Callback:
     def on_step_end(self, state: CallbackState) -> None:
         """A step was completed."""
 
+    def on_evaluation_end(self, state: CallbackState, record: Mapping[str, float]) -> None:
+        """The model was evaluated, within an epoch or at its end; ``record`` is the history's."""
+
     def on_epoch_end(self, state: CallbackState, record: Mapping[str, float]) -> None:
-        """An epoch was completed; ``record`` is its entry in the history."""
+        """An epoch was completed, or the run has ended within it; follows `on_evaluation_end`.
+
+        ``record`` is the epoch's entry in the history.
+        """
 
     def on_train_end(self, state: CallbackState) -> None:
         """Training is over; the model has its final weights."""
@@ -263,6 +269,31 @@ def steps_between(callbacks: Iterable[Any]) -> int | None:
     if every is not None and every < 1:
         raise ConfigError(f"acts_every of a callback must be at least 1; received {every}")
     return every
+
+
+def call_evaluated(
+    callbacks: Iterable[Any],
+    state: Callable[[], CallbackState],
+    record: Mapping[str, float],
+    act: Callable[[], None],
+    is_over: Callable[[], bool],
+) -> None:
+    """Call what watches evaluations, and then, if the epoch or the run is over, the epochs' ends.
+
+    Args:
+        callbacks: the user's.
+        state: gives what they see now.
+        record: the entry in the history.
+        act: does what they have asked for.
+        is_over: tells if the epoch or the run is over, which what was done may have brought about.
+    """
+    for callback in callbacks:
+        callback.on_evaluation_end(state(), record)
+    act()
+    if is_over():
+        for callback in callbacks:
+            callback.on_epoch_end(state(), record)
+        act()
 
 
 def states_of(callbacks: Iterable[Any]) -> dict[str, Any]:

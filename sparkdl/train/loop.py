@@ -28,6 +28,7 @@ from sparkdl.train.callbacks import (
     Observer,
     Requests,
     agreed,
+    call_evaluated,
     steps_between,
 )
 from sparkdl.train.layer_looks import LayerLooks
@@ -194,8 +195,6 @@ class _Training(RankState):
                         self._save_if_due()
             if not book.is_evaluated:  # unless an evaluation within the epoch has ended the run
                 self._evaluate(began)
-                if replica.config.callbacks:
-                    self._act()
                 self._save_if_due()
         self.observer.phase("finish")
         outcome = self._outcome()
@@ -354,8 +353,16 @@ class _Training(RankState):
         self.observer.epoch(record)
         if is_kept and replica.metrics.confusion is not None:
             self.observer.confusion(record["epoch"], replica.metrics.confusion)
-        for callback in replica.config.callbacks if is_epoch_over else ():
-            callback.on_epoch_end(self._callback_state(), record)
+        if self.lightning is not None and book.is_complete and not is_epoch_over:
+            self.lightning.call("on_train_epoch_end")
+        if replica.config.callbacks:
+            call_evaluated(
+                replica.config.callbacks,
+                self._callback_state,
+                record,
+                self._act,
+                lambda: is_epoch_over or book.is_complete,
+            )
         if not is_epoch_over:
             self.observer.phase("train")
         self.clock.lap("other")

@@ -37,6 +37,7 @@ from sparkdl.train.callbacks import (
     OUTSIDE,
     CallbackState,
     Requests,
+    call_evaluated,
     give_states,
     states_of,
 )
@@ -265,16 +266,24 @@ class _Rounds:
         if is_kept and evaluation is not None and evaluation.confusion is not None:
             counts = evaluation.confusion
             run.view.fact(0, {"kind": "confusion", "epoch": record["epoch"], "counts": counts})
-        if run.config.callbacks and is_epoch_over:
+        if run.config.callbacks:
             run.module.load_state_dict(self.replicas.model())
-            for callback in run.config.callbacks:
-                callback.on_epoch_end(self._callback_state(), record)
-            asked = self.requests.take(book.state.step)
-            if asked.learning_rate is not None:
-                self.replicas.set_learning_rate(asked.learning_rate)
-            book.is_checkpoint_due |= asked.save
-            if asked.stop:
-                book.stop()
+            call_evaluated(
+                run.config.callbacks,
+                self._callback_state,
+                record,
+                self._act,
+                lambda: is_epoch_over or book.is_complete,
+            )
+
+    def _act(self) -> None:
+        """Do what callbacks have asked for."""
+        asked = self.requests.take(self.book.state.step)
+        if asked.learning_rate is not None:
+            self.replicas.set_learning_rate(asked.learning_rate)
+        self.book.is_checkpoint_due |= asked.save
+        if asked.stop:
+            self.book.stop()
 
     def _save_if_due(self) -> None:
         book = self.book

@@ -27,7 +27,6 @@ from sparkdl.train.objective.manual import (
     SeveralSchedules,
     clip_gradients,
     is_manual,
-    several_of,
 )
 from sparkdl.train.objective.metric_states import REDUCTIONS, give, seen_by
 
@@ -478,9 +477,9 @@ class OwnOptimizer:
     def __init__(self, module: nn.Module, config: TrainConfig) -> None:
         self._module = module
         self._config = config
-        self.schedule: tuple[Any, str, int] | None = None
-        """The schedule that it gave when it was last called: the scheduler, ``step`` or ``epoch``,
-        and after how many of these it is stepped; None: there is none."""
+        self.schedule: Mapping[str, Any] | None = None
+        """The schedule that it gave when it was last called, as Lightning's ``lr_scheduler``; None:
+        there is none that the loop steps or keeps."""
 
     def __call__(self, parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
         """The optimizer of these parameters, which must be those that train.
@@ -491,11 +490,20 @@ class OwnOptimizer:
         name = f"{type(self._module).__name__}.configure_optimizers"
         with self._trainer():
             given = self._module.configure_optimizers()  # type: ignore[operator]
+        parts, schedules = _configured(name, given)
         optimizer: torch.optim.Optimizer
         if is_manual(self._module):
-            optimizer, schedule = several_of(name, given)
+            optimizer = SeveralOptimizers(parts)
+            # The training step steps them: the loop never does.
+            plain = [schedule["scheduler"] for schedule in schedules]
+            self.schedule = {"scheduler": SeveralSchedules(plain)} if plain else None
+        elif len(parts) == 1 and len(schedules) <= 1:
+            optimizer, self.schedule = parts[0], next(iter(schedules), None)
         else:
-            optimizer, schedule = _configured(name, given)
+            raise ConfigError(
+                f"{name} must return one optimizer, with at most one schedule; with several set "
+                "automatic_optimization=False, and step them in the training step"
+            )
         wanted = {id(parameter) for parameter in parameters}
         groups = optimizer.param_groups
         has = {id(p) for group in groups for p in group["params"] if p.requires_grad}
@@ -505,7 +513,6 @@ class OwnOptimizer:
                 f"strategy must leave them in the module; it has {len(has)} of {len(wanted)}; set "
                 "optimizer= instead"
             )
-        self.schedule = schedule
         return optimizer
 
     @contextlib.contextmanager
@@ -522,27 +529,30 @@ class OwnOptimizer:
             stand_in.detach()
 
 
-def _configured(name: str, value: Any) -> tuple[torch.optim.Optimizer, tuple[Any, str, int] | None]:
-    """Read the forms that Lightning knows, as far as they mean one optimizer."""
-    schedulers: Any = ()
-    if isinstance(value, Mapping):
-        value, schedulers = value.get("optimizer"), value.get("lr_scheduler") or ()
-    elif isinstance(value, tuple) and len(value) == 2 and isinstance(value[0], (list, tuple)):
-        value, schedulers = value
-    value = list(value) if isinstance(value, (list, tuple)) else [value]
-    schedulers = list(schedulers) if isinstance(schedulers, (list, tuple)) else [schedulers]
-    if len(value) != 1 or len(schedulers) > 1 or not isinstance(value[0], torch.optim.Optimizer):
+def _configured(
+    name: str, value: Any
+) -> tuple[list[torch.optim.Optimizer], list[Mapping[str, Any]]]:
+    """The optimizers and schedules in one of the forms that Lightning knows.
+
+    Raises:
+        ConfigError: there is no optimizer.
+    """
+    schedules: Any = []
+    if isinstance(value, tuple) and len(value) == 2 and isinstance(value[0], (list, tuple)):
+        value, schedules = value
+    schedules = list(schedules) if isinstance(schedules, (list, tuple)) else [schedules]
+    optimizers = []
+    for entry in value if isinstance(value, (list, tuple)) else [value]:
+        if isinstance(entry, Mapping):
+            given = entry.get("lr_scheduler")
+            if given is not None:
+                options = given if isinstance(given, Mapping) else {"scheduler": given}
+                schedules.append({"monitor": entry.get("monitor"), **options})
+            entry = entry.get("optimizer")
+        optimizers.append(entry)
+    if not optimizers or not all(isinstance(o, torch.optim.Optimizer) for o in optimizers):
         raise ConfigError(
-            f"{name} must return one optimizer, with at most one schedule; with several set "
-            "automatic_optimization=False, and step them in the training step"
+            f"{name} must return one optimizer, or several with automatic_optimization=False; "
+            f"it returned {value!r}"
         )
-    given = schedulers[0] if schedulers else None
-    options: Mapping[str, Any] = given if isinstance(given, Mapping) else {"scheduler": given}
-    interval, frequency = options.get("interval", "epoch"), int(options.get("frequency", 1))
-    if interval not in ("step", "epoch") or frequency < 1:
-        raise ConfigError(
-            f"the schedule of {name} is stepped each 'step' or 'epoch', with a frequency of at "
-            f"least 1; received {interval!r}, {frequency}"
-        )
-    scheduler = options.get("scheduler")
-    return value[0], None if scheduler is None else (scheduler, interval, frequency)
+    return optimizers, [s if isinstance(s, Mapping) else {"scheduler": s} for s in schedules]

@@ -8,7 +8,7 @@ the rank's own.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -95,32 +95,6 @@ class SeveralOptimizers(torch.optim.Optimizer):
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
         """Refuse: the training step does that."""
         raise AssertionError("the training step steps the optimizers")
-
-
-def several_of(
-    name: str, value: Any
-) -> tuple[SeveralOptimizers, tuple[SeveralSchedules, str, int] | None]:
-    """The optimizers and schedules in one of the forms that Lightning knows.
-
-    Raises:
-        ConfigError: there is no optimizer.
-    """
-    schedules: Any = ()
-    if isinstance(value, tuple) and len(value) == 2 and isinstance(value[0], (list, tuple)):
-        value, schedules = value
-    entries = list(value) if isinstance(value, (list, tuple)) else [value]
-    schedules = list(schedules) if isinstance(schedules, (list, tuple)) else [schedules]
-    optimizers = []
-    for entry in entries:
-        if isinstance(entry, Mapping):
-            schedules += [entry["lr_scheduler"]] if "lr_scheduler" in entry else []
-            entry = entry.get("optimizer")
-        optimizers.append(entry)
-    if not optimizers or not all(isinstance(o, torch.optim.Optimizer) for o in optimizers):
-        raise ConfigError(f"{name} must return optimizers; it returned {value!r}")
-    plain = [s["scheduler"] if isinstance(s, Mapping) else s for s in schedules]
-    # The training step steps them: the loop never does.
-    return SeveralOptimizers(optimizers), (SeveralSchedules(plain), "step", 1) if plain else None
 
 
 class SeveralSchedules:

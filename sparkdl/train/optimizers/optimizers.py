@@ -208,18 +208,29 @@ class Schedule:
     scheduler: torch.optim.lr_scheduler.LRScheduler
     every: int = 1
     """Steps after which it is stepped, unless evaluations step it."""
-    monitor: str | None = None
-    """The value of the history that ReduceLROnPlateau gets at each evaluation, if it is one."""
+    monitors: tuple[str, ...] = ()
+    """The value of the history that ReduceLROnPlateau gets at each evaluation, if it is one: the
+    first of these that is there."""
 
     def is_due(self, steps: int) -> bool:
         """True if it is to be stepped after so many steps of the run."""
-        return self.monitor is None and steps % self.every == 0
+        return not self.monitors and steps % self.every == 0
 
     def evaluated(self, record: Mapping[str, float]) -> None:
-        """Step it if evaluations do; ``record`` is the entry in the history, equal on all ranks."""
-        if self.monitor is not None:
-            value = record[self.monitor] if self.monitor in record else record["loss"]
-            self.scheduler.step(value)  # type: ignore[arg-type] # of ReduceLROnPlateau
+        """Step it if evaluations do; ``record`` is the entry in the history, equal on all ranks.
+
+        Raises:
+            ConfigError: what it monitors is not in the history.
+        """
+        if not self.monitors:
+            return
+        found = [record[name] for name in self.monitors if name in record]
+        if not found:
+            raise ConfigError(
+                f"ReduceLROnPlateau monitors {self.monitors[0]!r}, but the history has only "
+                f"{', '.join(record)}; log it at each evaluation"
+            )
+        self.scheduler.step(found[0])  # type: ignore[arg-type] # of ReduceLROnPlateau
 
 
 def require_steps(schedule: Schedule | None) -> None:
@@ -228,7 +239,7 @@ def require_steps(schedule: Schedule | None) -> None:
     Raises:
         ConfigError: it is ReduceLROnPlateau.
     """
-    if schedule is not None and schedule.monitor is not None:
+    if schedule is not None and schedule.monitors:
         raise ConfigError(
             "ReduceLROnPlateau needs executionMode='gang': in rounds the driver evaluates, and the "
             "schedules are in the tasks; use a schedule that counts steps"
@@ -256,11 +267,7 @@ def make_scheduler(
     """
     if config.scheduler is None:
         own = make_optimizer.schedule if isinstance(make_optimizer, OwnOptimizer) else None
-        if own is None:
-            return None
-        scheduler, interval, frequency = own
-        every = frequency * (steps_per_epoch if interval == "epoch" else 1)
-        return Schedule(check_scheduler(scheduler), every)
+        return None if own is None else _own_schedule(own, steps_per_epoch)
     if not callable(config.scheduler):
         raise ConfigError(
             f"scheduler must be a callable, optimizer -> LRScheduler; received {config.scheduler!r}"
@@ -276,9 +283,33 @@ def make_scheduler(
                 f"mode={stopping.mode!r}; give it mode={stopping.mode!r} too, not "
                 f"{scheduler.mode!r}"
             )
-        monitor = "val_loss" if stopping is None else stopping.monitor
-        return Schedule(scheduler, monitor=monitor)
+        monitors = ("val_loss", "loss") if stopping is None else (stopping.monitor,)
+        return Schedule(scheduler, monitors=monitors)
     return Schedule(check_scheduler(scheduler))
+
+
+def _own_schedule(given: Mapping[str, Any], steps_per_epoch: int) -> Schedule:
+    """A LightningModule's, of its ``lr_scheduler``.
+
+    Raises:
+        ConfigError: it is not stepped as Lightning steps it.
+    """
+    scheduler = given["scheduler"]
+    interval, frequency = given.get("interval", "epoch"), int(given.get("frequency", 1))
+    if interval not in ("step", "epoch") or frequency < 1:
+        raise ConfigError(
+            "the schedule of configure_optimizers is stepped each 'step' or 'epoch', with a "
+            f"frequency of at least 1; received {interval!r}, {frequency}"
+        )
+    if not isinstance(scheduler, ReduceLROnPlateau):
+        every = frequency * (steps_per_epoch if interval == "epoch" else 1)
+        return Schedule(check_scheduler(scheduler), every)
+    if not given.get("monitor") or interval == "step" or frequency > 1:
+        raise ConfigError(
+            "ReduceLROnPlateau of configure_optimizers is stepped by each evaluation: its "
+            "lr_scheduler needs a 'monitor', and neither interval='step' nor a frequency"
+        )
+    return Schedule(scheduler, monitors=(given["monitor"],))
 
 
 def check_scheduler(scheduler: Any) -> torch.optim.lr_scheduler.LRScheduler:
@@ -290,7 +321,7 @@ def check_scheduler(scheduler: Any) -> torch.optim.lr_scheduler.LRScheduler:
     if isinstance(scheduler, SeveralSchedules):  # the loop keeps their state, and steps none
         return scheduler  # type: ignore[return-value]
     if isinstance(scheduler, ReduceLROnPlateau):
-        raise ConfigError("ReduceLROnPlateau is stepped by evaluations; pass it as scheduler=")
+        raise ConfigError("ReduceLROnPlateau is stepped by evaluations; it follows no warm-up")
     if not isinstance(scheduler, torch.optim.lr_scheduler.LRScheduler):
         raise ConfigError(f"scheduler must return an LRScheduler; received {scheduler!r}")
     return scheduler
