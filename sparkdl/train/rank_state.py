@@ -8,10 +8,10 @@ from typing import Any, Protocol
 import torch
 
 from sparkdl.train.callbacks import Requests, give_states, states_of
-from sparkdl.train.objective.divergence import LossWatch
 from sparkdl.train.random_state import random_state, seed_everything, set_random_state
 from sparkdl.train.replica import Replica
 from sparkdl.train.state import EpochBook
+from sparkdl.train.step import TrainStep
 
 
 class CheckpointSink(Protocol):
@@ -45,10 +45,8 @@ class RankState:
     epoch_sums: torch.Tensor
     """This rank's weighted losses and weights of the present epoch, and the losses of each label
     where there are several, float64."""
-    gradient_norms: torch.Tensor
-    """See `TrainStep`."""
-    watch: LossWatch
-    """What the loss is compared with."""
+    step: TrainStep
+    """Has the norms of the epoch's gradients, and what the loss is compared with."""
     requests: Requests
     """What callbacks have asked for, and was not done yet."""
 
@@ -71,7 +69,7 @@ class RankState:
                 "strategy": synchronizer.rank_state_dict(),
                 "own": self._own_state(),
                 "epoch_sums": self.epoch_sums,
-                "gradient_norms": self.gradient_norms,
+                "gradient_norms": self.step.gradient_norms,
                 **{name: part.state_dict() for name, part in self._parts().items()},
             },
         )
@@ -103,14 +101,14 @@ class RankState:
             replica.load_state_dict(rank_state["own"])
         replica.synchronizer.load_rank_state_dict(rank_state["strategy"])
         self.epoch_sums.copy_(rank_state["epoch_sums"])
-        self.gradient_norms.copy_(rank_state["gradient_norms"])
+        self.step.gradient_norms.copy_(rank_state["gradient_norms"])
         for name, part in self._parts().items():
             part.load_state_dict(rank_state[name])
         set_random_state(rank_state["rng"])
 
     def _parts(self) -> dict[str, Any]:
         """What has a state of this rank's own, by its name in checkpoints."""
-        parts = {"watch": self.watch, "requests": self.requests}
+        parts = {"watch": self.step.watch, "requests": self.requests}
         collector = self.replica.collector
         return parts if collector is None else {**parts, "collected": collector}
 

@@ -126,8 +126,7 @@ class RoundReplica:
             replica.collector.reset()
         if replica.lightning is not None:
             replica.lightning.move_to(part.epoch, part.step, part.step_in_epoch)
-            replica.lightning.global_rank = shard_id
-            replica.lightning.world_size = replica.plan.world_size
+            replica.lightning.place(shard_id, replica.plan.world_size)
         requests = Requests(refusal=IN_TASKS)
         clock = Clock()
         looks = self._looks if shard_id == 0 else None

@@ -209,10 +209,6 @@ class EpochBook:
         """True if the epoch, or the run, has no further step."""
         return self.num_steps_left <= 0
 
-    def stop(self) -> None:
-        """Train no further step."""
-        self.state.stopped_early = True
-
     def count(self, steps: int, rows: int, is_due: Callable[[int], bool] | None) -> None:
         """Count completed steps.
 

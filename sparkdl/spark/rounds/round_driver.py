@@ -282,8 +282,7 @@ class _Rounds:
         if asked.learning_rate is not None:
             self.replicas.set_learning_rate(asked.learning_rate)
         self.book.is_checkpoint_due |= asked.save
-        if asked.stop:
-            self.book.stop()
+        self.book.state.stopped_early |= asked.stop
 
     def _save_if_due(self) -> None:
         book = self.book

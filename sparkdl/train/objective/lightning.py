@@ -156,8 +156,8 @@ class TrainerStandIn:
         self._outputs: Any = None
         self._schedulers: list[Any] = []
         self.optimizers: list[torch.optim.Optimizer] = []
-        self.current_epoch = self.global_step = self.global_rank = 0
-        self.world_size = 1
+        self.current_epoch = self.global_step = 0
+        self.place(0, 1)
         self.max_epochs, self.max_steps = config.epochs, config.max_steps
         self.num_training_batches = 100  # until the rows are known
         self.sanity_checking = False
@@ -171,16 +171,6 @@ class TrainerStandIn:
             f"sparkdl trains without Lightning's Trainer, so trainer.{name} is not there; "
             f"trainer has {', '.join(known)}"
         )
-
-    @property
-    def is_global_zero(self) -> bool:
-        """True on rank 0."""
-        return self.global_rank == 0
-
-    @property
-    def local_rank(self) -> int:
-        """The rank: workers do not number those of their node."""
-        return self.global_rank
 
     @property
     def training(self) -> bool:
@@ -209,6 +199,11 @@ class TrainerStandIn:
         """Steps of the whole run."""
         steps = self.max_epochs * self.num_training_batches
         return steps if self.max_steps < 0 else min(steps, self.max_steps)
+
+    def place(self, rank: int, world_size: int) -> None:
+        """Say where this is; workers do not number those of their node."""
+        self.global_rank = self.local_rank = rank
+        self.world_size, self.is_global_zero = world_size, rank == 0
 
     def attach(self, plan: TrainPlan | None = None) -> None:
         """Become the module's trainer; with the plan's numbers, once there is a plan."""

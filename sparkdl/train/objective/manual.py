@@ -18,6 +18,7 @@ from sparkdl.comm.communicator import Communicator, LocalCommunicator
 from sparkdl.config import TrainConfig
 from sparkdl.errors import ConfigError
 from sparkdl.sync.averaging.averaging import AveragingStrategy
+from sparkdl.sync.averaging.mean import by_kind, fill, flat_of
 from sparkdl.sync.gradients.allreduce import AllReduce
 
 if TYPE_CHECKING:
@@ -150,14 +151,10 @@ class ManualBackward:
         for parameter in trained:
             parameter.grad = None
         (loss * self._share).backward(*arguments, **options)  # type: ignore[no-untyped-call]
-        new = [p.grad for p in trained if p.grad is not None]
-        for dtype in sorted({gradient.dtype for gradient in new}, key=str):
-            own = [gradient for gradient in new if gradient.dtype == dtype]
-            flat = torch.cat([gradient.flatten() for gradient in own])
+        for own in by_kind([p.grad for p in trained if p.grad is not None]):
+            flat = flat_of(own)
             self.comm.all_reduce(flat)
-            pieces = torch.split(flat, [gradient.numel() for gradient in own])
-            for gradient, piece in zip(own, pieces, strict=True):
-                gradient.copy_(piece.view_as(gradient))
+            fill(own, flat)
         for parameter, old in zip(trained, before, strict=True):
             if parameter.grad is None:
                 parameter.grad = old
