@@ -127,8 +127,7 @@ def resolve_optimizer(config: TrainConfig, module: nn.Module | None = None) -> M
         for values in groups.values():
             # All parameters with a group's options: in groups an optimizer never looks at them.
             _made(kind, parameters, {**options, **fused, **values}, " of parameterGroups")
-        divided: Any = parameters if divide is None else divide(parameters)
-        made = _made(kind, divided, {**options, **fused})
+        made = _made(kind, divide(parameters) if divide else parameters, {**options, **fused})
         if not isinstance(made, torch.optim.Optimizer):
             raise ConfigError(f"optimizer must make a torch.optim.Optimizer; received {made!r}")
         return made
