@@ -123,13 +123,7 @@ NO_PLACE = "state.save() needs a place for checkpoints; set checkpointDir"
 
 
 def agreed(own: Request, comm: Communicator, device: torch.device, step: int) -> Request:
-    """What the callbacks of all ranks have asked for. Collective.
-
-    Args:
-        own: what those of this rank have.
-        comm: the gang.
-        device: where its tensors are.
-        step: completed steps of the run.
+    """What the callbacks of all ranks have asked for, given this rank's ``own``. Collective.
 
     Raises:
         ConfigError: not all have asked for the same; names a rank.
@@ -229,8 +223,7 @@ class Callback:
     """
 
     acts_every: ClassVar[int] = 16
-    """Steps after which the ranks agree on what `on_step_end` has asked for, by a small message. 1
-    does it after each step, which costs small networks much of their speed."""
+    """Steps after which the ranks agree on what `on_step_end` has asked for, by a small message."""
 
     def on_train_begin(self, state: CallbackState) -> None:
         """Training begins, or goes on after a restart."""
@@ -278,14 +271,14 @@ def call_evaluated(
     act: Callable[[], None],
     is_over: Callable[[], bool],
 ) -> None:
-    """Call what watches evaluations, and then, if the epoch or the run is over, the epochs' ends.
+    """Call `Callback.on_evaluation_end`, and if the epoch or the run is over then, `on_epoch_end`.
 
     Args:
         callbacks: the user's.
         state: gives what they see now.
         record: the entry in the history.
         act: does what they have asked for.
-        is_over: tells if the epoch or the run is over, which what was done may have brought about.
+        is_over: tells if the epoch or the run is over.
     """
     for callback in callbacks:
         callback.on_evaluation_end(state(), record)

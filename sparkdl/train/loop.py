@@ -375,7 +375,7 @@ class _Training(RankState):
     def _outcome(self) -> TrainOutcome:
         book, final = self.book, self.snapshot()
         if book.best_model is not None:  # the module will change under the snapshot
-            model = {name: _copied(value) for name, value in final.shared["model"].items()}
+            model = copy.deepcopy(final.shared["model"])
             final = dataclasses.replace(final, shared={**final.shared, "model": model})
         return TrainOutcome(
             history=book.state.state_dict()["history"],
@@ -398,7 +398,3 @@ class _Training(RankState):
             learning_rate=self.replica.learning_rate,
             requests=self.requests,
         )
-
-
-def _copied(value: object) -> object:
-    return value.clone() if isinstance(value, torch.Tensor) else value

@@ -59,8 +59,6 @@ def augmented(batch: Batch, augmentation: Callable[[Any], Any]) -> Batch:
 
 READ_EVERY = 16
 """Steps between two looks at the loss on CUDA, where every look waits for the device."""
-
-
 NORM_EVERY = 16
 """Steps of an epoch between two norms of the gradient: one costs up to a third of a small step."""
 

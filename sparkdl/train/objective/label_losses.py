@@ -18,12 +18,7 @@ from sparkdl.train.objective.loss import ClassLoss, LossFunction, Rows, Sums, re
 
 
 def loss_of(loss: Any, task: Task, weights: Mapping[str, float]) -> LossFunction:
-    """The loss: one, or with a mapping the weighted sum of those of several labels.
-
-    Args:
-        loss: one, or label -> its loss; see `resolve_loss`.
-        task: what is learnt.
-        weights: label -> by how much its loss counts; 1 where there is none.
+    """The loss: one, or with a mapping by label their sum, by ``weights``, 1 where there is none.
 
     Raises:
         ConfigError: see `resolve_loss`.

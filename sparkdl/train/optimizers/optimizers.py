@@ -108,6 +108,22 @@ def resolve_optimizer(config: TrainConfig, module: nn.Module | None = None) -> M
             raise ConfigError("optimizerParams holds 'lr' and learningRate is set; keep one")
         options["lr"] = config.learning_rate
     kind = _kind(config, module)
+    groups = config.parameter_groups if module is not None else {}
+    is_class = isinstance(kind, type) and issubclass(kind, torch.optim.Optimizer)
+    if is_class and kind.__name__ in NEEDS_ANOTHER_LOOP:
+        raise ConfigError(f"optimizer {kind.__name__} does not work step by step; use another")
+    if not callable(kind):
+        raise ConfigError(f"optimizer must be a name, a class or a callable; received {kind!r}")
+    if not is_class and (options or groups):
+        who = "a callable"
+        if isinstance(kind, OwnOptimizer):
+            who = "configure_optimizers of the module"
+        raise ConfigError(
+            f"{who} makes its optimizer itself; set {sorted(options) or 'the parameterGroups'} "
+            "there, or choose an optimizer by its name or class"
+        )
+    if isinstance(kind, OwnOptimizer):
+        return kind
     may_fuse = (
         isinstance(config.optimizer, str)
         and kind in _FUSED
@@ -115,15 +131,14 @@ def resolve_optimizer(config: TrainConfig, module: nn.Module | None = None) -> M
         and config.precision != "fp16"
         and not options.keys() & {"fused", "foreach", "differentiable"}
     )
-    groups = config.parameter_groups if module is not None else {}
-    _check(kind, options, has_groups=bool(groups))
-    if isinstance(kind, OwnOptimizer):
-        return kind
     divide = parameter_groups(module, groups) if module is not None and groups else None
 
     def make(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
         parameters = list(parameters)
-        fused = {"fused": True} if may_fuse and _can_be_fused(parameters) else {}
+        can_fuse = may_fuse and all(
+            p.is_floating_point() and p.device.type in ("cpu", "cuda") for p in parameters
+        )
+        fused = {"fused": True} if can_fuse else {}
         for values in groups.values():
             # All parameters with a group's options: in groups an optimizer never looks at them.
             _made(kind, parameters, {**options, **fused, **values}, " of parameterGroups")
@@ -153,36 +168,6 @@ def _kind(config: TrainConfig, module: nn.Module | None) -> Any:
     return OPTIMIZERS[kind.lower()]
 
 
-def _check(kind: Any, options: Mapping[str, Any], *, has_groups: bool) -> None:
-    """Refuse what cannot make an optimizer, or does not take the options.
-
-    Raises:
-        ConfigError: with the remedy.
-    """
-    is_class = isinstance(kind, type) and issubclass(kind, torch.optim.Optimizer)
-    if is_class and kind.__name__ in NEEDS_ANOTHER_LOOP:
-        raise ConfigError(f"optimizer {kind.__name__} does not work step by step; use another")
-    if isinstance(kind, OwnOptimizer):
-        if not options and not has_groups:
-            return
-        raise ConfigError(
-            "configure_optimizers of the module makes its optimizer, with options and groups of "
-            f"its own; set {sorted(options) or 'parameterGroups'} there, or choose an optimizer"
-        )
-    if not is_class and options:
-        raise ConfigError(
-            f"a callable makes its optimizer itself; set {sorted(options)} there, or pass the "
-            "optimizer's class"
-        )
-    if not callable(kind):
-        raise ConfigError(f"optimizer must be a name, a class or a callable; received {kind!r}")
-    if has_groups and not is_class:
-        raise ConfigError(
-            "a callable makes its optimizer itself; make the parameterGroups there, or pass the "
-            "optimizer's class"
-        )
-
-
 def _made(kind: Any, parameters: Any, options: Mapping[str, Any], where: str = "") -> Any:
     """What ``kind`` makes.
 
@@ -194,10 +179,6 @@ def _made(kind: Any, parameters: Any, options: Mapping[str, Any], where: str = "
     except (TypeError, ValueError) as error:
         name = getattr(kind, "__name__", repr(kind))
         raise ConfigError(f"optimizer {name} refused {options}{where}: {error}") from error
-
-
-def _can_be_fused(parameters: Sequence[nn.Parameter]) -> bool:
-    return all(p.is_floating_point() and p.device.type in ("cpu", "cuda") for p in parameters)
 
 
 @dataclass(frozen=True)
@@ -261,8 +242,7 @@ def make_scheduler(
         steps_per_epoch: after so many steps it is stepped if it counts epochs.
 
     Raises:
-        ConfigError: what was given does not make a schedule, or early stopping wants a large
-            value where it wants a small one.
+        ConfigError: this is no schedule, or early stopping wants the opposite of what it wants.
     """
     if config.scheduler is None:
         own = make_optimizer.schedule if isinstance(make_optimizer, OwnOptimizer) else None
