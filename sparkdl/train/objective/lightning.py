@@ -286,8 +286,7 @@ class TrainerStandIn:
         Without a ``validation_step`` the rows go through ``training_step``, and what that does to
         metrics is undone.
         """
-        metrics = {} if self._validates else metrics_of(self._module)
-        seen = {path: seen_by(metric) for path, metric in metrics.items()}
+        kept = None if self._validates else self.state_dict()
         batch_idx, outputs = self._batch_idx, self._outputs
         self._validation, self._batch_idx = Logs(self._module), -1
         try:
@@ -298,8 +297,8 @@ class TrainerStandIn:
             self.call("on_validation_end")
         finally:
             self._validation, self._batch_idx, self._outputs = None, batch_idx, outputs
-            for path, metric in metrics.items():
-                give(metric, seen[path])
+            if kept is not None:
+                self.load_state_dict(kept)
 
     def validated(self, record: dict[str, float], logs: Logs, comm: Communicator) -> None:
         """Enter what `validation` has kept into a record. Collective."""
@@ -318,7 +317,7 @@ class TrainerStandIn:
 
     def state_dict(self) -> dict[str, Any]:
         """What a checkpoint must hold of it."""
-        metrics = {path: list(seen_by(m)) for path, m in metrics_of(self._module).items()}
+        metrics = {path: seen_by(metric) for path, metric in metrics_of(self._module).items()}
         return {"logs": self._logs.state_dict(), "metrics": metrics}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -326,7 +325,7 @@ class TrainerStandIn:
         self._logs.load_state_dict(state["logs"])
         for path, metric in metrics_of(self._module).items():
             if path in state["metrics"]:
-                give(metric, tuple(state["metrics"][path]))
+                give(metric, state["metrics"][path])
 
     def __call__(self, module: nn.Module, inputs: Any, target: Any) -> Any:
         """The loss of a batch: of ``training_step``, or ``validation_step`` where that is wanted.

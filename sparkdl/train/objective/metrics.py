@@ -320,15 +320,21 @@ def _full_precision(value: Any) -> Any:
 def _make_metric(name: str, value: Any) -> Metric:
     from torchmetrics import Metric
 
-    is_factory = callable(value) and not isinstance(value, torch.nn.Module)
-    if is_factory:
-        _require_no_arguments(name, value)
-    metric = value() if is_factory else value
+    wanted = f"metric {name!r} must be a torchmetrics.Metric or a callable that makes one"
+    metric = value
+    if callable(value) and not isinstance(value, torch.nn.Module):
+        try:
+            inspect.signature(value).bind()
+        except ValueError:  # of one written in C, which has no signature
+            pass
+        except TypeError as error:
+            raise ConfigError(
+                f"{wanted}; {value!r} cannot be called without arguments ({error}); of a function "
+                "of predictions and labels make a subclass of torchmetrics.Metric"
+            ) from error
+        metric = value()
     if not isinstance(metric, Metric):
-        raise ConfigError(
-            f"metric {name!r} must be a torchmetrics.Metric or a callable that makes one; "
-            f"received {value!r}"
-        )
+        raise ConfigError(f"{wanted}; received {value!r}")
     if any(isinstance(child, Metric) for child in metric.modules() if child is not metric):
         raise ConfigError(
             f"metric {name!r} ({type(metric).__name__}) is made of other metrics; pass those by "
@@ -337,26 +343,6 @@ def _make_metric(name: str, value: Any) -> Metric:
     if name == "loss":
         raise ConfigError(f"a metric cannot be called {name!r}: the history has that name already")
     return copy.deepcopy(metric)
-
-
-def _require_no_arguments(name: str, factory: Callable[..., Any]) -> None:
-    """Raise unless a callable can be called as it is; a function of predictions and labels cannot.
-
-    Raises:
-        ConfigError: it needs arguments.
-    """
-    try:
-        signature = inspect.signature(factory)
-    except (TypeError, ValueError):  # of one written in C, which does not say it
-        return
-    try:
-        signature.bind()
-    except TypeError as error:
-        raise ConfigError(
-            f"metric {name!r} must be a torchmetrics.Metric or a callable that makes one; "
-            f"{factory!r} cannot be called without arguments ({error}); of a function of "
-            "predictions and labels make a subclass of torchmetrics.Metric"
-        ) from error
 
 
 def _without_last(value: torch.Tensor) -> torch.Tensor:
