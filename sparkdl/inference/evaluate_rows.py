@@ -263,7 +263,7 @@ class Evaluator:
 
     def part(self) -> Part:
         """All that was found out."""
-        seen = self._metrics.seen()
+        seen = self._metrics.state_dict()
         self._part.metrics = {name: [state] for name, state in seen.items()}
         return self._part
 

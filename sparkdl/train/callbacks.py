@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any, ClassVar, Literal, Protocol
 
 import torch
@@ -52,23 +52,10 @@ class Observer(Protocol):
 class NullObserver:
     """An observer that does nothing."""
 
-    def step(self, *, epoch: int, step: int, loss: float, rows: int) -> None:
+    def _nothing(self, *_: Any, **__: Any) -> None:
         pass
 
-    def phase(self, name: Phase) -> None:
-        pass
-
-    def clock(self, seconds: Mapping[str, float]) -> None:
-        pass
-
-    def epoch(self, record: Mapping[str, float]) -> None:
-        pass
-
-    def confusion(self, epoch: float, counts: Sequence[Sequence[int]]) -> None:
-        pass
-
-    def layers(self, step: int, found: Mapping[str, Any]) -> None:
-        pass
+    step = phase = clock = epoch = confusion = layers = _nothing
 
 
 @dataclass(frozen=True)
@@ -98,60 +85,45 @@ class Requests:
     def __init__(self, *, refusal: str | None = None, no_save: str | None = None) -> None:
         self.refusal, self.no_save = refusal, no_save
         self.taken_at = 0
-        self._stop = self._save = False
-        self._learning_rate: float | None = None
+        self._asked = Request()
 
-    def ask(
-        self, *, stop: bool = False, save: bool = False, learning_rate: float | None = None
-    ) -> None:
-        """Take note of what a callback wants.
+    def ask(self, **wanted: Any) -> None:
+        """Take note of what a callback wants, by the names of `Request`.
 
         Raises:
             ConfigError: it cannot be had.
         """
-        refusal = self.refusal or (self.no_save if save else None)
+        refusal = self.refusal or (self.no_save if "save" in wanted else None)
         if refusal is not None:
             raise ConfigError(refusal)
-        self._stop |= stop
-        self._save |= save
-        if learning_rate is not None:
-            self._learning_rate = learning_rate
+        self._asked = replace(self._asked, **wanted)
 
     def take(self, step: int) -> Request:
         """What was asked for since this was last called; of several learning rates the last."""
         self.taken_at = step
-        taken = Request(self._stop, self._save, self._learning_rate)
-        self._stop, self._save, self._learning_rate = False, False, None
+        taken, self._asked = self._asked, Request()
         return taken
 
     def state_dict(self) -> dict[str, Any]:
         """What a checkpoint must hold of it."""
-        asked = {"stop": self._stop, "save": self._save, "learning_rate": self._learning_rate}
-        return {"asked": asked, "taken_at": self.taken_at}
+        return {"asked": asdict(self._asked), "taken_at": self.taken_at}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore what `state_dict` gave."""
-        asked = Request(**state["asked"])
-        self._stop, self._save, self._learning_rate = asked.stop, asked.save, asked.learning_rate
+        self._asked = Request(**state["asked"])
         self.taken_at = state["taken_at"]
 
 
-OUTSIDE = "callbacks may act in on_step_end and in on_epoch_end only"
+OUTSIDE = "callbacks may act in on_step_end, on_evaluation_end and on_epoch_end only"
 IN_TASKS = (
     "with executionMode='rounds' on_step_end runs in tasks, which cannot act on the run; act in "
-    "on_epoch_end, which runs on the driver, or use executionMode='gang'"
+    "on_epoch_end or on_evaluation_end, which run on the driver, or use executionMode='gang'"
 )
 NO_PLACE = "state.save() needs a place for checkpoints; set checkpointDir"
 
 
 def agreed(own: Request, comm: Communicator, device: torch.device, step: int) -> Request:
-    """What the callbacks of all ranks have asked for. Collective.
-
-    Args:
-        own: what those of this rank have.
-        comm: the gang.
-        device: where its tensors are.
-        step: completed steps of the run.
+    """What the callbacks of all ranks have asked for, given this rank's ``own``. Collective.
 
     Raises:
         ConfigError: not all have asked for the same; names a rank.
@@ -179,9 +151,9 @@ def agreed(own: Request, comm: Communicator, device: torch.device, step: int) ->
 class CallbackState:
     """What a callback sees of training, and what it may ask for.
 
-    All ranks must ask for the same. What `on_epoch_end` asks for is done at once. What
-    `on_step_end` asks for is done when a round is closed, every ``Callback.acts_every`` steps, and
-    at the end of the epoch.
+    All ranks must ask for the same. What `on_evaluation_end` and `on_epoch_end` ask for is done at
+    once. What `on_step_end` asks for is done when a round is closed, every ``Callback.acts_every``
+    steps, and at evaluations.
     """
 
     rank: int
@@ -237,8 +209,8 @@ class CallbackState:
 class Callback:
     """Watches training on every rank, and may act on it; override what you need.
 
-    Through the state that they get, `on_step_end` and `on_epoch_end` may stop training, change the
-    learning rate and save a checkpoint. All ranks must ask for the same.
+    Through the state that they get, `on_step_end`, `on_evaluation_end` and `on_epoch_end` may stop
+    training, change the learning rate and save a checkpoint. All ranks must ask for the same.
 
     Example::
 
@@ -251,8 +223,7 @@ class Callback:
     """
 
     acts_every: ClassVar[int] = 16
-    """Steps after which the ranks agree on what `on_step_end` has asked for, by a small message. 1
-    does it after each step, which costs small networks much of their speed."""
+    """Steps after which the ranks agree on what `on_step_end` has asked for, by a small message."""
 
     def on_train_begin(self, state: CallbackState) -> None:
         """Training begins, or goes on after a restart."""
@@ -260,8 +231,14 @@ class Callback:
     def on_step_end(self, state: CallbackState) -> None:
         """A step was completed."""
 
+    def on_evaluation_end(self, state: CallbackState, record: Mapping[str, float]) -> None:
+        """The model was evaluated, within an epoch or at its end; ``record`` is the history's."""
+
     def on_epoch_end(self, state: CallbackState, record: Mapping[str, float]) -> None:
-        """An epoch was completed; ``record`` is its entry in the history."""
+        """An epoch was completed, or the run has ended within it; follows `on_evaluation_end`.
+
+        ``record`` is the epoch's entry in the history.
+        """
 
     def on_train_end(self, state: CallbackState) -> None:
         """Training is over; the model has its final weights."""
@@ -285,6 +262,31 @@ def steps_between(callbacks: Iterable[Any]) -> int | None:
     if every is not None and every < 1:
         raise ConfigError(f"acts_every of a callback must be at least 1; received {every}")
     return every
+
+
+def call_evaluated(
+    callbacks: Iterable[Any],
+    state: Callable[[], CallbackState],
+    record: Mapping[str, float],
+    act: Callable[[], None],
+    is_over: Callable[[], bool],
+) -> None:
+    """Call `Callback.on_evaluation_end`, and if the epoch or the run is over then, `on_epoch_end`.
+
+    Args:
+        callbacks: the user's.
+        state: gives what they see now.
+        record: the entry in the history.
+        act: does what they have asked for.
+        is_over: tells if the epoch or the run is over.
+    """
+    for callback in callbacks:
+        callback.on_evaluation_end(state(), record)
+    act()
+    if is_over():
+        for callback in callbacks:
+            callback.on_epoch_end(state(), record)
+        act()
 
 
 def states_of(callbacks: Iterable[Any]) -> dict[str, Any]:

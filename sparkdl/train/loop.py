@@ -28,13 +28,13 @@ from sparkdl.train.callbacks import (
     Observer,
     Requests,
     agreed,
+    call_evaluated,
     steps_between,
 )
 from sparkdl.train.layer_looks import LayerLooks
 from sparkdl.train.modules.memory_format import in_memory_format
 from sparkdl.train.modules.sync_batch_norm import synchronized
 from sparkdl.train.objective.label_losses import no_sums
-from sparkdl.train.objective.lightning import TrainerStandIn
 from sparkdl.train.objective.training_step import logs
 from sparkdl.train.random_state import deterministic_algorithms, seed_everything
 from sparkdl.train.rank_state import CheckpointSink, RankState, ResumePoint
@@ -135,8 +135,6 @@ def train(
             replica=replica,
             book=book,
             epoch_sums=no_sums(replica.loss, device),
-            gradient_norms=step.gradient_norms,
-            watch=step.watch,
             shards=shards,
             validation=validation,
             comm=comm,
@@ -161,17 +159,11 @@ class _Training(RankState):
     comm: Communicator
     checkpoints: CheckpointSink | None
     observer: Observer
-    step: TrainStep
     looks: LayerLooks | None
     clock: Clock
     rows_by_rank: list[int]
     acts_every: int | None
     """Steps after which the ranks agree on what callbacks ask for; None: when epochs end."""
-
-    @property
-    def lightning(self) -> TrainerStandIn | None:
-        """See `Replica.lightning`."""
-        return self.replica.lightning
 
     def run(self, resume: ResumePoint | None) -> TrainOutcome:
         """Train to the end."""
@@ -180,11 +172,11 @@ class _Training(RankState):
         while not book.is_complete:
             began = time.perf_counter()
             self.observer.phase("train")
-            if self.lightning is not None:
+            if self.replica.lightning is not None:
                 state = book.state
-                self.lightning.move_to(state.epoch, state.step, state.step_in_epoch)
+                self.replica.lightning.move_to(state.epoch, state.step, state.step_in_epoch)
                 if state.step_in_epoch == 0:
-                    self.lightning.call("on_train_epoch_start")
+                    self.replica.lightning.call("on_train_epoch_start")
             with contextlib.closing(self._batches()) as batches:
                 for batch in batches:
                     is_round_closed = self._train_step(batch)
@@ -194,16 +186,14 @@ class _Training(RankState):
                         self._save_if_due()
             if not book.is_evaluated:  # unless an evaluation within the epoch has ended the run
                 self._evaluate(began)
-                if replica.config.callbacks:
-                    self._act()
                 self._save_if_due()
         self.observer.phase("finish")
         outcome = self._outcome()
         if book.best_model is not None:
             replica.module.load_state_dict(book.best_model)
-        if self.lightning is not None:
-            self.lightning.call("on_train_end")
-            self.lightning.call("on_fit_end")
+        if self.replica.lightning is not None:
+            self.replica.lightning.call("on_train_end")
+            self.replica.lightning.call("on_fit_end")
         self.requests.refusal = OUTSIDE
         for callback in replica.config.callbacks:
             callback.on_train_end(self._callback_state())
@@ -215,11 +205,10 @@ class _Training(RankState):
         seed_everything(config.seed, self.comm.rank)
         if resume is not None:
             self.restore(resume, seed=config.seed, rank=self.comm.rank)
-        if self.lightning is not None:
-            self.lightning.global_rank = self.comm.rank
-            self.lightning.world_size = self.comm.world_size
-            self.lightning.call("on_fit_start")
-            self.lightning.call("on_train_start")
+        if self.replica.lightning is not None:
+            self.replica.lightning.place(self.comm.rank, self.comm.world_size)
+            self.replica.lightning.call("on_fit_start")
+            self.replica.lightning.call("on_train_start")
         for callback in config.callbacks:
             callback.on_train_begin(self._callback_state())
         self.requests.refusal = None
@@ -275,8 +264,7 @@ class _Training(RankState):
         if asked.learning_rate is not None:
             self.replica.set_learning_rate(asked.learning_rate)
         book.is_checkpoint_due |= asked.save
-        if asked.stop:
-            book.stop()
+        book.state.stopped_early |= asked.stop
 
     def _batch_rows(self, step_in_epoch: int) -> list[int]:
         """Each rank's samples in a step; `TrainPlan.bounds` is too slow for every step."""
@@ -316,7 +304,7 @@ class _Training(RankState):
 
     def _record(self, began: float) -> Record:
         """The epoch's entry in the history so far, over all ranks, with validation rows."""
-        both = torch.cat([self.epoch_sums, self.gradient_norms])
+        both = torch.cat([self.epoch_sums, self.step.gradient_norms])
         self.comm.all_reduce(both)
         sums, (norm_sum, num_norms) = both[:-2].tolist(), both[-2:].tolist()
         self.clock.lap("communication")
@@ -336,8 +324,10 @@ class _Training(RankState):
             batches = sequential_batches(self.validation, self.replica.plan)
             record.update(evaluate(self.replica, batches, self.comm))
             self.clock.lap("evaluate")
-        if self.lightning is not None:
-            self.lightning.evaluated(record, self.comm, is_epoch_over=self.book.is_epoch_over)
+        if self.replica.lightning is not None:
+            self.replica.lightning.evaluated(
+                record, self.comm, is_epoch_over=self.book.is_epoch_over
+            )
         return record
 
     def _enter(self, record: Record) -> None:
@@ -346,18 +336,24 @@ class _Training(RankState):
         is_kept = book.enter(record, lambda: copy.deepcopy(replica.module.state_dict()))
         if book.state.step_in_epoch == 0:
             self.epoch_sums.zero_()
-            if self.lightning is not None:
-                self.lightning.forget()
-            self.gradient_norms.zero_()
-            if replica.training_metrics is not None:
-                replica.training_metrics.reset()
+            self.step.gradient_norms.zero_()
+            if replica.collector is not None:
+                replica.collector.forget()
         if replica.schedule is not None:
             replica.schedule.evaluated(record)
         self.observer.epoch(record)
         if is_kept and replica.metrics.confusion is not None:
             self.observer.confusion(record["epoch"], replica.metrics.confusion)
-        for callback in replica.config.callbacks if is_epoch_over else ():
-            callback.on_epoch_end(self._callback_state(), record)
+        if self.replica.lightning is not None and book.is_complete and not is_epoch_over:
+            self.replica.lightning.call("on_train_epoch_end")
+        if replica.config.callbacks:
+            call_evaluated(
+                replica.config.callbacks,
+                self._callback_state,
+                record,
+                self._act,
+                lambda: is_epoch_over or book.is_complete,
+            )
         if not is_epoch_over:
             self.observer.phase("train")
         self.clock.lap("other")
@@ -379,7 +375,7 @@ class _Training(RankState):
     def _outcome(self) -> TrainOutcome:
         book, final = self.book, self.snapshot()
         if book.best_model is not None:  # the module will change under the snapshot
-            model = {name: _copied(value) for name, value in final.shared["model"].items()}
+            model = copy.deepcopy(final.shared["model"])
             final = dataclasses.replace(final, shared={**final.shared, "model": model})
         return TrainOutcome(
             history=book.state.state_dict()["history"],
@@ -402,7 +398,3 @@ class _Training(RankState):
             learning_rate=self.replica.learning_rate,
             requests=self.requests,
         )
-
-
-def _copied(value: object) -> object:
-    return value.clone() if isinstance(value, torch.Tensor) else value

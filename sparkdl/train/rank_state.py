@@ -8,10 +8,10 @@ from typing import Any, Protocol
 import torch
 
 from sparkdl.train.callbacks import Requests, give_states, states_of
-from sparkdl.train.objective.divergence import LossWatch
 from sparkdl.train.random_state import random_state, seed_everything, set_random_state
 from sparkdl.train.replica import Replica
 from sparkdl.train.state import EpochBook
+from sparkdl.train.step import TrainStep
 
 
 class CheckpointSink(Protocol):
@@ -45,17 +45,14 @@ class RankState:
     epoch_sums: torch.Tensor
     """This rank's weighted losses and weights of the present epoch, and the losses of each label
     where there are several, float64."""
-    gradient_norms: torch.Tensor
-    """See `TrainStep`."""
-    watch: LossWatch
-    """What the loss is compared with."""
+    step: TrainStep
+    """Has the norms of the epoch's gradients, and what the loss is compared with."""
     requests: Requests
     """What callbacks have asked for, and was not done yet."""
 
     def snapshot(self) -> ResumePoint:
         """The present state; its tensors are the replica's own, not copies."""
-        synchronizer, metrics = self.replica.synchronizer, self.replica.training_metrics
-        lightning = self.replica.lightning
+        synchronizer = self.replica.synchronizer
         buffers = self.replica.module.named_buffers()
         return ResumePoint(
             step=self.book.state.step,
@@ -71,12 +68,9 @@ class RankState:
                 "buffers": {name: value.detach() for name, value in buffers},
                 "strategy": synchronizer.rank_state_dict(),
                 "own": self._own_state(),
-                "watch": self.watch.state_dict(),
                 "epoch_sums": self.epoch_sums,
-                "requests": self.requests.state_dict(),
-                "lightning": None if lightning is None else lightning.state_dict(),
-                "gradient_norms": self.gradient_norms,
-                "metrics": None if metrics is None else metrics.state_dict(),
+                "gradient_norms": self.step.gradient_norms,
+                **{name: part.state_dict() for name, part in self._parts().items()},
             },
         )
 
@@ -105,16 +99,18 @@ class RankState:
             buffers[name].detach().copy_(value)
         if rank_state["own"] is not None:
             replica.load_state_dict(rank_state["own"])
-        self.watch.load_state_dict(rank_state["watch"])
         replica.synchronizer.load_rank_state_dict(rank_state["strategy"])
         self.epoch_sums.copy_(rank_state["epoch_sums"])
-        self.requests.load_state_dict(rank_state["requests"])
-        if replica.lightning is not None and rank_state["lightning"] is not None:
-            replica.lightning.load_state_dict(rank_state["lightning"])
-        self.gradient_norms.copy_(rank_state["gradient_norms"])
-        if replica.training_metrics is not None:
-            replica.training_metrics.load_state_dict(rank_state["metrics"])
+        self.step.gradient_norms.copy_(rank_state["gradient_norms"])
+        for name, part in self._parts().items():
+            part.load_state_dict(rank_state[name])
         set_random_state(rank_state["rng"])
+
+    def _parts(self) -> dict[str, Any]:
+        """What has a state of this rank's own, by its name in checkpoints."""
+        parts = {"watch": self.step.watch, "requests": self.requests}
+        collector = self.replica.collector
+        return parts if collector is None else {**parts, "collected": collector}
 
     def _own_state(self) -> dict[str, Any] | None:
         """What is equal on all ranks unless they train apart (fp16 skips steps on some only)."""

@@ -59,6 +59,11 @@ class Replica:
         return step if isinstance(step, TrainerStandIn) else None
 
     @property
+    def collector(self) -> TrainerStandIn | Metrics | None:
+        """What takes note of values over the samples of training; None: nothing does."""
+        return self.lightning or self.training_metrics
+
+    @property
     def learning_rate(self) -> float:
         """That of the first parameter group; optimizers of the user's own may have none."""
         return float(self.synchronizer.optimizer.param_groups[0].get("lr", math.nan))

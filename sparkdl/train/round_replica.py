@@ -58,7 +58,7 @@ class RoundOutcome:
     label_sums: tuple[float, ...] = ()
     """The losses of each label, where there are several."""
     logs: str | None = None
-    """What a LightningModule has logged; see `objective.logs`."""
+    """What was seen of the samples besides; see `objective.metric_states`."""
 
 
 class RoundReplica:
@@ -122,11 +122,11 @@ class RoundReplica:
             set_values(synchronizer.optimizer, replica.scheduler, hyperparameters)
         training_mode(replica.module, config.frozen_layers)
         seed_everything(config.seed, shard_id, part.step)
+        if replica.collector is not None:
+            replica.collector.reset()
         if replica.lightning is not None:
-            replica.lightning.begin_anew()
             replica.lightning.move_to(part.epoch, part.step, part.step_in_epoch)
-            replica.lightning.global_rank = shard_id
-            replica.lightning.world_size = replica.plan.world_size
+            replica.lightning.place(shard_id, replica.plan.world_size)
         requests = Requests(refusal=IN_TASKS)
         clock = Clock()
         looks = self._looks if shard_id == 0 else None
@@ -174,7 +174,7 @@ class RoundReplica:
             seconds=time.perf_counter() - began,
             spent=clock.seconds,
             label_sums=tuple(label_sums.tolist()),
-            logs=None if replica.lightning is None else as_text(replica.lightning.packed()),
+            logs=None if replica.collector is None else as_text(replica.collector.packed()),
         )
 
     def moving(self, state: dict[str, Any]) -> dict[str, Any]:
@@ -195,14 +195,14 @@ class RoundReplica:
         replica, lightning = self._replica, self._replica.lightning
         replica.module.load_state_dict(state["model"])
         if lightning is not None:
-            lightning.begin_anew()
+            lightning.reset()
         with (
             in_memory_format(replica.module, replica.config.memory_format),
             contextlib.nullcontext() if lightning is None else lightning.validation() as logs,
         ):
             sums = measure(replica, sequential_batches(validation, replica.plan))
-        text = None if lightning is None else as_text(lightning.packed(logs))
-        return tuple(sums.tolist()), replica.metrics.states(), text
+        text = None if logs is None else as_text(logs.packed())
+        return tuple(sums.tolist()), replica.metrics.packed(), text
 
     def record(self, sums: Sequence[float], metrics: bytes, logs: str | None) -> dict[str, float]:
         """The history's entries of what `evaluate` gave, as if there were no other shards."""

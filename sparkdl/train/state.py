@@ -143,8 +143,8 @@ def record_of_weights(
     """The entry of a run's history whose weights the run gives back, and what it is the best in.
 
     Returns:
-        The entry, and the monitored value's name if it was chosen for that; None: it is the last
-        one. None if there is no entry.
+        The entry, and the monitored value's name unless it is just the last one; None if there is
+        no entry.
     """
     if not history:
         return None
@@ -209,18 +209,10 @@ class EpochBook:
         """True if the epoch, or the run, has no further step."""
         return self.num_steps_left <= 0
 
-    def stop(self) -> None:
-        """Train no further step."""
-        self.state.stopped_early = True
-
     def count(self, steps: int, rows: int, is_due: Callable[[int], bool] | None) -> None:
-        """Count completed steps.
+        """Count completed steps, and the samples of all ranks in them.
 
-        Args:
-            steps: how many.
-            rows: samples of all ranks in them.
-            is_due: takes a number of completed steps; True if a checkpoint is due then. None: no
-                checkpoints are written.
+        ``is_due`` tells after which number of completed steps a checkpoint is due; None: never.
         """
         state = self.state
         self.is_evaluated = False
@@ -274,9 +266,7 @@ class EpochBook:
     def enter(self, record: Record, weights: Callable[[], dict[str, Any]]) -> bool:
         """Enter the record of an evaluation; after an epoch's last step go on to the next epoch.
 
-        Args:
-            record: the entry, with the values of validation rows.
-            weights: gives a copy of the present weights, in case they are the best.
+        ``weights`` gives a copy of the present weights, in case they are the best.
 
         Returns:
             True if these weights are the result unless better ones come.

@@ -59,8 +59,6 @@ def augmented(batch: Batch, augmentation: Callable[[Any], Any]) -> Batch:
 
 READ_EVERY = 16
 """Steps between two looks at the loss on CUDA, where every look waits for the device."""
-
-
 NORM_EVERY = 16
 """Steps of an epoch between two norms of the gradient: one costs up to a third of a small step."""
 
@@ -141,8 +139,7 @@ class TrainStep:
             local[:2].clone(), float(global_rows)
         )
         self._clock.lap("communication")
-        if self._replica.device.type == "cpu" or step % READ_EVERY == 0:
-            self._read(shared, step)
+        self._read(shared, step)
         if divisor == 0 or (batch.num_rows == 0 and self._synchronizer.trains_apart):
             self._advance_schedule(step)  # nothing to learn from; momentum alone must not move it
         elif not self._update(shared, divisor, step):
@@ -185,8 +182,7 @@ class TrainStep:
         else:
             manual.comm.all_reduce(shared)
         self._clock.lap("communication")
-        if self._replica.device.type == "cpu" or step % READ_EVERY == 0:
-            self._read(shared, step)
+        self._read(shared, step)
         return StepSums(local=local, shared=shared, ranks=None)
 
     def _backward(self, batch: Batch, global_rows: int) -> torch.Tensor:
@@ -245,7 +241,8 @@ class TrainStep:
         norm = None
         if self._config.gradient_clip_norm is not None:
             norm = torch.nn.utils.clip_grad_norm_(self._parameters, self._config.gradient_clip_norm)
-        if self._takes_norm(step):
+        step_in_epoch = step % self._replica.plan.steps_per_epoch
+        if step_in_epoch % NORM_EVERY == 0 and not self._synchronizer.trains_apart:
             self._note_norm(norm)
         if self._looks is not None:
             self._looks.before(step)
@@ -255,11 +252,6 @@ class TrainStep:
                 self._looks.after()
             self._advance_schedule(step)
         return was_stepped
-
-    def _takes_norm(self, step: int) -> bool:
-        """True if all ranks step by one gradient, and it is the turn of this step."""
-        step_in_epoch = step % self._replica.plan.steps_per_epoch
-        return step_in_epoch % NORM_EVERY == 0 and not self._synchronizer.trains_apart
 
     def _note_norm(self, norm: torch.Tensor | None) -> None:
         """Take note of the gradient's norm, which clipping knows already, if it is finite."""
@@ -291,6 +283,8 @@ class TrainStep:
         torch._foreach_mul_(gradients, factor)
 
     def _read(self, shared: torch.Tensor, step: int) -> None:
+        if self._replica.device.type != "cpu" and step % READ_EVERY != 0:
+            return
         loss_sum, weight_sum = shared.tolist()
         if weight_sum == 0:  # no samples, so nothing is known
             return

@@ -131,13 +131,7 @@ def _compared(before: TrainingMethod, now: TrainingMethod) -> Iterator[tuple[str
 def method_of(
     config: TrainConfig, module: nn.Module, mode: Literal["gang", "rounds"]
 ) -> TrainingMethod:
-    """How a module is trained; on the driver, where frozen parameters are frozen already.
-
-    Args:
-        config: what the user asked for; its strategy is an object.
-        module: a copy, of which the optimizer is made.
-        mode: how workers run.
-    """
+    """How a module is trained; ``module`` is a copy, whose frozen parameters are frozen."""
     strategy: SyncStrategy = config.sync_strategy
     scheduler = config.scheduler
     made = TrainingMethod(
@@ -179,9 +173,6 @@ def left_by(shared: Mapping[str, Any]) -> dict[str, Any]:
 
     The weights are those of the fitted model. Where these are the best ones and not the last, the
     strategy begins anew: what it remembers belongs to the last ones.
-
-    Args:
-        shared: what a checkpoint would hold, equal on all ranks.
     """
     state = TrainState.from_state_dict(shared["state"])
     parts = {name: shared[name] for name in _PARTS if name in shared}

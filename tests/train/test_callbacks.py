@@ -72,6 +72,25 @@ def test_a_callback_stops_at_a_step_and_at_the_end_of_an_epoch() -> None:
     assert [record["steps"] for record in outcome.history] == [4]
 
 
+class AtEvaluation(At):
+    def on_epoch_end(self, state: CallbackState, record: Mapping[str, float]) -> None:
+        pass
+
+    on_evaluation_end = At.on_epoch_end
+
+
+def test_a_callback_acts_at_an_evaluation_within_an_epoch() -> None:
+    sink, ends = Keeper(), At("save", epoch=-1)
+    ends.epoch = 1.25  # type: ignore[assignment]
+    stop, save = AtEvaluation("stop"), AtEvaluation("save", epoch=1)
+    stop.epoch = 1.25  # type: ignore[assignment]
+    config = with_callbacks(stop, save, ends, validation_interval=5)
+    outcome = run(make_net(), config, make_data([20]), validation=make_data([6]), sink=sink)
+    assert (outcome.steps, outcome.stopped_early) == (5, True)
+    assert [record["epoch"] for record in outcome.history] == [1, 1.25]
+    assert sorted(sink.points) == [4]
+
+
 def halving(optimizer: torch.optim.Optimizer) -> lr_scheduler.LRScheduler:
     return lr_scheduler.StepLR(optimizer, step_size=4, gamma=0.5)
 
@@ -224,7 +243,7 @@ def test_only_steps_and_epochs_may_act() -> None:
             state.save()
 
     for callback in (Begin(), End()):
-        with pytest.raises(ConfigError, match="on_step_end and in on_epoch_end only"):
+        with pytest.raises(ConfigError, match="may act in on_step_end, on_evaluation_end and"):
             run(make_net(), with_callbacks(callback), make_data([20]), sink=Keeper())
 
 

@@ -141,6 +141,7 @@ def test_evaluations_within_epochs_change_nothing_but_the_history() -> None:
     assert [record for record in history if record["epoch"] in (1, 2, 3)] == shown(once.history)
     assert shown(seen.records) == history
     assert callback.epochs == [1, 2, 3]  # of whole epochs only
+    assert callback.evaluations == [0.75, 1, 1.5, 2, 2.25, 3]
 
 
 class Evaluations(NullObserver):
@@ -154,6 +155,10 @@ class Evaluations(NullObserver):
 class Ends(Callback):
     def __init__(self) -> None:
         self.epochs: list[float] = []
+        self.evaluations: list[float] = []
+
+    def on_evaluation_end(self, state: CallbackState, record: Mapping[str, float]) -> None:
+        self.evaluations.append(record["epoch"])
 
     def on_epoch_end(self, state: CallbackState, record: Mapping[str, float]) -> None:
         self.epochs.append(record["epoch"])
@@ -178,11 +183,14 @@ def test_the_rate_falls_when_evaluations_get_no_better() -> None:
 def test_a_run_stops_within_an_epoch_with_the_best_weights() -> None:
     validation = make_data([6], dtype=torch.float32)
     stopping = EarlyStopping(patience=1, mode="max")  # the loss falls, which is worse
-    config = but(CONFIG, validation_interval=1, early_stopping=stopping)
+    ends = Ends()
+    config = but(CONFIG, validation_interval=1, early_stopping=stopping, callbacks=(ends,))
     best, first = make_net(), make_net()
     outcome = run(best, config, data(40), validation=validation)
     assert outcome.stopped_early and outcome.steps < 8
     assert outcome.history[-1]["epoch"] == outcome.steps / 8
+    assert ends.epochs == [outcome.steps / 8]  # the epoch in which the run has ended
+    assert ends.evaluations == [record["epoch"] for record in outcome.history]
     run(first, but(CONFIG, max_steps=outcome.steps - 1), data(40))
     assert torch.equal(weights(best), weights(first))
     resumed = run(make_net(), config, data(40), validation=validation, resume=outcome.final)

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
+import torchmetrics
 from torch import nn
 
 from sparkdl.config import TrainConfig
@@ -15,6 +17,11 @@ from sparkdl.sync.apart import ApartSynchronizer
 from sparkdl.sync.frozen_layers import freeze
 from sparkdl.sync.strategy import SyncStrategy
 from sparkdl.train.callbacks import NullObserver
+from sparkdl.train.objective.logs import from_text
+from sparkdl.train.objective.metric_states import added
+from sparkdl.train.objective.metrics import Metrics
+from sparkdl.train.objective.named_metrics import NamedMetric
+from sparkdl.train.objective.training_step import objective_of
 from sparkdl.train.round_replica import RoundOutcome, RoundReplica
 from tests.train.runs import but, make_data, plan_for, run, seeded
 
@@ -73,6 +80,33 @@ def train(
 
 def rows_of(shard: int) -> MappedRows:
     return MappedRows([SHARDS[shard]], plan_for(SHARDS, CONFIG, world_size=3))
+
+
+def test_training_metrics_of_rounds_are_those_of_all_rows() -> None:
+    metrics = {
+        "f1": torchmetrics.F1Score("multiclass", num_classes=3),
+        "accuracy": NamedMetric(name="accuracy", num_classes=3),
+    }
+    config = TrainConfig(
+        task="classification", loss="cross_entropy", training_metrics=True, learning_rate=1e-30,
+        batch_size=4, optimizer="sgd", metrics=metrics,
+    )  # fmt: skip
+    shards = make_data([14, 9], task="classification", dtype=torch.float32)
+    plan = plan_for(shards, config, world_size=2)
+    make = partial(seeded, lambda: nn.Linear(4, 3))
+    replica, over_all = RoundReplica(make(), config, plan, CPU), b""
+    driver = Metrics.of(config, objective_of(config, make()), CPU)
+    for step in range(plan.steps_per_epoch):
+        for shard in (0, 1):
+            rows = MappedRows([shards[shard]], plan)
+            outcome = replica.train(
+                {"model": make().state_dict()}, shard, rows, part(step, 1), NullObserver()
+            )
+            new = from_text(outcome.logs or "")
+            over_all = added([over_all, new] if over_all else [new], driver.metric)
+    alone = run(make(), config, make_data([14, 9], task="classification", dtype=torch.float32))
+    found = driver.compute_over([over_all])
+    assert found == {name: pytest.approx(alone.history[0][name]) for name in ("f1", "accuracy")}
 
 
 def frozen(outcome: RoundOutcome) -> list[tuple[str, bytes]]:

@@ -434,11 +434,6 @@ def check_training(
     with borrowed_generator(config.seed):
         objective = objective_of(config, module)
         check_metrics(config, objective)
-        if in_rounds and config.training_metrics:
-            raise ConfigError(
-                "trainingMetrics need executionMode='gang': in rounds what metrics have seen would "
-                "travel with every round; metrics of validation rows work in rounds"
-            )
         is_lazy = any(nn.parameter.is_lazy(parameter) for parameter in module.parameters())
         if config.device == "cuda" or is_lazy:
             resolve_optimizer(config, module)

@@ -15,6 +15,8 @@ import time
 from collections.abc import Callable
 from typing import Any, Protocol
 
+import torch
+
 from sparkdl.comm.channel import Hub
 from sparkdl.data.plan import RoundPart
 from sparkdl.data.shuffle_windows import WINDOWS, as_text
@@ -35,11 +37,14 @@ from sparkdl.train.callbacks import (
     OUTSIDE,
     CallbackState,
     Requests,
+    call_evaluated,
     give_states,
     states_of,
 )
 from sparkdl.train.objective.divergence import LossWatch
-from sparkdl.train.objective.logs import added, fill
+from sparkdl.train.objective.logs import fill
+from sparkdl.train.objective.metric_states import added
+from sparkdl.train.objective.metrics import Metrics
 from sparkdl.train.objective.training_step import logs
 from sparkdl.train.state import EpochBook, Record, TrainState
 from sparkdl.train.training_state import left_by
@@ -145,8 +150,12 @@ class _Rounds:
         self.checkpoints: CheckpointManager | None = None
         self.lease: Lease | None = None
         self.requests = Requests(refusal=OUTSIDE)
+        self.metrics: Metrics | None = None
+        """What is measured over training batches, if that is wanted."""
+        if run.config.training_metrics:
+            self.metrics = Metrics.of(run.config, run.objective, torch.device("cpu"))
         self.logs = b""
-        """What the module has logged in the epoch; see `objective.logs`."""
+        """What the tasks have seen of the epoch's samples; see `objective.metric_states`."""
 
     def train(self) -> Trained:
         """Train to the end."""
@@ -202,7 +211,8 @@ class _Rounds:
         self.book.count(part.num_steps, done.rows, is_due)
         totals.add(done)
         if parts := logged(done.reports[shard] for shard in sorted(done.reports)):
-            self.logs = added([self.logs, *parts] if self.logs else parts, self.run.module)
+            find = self.run.module.get_submodule if self.metrics is None else self.metrics.metric
+            self.logs = added([self.logs, *parts] if self.logs else parts, find)
         loss_sum, weight, *_ = done.sums
         loss = loss_sum / weight if weight > 0 else math.nan
         if weight > 0:
@@ -232,6 +242,8 @@ class _Rounds:
             learning_rate=self.replicas.learning_rate,
             seconds=time.perf_counter() - began,
         )
+        if self.metrics is not None:
+            record.update(self.metrics.compute_over([self.logs]))
         evaluation = None
         if self.run.plan.num_validation_rows:
             started = time.perf_counter()
@@ -244,7 +256,8 @@ class _Rounds:
         is_epoch_over = book.is_epoch_over
         if evaluation is not None:
             record.update(evaluation.record)
-        fill(record, [self.logs] if self.logs else [], run.module)
+        if self.metrics is None:
+            fill(record, [self.logs] if self.logs else [], run.module)
         is_kept = book.enter(record, self.replicas.model)
         if book.state.step_in_epoch == 0:
             self.totals.begin_epoch()
@@ -253,16 +266,23 @@ class _Rounds:
         if is_kept and evaluation is not None and evaluation.confusion is not None:
             counts = evaluation.confusion
             run.view.fact(0, {"kind": "confusion", "epoch": record["epoch"], "counts": counts})
-        if run.config.callbacks and is_epoch_over:
+        if run.config.callbacks:
             run.module.load_state_dict(self.replicas.model())
-            for callback in run.config.callbacks:
-                callback.on_epoch_end(self._callback_state(), record)
-            asked = self.requests.take(book.state.step)
-            if asked.learning_rate is not None:
-                self.replicas.set_learning_rate(asked.learning_rate)
-            book.is_checkpoint_due |= asked.save
-            if asked.stop:
-                book.stop()
+            call_evaluated(
+                run.config.callbacks,
+                self._callback_state,
+                record,
+                self._act,
+                lambda: is_epoch_over or book.is_complete,
+            )
+
+    def _act(self) -> None:
+        """Do what callbacks have asked for."""
+        asked = self.requests.take(self.book.state.step)
+        if asked.learning_rate is not None:
+            self.replicas.set_learning_rate(asked.learning_rate)
+        self.book.is_checkpoint_due |= asked.save
+        self.book.state.stopped_early |= asked.stop
 
     def _save_if_due(self) -> None:
         book = self.book

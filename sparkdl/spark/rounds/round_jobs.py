@@ -49,7 +49,7 @@ class Evaluation:
 
 
 def logged(reports: Iterable[Any]) -> list[bytes]:
-    """What LightningModules have logged in several tasks; nothing, where the module is another."""
+    """What several tasks report besides losses; see `train.objective.metric_states`."""
     return [from_text(report["logs"]) for report in reports if report.get("logs")]
 
 

@@ -29,10 +29,8 @@ _FORMATS = {
 def in_memory_format(module: nn.Module, memory_format: MemoryFormat) -> Iterator[None]:
     """Have the convolutions of ``module`` work on ``memory_format`` inside the block.
 
-    Args:
-        module: whose layers; one without convolutions is left as it is.
-        memory_format: ``contiguous`` changes nothing; ``channels_last`` puts a pixel's channels
-            next to each other, for convolutions in two and three dimensions.
+    ``contiguous`` changes nothing; ``channels_last`` puts a pixel's channels next to each other,
+    for convolutions in two and three dimensions.
     """
     handles = []
     if memory_format == "channels_last":

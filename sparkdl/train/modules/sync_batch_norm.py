@@ -70,10 +70,6 @@ def batch_norms(module: nn.Module) -> list[_BatchNorm]:
 def synchronized(module: nn.Module, comm: Communicator) -> Iterator[None]:
     """Let ``module``'s BatchNorm layers share statistics in training mode inside. Collective.
 
-    Args:
-        module: the replica; the same on all ranks.
-        comm: the whole gang, of which a part of its own is made.
-
     Raises:
         ConfigError: see `batch_norms`.
     """

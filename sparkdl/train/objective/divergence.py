@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import math
-from collections import deque
-from typing import Any
 
 from sparkdl.errors import TrainingDiverged
+from sparkdl.storage.stateful import Stateful
 
 WINDOW = 10
 """Losses over which a mean is taken; one bad batch is no divergence."""
 
 
-class LossWatch:
+class LossWatch(Stateful):
     """Compares the mean of the newest losses with that of the first.
 
     Args:
@@ -21,10 +20,12 @@ class LossWatch:
             judged by a factor, and are not.
     """
 
+    shared_state = ("first", "newest")
+
     def __init__(self, factor: float | None) -> None:
         self._factor = factor
         self._first: list[float] = []
-        self._newest: deque[float] = deque(maxlen=WINDOW)
+        self._newest: list[float] = []
 
     def look(self, loss: float, step: int) -> None:
         """Take note of the loss of step number ``step``, from 1.
@@ -37,22 +38,13 @@ class LossWatch:
         if self._factor is None:
             return
         if len(self._first) < WINDOW:
-            self._first.append(loss)
+            self._first = [*self._first, loss]
             return
-        self._newest.append(loss)
+        self._newest = [*self._newest, loss][-WINDOW:]
         first = sum(self._first) / WINDOW
         newest = sum(self._newest) / WINDOW
         if len(self._newest) == WINDOW and first > 0 and newest > self._factor * first:
             raise diverged(newest, f"at step {step}, {newest / first:.0f} times that of the start")
-
-    def state_dict(self) -> dict[str, Any]:
-        """The losses that are compared."""
-        return {"first": list(self._first), "newest": list(self._newest)}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore what `state_dict` gave."""
-        self._first = list(state["first"])
-        self._newest = deque(state["newest"], maxlen=WINDOW)
 
 
 def diverged(loss: float, where: str) -> TrainingDiverged:

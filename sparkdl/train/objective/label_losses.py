@@ -18,12 +18,7 @@ from sparkdl.train.objective.loss import ClassLoss, LossFunction, Rows, Sums, re
 
 
 def loss_of(loss: Any, task: Task, weights: Mapping[str, float]) -> LossFunction:
-    """The loss: one, or with a mapping the weighted sum of those of several labels.
-
-    Args:
-        loss: one, or label -> its loss; see `resolve_loss`.
-        task: what is learnt.
-        weights: label -> by how much its loss counts; 1 where there is none.
+    """The loss: one, or with a mapping by label their sum, by ``weights``, 1 where there is none.
 
     Raises:
         ConfigError: see `resolve_loss`.
@@ -93,30 +88,16 @@ class LossSum:
         return loss_sum, weight_sum
 
     def rows(self, output: Any, target: Mapping[str, torch.Tensor]) -> Rows | None:
-        by_label = self.rows_by_label(output, target)
-        if by_label is None:
-            return None
-        weighted = [self.weights[name] * losses for name, losses in by_label.items()]
-        return torch.stack(weighted).sum(0), None
-
-    def rows_by_label(
-        self, output: Any, target: Mapping[str, torch.Tensor]
-    ) -> dict[str, torch.Tensor] | None:
-        """The samples' losses on each label, ``(batch,)``, without its weight.
-
-        Returns:
-            None if some label's loss knows sums only.
-        """
-        found: dict[str, torch.Tensor] = {}
+        weighted = []
         for name, part, value in self.pairs(output):
             if isinstance(part, ClassLoss):
-                found[name] = part.sample_losses(value, target[name])
-                continue
-            rows = part.rows(value, target[name])
-            if rows is None:
+                losses = part.sample_losses(value, target[name])
+            elif (rows := part.rows(value, target[name])) is not None:
+                losses = rows[0]
+            else:
                 return None
-            found[name] = rows[0]
-        return found
+            weighted.append(self.weights[name] * losses)
+        return torch.stack(weighted).sum(0), None
 
     def apart(
         self, output: Any, target: Mapping[str, torch.Tensor], weight: torch.Tensor | None

@@ -19,7 +19,7 @@ from torch import nn
 
 from sparkdl.config import TrainConfig
 from sparkdl.errors import ConfigError
-from sparkdl.train.objective.logs import REDUCTIONS, Logs, fill, metrics_of
+from sparkdl.train.objective.logs import WITHOUT_LOSS, Logs, fill, metrics_of
 from sparkdl.train.objective.loss import rows_of
 from sparkdl.train.objective.manual import (
     ManualBackward,
@@ -27,9 +27,8 @@ from sparkdl.train.objective.manual import (
     SeveralSchedules,
     clip_gradients,
     is_manual,
-    several_of,
 )
-from sparkdl.train.objective.metric_states import give, seen_by
+from sparkdl.train.objective.metric_states import REDUCTIONS, give, seen_by
 
 if TYPE_CHECKING:
     from sparkdl.comm.communicator import Communicator
@@ -149,7 +148,7 @@ class TrainerStandIn:
             self._methods |= {"manual_backward": self.manual, "clip_gradients": clip_gradients}
         self._validates = is_overridden(module, "validation_step")
         self._paths: dict[int, str] = {}
-        self._logs = Logs()
+        self._logs = Logs(module)
         self._validation: Logs | None = None
         self._rows = 0
         self._first_step = 0
@@ -157,8 +156,8 @@ class TrainerStandIn:
         self._outputs: Any = None
         self._schedulers: list[Any] = []
         self.optimizers: list[torch.optim.Optimizer] = []
-        self.current_epoch = self.global_step = self.global_rank = 0
-        self.world_size = 1
+        self.current_epoch = self.global_step = 0
+        self.place(0, 1)
         self.max_epochs, self.max_steps = config.epochs, config.max_steps
         self.num_training_batches = 100  # until the rows are known
         self.sanity_checking = False
@@ -172,16 +171,6 @@ class TrainerStandIn:
             f"sparkdl trains without Lightning's Trainer, so trainer.{name} is not there; "
             f"trainer has {', '.join(known)}"
         )
-
-    @property
-    def is_global_zero(self) -> bool:
-        """True on rank 0."""
-        return self.global_rank == 0
-
-    @property
-    def local_rank(self) -> int:
-        """The rank: workers do not number those of their node."""
-        return self.global_rank
 
     @property
     def training(self) -> bool:
@@ -210,6 +199,11 @@ class TrainerStandIn:
         """Steps of the whole run."""
         steps = self.max_epochs * self.num_training_batches
         return steps if self.max_steps < 0 else min(steps, self.max_steps)
+
+    def place(self, rank: int, world_size: int) -> None:
+        """Say where this is; workers do not number those of their node."""
+        self.global_rank = self.local_rank = rank
+        self.world_size, self.is_global_zero = world_size, rank == 0
 
     def attach(self, plan: TrainPlan | None = None) -> None:
         """Become the module's trainer; with the plan's numbers, once there is a plan."""
@@ -277,16 +271,13 @@ class TrainerStandIn:
         kept = self._logs.state_dict()
         if is_epoch_over:
             self.call("on_train_epoch_end")
-        self._fill(record, self._logs, comm)
+        fill(record, comm.all_gather_bytes(self._logs.packed()), self._module)
         self._logs.load_state_dict(kept)  # the epoch may have been cut short, and go on
 
     def forget(self) -> None:
         """The epoch is over."""
-        self._logs.reset_metrics(self._module)
-        self._logs = Logs()
-
-    def _fill(self, record: dict[str, float], logs: Logs, comm: Communicator) -> None:
-        fill(record, comm.all_gather_bytes(logs.packed(self._module)), self._module)
+        self._logs.reset_metrics()
+        self._logs = Logs(self._module)
 
     @contextlib.contextmanager
     def validation(self) -> Iterator[Logs]:
@@ -295,40 +286,38 @@ class TrainerStandIn:
         Without a ``validation_step`` the rows go through ``training_step``, and what that does to
         metrics is undone.
         """
-        metrics = {} if self._validates else metrics_of(self._module)
-        seen = {path: seen_by(metric) for path, metric in metrics.items()}
+        kept = None if self._validates else self.state_dict()
         batch_idx, outputs = self._batch_idx, self._outputs
-        self._validation, self._batch_idx = Logs(), -1
+        self._validation, self._batch_idx = Logs(self._module), -1
         try:
             self.call("on_validation_start")
             self.call("on_validation_epoch_start")
-            logs = Logs() if not self._validates else self._validation
-            yield logs
+            yield self._validation if self._validates else Logs(self._module)
             self.call("on_validation_epoch_end")
             self.call("on_validation_end")
         finally:
             self._validation, self._batch_idx, self._outputs = None, batch_idx, outputs
-            for path, metric in metrics.items():
-                give(metric, seen[path])
+            if kept is not None:
+                self.load_state_dict(kept)
 
     def validated(self, record: dict[str, float], logs: Logs, comm: Communicator) -> None:
         """Enter what `validation` has kept into a record. Collective."""
-        self._fill(record, logs, comm)
-        logs.reset_metrics(self._module)
+        fill(record, comm.all_gather_bytes(logs.packed()), self._module)
+        logs.reset_metrics()
 
-    def packed(self, logs: Logs | None = None) -> bytes:
-        """What was logged, by this rank, for a driver that puts several ranks' together."""
-        return (self._logs if logs is None else logs).packed(self._module)
+    def packed(self) -> bytes:
+        """What this rank has logged, for a driver that puts several ranks' together."""
+        return self._logs.packed()
 
-    def begin_anew(self) -> None:
+    def reset(self) -> None:
         """Forget all that was logged, and all that metrics have seen."""
-        self._logs = Logs()
+        self._logs = Logs(self._module)
         for metric in metrics_of(self._module).values():
             metric.reset()
 
     def state_dict(self) -> dict[str, Any]:
         """What a checkpoint must hold of it."""
-        metrics = {path: list(seen_by(m)) for path, m in metrics_of(self._module).items()}
+        metrics = {path: seen_by(metric) for path, metric in metrics_of(self._module).items()}
         return {"logs": self._logs.state_dict(), "metrics": metrics}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -336,7 +325,7 @@ class TrainerStandIn:
         self._logs.load_state_dict(state["logs"])
         for path, metric in metrics_of(self._module).items():
             if path in state["metrics"]:
-                give(metric, tuple(state["metrics"][path]))
+                give(metric, state["metrics"][path])
 
     def __call__(self, module: nn.Module, inputs: Any, target: Any) -> Any:
         """The loss of a batch: of ``training_step``, or ``validation_step`` where that is wanted.
@@ -366,7 +355,7 @@ class TrainerStandIn:
         loss = outputs.get("loss") if isinstance(outputs, Mapping) else outputs
         if isinstance(loss, torch.Tensor):
             return loss
-        self._validation.without_loss += 1
+        self._validation.number(WITHOUT_LOSS, 1, 1, "sum")
         return torch.zeros(self._rows, device=next(module.parameters()).device)
 
     def log(
@@ -482,9 +471,9 @@ class OwnOptimizer:
     def __init__(self, module: nn.Module, config: TrainConfig) -> None:
         self._module = module
         self._config = config
-        self.schedule: tuple[Any, str, int] | None = None
-        """The schedule that it gave when it was last called: the scheduler, ``step`` or ``epoch``,
-        and after how many of these it is stepped; None: there is none."""
+        self.schedule: Mapping[str, Any] | None = None
+        """The schedule that it gave when it was last called, as Lightning's ``lr_scheduler``; None:
+        there is none that the loop steps or keeps."""
 
     def __call__(self, parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
         """The optimizer of these parameters, which must be those that train.
@@ -495,11 +484,20 @@ class OwnOptimizer:
         name = f"{type(self._module).__name__}.configure_optimizers"
         with self._trainer():
             given = self._module.configure_optimizers()  # type: ignore[operator]
+        parts, schedules = _configured(name, given)
         optimizer: torch.optim.Optimizer
         if is_manual(self._module):
-            optimizer, schedule = several_of(name, given)
+            optimizer = SeveralOptimizers(parts)
+            # The training step steps them: the loop never does.
+            plain = [schedule["scheduler"] for schedule in schedules]
+            self.schedule = {"scheduler": SeveralSchedules(plain)} if plain else None
+        elif len(parts) == 1 and len(schedules) <= 1:
+            optimizer, self.schedule = parts[0], next(iter(schedules), None)
         else:
-            optimizer, schedule = _configured(name, given)
+            raise ConfigError(
+                f"{name} must return one optimizer, with at most one schedule; with several set "
+                "automatic_optimization=False, and step them in the training step"
+            )
         wanted = {id(parameter) for parameter in parameters}
         groups = optimizer.param_groups
         has = {id(p) for group in groups for p in group["params"] if p.requires_grad}
@@ -509,7 +507,6 @@ class OwnOptimizer:
                 f"strategy must leave them in the module; it has {len(has)} of {len(wanted)}; set "
                 "optimizer= instead"
             )
-        self.schedule = schedule
         return optimizer
 
     @contextlib.contextmanager
@@ -526,27 +523,30 @@ class OwnOptimizer:
             stand_in.detach()
 
 
-def _configured(name: str, value: Any) -> tuple[torch.optim.Optimizer, tuple[Any, str, int] | None]:
-    """Read the forms that Lightning knows, as far as they mean one optimizer."""
-    schedulers: Any = ()
-    if isinstance(value, Mapping):
-        value, schedulers = value.get("optimizer"), value.get("lr_scheduler") or ()
-    elif isinstance(value, tuple) and len(value) == 2 and isinstance(value[0], (list, tuple)):
-        value, schedulers = value
-    value = list(value) if isinstance(value, (list, tuple)) else [value]
-    schedulers = list(schedulers) if isinstance(schedulers, (list, tuple)) else [schedulers]
-    if len(value) != 1 or len(schedulers) > 1 or not isinstance(value[0], torch.optim.Optimizer):
+def _configured(
+    name: str, value: Any
+) -> tuple[list[torch.optim.Optimizer], list[Mapping[str, Any]]]:
+    """The optimizers and schedules in one of the forms that Lightning knows.
+
+    Raises:
+        ConfigError: there is no optimizer.
+    """
+    schedules: Any = []
+    if isinstance(value, tuple) and len(value) == 2 and isinstance(value[0], (list, tuple)):
+        value, schedules = value
+    schedules = list(schedules) if isinstance(schedules, (list, tuple)) else [schedules]
+    optimizers = []
+    for entry in value if isinstance(value, (list, tuple)) else [value]:
+        if isinstance(entry, Mapping):
+            given = entry.get("lr_scheduler")
+            if given is not None:
+                options = given if isinstance(given, Mapping) else {"scheduler": given}
+                schedules.append({"monitor": entry.get("monitor"), **options})
+            entry = entry.get("optimizer")
+        optimizers.append(entry)
+    if not optimizers or not all(isinstance(o, torch.optim.Optimizer) for o in optimizers):
         raise ConfigError(
-            f"{name} must return one optimizer, with at most one schedule; with several set "
-            "automatic_optimization=False, and step them in the training step"
+            f"{name} must return one optimizer, or several with automatic_optimization=False; "
+            f"it returned {value!r}"
         )
-    given = schedulers[0] if schedulers else None
-    options: Mapping[str, Any] = given if isinstance(given, Mapping) else {"scheduler": given}
-    interval, frequency = options.get("interval", "epoch"), int(options.get("frequency", 1))
-    if interval not in ("step", "epoch") or frequency < 1:
-        raise ConfigError(
-            f"the schedule of {name} is stepped each 'step' or 'epoch', with a frequency of at "
-            f"least 1; received {interval!r}, {frequency}"
-        )
-    scheduler = options.get("scheduler")
-    return value[0], None if scheduler is None else (scheduler, interval, frequency)
+    return optimizers, [s if isinstance(s, Mapping) else {"scheduler": s} for s in schedules]

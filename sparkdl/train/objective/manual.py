@@ -8,7 +8,7 @@ the rank's own.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -18,6 +18,7 @@ from sparkdl.comm.communicator import Communicator, LocalCommunicator
 from sparkdl.config import TrainConfig
 from sparkdl.errors import ConfigError
 from sparkdl.sync.averaging.averaging import AveragingStrategy
+from sparkdl.sync.averaging.mean import by_kind, fill, flat_of
 from sparkdl.sync.gradients.allreduce import AllReduce
 
 if TYPE_CHECKING:
@@ -97,32 +98,6 @@ class SeveralOptimizers(torch.optim.Optimizer):
         raise AssertionError("the training step steps the optimizers")
 
 
-def several_of(
-    name: str, value: Any
-) -> tuple[SeveralOptimizers, tuple[SeveralSchedules, str, int] | None]:
-    """The optimizers and schedules in one of the forms that Lightning knows.
-
-    Raises:
-        ConfigError: there is no optimizer.
-    """
-    schedules: Any = ()
-    if isinstance(value, tuple) and len(value) == 2 and isinstance(value[0], (list, tuple)):
-        value, schedules = value
-    entries = list(value) if isinstance(value, (list, tuple)) else [value]
-    schedules = list(schedules) if isinstance(schedules, (list, tuple)) else [schedules]
-    optimizers = []
-    for entry in entries:
-        if isinstance(entry, Mapping):
-            schedules += [entry["lr_scheduler"]] if "lr_scheduler" in entry else []
-            entry = entry.get("optimizer")
-        optimizers.append(entry)
-    if not optimizers or not all(isinstance(o, torch.optim.Optimizer) for o in optimizers):
-        raise ConfigError(f"{name} must return optimizers; it returned {value!r}")
-    plain = [s["scheduler"] if isinstance(s, Mapping) else s for s in schedules]
-    # The training step steps them: the loop never does.
-    return SeveralOptimizers(optimizers), (SeveralSchedules(plain), "step", 1) if plain else None
-
-
 class SeveralSchedules:
     """Schedules that the training step steps, of which the loop keeps the state."""
 
@@ -176,14 +151,10 @@ class ManualBackward:
         for parameter in trained:
             parameter.grad = None
         (loss * self._share).backward(*arguments, **options)  # type: ignore[no-untyped-call]
-        new = [p.grad for p in trained if p.grad is not None]
-        for dtype in sorted({gradient.dtype for gradient in new}, key=str):
-            own = [gradient for gradient in new if gradient.dtype == dtype]
-            flat = torch.cat([gradient.flatten() for gradient in own])
+        for own in by_kind([p.grad for p in trained if p.grad is not None]):
+            flat = flat_of(own)
             self.comm.all_reduce(flat)
-            pieces = torch.split(flat, [gradient.numel() for gradient in own])
-            for gradient, piece in zip(own, pieces, strict=True):
-                gradient.copy_(piece.view_as(gradient))
+            fill(own, flat)
         for parameter, old in zip(trained, before, strict=True):
             if parameter.grad is None:
                 parameter.grad = old

@@ -1,9 +1,15 @@
-"""What torchmetrics have seen, as values: read, put together over ranks, and given back."""
+"""What training has seen of samples, as values that add up over batches, ranks and rounds.
+
+These are numbers, such as a LightningModule logs, and states of torchmetrics. A rank packs what it
+has seen as bytes, which `added` puts together and `values_of` computes.
+"""
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping, Sequence
+import io
+import sys
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -15,6 +21,71 @@ if TYPE_CHECKING:
 
 State = tuple[int, dict[str, Any]]
 """How often a metric was updated, and its states by name: tensors or lists of tensors."""
+
+
+REDUCTIONS: dict[str, Callable[[Any, Any], Any]] = {
+    "mean": lambda a, b: a + b,  # of value times weight
+    "sum": lambda a, b: a + b,
+    "min": min,
+    "max": max,
+}
+Number = tuple[str, Any, float]
+"""How it is reduced; the values so far, with their weights for a mean; the weights."""
+Find = Callable[[str], Any]
+"""Gives the metric of a path, such as ``get_submodule`` of a module."""
+
+
+def with_number(before: Number | None, new: Number) -> Number:
+    """A number that was seen before, with what was seen now."""
+    reduce, value, weight = new
+    if before is None:
+        return new
+    return reduce, REDUCTIONS[reduce](before[1], value), before[2] + weight
+
+
+def packed(numbers: Mapping[str, Number], metrics: Mapping[str, tuple[str, Metric]]) -> bytes:
+    """What a rank has seen: numbers, and metrics with their paths, by the names of the history."""
+    seen = {name: (path, [seen_by(metric)]) for name, (path, metric) in metrics.items()}
+    return _bytes(dict(numbers), seen)
+
+
+def added(parts: Iterable[bytes], find: Find) -> bytes:
+    """What several ranks, or several rounds, have seen together; ``parts`` in rank order."""
+    numbers, metrics = _together(parts)
+    united_metrics = {
+        name: (path, united(find(path), states)) for name, (path, states) in metrics.items()
+    }
+    return _bytes(numbers, united_metrics)
+
+
+def values_of(parts: Iterable[bytes], find: Find) -> tuple[dict[str, float], dict[str, Metric]]:
+    """The numbers that all ranks have seen, and metrics that have seen what theirs have."""
+    numbers, metrics = _together(parts)
+    values = {
+        name: value / weight if reduce == "mean" else value
+        for name, (reduce, value, weight) in numbers.items()
+    }
+    return values, {name: merged(find(path), states) for name, (path, states) in metrics.items()}
+
+
+def _together(
+    parts: Iterable[bytes],
+) -> tuple[dict[str, Number], dict[str, tuple[str, list[State]]]]:
+    numbers: dict[str, Number] = {}
+    metrics: dict[str, tuple[str, list[State]]] = {}
+    for data in parts:
+        new, seen = torch.load(io.BytesIO(data), weights_only=True)
+        for name, number in new.items():
+            numbers[name] = with_number(numbers.get(name), number)
+        for name, (path, states) in seen.items():
+            metrics.setdefault(name, (path, []))[1].extend(states)
+    return numbers, metrics
+
+
+def _bytes(numbers: Mapping[str, Number], metrics: Mapping[str, tuple[str, list[State]]]) -> bytes:
+    buffer = io.BytesIO()
+    torch.save((numbers, metrics), buffer)
+    return buffer.getvalue()
 
 
 def merged(metric: Metric, gathered: Sequence[State]) -> Metric:
@@ -33,7 +104,7 @@ def merged(metric: Metric, gathered: Sequence[State]) -> Metric:
 
 def seen_by(metric: Metric) -> State:
     """What a metric has seen, on the CPU; what it sees later does not change that."""
-    seen = metric.update_count, each_tensor(states_of(metric), lambda t: t.detach().cpu())
+    seen = metric._update_count, each_tensor(states_of(metric), lambda t: t.detach().cpu())
     give(metric, seen)
     return seen
 
@@ -52,11 +123,13 @@ def united(metric: Metric, parts: Sequence[State]) -> list[State]:
     Sums, extremes and lists may be united in groups; whatever else a metric does with the states
     of all ranks, it must do with all at once.
     """
-    from torchmetrics.utilities.data import dim_zero_max, dim_zero_min, dim_zero_sum
-
     parts = [part for part in parts if part[0] > 0]
     rules: dict[str, Any] = metric._reductions
-    in_groups = (dim_zero_sum, dim_zero_max, dim_zero_min)
+    in_groups: list[Any] = [sum_of_ranks]
+    if "torchmetrics" in sys.modules:
+        from torchmetrics.utilities import data
+
+        in_groups += [data.dim_zero_sum, data.dim_zero_max, data.dim_zero_min]
     can_unite = len(parts) > 1 and all(
         rule in in_groups or isinstance(parts[0][1][key], list) for key, rule in rules.items()
     )
@@ -65,6 +138,11 @@ def united(metric: Metric, parts: Sequence[State]) -> list[State]:
     cpu = torch.device("cpu")
     states = {key: _reduced([s[key] for _, s in parts], rules[key], cpu) for key in rules}
     return [(sum(count for count, _ in parts), states)]
+
+
+def sum_of_ranks(values: torch.Tensor) -> torch.Tensor:
+    """The rule of states that add up."""
+    return values.sum(0)
 
 
 def each_tensor(value: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:

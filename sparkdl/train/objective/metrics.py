@@ -9,10 +9,9 @@ from __future__ import annotations
 
 import copy
 import inspect
-import io
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 
@@ -23,12 +22,16 @@ from sparkdl.train.objective.loss import LossFunction
 from sparkdl.train.objective.metric_states import (
     State,
     each_tensor,
+    give,
     listed_bytes,
     merged,
+    packed,
     scalar,
     seen_by,
     states_of,
+    sum_of_ranks,
     united,
+    values_of,
 )
 from sparkdl.train.objective.named_metrics import (
     ACCURACY,
@@ -45,50 +48,60 @@ if TYPE_CHECKING:
 
 MOST_CLASSES = 100
 """With more, nobody could read the matrix, and it would travel for nothing."""
+_COUNTS = ""
+"""Name of the `ClassCounts` among the metrics."""
 
 
-Counts = tuple[torch.Tensor, torch.Tensor | None]
-"""Rows that were taken for what they are, and all rows; and rows by label and prediction, None
-where there are more than `MOST_CLASSES`."""
+class ClassCounts:
+    """What a classifier takes for what. Has what `metric_states` wants of a torchmetrics.Metric.
 
-
-def counted(probabilities: Any, target: Any) -> Counts | None:
-    """The counts of a batch; None for what is no classification of rows.
-
-    Args:
-        probabilities: ``(batch, classes)``, or of class 1 alone, ``(batch,)``, ``(batch, 1)``.
-        target: ``(batch,)`` or ``(batch, 1)``; labels that are no class do not count.
+    Attributes:
+        hits: rows that were taken for what they are, and all rows.
+        places: rows by label and prediction; without entries if there are more than `MOST_CLASSES`.
     """
-    both = (probabilities, target)
-    if not all(isinstance(v, torch.Tensor) and v.dim() in (1, 2) for v in both):
-        return None
-    if target.dim() == 2 and target.shape[1] == 1:
-        target = target[:, 0]
-    single = probabilities.dim() == 1 or probabilities.shape[1] == 1
-    num_classes = 2 if single else probabilities.shape[1]
-    if target.dim() != 1:
-        return None
-    predicted = probabilities.flatten() > 0.5 if single else probabilities.argmax(1)
-    label = target.long()
-    known = (label >= 0) & (label < num_classes)
-    predicted = predicted.long()
-    hits = torch.stack([((predicted == label) & known).sum(), known.sum()])
-    if num_classes > MOST_CLASSES:
-        return hits, None
-    places = torch.bincount((label * num_classes + predicted)[known], minlength=num_classes**2)
-    return hits, places.view(num_classes, num_classes)
 
+    _reductions: ClassVar = {"hits": sum_of_ranks, "places": sum_of_ranks}
 
-def added(parts: Iterable[Counts | None]) -> Counts | None:
-    """The counts of several batches or ranks together; None if none has any."""
-    total: Counts | None = None
-    for part in parts:
-        if total is None or part is None:
-            total = total or part
-        else:
-            places = None if total[1] is None or part[1] is None else total[1] + part[1]
-            total = total[0] + part[0], places
-    return total
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self.reset()
+
+    def reset(self) -> None:
+        """Forget all rows."""
+        self._update_count = 0
+        self.hits = torch.zeros(2, dtype=torch.int64, device=self.device)
+        self.places = torch.zeros(0, 0, dtype=torch.int64, device=self.device)
+
+    def update(self, probabilities: Any, target: Any) -> None:
+        """Count a batch, unless it is no classification of rows.
+
+        Args:
+            probabilities: ``(batch, classes)``, or of class 1 alone, ``(batch,)``, ``(batch, 1)``.
+            target: ``(batch,)`` or ``(batch, 1)``; labels that are no class do not count.
+        """
+        both = (probabilities, target)
+        if not all(isinstance(v, torch.Tensor) and v.dim() in (1, 2) for v in both):
+            return
+        if target.dim() == 2 and target.shape[1] == 1:
+            target = target[:, 0]
+        single = probabilities.dim() == 1 or probabilities.shape[1] == 1
+        num_classes = 2 if single else probabilities.shape[1]
+        if target.dim() != 1:
+            return
+        predicted = probabilities.flatten() > 0.5 if single else probabilities.argmax(1)
+        label, predicted = target.long(), predicted.long()
+        known = (label >= 0) & (label < num_classes)
+        self.hits = self.hits + torch.stack([((predicted == label) & known).sum(), known.sum()])
+        if num_classes <= MOST_CLASSES:
+            places = (label * num_classes + predicted)[known]
+            counts = torch.bincount(places, minlength=num_classes**2)
+            counts = counts.view(num_classes, num_classes)
+            self.places = self.places + counts if self._update_count else counts
+        self._update_count += 1
+
+    def compute(self) -> torch.Tensor:
+        """The accuracy; NaN without rows."""
+        return self.hits[0].double() / self.hits[1]
 
 
 class Metrics:
@@ -129,15 +142,14 @@ class Metrics:
         self._labels = {name: label for name, label, _ in flat(metrics) if label is not None}
         self._named = {n: m for n, m in made.items() if isinstance(m, NamedMetric)}
         # With these counts accuracy needs no torchmetrics, which need not be installed.
-        self._counts_classes = counts_classes and task == "classification"
+        counts_classes = counts_classes and task == "classification"
         self._names = tuple(made)
-        self._metrics = {
+        self._metrics: dict[str, Any] = {
             name: _make_metric(name, metric).to(device)
             for name, metric in made.items()
-            if not (self._counts_classes and name in self._named and metric.name == ACCURACY)
+            if not (counts_classes and name in self._named and metric.name == ACCURACY)
         }
         self._task = task
-        self._device = device
         self._predictions = predictions
         self._double = frozenset(
             name
@@ -146,7 +158,8 @@ class Metrics:
         )
         for name in self._double:
             self._metrics[name].set_dtype(torch.float64)
-        self._counts: Counts | None = None
+        if counts_classes:
+            self._metrics[_COUNTS] = ClassCounts(device)
         self.confusion: list[list[int]] | None = None
         """Label by prediction, in what was computed last; None: nothing was counted."""
 
@@ -161,13 +174,14 @@ class Metrics:
 
     def __bool__(self) -> bool:
         """True if there are any."""
-        return bool(self._metrics) or self._counts_classes
+        return bool(self._metrics)
 
     def reset(self) -> None:
         """Forget all samples."""
         for metric in self._metrics.values():
             metric.reset()
-        self._counts = None
+
+    forget = reset  # an epoch is over; a `TrainerStandIn` knows metrics that outlive it
 
     def update(self, output: Any, target: Any) -> None:
         """Take note of a batch."""
@@ -175,43 +189,33 @@ class Metrics:
         if self._double:
             wide = _widened(output), _widened(target)
         for name, metric in self._metrics.items():
-            metric.update(*self._for_metric(name, *(wide if name in self._double else plain)))
-        if self._counts_classes and isinstance(output, torch.Tensor):
-            counts = counted(self._predictions(_full_precision(output)), target)
-            self._counts = added((self._counts, counts))
+            if name != _COUNTS:
+                metric.update(*self._for_metric(name, *(wide if name in self._double else plain)))
+            elif isinstance(output, torch.Tensor):
+                metric.update(self._predictions(_full_precision(output)), target)
 
     def compute(self, comm: Communicator) -> dict[str, float]:
         """The values over the samples of all ranks; equal on all. Collective."""
         if not self:
             return {}
-        return self.compute_over(comm.all_gather_bytes(self.states()))
+        return self.compute_over(comm.all_gather_bytes(self.packed()))
 
-    def states(self) -> bytes:
+    def packed(self) -> bytes:
         """What this rank's metrics have seen, for `compute_over`."""
-        buffer = io.BytesIO()
-        counts = each_tensor(self._counts, torch.Tensor.cpu)
-        torch.save((self.seen(), counts), buffer)
-        return buffer.getvalue()
+        return packed({}, {name: (name, metric) for name, metric in self._metrics.items()})
 
-    def seen(self) -> dict[str, State]:
-        """The metrics' states on the CPU, by their names."""
+    def metric(self, name: str) -> Any:
+        """The metric of a name in what `packed` gives."""
+        return self._metrics[name]
+
+    def state_dict(self) -> dict[str, State]:
+        """What each metric has seen, on the CPU."""
         return {name: seen_by(metric) for name, metric in self._metrics.items()}
-
-    def state_dict(self) -> dict[str, Any]:
-        """What a checkpoint must hold of samples that were seen."""
-        seen = {name: list(state) for name, state in self.seen().items()}
-        return {"seen": seen, "counts": None if self._counts is None else list(self._counts)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore what `state_dict` gave."""
-        for name, (count, states) in state["seen"].items():
-            metric = self._metrics[name]
-            metric._update_count = count
-            for key, value in states.items():
-                setattr(metric, key, each_tensor(value, lambda t: t.to(self._device)))
-        if state["counts"] is not None:
-            hits, places = each_tensor(state["counts"], lambda t: t.to(self._device))
-            self._counts = hits, places
+        for name, seen in state.items():
+            give(self._metrics[name], seen)
 
     def listed_bytes(self) -> dict[str, int]:
         """Size of the states that grow by the sample, by metric."""
@@ -237,23 +241,21 @@ class Metrics:
                     f"metric {name!r} ({type(metric).__name__}) takes means over ranks of its "
                     f"state {key!r}, which depend on the partitions; use a metric that sums"
                 )
-        return _plain(self._computed(name, parts))
+        return _plain(self._computed(name, merged(metric, parts)))
 
-    def compute_over(self, gathered: Sequence[bytes]) -> dict[str, float]:
-        """The values over the samples of several ranks, given their `states` in rank order."""
-        by_rank = [torch.load(io.BytesIO(data), weights_only=True) for data in gathered]
-        counts = added(counts for _, counts in by_rank)
-        self.confusion = None if counts is None or counts[1] is None else counts[1].tolist()
-        right, num_rows = (0, 0) if counts is None else counts[0].tolist()
-        accuracy = right / num_rows if num_rows else math.nan
-        values = {
-            name: scalar(name, self._computed(name, [seen[name] for seen, _ in by_rank]))
-            for name in self._metrics
+    def compute_over(self, parts: Iterable[bytes]) -> dict[str, float]:
+        """The values over the samples of several ranks, given what they `packed` in rank order."""
+        _, metrics = values_of(parts, self.metric)
+        counts: Any = metrics.get(_COUNTS)
+        has_places = counts is not None and counts.places.numel() > 0
+        self.confusion = counts.places.tolist() if has_places else None
+        return {
+            name: scalar(name, self._computed(name, metrics.get(name, counts)))
+            for name in self._names
         }
-        return {name: values.get(name, accuracy) for name in self._names}
 
-    def _computed(self, name: str, parts: Sequence[State]) -> Any:
-        metric, named = merged(self._metrics[name], parts), self._named.get(name)
+    def _computed(self, name: str, metric: Any) -> Any:
+        named = self._named.get(name)
         is_defined = named is None or named.is_defined(metric)
         return metric.compute() if is_defined else torch.tensor(math.nan)
 
@@ -318,15 +320,21 @@ def _full_precision(value: Any) -> Any:
 def _make_metric(name: str, value: Any) -> Metric:
     from torchmetrics import Metric
 
-    is_factory = callable(value) and not isinstance(value, torch.nn.Module)
-    if is_factory:
-        _require_no_arguments(name, value)
-    metric = value() if is_factory else value
+    wanted = f"metric {name!r} must be a torchmetrics.Metric or a callable that makes one"
+    metric = value
+    if callable(value) and not isinstance(value, torch.nn.Module):
+        try:
+            inspect.signature(value).bind()
+        except ValueError:  # of one written in C, which has no signature
+            pass
+        except TypeError as error:
+            raise ConfigError(
+                f"{wanted}; {value!r} cannot be called without arguments ({error}); of a function "
+                "of predictions and labels make a subclass of torchmetrics.Metric"
+            ) from error
+        metric = value()
     if not isinstance(metric, Metric):
-        raise ConfigError(
-            f"metric {name!r} must be a torchmetrics.Metric or a callable that makes one; "
-            f"received {value!r}"
-        )
+        raise ConfigError(f"{wanted}; received {value!r}")
     if any(isinstance(child, Metric) for child in metric.modules() if child is not metric):
         raise ConfigError(
             f"metric {name!r} ({type(metric).__name__}) is made of other metrics; pass those by "
@@ -335,26 +343,6 @@ def _make_metric(name: str, value: Any) -> Metric:
     if name == "loss":
         raise ConfigError(f"a metric cannot be called {name!r}: the history has that name already")
     return copy.deepcopy(metric)
-
-
-def _require_no_arguments(name: str, factory: Callable[..., Any]) -> None:
-    """Raise unless a callable can be called as it is; a function of predictions and labels cannot.
-
-    Raises:
-        ConfigError: it needs arguments.
-    """
-    try:
-        signature = inspect.signature(factory)
-    except (TypeError, ValueError):  # of one written in C, which does not say it
-        return
-    try:
-        signature.bind()
-    except TypeError as error:
-        raise ConfigError(
-            f"metric {name!r} must be a torchmetrics.Metric or a callable that makes one; "
-            f"{factory!r} cannot be called without arguments ({error}); of a function of "
-            "predictions and labels make a subclass of torchmetrics.Metric"
-        ) from error
 
 
 def _without_last(value: torch.Tensor) -> torch.Tensor:

@@ -98,7 +98,7 @@ class NamedMetric:
             return int(metric.total) > 1
         if self.name in _OF_SCORES:
             return any(len(target) for target in metric.target)
-        return int(metric.update_count) > 0
+        return int(metric._update_count) > 0
 
 
 def flat(metrics: Mapping[str, Any]) -> Iterator[tuple[str, str | None, Any]]:
@@ -133,29 +133,24 @@ def check_names(metrics: Mapping[str, Any] | None, task: Task, loss: LossFunctio
     Raises:
         ConfigError: with the remedy.
     """
-    for name, label, metric in flat(metrics or {}):
-        if isinstance(metric, str):
-            _check_name(name, metric, task, _loss_of(loss, name, label))
-
-
-def _check_name(key: str, name: str, task: Task, loss: LossFunction) -> None:
-    known = {"classification": [*_OF_CLASSES], "regression": [*_OF_NUMBERS]}.get(
-        task, [*_OF_CLASSES, *_OF_NUMBERS]
-    )
-    if task == "custom" and isinstance(loss, ClassLoss):
-        known = [*_OF_CLASSES]
-    if name.lower() in known:
-        if name.lower() != ACCURACY or task != "classification":
-            of_numbers = name.lower() in _OF_NUMBERS
-            NamedMetric(name=name.lower(), num_classes=None if of_numbers else 2)()
-        return
-    if name.lower() in _OF_CLASSES or name.lower() in _OF_NUMBERS:
-        kind = "classes" if name.lower() in _OF_CLASSES else "numbers"
-        raise ConfigError(
-            f"metric {key!r}: {name!r} compares {kind}, which this label is not; known here: "
-            f"{', '.join(known)}"
-        )
-    raise unknown("metric", name.lower(), known, "; for others pass a torchmetrics.Metric")
+    for key, label, name in flat(metrics or {}):
+        if not isinstance(name, str):
+            continue
+        name, of_classes = name.lower(), name.lower() in _OF_CLASSES
+        part = _loss_of(loss, key, label)
+        known = [*_OF_CLASSES] * (task != "regression")
+        if task == "regression" or (task == "custom" and not isinstance(part, ClassLoss)):
+            known += _OF_NUMBERS
+        if name in known:
+            if name != ACCURACY or task != "classification":
+                NamedMetric(name=name, num_classes=2 if of_classes else None)()
+        elif of_classes or name in _OF_NUMBERS:
+            raise ConfigError(
+                f"metric {key!r}: {name!r} compares {'classes' if of_classes else 'numbers'}, "
+                f"which this label is not; known here: {', '.join(known)}"
+            )
+        else:
+            raise unknown("metric", name, known, "; for others pass a torchmetrics.Metric")
 
 
 def resolved(
@@ -174,21 +169,19 @@ def resolved(
     if metrics is None:
         return None
     found: dict[str, Any] = {}
-    for name, value in metrics.items():
-        if isinstance(value, Mapping):
-            found[name] = {
-                inner: _resolved(f"{name}_{inner}", name, metric, loss, output)
-                for inner, metric in value.items()
-            }
+    for key, label, metric in flat(metrics):
+        if isinstance(metric, str):
+            metric = _resolved(key, label, metric.lower(), loss, output)
+        if label is None:
+            found[key] = metric
         else:
-            found[name] = _resolved(name, None, value, loss, output)
+            found.setdefault(label, {})[key.removeprefix(f"{label}_")] = metric
     return found
 
 
-def _resolved(key: str, label: str | None, metric: Any, loss: LossFunction, output: Any) -> Any:
-    if not isinstance(metric, str):
-        return metric
-    name = metric.lower()
+def _resolved(
+    key: str, label: str | None, name: str, loss: LossFunction, output: Any
+) -> NamedMetric:
     if name in _OF_NUMBERS:
         return NamedMetric(name=name)
     part = _loss_of(loss, key, label)
@@ -197,7 +190,7 @@ def _resolved(key: str, label: str | None, metric: Any, loss: LossFunction, outp
     seen = seen[label] if label is not None else seen
     if not isinstance(seen, torch.Tensor):
         raise ConfigError(
-            f"metric {key!r}: {metric!r} needs one tensor, and the module returns "
+            f"metric {key!r}: {name!r} needs one tensor, and the module returns "
             f"{type(seen).__name__}; pass a torchmetrics.Metric of your own"
         )
     # Losses of torch's kind that are none of classes compare each number with one of the target.

@@ -27,12 +27,7 @@ class StepLoss(CallableLoss):
     """The value of a training step, as a loss."""
 
     def __init__(self, step: TrainingStep, shown: LossFunction) -> None:
-        """Take a step in place of a loss.
-
-        Args:
-            step: the user's.
-            shown: the loss that says what metrics see of the module's output.
-        """
+        """Take the user's step; ``shown`` says what metrics see of the module's output."""
         super().__init__(_its_value)
         self.step = step
         self.shown = shown

@@ -125,12 +125,9 @@ class LARS(_LayerwiseOptimizer):
         _check("not be negative", lr=lr, weight_decay=weight_decay)
         _check("be at least 0 and below 1", momentum=momentum)
         defaults = {
-            "lr": lr,
-            "momentum": momentum,
-            "weight_decay": weight_decay,
-            "trust_coefficient": trust_coefficient,
-            "decay_vectors": decay_vectors,
-        }
+            "lr": lr, "momentum": momentum, "weight_decay": weight_decay,
+            "trust_coefficient": trust_coefficient, "decay_vectors": decay_vectors,
+        }  # fmt: skip
         super().__init__(params, defaults)
 
     def _step(
@@ -193,37 +190,16 @@ class LAMB(_LayerwiseOptimizer):
         _check("not be negative", lr=lr, weight_decay=weight_decay)
         _check("be at least 0 and below 1", **{"betas[0]": betas[0], "betas[1]": betas[1]})
         defaults = {
-            "lr": lr,
-            "betas": tuple(betas),
-            "eps": eps,
-            "weight_decay": weight_decay,
-            "clip_norm": clip_norm,
-            "decay_vectors": decay_vectors,
-        }
+            "lr": lr, "betas": tuple(betas), "eps": eps, "weight_decay": weight_decay,
+            "clip_norm": clip_norm, "decay_vectors": decay_vectors,
+        }  # fmt: skip
         super().__init__(params, defaults)
 
     def _step(
         self, parameters: list[torch.Tensor], group: dict[str, Any], *, is_adapted: bool
     ) -> None:
         weights, gradients = _wide(parameters), self._gradients(parameters)
-        directions = self._directions(parameters, gradients, group["betas"], group["eps"])
-        torch._foreach_add_(directions, weights, alpha=_decay(group, is_adapted))
-        if is_adapted:
-            norms = torch._foreach_norm(weights)
-            torch._foreach_clamp_max_(norms, group["clip_norm"])
-            torch._foreach_mul_(directions, _ratios(norms, torch._foreach_norm(directions)))
-        torch._foreach_mul_(directions, group["lr"])
-        torch._foreach_add_(parameters, directions, alpha=-1)
-
-    def _directions(
-        self,
-        parameters: list[torch.Tensor],
-        gradients: list[torch.Tensor],
-        betas: tuple[float, float],
-        eps: float,
-    ) -> list[torch.Tensor]:
-        """Adam's step without its rate; the moments and their counters go on."""
-        first = self._moments(parameters, "exp_avg")
+        betas, first = group["betas"], self._moments(parameters, "exp_avg")
         second = self._moments(parameters, "exp_avg_sq")
         torch._foreach_lerp_(first, gradients, 1 - betas[0])
         torch._foreach_mul_(second, betas[1])
@@ -231,10 +207,16 @@ class LAMB(_LayerwiseOptimizer):
         counts = [self._count(parameter) for parameter in parameters]
         below = torch._foreach_div(second, [1 - betas[1] ** count for count in counts])
         torch._foreach_sqrt_(below)
-        torch._foreach_add_(below, eps)
+        torch._foreach_add_(below, group["eps"])
         directions = torch._foreach_div(first, [1 - betas[0] ** count for count in counts])
         torch._foreach_div_(directions, below)
-        return list(directions)
+        torch._foreach_add_(directions, weights, alpha=_decay(group, is_adapted))
+        if is_adapted:
+            norms = torch._foreach_norm(weights)
+            torch._foreach_clamp_max_(norms, group["clip_norm"])
+            torch._foreach_mul_(directions, _ratios(norms, torch._foreach_norm(directions)))
+        torch._foreach_mul_(directions, group["lr"])
+        torch._foreach_add_(parameters, directions, alpha=-1)
 
     def _count(self, parameter: torch.Tensor) -> float:
         """Steps of this parameter with the present one, kept as torch's Adam keeps them."""

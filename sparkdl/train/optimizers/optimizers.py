@@ -108,6 +108,22 @@ def resolve_optimizer(config: TrainConfig, module: nn.Module | None = None) -> M
             raise ConfigError("optimizerParams holds 'lr' and learningRate is set; keep one")
         options["lr"] = config.learning_rate
     kind = _kind(config, module)
+    groups = config.parameter_groups if module is not None else {}
+    is_class = isinstance(kind, type) and issubclass(kind, torch.optim.Optimizer)
+    if is_class and kind.__name__ in NEEDS_ANOTHER_LOOP:
+        raise ConfigError(f"optimizer {kind.__name__} does not work step by step; use another")
+    if not callable(kind):
+        raise ConfigError(f"optimizer must be a name, a class or a callable; received {kind!r}")
+    if not is_class and (options or groups):
+        who = "a callable"
+        if isinstance(kind, OwnOptimizer):
+            who = "configure_optimizers of the module"
+        raise ConfigError(
+            f"{who} makes its optimizer itself; set {sorted(options) or 'the parameterGroups'} "
+            "there, or choose an optimizer by its name or class"
+        )
+    if isinstance(kind, OwnOptimizer):
+        return kind
     may_fuse = (
         isinstance(config.optimizer, str)
         and kind in _FUSED
@@ -115,20 +131,18 @@ def resolve_optimizer(config: TrainConfig, module: nn.Module | None = None) -> M
         and config.precision != "fp16"
         and not options.keys() & {"fused", "foreach", "differentiable"}
     )
-    groups = config.parameter_groups if module is not None else {}
-    _check(kind, options, has_groups=bool(groups))
-    if isinstance(kind, OwnOptimizer):
-        return kind
     divide = parameter_groups(module, groups) if module is not None and groups else None
 
     def make(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
         parameters = list(parameters)
-        fused = {"fused": True} if may_fuse and _can_be_fused(parameters) else {}
+        can_fuse = may_fuse and all(
+            p.is_floating_point() and p.device.type in ("cpu", "cuda") for p in parameters
+        )
+        fused = {"fused": True} if can_fuse else {}
         for values in groups.values():
             # All parameters with a group's options: in groups an optimizer never looks at them.
             _made(kind, parameters, {**options, **fused, **values}, " of parameterGroups")
-        divided: Any = parameters if divide is None else divide(parameters)
-        made = _made(kind, divided, {**options, **fused})
+        made = _made(kind, divide(parameters) if divide else parameters, {**options, **fused})
         if not isinstance(made, torch.optim.Optimizer):
             raise ConfigError(f"optimizer must make a torch.optim.Optimizer; received {made!r}")
         return made
@@ -154,36 +168,6 @@ def _kind(config: TrainConfig, module: nn.Module | None) -> Any:
     return OPTIMIZERS[kind.lower()]
 
 
-def _check(kind: Any, options: Mapping[str, Any], *, has_groups: bool) -> None:
-    """Refuse what cannot make an optimizer, or does not take the options.
-
-    Raises:
-        ConfigError: with the remedy.
-    """
-    is_class = isinstance(kind, type) and issubclass(kind, torch.optim.Optimizer)
-    if is_class and kind.__name__ in NEEDS_ANOTHER_LOOP:
-        raise ConfigError(f"optimizer {kind.__name__} does not work step by step; use another")
-    if isinstance(kind, OwnOptimizer):
-        if not options and not has_groups:
-            return
-        raise ConfigError(
-            "configure_optimizers of the module makes its optimizer, with options and groups of "
-            f"its own; set {sorted(options) or 'parameterGroups'} there, or choose an optimizer"
-        )
-    if not is_class and options:
-        raise ConfigError(
-            f"a callable makes its optimizer itself; set {sorted(options)} there, or pass the "
-            "optimizer's class"
-        )
-    if not callable(kind):
-        raise ConfigError(f"optimizer must be a name, a class or a callable; received {kind!r}")
-    if has_groups and not is_class:
-        raise ConfigError(
-            "a callable makes its optimizer itself; make the parameterGroups there, or pass the "
-            "optimizer's class"
-        )
-
-
 def _made(kind: Any, parameters: Any, options: Mapping[str, Any], where: str = "") -> Any:
     """What ``kind`` makes.
 
@@ -197,10 +181,6 @@ def _made(kind: Any, parameters: Any, options: Mapping[str, Any], where: str = "
         raise ConfigError(f"optimizer {name} refused {options}{where}: {error}") from error
 
 
-def _can_be_fused(parameters: Sequence[nn.Parameter]) -> bool:
-    return all(p.is_floating_point() and p.device.type in ("cpu", "cuda") for p in parameters)
-
-
 @dataclass(frozen=True)
 class Schedule:
     """The learning rate's schedule."""
@@ -208,18 +188,29 @@ class Schedule:
     scheduler: torch.optim.lr_scheduler.LRScheduler
     every: int = 1
     """Steps after which it is stepped, unless evaluations step it."""
-    monitor: str | None = None
-    """The value of the history that ReduceLROnPlateau gets at each evaluation, if it is one."""
+    monitors: tuple[str, ...] = ()
+    """The value of the history that ReduceLROnPlateau gets at each evaluation, if it is one: the
+    first of these that is there."""
 
     def is_due(self, steps: int) -> bool:
         """True if it is to be stepped after so many steps of the run."""
-        return self.monitor is None and steps % self.every == 0
+        return not self.monitors and steps % self.every == 0
 
     def evaluated(self, record: Mapping[str, float]) -> None:
-        """Step it if evaluations do; ``record`` is the entry in the history, equal on all ranks."""
-        if self.monitor is not None:
-            value = record[self.monitor] if self.monitor in record else record["loss"]
-            self.scheduler.step(value)  # type: ignore[arg-type] # of ReduceLROnPlateau
+        """Step it if evaluations do; ``record`` is the entry in the history, equal on all ranks.
+
+        Raises:
+            ConfigError: what it monitors is not in the history.
+        """
+        if not self.monitors:
+            return
+        found = [record[name] for name in self.monitors if name in record]
+        if not found:
+            raise ConfigError(
+                f"ReduceLROnPlateau monitors {self.monitors[0]!r}, but the history has only "
+                f"{', '.join(record)}; log it at each evaluation"
+            )
+        self.scheduler.step(found[0])  # type: ignore[arg-type] # of ReduceLROnPlateau
 
 
 def require_steps(schedule: Schedule | None) -> None:
@@ -228,7 +219,7 @@ def require_steps(schedule: Schedule | None) -> None:
     Raises:
         ConfigError: it is ReduceLROnPlateau.
     """
-    if schedule is not None and schedule.monitor is not None:
+    if schedule is not None and schedule.monitors:
         raise ConfigError(
             "ReduceLROnPlateau needs executionMode='gang': in rounds the driver evaluates, and the "
             "schedules are in the tasks; use a schedule that counts steps"
@@ -251,16 +242,11 @@ def make_scheduler(
         steps_per_epoch: after so many steps it is stepped if it counts epochs.
 
     Raises:
-        ConfigError: what was given does not make a schedule, or early stopping wants a large
-            value where it wants a small one.
+        ConfigError: this is no schedule, or early stopping wants the opposite of what it wants.
     """
     if config.scheduler is None:
         own = make_optimizer.schedule if isinstance(make_optimizer, OwnOptimizer) else None
-        if own is None:
-            return None
-        scheduler, interval, frequency = own
-        every = frequency * (steps_per_epoch if interval == "epoch" else 1)
-        return Schedule(check_scheduler(scheduler), every)
+        return None if own is None else _own_schedule(own, steps_per_epoch)
     if not callable(config.scheduler):
         raise ConfigError(
             f"scheduler must be a callable, optimizer -> LRScheduler; received {config.scheduler!r}"
@@ -276,9 +262,33 @@ def make_scheduler(
                 f"mode={stopping.mode!r}; give it mode={stopping.mode!r} too, not "
                 f"{scheduler.mode!r}"
             )
-        monitor = "val_loss" if stopping is None else stopping.monitor
-        return Schedule(scheduler, monitor=monitor)
+        monitors = ("val_loss", "loss") if stopping is None else (stopping.monitor,)
+        return Schedule(scheduler, monitors=monitors)
     return Schedule(check_scheduler(scheduler))
+
+
+def _own_schedule(given: Mapping[str, Any], steps_per_epoch: int) -> Schedule:
+    """A LightningModule's, of its ``lr_scheduler``.
+
+    Raises:
+        ConfigError: it is not stepped as Lightning steps it.
+    """
+    scheduler = given["scheduler"]
+    interval, frequency = given.get("interval", "epoch"), int(given.get("frequency", 1))
+    if interval not in ("step", "epoch") or frequency < 1:
+        raise ConfigError(
+            "the schedule of configure_optimizers is stepped each 'step' or 'epoch', with a "
+            f"frequency of at least 1; received {interval!r}, {frequency}"
+        )
+    if not isinstance(scheduler, ReduceLROnPlateau):
+        every = frequency * (steps_per_epoch if interval == "epoch" else 1)
+        return Schedule(check_scheduler(scheduler), every)
+    if not given.get("monitor") or interval == "step" or frequency > 1:
+        raise ConfigError(
+            "ReduceLROnPlateau of configure_optimizers is stepped by each evaluation: its "
+            "lr_scheduler needs a 'monitor', and neither interval='step' nor a frequency"
+        )
+    return Schedule(scheduler, monitors=(given["monitor"],))
 
 
 def check_scheduler(scheduler: Any) -> torch.optim.lr_scheduler.LRScheduler:
@@ -290,7 +300,7 @@ def check_scheduler(scheduler: Any) -> torch.optim.lr_scheduler.LRScheduler:
     if isinstance(scheduler, SeveralSchedules):  # the loop keeps their state, and steps none
         return scheduler  # type: ignore[return-value]
     if isinstance(scheduler, ReduceLROnPlateau):
-        raise ConfigError("ReduceLROnPlateau is stepped by evaluations; pass it as scheduler=")
+        raise ConfigError("ReduceLROnPlateau is stepped by evaluations; it follows no warm-up")
     if not isinstance(scheduler, torch.optim.lr_scheduler.LRScheduler):
         raise ConfigError(f"scheduler must return an LRScheduler; received {scheduler!r}")
     return scheduler

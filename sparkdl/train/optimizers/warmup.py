@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import Any, cast, overload
+from typing import Any
 
 from torch import Tensor
 from torch.optim import Optimizer
@@ -21,28 +21,6 @@ from sparkdl.train.optimizers.optimizers import check_scheduler
 MakeSchedule = Callable[[Optimizer], LRScheduler]
 
 
-@overload
-def warmup(
-    optimizer: None = None,
-    /,
-    *,
-    steps: int,
-    start_factor: float = 0.1,
-    then: MakeSchedule | None = None,
-) -> MakeSchedule: ...
-
-
-@overload
-def warmup(
-    optimizer: Optimizer,
-    /,
-    *,
-    steps: int,
-    start_factor: float = 0.1,
-    then: MakeSchedule | None = None,
-) -> LRScheduler: ...
-
-
 def warmup(
     optimizer: Optimizer | None = None,
     /,
@@ -50,7 +28,7 @@ def warmup(
     steps: int,
     start_factor: float = 0.1,
     then: MakeSchedule | None = None,
-) -> MakeSchedule | LRScheduler:
+) -> Any:
     """Raise the learning rate from a part of itself to the whole within some steps.
 
     Without an optimizer it returns the factory that the Param ``scheduler`` takes, which is
@@ -87,6 +65,9 @@ def warmup(
         then: makes the schedule that takes over, whose first rate is the full one and whose steps
             count from there; None: the rate stays.
 
+    Returns:
+        The schedule, or without an optimizer the factory.
+
     Raises:
         ConfigError: an option is out of its range, or ``then`` makes no such schedule.
     """
@@ -97,8 +78,7 @@ def warmup(
     if then is not None and not callable(then):
         raise ConfigError(f"then must be a callable, optimizer -> LRScheduler; received {then!r}")
     if optimizer is None:
-        made = functools.partial(warmup, steps=steps, start_factor=start_factor, then=then)
-        return cast(MakeSchedule, made)
+        return functools.partial(warmup, steps=steps, start_factor=start_factor, then=then)
     return _WarmUp(optimizer, steps, start_factor, then)
 
 

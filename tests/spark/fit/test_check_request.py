@@ -130,8 +130,6 @@ def test_a_schedule_of_evaluations_needs_a_gang() -> None:
     check_training(nn.Linear(4, 3), on_plateau)
     with pytest.raises(ConfigError, match="ReduceLROnPlateau needs executionMode='gang'"):
         check_training(nn.Linear(4, 3), on_plateau, in_rounds=True)
-    with pytest.raises(ConfigError, match="trainingMetrics need executionMode='gang'"):
-        check_training(nn.Linear(4, 3), request(training_metrics=True), in_rounds=True)
     with pytest.raises(ConfigError, match="a training step gives the loss alone"):
         check_training(nn.Linear(4, 3), request(training_metrics=True, training_step=print))
     with pytest.raises(RuntimeError, match="no CUDA here"):

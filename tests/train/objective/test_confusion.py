@@ -5,15 +5,17 @@ from typing import Any
 import torch
 
 from sparkdl.comm.communicator import LocalCommunicator
-from sparkdl.train.objective.metrics import Metrics, added, counted
+from sparkdl.train.objective.metric_states import added
+from sparkdl.train.objective.metrics import ClassCounts, Metrics
 from tests.gang import Gang
 
 PROBABILITIES = torch.tensor([[0.9, 0.1, 0.0], [0.2, 0.7, 0.1], [0.1, 0.8, 0.1], [0.3, 0.3, 0.4]])
 
 
 def confusion(output: Any, target: Any) -> list[list[int]] | None:
-    counts = counted(output, target)
-    return None if counts is None or counts[1] is None else counts[1].tolist()
+    counts = ClassCounts(torch.device("cpu"))
+    counts.update(output, target)
+    return counts.places.tolist() or None
 
 
 def test_labels_are_rows_and_predictions_columns() -> None:
@@ -44,18 +46,23 @@ def test_what_is_no_classification_of_rows_is_passed_over() -> None:
 def test_of_many_classes_only_the_hits_are_counted() -> None:
     output = torch.eye(101)[:3]
     assert confusion(output, torch.tensor([0, 1, 5])) is None
-    hits, _ = counted(output, torch.tensor([0, 1, 5])) or (None, None)
-    assert hits is not None and hits.tolist() == [2, 3]
+    counts = ClassCounts(torch.device("cpu"))
+    counts.update(output, torch.tensor([0, 1, 5]))
+    assert counts.hits.tolist() == [2, 3]
 
 
 def test_batches_and_ranks_add_up_and_those_without_rows_are_left_out() -> None:
-    one = counted(PROBABILITIES[:2], torch.tensor([0, 0]))
-    two = counted(PROBABILITIES[2:], torch.tensor([1, 1]))
-    total = added([one, two, None, one, two])
-    assert total is not None and total[1] is not None
-    assert total[1].tolist() == [[2, 2, 0], [0, 2, 2], [0, 0, 0]]
-    assert total[0].tolist() == [4, 8]
-    assert added([None]) is None
+    metrics = make_metrics()
+    empty = metrics.packed()
+    for _ in range(2):
+        metrics.update(PROBABILITIES[:2].log(), torch.tensor([0, 0]))
+        metrics.update(PROBABILITIES[2:].log(), torch.tensor([1, 1]))
+    both = added([empty, metrics.packed(), empty], metrics.metric)
+    metrics.compute_over([both, metrics.packed()])
+    assert metrics.confusion == [[4, 4, 0], [0, 4, 4], [0, 0, 0]]
+    driver = make_metrics()
+    driver.compute_over([empty, empty])
+    assert driver.confusion is None
 
 
 def test_it_travels_with_the_metrics(gang: Gang) -> None:

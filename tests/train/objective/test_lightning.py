@@ -17,7 +17,8 @@ from sparkdl.data.spool.mapped import MappedRows
 from sparkdl.errors import ConfigError
 from sparkdl.train.callbacks import NullObserver
 from sparkdl.train.objective.lightning import TrainerStandIn, check_in_rounds, check_module
-from sparkdl.train.objective.logs import added, fill, from_text
+from sparkdl.train.objective.logs import fill, from_text
+from sparkdl.train.objective.metric_states import added
 from sparkdl.train.objective.training_step import objective_of
 from sparkdl.train.optimizers.optimizers import resolve_optimizer
 from sparkdl.train.round_replica import RoundReplica
@@ -301,6 +302,37 @@ def test_early_stopping_monitors_what_is_logged() -> None:
         run(make_lit(), missing, data, validation=validation)
 
 
+@pytest.mark.parametrize("inside", [True, False])
+def test_a_plateau_of_what_is_logged_lowers_the_rate(inside: bool) -> None:
+    def configure(self: Any, monitor: str | None = "val_mae", **options: Any) -> Any:
+        optimizer = torch.optim.SGD(self.parameters(), lr=0.02)
+        schedule = lr_scheduler.ReduceLROnPlateau(
+            optimizer, factor=0.5, patience=0, threshold=0.99, threshold_mode="abs", mode="max"
+        )
+        given = {"scheduler": schedule, "monitor": monitor, **options}
+        if not inside:
+            return {"optimizer": optimizer, "lr_scheduler": schedule, "monitor": monitor}
+        return {"optimizer": optimizer, "lr_scheduler": given}
+
+    def trained(configure: Any, **more: Any) -> Any:
+        lit = with_method("configure_optimizers", configure)
+        config = but(CONFIG, epochs=3)
+        found = run(lit, config, make_data([18]), validation=make_data([7]), **more)
+        return shown(found.history)
+
+    sink = Keeper(steps=tuple(range(1, 100)))
+    history = trained(configure, sink=sink)
+    assert [record["learning_rate"] for record in history] == [0.02, 0.02, 0.01]
+    assert trained(configure, resume=sink.points[6]) == history
+    if not inside:
+        return
+    for monitor, message in (("val_f1", "'val_f1'.*val_mae"), (None, "needs a 'monitor'")):
+        with pytest.raises(ConfigError, match=message):
+            trained(lambda self, m=monitor: configure(self, m))
+    with pytest.raises(ConfigError, match="nor a frequency"):
+        trained(lambda self: configure(self, frequency=2))
+
+
 def test_the_learning_rate_schedule_may_ask_the_trainer() -> None:
     def configure(self: Any) -> Any:
         optimizer = torch.optim.SGD(self.parameters(), lr=0.1)
@@ -362,7 +394,7 @@ def test_rounds_add_up_to_the_epoch(rounds: tuple[RoundReplica, Any]) -> None:
             assert outcome.logs is not None
             parts.append(from_text(outcome.logs))
             loss, weight = loss + outcome.loss_sum, weight + outcome.weight
-    together = [added(parts[:2], replica_module(replica)), *parts[2:]]
+    together = [added(parts[:2], replica_module(replica).get_submodule), *parts[2:]]
     record: dict[str, float] = {}
     fill(record, together, replica_module(replica))
     assert record["train_loss"] == pytest.approx(loss / weight)

@@ -116,5 +116,5 @@ def test_options_are_checked_which_torch_does_not(name: str, options: Any, messa
 
 
 def test_an_optimizer_of_ones_own_making_takes_no_groups() -> None:
-    with pytest.raises(ConfigError, match="a callable makes its optimizer itself; make the para"):
+    with pytest.raises(ConfigError, match="a callable makes its optimizer itself; set the para"):
         optimizer_of(make_net(), {"head": {}}, learning_rate=None, optimizer=lambda p: p)
