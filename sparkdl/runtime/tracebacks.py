@@ -29,17 +29,14 @@ _STANDARD = os.path.dirname(os.__file__) + os.sep  # noqa: PTH120
 
 
 def plainly(function: Callable[P, R]) -> Callable[P, R]:
-    """Let what a function of the public interface raises on purpose end in a short traceback.
-
-    So does a KeyboardInterrupt that says what has become of the work.
-    """
+    """Let Ctrl-C, and what a public function raises on purpose, end in a short traceback."""
 
     @functools.wraps(function)
     def call(*args: P.args, **kwargs: P.kwargs) -> R:
         try:
             return function(*args, **kwargs)
         except (SparkDLError, KeyboardInterrupt) as error:
-            if _shows_all() or not error.args:
+            if _shows_all():
                 raise
             raised = shortened(error)
         raise raised

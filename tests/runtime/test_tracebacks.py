@@ -39,6 +39,11 @@ def interrupt() -> None:
     raise KeyboardInterrupt("interrupted; nothing is left")
 
 
+def interrupt_search() -> None:
+    """Its main thread waits for those of trials."""
+    raise KeyboardInterrupt
+
+
 def shown(function: Callable[[], None], kind: type[BaseException] = SparkDLError) -> list[str]:
     with pytest.raises(kind) as caught:
         plainly(function)()
@@ -60,6 +65,7 @@ def test_an_interrupted_fit_is_a_sentence_without_frames_of_the_package() -> Non
     lines = shown(interrupt, KeyboardInterrupt)
     assert lines[-1] == "KeyboardInterrupt: interrupted; nothing is left"
     assert not any(line.endswith("in interrupt") for line in lines)
+    assert len(shown(interrupt_search, KeyboardInterrupt)) == len(lines)
 
 
 def test_a_cause_without_a_frame_of_the_users_is_left_out() -> None:
