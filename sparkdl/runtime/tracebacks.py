@@ -20,6 +20,7 @@ from sparkdl.errors import SparkDLError
 
 P = ParamSpec("P")
 R = TypeVar("R")
+E = TypeVar("E", bound=BaseException)
 
 _VARIABLE = "SPARKDL_FULL_TRACEBACKS"
 _HIDDEN = ("sparkdl", "pyspark", "py4j", "grpc", "torch", "cloudpickle", "fsspec", "pyarrow")
@@ -28,13 +29,13 @@ _STANDARD = os.path.dirname(os.__file__) + os.sep  # noqa: PTH120
 
 
 def plainly(function: Callable[P, R]) -> Callable[P, R]:
-    """Let what a function of the public interface raises on purpose end in a short traceback."""
+    """Let Ctrl-C, and what a public function raises on purpose, end in a short traceback."""
 
     @functools.wraps(function)
     def call(*args: P.args, **kwargs: P.kwargs) -> R:
         try:
             return function(*args, **kwargs)
-        except SparkDLError as error:
+        except (SparkDLError, KeyboardInterrupt) as error:
             if _shows_all():
                 raise
             raised = shortened(error)
@@ -43,7 +44,7 @@ def plainly(function: Callable[P, R]) -> Callable[P, R]:
     return call
 
 
-def shortened(error: SparkDLError) -> SparkDLError:
+def shortened(error: E) -> E:
     """An error of ours without a traceback; its cause is the user's own exception, if one is."""
     error.__cause__ = _users_cause(error)
     error.__suppress_context__ = True

@@ -12,6 +12,7 @@ from typing import Any
 from sparkdl.config import EarlyStopping, TrainConfig
 from sparkdl.data.plan import TrainPlan
 from sparkdl.errors import ConfigError, did_you_mean
+from sparkdl.sync.population.population import Competition
 from sparkdl.train.objective.divergence import diverged
 from sparkdl.train.objective.label_losses import loss_record
 from sparkdl.train.objective.named_metrics import metric_names
@@ -94,13 +95,14 @@ def check_monitored(config: TrainConfig, *, has_validation: bool, has_logs: bool
     """Refuse metrics without rows for them, and early stopping by a value that is not there.
 
     Args:
-        config: what the user asked for.
+        config: what the user asked for; a competition sets rows aside by itself.
         has_validation: True if there are rows for validation.
         has_logs: True if the module may log values of other names, which training shows.
 
     Raises:
         ConfigError: with the remedy.
     """
+    has_validation |= isinstance(config.sync_strategy, Competition)
     keys, names = ["loss", "learning_rate"], metric_names(config.metrics, config.task)
     if config.training_metrics:
         keys += names

@@ -34,6 +34,7 @@ from sparkdl.storage.mounted import Subfolder
 from sparkdl.storage.retried import Retried, again
 from sparkdl.storage.storage import Storage, open_storage, without_password
 from sparkdl.worker.reporter import Reporter, captured_output
+from sparkdl.worker.watcher import ended_when_hung
 
 if TYPE_CHECKING:
     import torch
@@ -81,7 +82,7 @@ class GangOrder:
     start_timeout_seconds: float
     collective_timeout_seconds: float
     heartbeat_timeout_seconds: float = 60.0
-    """Silence after which the driver takes a rank for hung."""
+    """Silence after which a rank counts as hung."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -114,7 +115,10 @@ def live(
         rank=environment.rank,
         heartbeat_timeout_seconds=order.heartbeat_timeout_seconds,
     )
-    with contextlib.closing(client):
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(contextlib.closing(client))
+        if not order.driver_hosts_channel:  # which would notice a rank that hangs
+            stack.enter_context(ended_when_hung(order.heartbeat_timeout_seconds))
         results = reported(reporter, environment.rank, lambda: _work(rank, work, reporter))
         if results and results[0][0] == "error":
             with contextlib.suppress(CommunicationError):  # then rank 0 is gone too

@@ -31,6 +31,7 @@ from sparkdl.runtime.process import spared_collector, torch_threads, tuned_alloc
 from sparkdl.worker.kept import KEPT
 from sparkdl.worker.lifecycle import Results, reported, require_same_versions
 from sparkdl.worker.reporter import Reporter
+from sparkdl.worker.watcher import ended_when_hung
 
 if TYPE_CHECKING:
     from sparkdl.data.source import ShardRows
@@ -64,7 +65,7 @@ class RoundOrder:
     work: RoundWork
     """What to do with the state; `train_or_evaluate` unless members of a population train."""
     heartbeat_timeout_seconds: float = 60.0
-    """Silence after which the driver takes a task for hung."""
+    """Silence after which a task counts as hung."""
     source: ShardSource = field(default_factory=SpoolSource)
     """Opens the shards."""
     looks: Looks | None = None
@@ -106,6 +107,8 @@ def run(place: RoundPlace, order: RoundOrder, state: bytes) -> Iterator[tuple[st
         if place.channel is not None:
             client = ChannelClient(place.channel)
             stack.enter_context(contextlib.closing(client))
+        else:  # no driver would notice that it hangs
+            stack.enter_context(ended_when_hung(order.heartbeat_timeout_seconds))
         if not order.source.is_here(shard):
             _wait_for_the_other(client, order.attempt, shard.shard_id)
             raise ShardLost(f"shard {shard.shard_id} is not at {shard.path}")

@@ -35,8 +35,17 @@ def write_file() -> None:
     open_storage("/proc/nowhere").write("file", b"")
 
 
-def shown(function: Callable[[], None]) -> list[str]:
-    with pytest.raises(SparkDLError) as caught:
+def interrupt() -> None:
+    raise KeyboardInterrupt("interrupted; nothing is left")
+
+
+def interrupt_search() -> None:
+    """Its main thread waits for those of trials."""
+    raise KeyboardInterrupt
+
+
+def shown(function: Callable[[], None], kind: type[BaseException] = SparkDLError) -> list[str]:
+    with pytest.raises(kind) as caught:
         plainly(function)()
     return "".join(traceback.format_exception(caught.value)).splitlines()
 
@@ -50,6 +59,13 @@ def test_of_the_cause_the_users_own_frames_are_left(monkeypatch: pytest.MonkeyPa
     assert sum(line.startswith("Traceback") for line in lines) == 2
     monkeypatch.setenv("SPARKDL_FULL_TRACEBACKS", "1")
     assert any("torch/nn" in line for line in shown(run_module))
+
+
+def test_an_interrupted_fit_is_a_sentence_without_frames_of_the_package() -> None:
+    lines = shown(interrupt, KeyboardInterrupt)
+    assert lines[-1] == "KeyboardInterrupt: interrupted; nothing is left"
+    assert not any(line.endswith("in interrupt") for line in lines)
+    assert len(shown(interrupt_search, KeyboardInterrupt)) == len(lines)
 
 
 def test_a_cause_without_a_frame_of_the_users_is_left_out() -> None:

@@ -8,7 +8,14 @@ import pytest
 
 from sparkdl.config import EarlyStopping, TrainConfig
 from sparkdl.errors import ConfigError, TrainingDiverged
-from sparkdl.train.state import EpochBook, Record, TrainState, record_of_weights
+from sparkdl.sync.population.tournament import Tournament
+from sparkdl.train.state import (
+    EpochBook,
+    Record,
+    TrainState,
+    check_monitored,
+    record_of_weights,
+)
 from tests.train.runs import make_data, plan_for
 
 
@@ -140,6 +147,18 @@ def test_an_interval_needs_validation_rows() -> None:
     config = TrainConfig(validation_interval=5)
     with pytest.raises(ConfigError, match=r"validationInterval .* set validationFraction"):
         EpochBook(config, plan_for(make_data([10]), config))
+
+
+def test_a_competition_sets_aside_what_is_measured() -> None:
+    """Its metrics were refused for want of a validation column."""
+    monitored = EarlyStopping(monitor="val_f1", mode="max")
+    options: dict[str, Any] = {
+        "metrics": {"f1": "f1"}, "early_stopping": monitored, "validation_interval": 5
+    }  # fmt: skip
+    config = TrainConfig(**options, sync_strategy=Tournament(monitor="val_f1", mode="max"))
+    check_monitored(config, has_validation=False)
+    with pytest.raises(ConfigError, match=r"metrics \['f1'\] are computed on validation rows"):
+        check_monitored(TrainConfig(**options), has_validation=False)
 
 
 def test_an_epoch_whose_loss_is_not_finite_ends_the_run() -> None:

@@ -84,6 +84,23 @@ def test_nobody_waits_where_the_driver_hosts_the_channel(server: ChannelServer) 
     rank_of(server, 0, patient).leave()
 
 
+def test_only_where_no_driver_listens_a_rank_that_hangs_is_ended_on_its_host(
+    server: ChannelServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its stopped process kept the job alive for ever: the others' errors do not end it."""
+    asked: list[float] = []
+
+    def noted(timeout_seconds: float) -> contextlib.nullcontext[None]:
+        asked.append(timeout_seconds)
+        return contextlib.nullcontext()
+
+    monkeypatch.setattr(lifecycle, "ended_when_hung", noted)
+    for driver_hosts in (True, False):
+        foreign = order(versions={}, driver_hosts_channel=driver_hosts, heartbeat_timeout_seconds=7)
+        list(live(environment_of(server, 1), foreign, lambda member: []))
+    assert asked == [7]
+
+
 def test_a_rank_that_fails_lets_rank_0_leave(server: ChannelServer) -> None:
     def work(member: Member) -> Results:
         raise AssertionError("never met")

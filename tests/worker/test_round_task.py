@@ -104,6 +104,21 @@ def test_a_warm_process_gives_the_bits_of_a_cold_one(plan: TrainPlan) -> None:
     assert KEPT.value is None
 
 
+def test_only_where_no_driver_listens_a_task_that_hangs_is_ended_on_its_host(
+    plan: TrainPlan, driver: Driver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[float] = []
+
+    def noted(timeout_seconds: float) -> contextlib.nullcontext[None]:
+        asked.append(timeout_seconds)
+        return contextlib.nullcontext()
+
+    monkeypatch.setattr(round_task, "ended_when_hung", noted)
+    for channel in (driver.server.address, None):
+        work(place(plan, channel), order(plan, Net(), heartbeat_timeout_seconds=7.0))
+    assert asked == [7.0]
+
+
 def test_an_evaluation_gives_sums_and_metrics(plan: TrainPlan) -> None:
     found = work(place(plan), order(plan, Net(), part=None))
     assert found.keys() == {"result", "metrics"}

@@ -44,10 +44,9 @@ def check_training(job: TrainJob) -> None:
         # Initial weights and states may be where only Spark reads.
         request = replace(estimator._request(), initial_weights=None, initial_state=None)
         checked = check_values(request)
-        has_validation = request.validation is not None
-        check_monitored(request.config, has_validation=has_validation, has_logs=checked.has_logs)
+        config, has_validation = checked.request.config, request.validation is not None
+        check_monitored(config, has_validation=has_validation, has_logs=checked.has_logs)
         if request.num_workers is not None:
-            config = checked.request.config
             checked.strategy.check(config, request.num_workers)
             check_sync_batch_norm(checked.module, config, request.num_workers)
     except ConfigError as error:

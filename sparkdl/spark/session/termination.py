@@ -1,4 +1,4 @@
-"""SIGTERM and SIGHUP end a driver, and remove the temporary folders of its runs first.
+"""SIGTERM and SIGHUP end a driver, which says so and removes its runs' temporary folders first.
 
 That is how schedulers end a process, and terminals and lost ssh connections. Python ends without
 any cleaning up then, unless the program handles the signal itself, or ignores it, as under nohup;
@@ -63,5 +63,11 @@ def _on_signal(number: int, frame: FrameType | None) -> None:
             shutil.rmtree(folder, ignore_errors=True)
             if not Path(folder).exists():
                 break
+    name = signal.Signals(number).name
+    # Not by print, in the middle of which the signal may have come.
+    with contextlib.suppress(OSError):  # the terminal may be gone
+        os.write(
+            2, f"{name} has ended this process; its runs' temporary folders are gone\n".encode()
+        )
     signal.signal(number, signal.SIG_DFL)
     os.kill(os.getpid(), number)

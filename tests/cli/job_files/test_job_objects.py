@@ -336,6 +336,7 @@ def test_what_is_right_passes_the_check() -> None:
     check_training(load_job(TrainJob, CONF / "digits.toml"))
     far = {"initial_weights": "hdfs://nowhere/model", "num_workers": 2}
     check_training(job(estimator=far))  # which only Spark reads
+    check_training(job(estimator={"sync_strategy": "tournament", "metrics": ["accuracy"]}))
 
 
 def test_no_name_of_ours_is_in_a_message() -> None:

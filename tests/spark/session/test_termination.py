@@ -41,10 +41,13 @@ def test_the_folders_of_all_fits_are_gone_and_the_signal_is_what_ended_it(
         (folder / "run").mkdir(parents=True)
         (folder / "run" / "weights").write_bytes(b"1")
     command = [sys.executable, "-c", PROGRAM, *map(str, folders)]
-    with subprocess.Popen(command, stdout=subprocess.PIPE) as process:
-        assert process.stdout is not None and process.stdout.readline() == b"going\n"
+    pipe = subprocess.PIPE
+    with subprocess.Popen(command, stdout=pipe, stderr=pipe, text=True) as process:
+        assert process.stdout is not None and process.stdout.readline() == "going\n"
         process.send_signal(number)
-        assert process.wait(60) == -number
+        _, said = process.communicate(timeout=60)
+    assert process.returncode == -number
+    assert said.startswith(f"{number.name} has ended this process") and said.count("\n") == 1
     assert list(tmp_path.iterdir()) == []
 
 
