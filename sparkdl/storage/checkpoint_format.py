@@ -116,9 +116,14 @@ class StepFolder:
         return *self.age, self.writer.run_id, self.writer.attempt
 
     @property
+    def name(self) -> str:
+        """Names sort in the order of writing."""
+        return f"step-{self.step:08d}{'-final' if self.is_final else ''}"
+
+    @property
     def path(self) -> str:
         """Relative to the storage."""
-        return f"{self.writer.path}/{folder_name(self.step, is_final=self.is_final)}"
+        return f"{self.writer.path}/{self.name}"
 
     @property
     def age(self) -> tuple[int, bool]:
@@ -129,11 +134,6 @@ class StepFolder:
 def rank_file(rank: int) -> str:
     """Name of a rank's file."""
     return f"rank-{rank:05d}.safetensors"
-
-
-def folder_name(step: int, *, is_final: bool = False) -> str:
-    """Name of a checkpoint's folder; names sort in the order of writing."""
-    return f"step-{step:08d}{'-final' if is_final else ''}"
 
 
 def check_run_key(run_key: str) -> str:

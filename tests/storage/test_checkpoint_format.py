@@ -22,7 +22,6 @@ from sparkdl.storage.checkpoint_format import (
     check_run_key,
     decode,
     encode,
-    folder_name,
     folders,
     latest,
     load_rank,
@@ -39,7 +38,7 @@ from tests.storage.memory import MemoryStorage
 
 
 def write(storage: MemoryStorage, step: int, *, is_final: bool = False) -> CheckpointInfo:
-    path = f"run/a-0/{folder_name(step, is_final=is_final)}"
+    path = f"run/a-0/step-{step:08d}{'-final' * is_final}"
     files = {}
     for name in (SHARED, rank_file(0), rank_file(1)):
         state = snapshot({"w": torch.full((100,), step), "name": name})
@@ -101,7 +100,7 @@ def test_steps_are_ordered_as_numbers_and_the_final_one_is_last() -> None:
 def test_of_one_step_the_later_attempts_is_newer() -> None:
     storage = MemoryStorage()
     for writer in ("a-10", "b-0", "a-9", "notes", "a-x"):
-        storage.write(f"run/{writer}/{folder_name(1)}/x", b"")
+        storage.write(f"run/{writer}/step-00000001/x", b"")
     found = [(f.writer.run_id, f.writer.attempt) for f in folders(storage, "run")]
     assert found == [("a", 9), ("a", 10), ("b", 0)]
 
