@@ -80,8 +80,8 @@ def open_storage(path_or_url: str | os.PathLike[str]) -> Folder:
 
 def absolute(path_or_url: str | os.PathLike[str]) -> str:
     """A local path as seen from the root, for other processes; a URL as it is."""
-    storage = open_storage(path_or_url)
-    return str(storage) if isinstance(storage, LocalStorage) else os.fspath(path_or_url)
+    text = os.fspath(path_or_url)
+    return str(open_storage(text)) if scheme_of(text) in (None, "file") else text
 
 
 def scheme_of(path_or_url: str) -> str | None:
