@@ -268,7 +268,7 @@ class FsspecStorage:
                     for chunk in pieces(data):
                         file.write(chunk)
             except BaseException:
-                with contextlib.suppress(FileNotFoundError):
+                with contextlib.suppress(Exception):  # what broke the writing off is raised
                     self._fs.rm(target)  # once closed, half a file counts as one
                 raise
 
