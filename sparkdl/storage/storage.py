@@ -385,7 +385,9 @@ def failure(action: str, place: str, error: Exception, remedy: str | None = None
 
 
 @contextlib.contextmanager
-def failures(action: str, place: str, kind: type[Exception] = Exception) -> Iterator[None]:
+def failures(
+    action: str, place: str, kind: type[Exception] | tuple[type[Exception], ...] = Exception
+) -> Iterator[None]:
     """Raise errors of a file system as `failure` has them.
 
     Args:
