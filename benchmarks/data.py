@@ -20,7 +20,7 @@ from common import CLASSES, PIXELS, Measurements, SmallCNN, images, read_images,
 from sparkdl import TorchClassifier
 from sparkdl.data.batches import Batches
 from sparkdl.data.plan import TrainPlan, make_plan
-from sparkdl.data.spool.mapped import MappedRows, ShardData
+from sparkdl.data.spool.mapped import MappedRows
 from sparkdl.data.spool.spool_source import open_spool
 from sparkdl.runtime.process import tuned_allocator
 from sparkdl.spark.fit.check_request import prepare_columns
@@ -104,9 +104,10 @@ def opened(plan: TrainPlan) -> MappedRows:
     """Rank 0's shards, mapped into memory."""
     found = []
     for shard in plan.shards_of(0):
-        path = Path(shard.path)
-        spool = open_spool(path, plan.columns, num_rows=shard.num_rows, split="train")
-        found.append(ShardData(shard.fingerprint, spool.columns, spool.pages))
+        path, rows, known = Path(shard.path), shard.num_rows, shard.fingerprint
+        found.append(
+            open_spool(path, plan.columns, num_rows=rows, split="train", fingerprint=known)
+        )
     return MappedRows(found, plan)
 
 

@@ -27,7 +27,7 @@ from steady import watched
 from sparkdl.data.batches import Batches
 from sparkdl.data.plan import Column, Shard, TrainPlan, make_plan
 from sparkdl.data.shuffle_windows import HostLoad, choose_windows
-from sparkdl.data.spool.mapped import MappedRows, ShardData
+from sparkdl.data.spool.mapped import MappedRows
 from sparkdl.data.spool.spool_source import open_spool
 from sparkdl.data.spool.writer import column_path
 
@@ -189,10 +189,7 @@ def reader(order: dict, directory: Path, num_rows: int) -> Iterator[int]:
 def from_spool(order: dict, directory: Path, num_rows: int) -> Iterator[int]:
     """As a worker reads, in windows or in a permutation of all rows."""
     plan = planned(order, num_rows)
-    opened = open_spool(directory, COLUMNS, num_rows=num_rows, split="train")
-    if plan.windows is not None:
-        opened.pages.begin()
-    shard = ShardData("larger", opened.columns, opened.pages)
+    shard = open_spool(directory, COLUMNS, num_rows=num_rows, split="train", fingerprint="larger")
     for batch in Batches(MappedRows([shard], plan), plan, 0, seed=0, epoch=0):
         yield batch.num_rows
 

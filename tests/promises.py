@@ -63,7 +63,7 @@ PROMISES = {
     "text is trained on":
         "tests/test_data_kinds.py::test_text_is_tokenized_padded_and_grouped",
     "more data than memory holds":
-        "tests/data/spool/test_page_cache.py::test_windows_bound_the_memory_of_training",
+        "tests/data/spool/test_mapped.py::test_windows_bound_the_memory_of_training",
     "workers read Parquet files by themselves":
         "tests/spark/frames/test_sources.py::"
         "test_no_spark_job_reads_the_data_and_transform_sees_it_as_training_did",

@@ -276,7 +276,7 @@ def test_a_kind_of_input_is_spooled_and_put_together(tmp_path: Path) -> None:
     assert together.dtype == torch.float32
     assert sorted(together.int().tolist()) == sorted(expected)
     # `transform` reads rows in the same way, and tries the module on zeros of the same shape.
-    read = arguments([column], [read_trained(pa.array(values, pa.binary()), column)])  # type: ignore[list-item]
+    read = arguments([column], [read_trained(pa.array(values, pa.binary()), column)[0]])  # type: ignore[list-item]
     assert read.values[0].int().tolist() == expected
     (zeros,) = example_arguments([column]).values
     assert (zeros.shape, zeros.dtype) == ((2, 16), torch.float32)

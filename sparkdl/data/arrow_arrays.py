@@ -14,8 +14,6 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from sparkdl.errors import DataError
-
 _LIST_TYPES = (pa.types.is_list, pa.types.is_large_list)
 _NESTED_TYPES = (*_LIST_TYPES, pa.types.is_fixed_size_list)
 BINARY_TYPES = (pa.types.is_binary, pa.types.is_large_binary)
@@ -33,42 +31,6 @@ class NotUniform(ValueError):
     def __init__(self, findings: Findings | None = None) -> None:
         super().__init__()
         self.findings = findings
-
-
-def to_numpy(
-    array: pa.Array | pa.ChunkedArray,
-    dtype: str,
-    shape: tuple[int, ...] | None = None,
-    *,
-    name: str = "column",
-) -> np.ndarray:
-    """Convert a column to a numpy array, without a copy where the layout allows.
-
-    Args:
-        array: numbers, booleans, binary, or (nested) lists of numbers.
-        dtype: numpy name of the wanted dtype.
-        shape: shape of one row; None keeps the shape found.
-        name: the column's name, for the error.
-
-    Returns:
-        An array of shape ``(rows, *shape)``.
-
-    Raises:
-        DataError: a row is null, contains a null, or has another shape.
-    """
-    if isinstance(array, pa.ChunkedArray):
-        array = array.combine_chunks()
-    try:
-        values = uniform(array)
-    except NotUniform:
-        raise DataError(examine(array).message(name)) from None
-    if shape is not None and values.shape[1:] != shape:
-        if len(values) and int(np.prod(values.shape[1:])) != int(np.prod(shape)):
-            raise DataError(
-                f'column "{name}" has rows of shape {values.shape[1:]}, expected {shape}'
-            )
-        values = values.reshape(len(values), *shape)
-    return values.astype(dtype, copy=False)
 
 
 def uniform(array: pa.Array) -> np.ndarray:

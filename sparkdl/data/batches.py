@@ -7,9 +7,9 @@ large gather costs less than many small ones, and fresh memory costs page faults
 from __future__ import annotations
 
 import contextlib
-import queue
-import threading
+from collections import deque
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import KW_ONLY, dataclass
 
 import torch
@@ -127,7 +127,7 @@ class Batches:
             num_steps, max(1, GATHER_BYTES // max(1, epoch.row_bytes * plan.batch_size))
         )
         capacity = num_together * -(-num_rows // num_steps)
-        # The consumer holds one buffer, the queue another, and the thread fills the third. Pinned
+        # The consumer holds one buffer, the next is ready, and the thread fills the third. Pinned
         # memory is taken afresh instead: torch's allocator knows when the device has read it.
         num_buffers = 3 if self.prefetch else 1
         buffers = [Buffer(capacity) for _ in range(num_buffers)]
@@ -179,31 +179,13 @@ def cut(plan: TrainPlan, columns: Mapping[str, Rows], sizes: Sequence[int]) -> l
 
 
 def _in_background(runs: Generator[list[Batch], None, None]) -> Generator[list[Batch], None, None]:
-    """Draw from ``runs`` in a thread, one item ahead; its exception is raised here."""
-    ready: queue.Queue[list[Batch] | BaseException | None] = queue.Queue(maxsize=1)
-    stopped = threading.Event()
-
-    def produce() -> None:
-        try:
-            with contextlib.closing(runs):
-                for run in runs:
-                    ready.put(run)
-                    if stopped.is_set():
-                        return
-            ready.put(None)
-        except BaseException as error:  # handed to the consumer, which raises it
-            ready.put(error)
-
-    thread = threading.Thread(target=produce, name="sparkdl-batches", daemon=True)
-    thread.start()
+    """Draw from ``runs`` in a thread, two items ahead; its exception is raised here."""
+    pool = ThreadPoolExecutor(1, thread_name_prefix="sparkdl-batches")
     try:
-        while (item := ready.get()) is not None:
-            if isinstance(item, BaseException):
-                raise item
-            yield item
+        begun = deque(pool.submit(next, runs, None) for _ in range(2))
+        while (run := begun.popleft().result()) is not None:
+            begun.append(pool.submit(next, runs, None))
+            yield run
     finally:
-        stopped.set()
-        while thread.is_alive():  # a put that waits for room must be let through
-            with contextlib.suppress(queue.Empty):
-                ready.get_nowait()
-            thread.join(timeout=0.01)
+        pool.shutdown(cancel_futures=True)
+        runs.close()

@@ -97,37 +97,26 @@ def _read_from(
         ) from None
 
 
-def read_trained(array: pa.Array, column: Column, *, first_row: int = 0) -> Rows:
+def read_trained(
+    array: pa.Array, column: Column, *, first_row: int = 0
+) -> tuple[Rows, Array | None]:
     """Convert a column for a module that was trained on ``column``.
+
+    Returns:
+        The rows; and, of images of which bad ones are skipped, which rows these are, bool
+        ``(rows,)``. None: all.
 
     Raises:
         DataError: rows cannot be used, or have another shape than in training.
     """
-    kind = column.kind
-    if isinstance(kind, Image):  # decoded here and now, each once
-        kind = replace(kind, decode="spool")
+    kind, kept = column.kind, None
     try:
-        rows = read(array, kind, first_row=first_row)
-    except BadRows as error:
-        raise DataError(error.findings.message(column.name)) from None
-    return _as_trained(rows, column)
-
-
-def read_trained_usable(
-    array: pa.Array, column: Column, *, first_row: int = 0
-) -> tuple[Rows, Array]:
-    """Convert a column of images of which the bad ones are skipped; otherwise as `read_trained`.
-
-    Returns:
-        The good rows, and which these are, bool ``(rows,)``.
-
-    Raises:
-        DataError: images have another size than in training.
-    """
-    assert isinstance(column.kind, Image)
-    kind = replace(column.kind, decode="spool")
-    try:
-        rows, kept, _ = read_usable(array, kind, first_row=first_row)
+        if not isinstance(kind, Image):
+            rows = read(array, kind, first_row=first_row)
+        elif kind.skips:  # decoded here and now, each once
+            rows, kept, _ = read_usable(array, replace(kind, decode="spool"), first_row=first_row)
+        else:
+            rows = read(array, replace(kind, decode="spool"), first_row=first_row)
     except BadRows as error:
         raise DataError(error.findings.message(column.name)) from None
     return _as_trained(rows, column), kept
@@ -154,7 +143,8 @@ def _as_trained(rows: Rows, column: Column) -> Rows:
 def _typed(rows: Rows, column: Column) -> Rows:
     """The rows with values of the trained dtype."""
     values = rows.parts[-1] if isinstance(rows, Ragged) else rows
-    if column.dtype in _WHOLE and values.dtype.kind == "f" and values.size:
+    is_made = column.kind.transform is not None
+    if is_made and column.dtype in _WHOLE and values.dtype.kind == "f" and values.size:
         raise DataError(
             f'the transform of "{column.name}" returned {values.dtype}; the module was trained on '
             f"{column.dtype}"

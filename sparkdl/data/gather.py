@@ -5,16 +5,36 @@ Fresh memory costs page faults, and one large gather costs less than many small 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import mmap
+from collections.abc import Mapping, Sequence
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from sparkdl.data import collate
 from sparkdl.data.collate import Rows
 from sparkdl.data.plan import Column
-from sparkdl.data.ragged import Ragged, gather
+from sparkdl.data.ragged import Array, Ragged, gather, lengths_at
 from sparkdl.data.shuffle import Order
+
+_MAPPED_BYTES = 128 << 10
+"""Smaller arrays are not worth a mapping, of which a process has some ten thousand."""
+
+
+def empty(shape: tuple[int, ...], dtype: npt.DTypeLike) -> Array:
+    """An array in memory of its own, which goes back to the system with it.
+
+    Mapped by itself if it is large: the allocator of a worker keeps what it has got.
+    """
+    array: Array = np.empty(0, dtype)
+    num_bytes = int(np.prod(shape)) * array.itemsize
+    if num_bytes < _MAPPED_BYTES:
+        return np.empty(shape, dtype)
+    memory = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    if hasattr(mmap, "MADV_HUGEPAGE"):
+        memory.madvise(mmap.MADV_HUGEPAGE)  # fewer page faults while it is filled
+    return np.frombuffer(memory, dtype).reshape(shape)
 
 
 class Buffer:
@@ -59,12 +79,27 @@ def gather_rows(sources: Sequence[torch.Tensor], positions: Order, out: torch.Te
     rows = positions[by_owner]
     # One source after the other, then into order: twice `index_select`, which takes whole rows,
     # costs a fourth of one `index_copy_`, which does not.
-    staged, start = torch.empty_like(out), 0
+    is_in_turn = bool((owners[1:] >= owners[:-1]).all())  # as on the border of two windows
+    staged, start = out if is_in_turn else torch.empty_like(out), 0
     for source, end, count in zip(sources, ends, np.bincount(owners).tolist(), strict=False):
         stop = start + count
         local = torch.from_numpy(rows[start:stop] - rows.dtype.type(end - len(source)))
         torch.index_select(source, 0, local, out=staged[start:stop])
         start = stop
+    if is_in_turn:
+        return
     places = np.empty_like(by_owner)
     places[by_owner] = np.arange(len(by_owner))
     torch.index_select(staged, 0, torch.from_numpy(places), out=out)
+
+
+def sum_of_lengths(
+    columns: Sequence[Column], sources: Sequence[Mapping[str, Rows]], positions: Order
+) -> Order:
+    """Lengths of the rows at ``positions`` of the sources' concatenation: of all sequences."""
+    total = np.zeros(len(positions), dtype=np.int64)
+    for column in columns:
+        if column.kind.has_length:
+            rows = [source[column.key] for source in sources]
+            total += lengths_at([one for one in rows if isinstance(one, Ragged)], positions)
+    return total

@@ -9,7 +9,7 @@ come in random order, and the rows of some of them, a window, are mixed (see `Wi
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -92,17 +92,6 @@ class WindowedOrder:
         count = int(self.bounds[window + 1] - self.bounds[window])
         seed, epoch, fingerprints = self.entropy
         return _permutation(count, _entropy(seed, epoch, [*fingerprints, "window", str(window)]))
-
-    def positions(self, window: int) -> Order:
-        """The order of a window's rows, as positions in the concatenation of all shards."""
-        groups = self.groups(window)
-        firsts, sizes = self.starts[groups], self.starts[groups + 1] - self.starts[groups]
-        before = np.cumsum(sizes) - sizes
-        is_small = len(self) <= np.iinfo(np.int32).max
-        dtype = np.int32 if is_small else np.int64
-        rows = np.arange(int(sizes.sum()), dtype=dtype)
-        shifts: Order = np.repeat((firsts - before).astype(dtype), sizes)
-        return np.take(np.add(rows, shifts, out=shifts), self.mixture(window))
 
 
 def windowed_order(
@@ -196,6 +185,45 @@ class LengthGroups:
 
     def _group_of(self, place: int) -> int:
         return int(np.searchsorted(self._group_bounds, place, side="right")) - 1
+
+
+class DealtByLength:
+    """An order whose rows are exchanged by their length, those of some steps together.
+
+    Args:
+        groups: which steps are grouped.
+        order: gives the rows from one place of the epoch to another.
+        lengths: gives the length of each of some rows.
+    """
+
+    def __init__(
+        self,
+        groups: LengthGroups,
+        order: Callable[[int, int], Order],
+        lengths: Callable[[Order], Order],
+    ) -> None:
+        self._groups = groups
+        self._order = order
+        self._lengths = lengths
+        self._start, self._dealt = 0, np.empty(0, dtype=np.int64)
+        """First place of the group at hand, and its rows."""
+
+    def rows(self, start: int, stop: int) -> Order:
+        """The rows from ``start`` to ``stop``; whoever asks goes forward only."""
+        pieces = [self._dealt[:0]]
+        while start < stop:
+            if not 0 <= start - self._start < len(self._dealt):
+                self._start, end = self._groups.span(start)
+                rows = self._order(self._start, end)
+                self._dealt = self._groups.deal(self._start, rows, self._lengths(rows))
+            offset = start - self._start
+            pieces.append(self._dealt[offset : offset + stop - start])
+            start += len(pieces[-1])
+        return np.concatenate(pieces)
+
+    def first_needed(self, place: int) -> int:
+        """The first place of the order whose row may be asked for after ``place``."""
+        return self._start if 0 <= place - self._start < len(self._dealt) else place
 
 
 def _permutation(count: int, entropy: int) -> Order:

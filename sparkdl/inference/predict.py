@@ -13,7 +13,6 @@ import warnings
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, Literal
 
 import numpy as np
@@ -21,10 +20,9 @@ import pyarrow as pa
 import torch
 from torch import nn
 
-from sparkdl.data.arrow_arrays import to_numpy
 from sparkdl.data.collate import Arguments, arguments
 from sparkdl.data.collate import Rows as Tensors
-from sparkdl.data.column_readers import read_trained, read_trained_usable
+from sparkdl.data.column_readers import read_trained
 from sparkdl.data.kinds import Rows
 from sparkdl.data.plan import Column
 from sparkdl.data.ragged import Ragged
@@ -203,24 +201,15 @@ _Reader = Callable[[int, int], tuple[Tensors, np.ndarray | None]]
 
 
 def _reader(array: pa.Array, column: Column) -> _Reader:
-    if isinstance(column.kind, Image):
-        return partial(_decoded, array, column)
-    if column.specification is None:
-        rows = _tensor(to_numpy(array, column.dtype, column.shape, name=column.name))
-    else:
-        rows = _tensor(read_trained(array, column))
+    def decoded(start: int, stop: int) -> tuple[Tensors, np.ndarray | None]:
+        part = array.slice(start, stop - start)
+        rows, usable = read_trained(part, column, first_row=start)
+        return _tensor(rows), usable
+
+    if isinstance(column.kind, Image):  # which need many times their bytes, once decoded
+        return decoded
+    rows = _tensor(read_trained(array, column)[0])
     return lambda start, stop: (rows[start:stop], None)
-
-
-def _decoded(
-    array: pa.Array, column: Column, start: int, stop: int
-) -> tuple[Tensors, np.ndarray | None]:
-    """Images are decoded when they are asked for: they need many times their bytes then."""
-    part = array.slice(start, stop - start)
-    if not column.kind.skips:
-        return _tensor(read_trained(part, column, first_row=start)), None
-    rows, usable = read_trained_usable(part, column, first_row=start)
-    return _tensor(rows), usable
 
 
 def _where(rows: Tensors, mask: np.ndarray) -> Tensors:

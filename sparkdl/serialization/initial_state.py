@@ -5,14 +5,12 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from sparkdl.errors import ConfigError, StorageError
-from sparkdl.storage.storage import Storage, scheme_of, without_password
+from sparkdl.storage.storage import Storage, absolute, without_password
 
 if TYPE_CHECKING:
-    from sparkdl.serialization.saved_module import PreparedModule
     from sparkdl.train.training_state import TrainingState
 
 STATE = "training"
@@ -39,9 +37,7 @@ class InitialState:
         if isinstance(value, InitialState):
             return value
         if isinstance(value, str | os.PathLike):
-            path = os.fspath(value)
-            is_url = scheme_of(path) is not None
-            return cls(source=path if is_url else str(Path(path).expanduser().absolute()))
+            return cls(source=absolute(value))
         if not hasattr(value, "trainingState") or not hasattr(value, "module"):
             raise ConfigError(
                 "initialState must be a fitted model, or the path or URL of a saved one; received "
@@ -69,13 +65,6 @@ class InitialState:
             shown = without_password(self.source)
             raise StorageError(f"the model in {shown} has no training state; {_REMEDY}")
         return open_saved(self.source).weights(), training
-
-
-def prepare_training_state(state: TrainingState) -> PreparedModule:
-    """Prepare a state to be written as a folder."""
-    from sparkdl.serialization.saved_module import prepare_weights
-
-    return prepare_weights(state.tree())
 
 
 def read_training_state(storage: Storage, model: str) -> TrainingState | None:

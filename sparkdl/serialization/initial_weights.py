@@ -9,13 +9,12 @@ import pickle
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from sparkdl.errors import ConfigError, StorageError
 from sparkdl.runtime.name_patterns import check_fit, fits_any, renamed, some_of
 from sparkdl.storage.hadoop_storage import open_parent
-from sparkdl.storage.storage import scheme_of, without_password
+from sparkdl.storage.storage import absolute, without_password
 
 if TYPE_CHECKING:
     from torch import nn
@@ -130,7 +129,7 @@ def _source(value: Any, weights_only: bool) -> Any:
                 "InitialWeights(source=..., weights_only=True), which reads nothing but tensors "
                 "and plain values of it"
             )
-        return path if scheme_of(path) is not None else str(Path(path).expanduser().absolute())
+        return absolute(path)
     from torch import nn
 
     module = value if isinstance(value, nn.Module) else getattr(value, "module", None)

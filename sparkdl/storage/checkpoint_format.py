@@ -28,7 +28,6 @@ from typing import Any
 import torch
 
 from sparkdl.errors import CheckpointError, ConfigError, StorageError
-from sparkdl.storage.safetensors_header import TensorEntry, parsed
 from sparkdl.storage.storage import Storage, is_definite
 from sparkdl.storage.tensor_tree import DTYPES, Snapshot, unpack
 
@@ -117,9 +116,14 @@ class StepFolder:
         return *self.age, self.writer.run_id, self.writer.attempt
 
     @property
+    def name(self) -> str:
+        """Names sort in the order of writing."""
+        return f"step-{self.step:08d}{'-final' if self.is_final else ''}"
+
+    @property
     def path(self) -> str:
         """Relative to the storage."""
-        return f"{self.writer.path}/{folder_name(self.step, is_final=self.is_final)}"
+        return f"{self.writer.path}/{self.name}"
 
     @property
     def age(self) -> tuple[int, bool]:
@@ -130,11 +134,6 @@ class StepFolder:
 def rank_file(rank: int) -> str:
     """Name of a rank's file."""
     return f"rank-{rank:05d}.safetensors"
-
-
-def folder_name(step: int, *, is_final: bool = False) -> str:
-    """Name of a checkpoint's folder; names sort in the order of writing."""
-    return f"step-{step:08d}{'-final' if is_final else ''}"
 
 
 def check_run_key(run_key: str) -> str:
@@ -197,20 +196,27 @@ def views(data: bytes, place: str) -> Any:
 def _decoded(data: bytes, place: str, keep: Callable[[memoryview], Any]) -> Any:
     """The tree, with tensors in what ``keep`` makes of their bytes."""
     try:
-        header, body = parsed(data)
-        tensors = {
-            name: _tensor(keep(body[entry.begin : entry.end]), entry)
-            for name, entry in header.tensors.items()
-        }
-        return unpack(json.loads(header.metadata["tree"]), tensors)
-    except (ValueError, KeyError, TypeError, RuntimeError, OverflowError) as error:
-        raise CheckpointError(f"{place} is damaged: {error}; use an older one") from error
+        (size,) = struct.unpack_from("<Q", data)
+        header, body = json.loads(data[8 : 8 + size]), memoryview(data)[8 + size :]
+        tree = json.loads(header.pop("__metadata__")["tree"])
+        tensors = {name: _tensor(entry, body, keep) for name, entry in header.items()}
+        return unpack(tree, tensors)
+    except (
+        struct.error, ValueError, KeyError, TypeError, AttributeError, RuntimeError, OverflowError,
+    ) as error:  # fmt: skip # RecursionError is a RuntimeError
+        raise CheckpointError(f"{place} is damaged: {error!r}; use an older one") from error
 
 
-def _tensor(data: Any, entry: TensorEntry) -> torch.Tensor:
-    dtype = _TORCH[entry.dtype]
+def _tensor(
+    entry: Mapping[str, Any], body: memoryview, keep: Callable[[memoryview], Any]
+) -> torch.Tensor:
+    """A tensor of the file, given its entry in the header and the bytes behind the header."""
+    begin, end = entry["data_offsets"]
+    if not 0 <= begin <= end <= len(body):
+        raise ValueError(f"a tensor has the bytes {begin} to {end} of {len(body)}")
+    dtype, data = _TORCH[entry["dtype"]], keep(body[begin:end])
     flat = torch.frombuffer(data, dtype=dtype) if len(data) else torch.empty(0, dtype=dtype)
-    return flat.reshape(entry.shape)
+    return flat.reshape(entry["shape"])
 
 
 def write_file(storage: Storage, path: str, data: Iterable[bytes | memoryview]) -> FileRecord:

@@ -63,10 +63,6 @@ class _Save:
     failure: Exception | None = None
     thread: threading.Thread
 
-    @property
-    def name(self) -> str:
-        return layout.folder_name(self.folder.step, is_final=self.folder.is_final)
-
 
 class CheckpointManager:
     """Writes the checkpoints of one rank in one attempt. Every rank makes one.
@@ -195,11 +191,12 @@ class CheckpointManager:
         if self._rank == 0:
             self._shared = snapshot(shared, self._shared)
         self._own = snapshot(rank_state, self._own)
-        name = layout.folder_name(step, is_final=is_final)
-        thread = threading.Thread(target=lambda: self._write_quietly(save), name=f"write-{name}")
-        save = _Save(folder=folder, thread=thread)
-        thread.daemon = True  # a storage that hangs must not keep the process alive
-        self._under_way = save
+        thread = threading.Thread(
+            target=lambda: self._write_quietly(save),
+            name=f"write-{folder.name}",
+            daemon=True,  # a storage that hangs must not keep the process alive
+        )
+        self._under_way = save = _Save(folder=folder, thread=thread)
         thread.start()
 
     def _settle(self) -> None:
@@ -230,11 +227,10 @@ class CheckpointManager:
 
     def _pass_over(self, folder: StepFolder, hung: _Save) -> None:
         """Do without a checkpoint, since an earlier one is still being written."""
-        error = StorageError(f"{hung.name} is still being written to {self._storage}")
+        error = StorageError(f"{hung.folder.name} is still being written to {self._storage}")
         if self._rank != 0:
             try:
-                name = layout.folder_name(folder.step, is_final=folder.is_final)
-                self._tell(name, {"error": str(error), "is_lost": False})
+                self._tell(folder.name, {"error": str(error), "is_lost": False})
             except GangError as lost:
                 logger.debug("rank 0 will wait in vain: %s", lost)
         self._count(folder, error)
@@ -259,7 +255,7 @@ class CheckpointManager:
         try:
             self._write(save)
         except _Abandoned:
-            logger.debug("abandoned checkpoint %s", save.name)
+            logger.debug("abandoned checkpoint %s", save.folder.name)
         except Exception as error:
             save.failure = error
             if self._rank == 0 and is_full(error):
@@ -314,9 +310,9 @@ class CheckpointManager:
             record = self._write_file(save, path, state)
         except Exception as error:
             told = {"error": _shown(error), "is_lost": isinstance(error, GangError)}
-            self._tell(save.name, told)
+            self._tell(save.folder.name, told)
             raise
-        self._tell(save.name, asdict(record))
+        self._tell(save.folder.name, asdict(record))
 
     def _write_file(self, save: _Save, path: str, state: Snapshot) -> FileRecord:
         def write() -> FileRecord:
@@ -334,18 +330,18 @@ class CheckpointManager:
         if self._previous is not None:
             for rank in range(1, self._world_size):
                 again(partial(self._signal.delete, _key(self._previous, rank)), self._pauses)
-        self._previous = save.name
+        self._previous = save.folder.name
 
     def _others(self, save: _Save) -> dict[str, FileRecord]:
         """What the other ranks wrote, by file name."""
-        keys = {rank: _key(save.name, rank) for rank in range(1, self._world_size)}
+        keys = {rank: _key(save.folder.name, rank) for rank in range(1, self._world_size)}
         self._wait(save, list(keys.values()))
         files = {}
         for rank, key in keys.items():
             record = json.loads(again(partial(self._signal.get, key), self._pauses) or _VANISHED)
             if "error" in record:
                 kind = CommunicationError if record["is_lost"] else StorageError
-                raise kind(f"rank {rank} could not write {save.name}: {record['error']}")
+                raise kind(f"rank {rank} could not write {save.folder.name}: {record['error']}")
             files[layout.rank_file(rank)] = FileRecord(**record)
         return files
 
@@ -359,7 +355,7 @@ class CheckpointManager:
             except TimeoutError as error:
                 if left <= 0:
                     raise StorageError(
-                        f"not all {self._world_size} ranks had written {save.name} to "
+                        f"not all {self._world_size} ranks had written {save.folder.name} to "
                         f"{self._storage} after {self._timeout:g} s; the checkpoint was given up"
                     ) from error
             else:

@@ -80,8 +80,8 @@ def open_storage(path_or_url: str | os.PathLike[str]) -> Folder:
 
 def absolute(path_or_url: str | os.PathLike[str]) -> str:
     """A local path as seen from the root, for other processes; a URL as it is."""
-    storage = open_storage(path_or_url)
-    return str(storage) if isinstance(storage, LocalStorage) else os.fspath(path_or_url)
+    text = os.fspath(path_or_url)
+    return str(open_storage(text)) if scheme_of(text) in (None, "file") else text
 
 
 def scheme_of(path_or_url: str) -> str | None:
@@ -268,7 +268,7 @@ class FsspecStorage:
                     for chunk in pieces(data):
                         file.write(chunk)
             except BaseException:
-                with contextlib.suppress(FileNotFoundError):
+                with contextlib.suppress(Exception):  # what broke the writing off is raised
                     self._fs.rm(target)  # once closed, half a file counts as one
                 raise
 
@@ -385,7 +385,9 @@ def failure(action: str, place: str, error: Exception, remedy: str | None = None
 
 
 @contextlib.contextmanager
-def failures(action: str, place: str, kind: type[Exception] = Exception) -> Iterator[None]:
+def failures(
+    action: str, place: str, kind: type[Exception] | tuple[type[Exception], ...] = Exception
+) -> Iterator[None]:
     """Raise errors of a file system as `failure` has them.
 
     Args:

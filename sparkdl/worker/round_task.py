@@ -263,7 +263,7 @@ class Warm:
         assert isinstance(whole, MappedRows), "fit has refused to set rows of other sources aside"
         first = planned.num_rows
         own = (0, first) if split == "train" else (first, shard.num_rows)
-        return whole.part(*own).begin()
+        return whole.part(*own)
 
 
 def _warmed_up(place: RoundPlace, order: RoundOrder) -> Warm:

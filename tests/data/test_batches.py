@@ -19,6 +19,7 @@ from sparkdl.data.plan import Column, Shard, TrainPlan, make_plan
 from sparkdl.data.shuffle import cut_rows, epoch_order, windowed_order
 from sparkdl.data.shuffle_windows import Windows
 from sparkdl.data.spool.mapped import MappedRows, ShardData
+from tests.data.test_shuffle import whole as order_of_windows
 
 COLUMNS = (
     Column(name="y", role="label", dtype="int64", shape=()),
@@ -124,9 +125,9 @@ def test_windows_change_the_order_alone(
     kept = [(str(i), count) for i, count in enumerate(rows) if count]
     sizes = cut_rows([count for _, count in kept], 3)
     order = windowed_order(5, 1, [name for name, _ in kept], sizes, 4)
-    positions = np.concatenate([order.positions(w) for w in range(order.num_windows)])
-    assert list(chain(*seen)) == positions.tolist()
-    assert sorted(positions.tolist()) == list(range(sum(rows)))
+    positions = order_of_windows(order)
+    assert list(chain(*seen)) == positions
+    assert sorted(positions) == list(range(sum(rows)))
     whole = batches_of(shards, replace(plan, windows=None), 0, seed=5, epoch=1)
     assert [len(step) for step in seen] == [batch.num_rows for batch in whole]
     for start in (1, plan.steps_per_epoch - 1, plan.steps_per_epoch):

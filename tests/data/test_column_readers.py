@@ -124,9 +124,20 @@ def test_a_model_refuses_other_shapes_than_trained() -> None:
     column = Column(
         name="c", role="feature", dtype="float32", shape=(2,), specification=Sequence("c")
     )
-    rows = read_trained(pa.array([[[1.0, 2.0]]]), column)
+    rows, _ = read_trained(pa.array([[[1.0, 2.0]]]), column)
     assert isinstance(rows, Ragged) and rows.parts[0].dtype == np.float32
     with pytest.raises(DataError, match=r"has rows of shape \(3,\); the module was trained on"):
         read_trained(pa.array([[[1.0, 2.0, 3.0]]]), column)
     with pytest.raises(DataError, match="has 1 null row"):
         read_trained(pa.array([None, [[1.0, 2.0]]]), column)
+
+
+def test_rows_are_put_into_the_shape_and_dtype_of_training() -> None:
+    column = Column(name="f", role="feature", dtype="float32", shape=(4,))
+    rows, kept = read_trained(pa.array([[[1, 2], [3, 4]]]), column)
+    assert isinstance(rows, np.ndarray) and kept is None
+    assert (rows.dtype, rows.tolist()) == (np.float32, [[1, 2, 3, 4]])
+    none, _ = read_trained(pa.array([], pa.list_(pa.float32())), column)
+    assert isinstance(none, np.ndarray) and none.shape == (0, 4)
+    with pytest.raises(DataError, match=r'column "f" has rows of shape \(2,\); the module was'):
+        read_trained(pa.array([[1.0, 2.0]]), column)

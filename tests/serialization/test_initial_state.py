@@ -10,8 +10,9 @@ import torch
 from torch import nn
 
 from sparkdl.errors import ConfigError, StorageError
-from sparkdl.serialization.initial_state import InitialState, prepare_training_state
+from sparkdl.serialization.initial_state import InitialState
 from sparkdl.serialization.load import load_module
+from sparkdl.serialization.saved_module import prepare_weights
 from sparkdl.storage.storage import LocalStorage
 from sparkdl.train.training_state import TrainingMethod, TrainingState
 from tests.serialization.saving import save_module
@@ -37,7 +38,7 @@ def saved(path: Path, module: nn.Module, inside: str = "") -> str:
     storage = LocalStorage(path)
     folder = f"{inside}/model".lstrip("/")
     save_module(module, None, storage, folder, example_inputs=None, extra={})
-    prepare_training_state(STATE).write(storage, f"{inside}/training".lstrip("/"))
+    prepare_weights(STATE.tree()).write(storage, f"{inside}/training".lstrip("/"))
     return str(path)
 
 

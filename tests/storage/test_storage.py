@@ -158,3 +158,18 @@ def test_other_texts_stay_as_they_are() -> None:
 def test_a_name_that_no_file_can_have_is_a_storage_error(tmp_path: Path) -> None:
     with pytest.raises(StorageError, match=r"cannot look for .*; check the path"):
         LocalStorage(tmp_path).exists("a" * 5000)
+
+
+def test_what_broke_the_writing_off_is_raised(monkeypatch: pytest.MonkeyPatch) -> None:
+    storage = open_storage("memory://broken-off")
+
+    def refuse(*_: object, **__: object) -> None:
+        raise OSError("the server is gone")
+
+    def pieces() -> Iterator[bytes]:
+        yield b"1"
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(storage._fs, "rm", refuse)  # type: ignore[attr-defined]
+    with pytest.raises(KeyboardInterrupt):
+        storage.write("a", pieces())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import numpy as np
@@ -13,6 +14,7 @@ from sparkdl.config import TrainConfig
 from sparkdl.data.batches import Batches
 from sparkdl.data.plan import Column, Shard, TrainPlan, make_plan
 from sparkdl.data.ragged import Ragged, offsets_of
+from sparkdl.data.shuffle_windows import Windows
 from sparkdl.data.spool.mapped import MappedRows, ShardData
 from sparkdl.inputs import Sequence
 from tests.train.runs import Keeper, but, run, seeded, weights
@@ -105,14 +107,20 @@ def targets(found: list[tuple[int, list[float], int]]) -> list[float]:
     return sorted(y for _, batch, _ in found for y in batch)
 
 
+@pytest.mark.parametrize("windows", [None, Windows(group_rows=2, groups_together=3)])
 @pytest.mark.parametrize("epoch", [0, 1])
-def test_grouped_batches_hold_every_row_once_and_pad_less(epoch: int) -> None:
-    shards, numbers = data(), plan(CONFIG)
+def test_grouped_batches_hold_every_row_once_and_pad_less(
+    epoch: int, windows: Windows | None
+) -> None:
+    shards, numbers = data(), dataclasses.replace(plan(CONFIG), windows=windows)
 
-    def batches(num_together: int | None) -> list[tuple[int, list[float], int]]:
+    def batches(
+        num_together: int | None, start_step: int = 0
+    ) -> list[tuple[int, list[float], int]]:
         source = Batches(
-            MappedRows(shards, numbers), numbers, 0, seed=1, epoch=epoch, num_together=num_together
-        )
+            MappedRows(shards, numbers), numbers, 0, seed=1, epoch=epoch, num_together=num_together,
+            start_step=start_step,
+        )  # fmt: skip
         return [
             (b.num_rows, sorted(b.target.tolist()), b.inputs[0].numel())  # type: ignore[union-attr]
             for b in source
@@ -122,4 +130,4 @@ def test_grouped_batches_hold_every_row_once_and_pad_less(epoch: int) -> None:
     assert [rows for rows, *_ in grouped] == [rows for rows, *_ in plain]
     assert targets(grouped) == targets(plain)
     assert sum(size for *_, size in grouped) < sum(size for *_, size in plain)
-    assert grouped == batches(4)
+    assert all(grouped[step:] == batches(4, step) for step in range(len(grouped)))

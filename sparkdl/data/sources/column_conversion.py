@@ -5,7 +5,6 @@ What Catalyst does for the spool is done here with Arrow and numpy, and the chec
 
 from __future__ import annotations
 
-import mmap
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -40,8 +39,6 @@ _VIEWS = {
     if hasattr(pa, name)  # since pyarrow 16
 }
 """The same bytes, laid out in another way, of which Parquet and Spark know nothing."""
-_MAPPED_BYTES = 128 << 10
-"""Smaller arrays are not worth a mapping, of which a process has some ten thousand."""
 _VECTOR = ("type", "size", "indices", "values")
 
 
@@ -175,19 +172,14 @@ def checked_rows(
 
 
 def owned(rows: Rows) -> torch.Tensor | Ragged:
-    """The rows for batches, in memory of their own: Arrow's is not to be written to.
-
-    Mapped by itself if it is large, so that it is given back as soon as it is not used any more:
-    the allocator of a worker keeps what it has got.
-    """
+    """The rows for batches, in memory of their own: Arrow's is not to be written to."""
     import torch
+
+    from sparkdl.data.gather import empty
 
     if isinstance(rows, Ragged):
         return rows
-    if rows.nbytes < _MAPPED_BYTES:
-        return torch.from_numpy(np.array(rows))
-    memory = mmap.mmap(-1, rows.nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    own = np.frombuffer(memory, dtype=rows.dtype, count=rows.size).reshape(rows.shape)
+    own = empty(rows.shape, rows.dtype)
     own[...] = rows
     return torch.from_numpy(own)
 

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import hashlib
 import json
 import os
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,9 +21,10 @@ import pyarrow.parquet as pq
 from pyarrow import fs
 
 from sparkdl.data.sources.column_conversion import as_spark, column_at
-from sparkdl.errors import DataError, StorageError
+from sparkdl.errors import DataError
 from sparkdl.storage.storage import (
     LocalStorage,
+    failures,
     open_storage,
     open_url,
     scheme_of,
@@ -173,11 +176,11 @@ def list_files(url: str) -> Listing:
         DataError: there is no Parquet file under it.
     """
     files, path = open_files(url)
-    with storage_errors(url):
+    with _read_failures(url):
         paths = _paths(files, path)
     if not paths:
         raise DataError(f"there is no Parquet file under {without_password(url)}")
-    with storage_errors(url), ThreadPoolExecutor(_FOOTERS_AT_ONCE) as pool:
+    with _read_failures(url), ThreadPoolExecutor(_FOOTERS_AT_ONCE) as pool:
         footers = tuple(pool.map(lambda path: _footer(files, path), paths))
         constants = _folder_values(files, path, paths)
     full = next((footer for footer in footers if footer.num_rows), footers[0])
@@ -196,11 +199,15 @@ def list_files(url: str) -> Listing:
     )
 
 
+def _read_failures(place: str) -> AbstractContextManager[None]:
+    return failures("read", without_password(place), (OSError, pa.ArrowException))
+
+
 def _paths(files: fs.FileSystem, path: str) -> list[str]:
     """The files to read, in order."""
     found = files.get_file_info(path)
     if found.type == fs.FileType.NotFound:
-        raise FileNotFoundError(path)
+        raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), path)
     if found.is_file:
         return [path]
     below = len(path.strip("/")) + 1
@@ -291,7 +298,7 @@ class Reader:
     @contextlib.contextmanager
     def _opened(self, file: DataFile) -> Iterator[pq.ParquetFile]:
         """The file, closed afterwards: an open one may keep what was read of it in memory."""
-        with storage_errors(file.path), self._files.open_input_file(file.path) as source:
+        with _read_failures(file.path), self._files.open_input_file(file.path) as source:
             info = self._files.get_file_info(file.path)
             state = (info.size, info.mtime_ns)
             footer = self._footers.pop(file.path, None)
@@ -320,17 +327,3 @@ def _schema(footer: pq.FileMetaData) -> pa.Schema:
     schema, instants = footer.schema.to_arrow_schema(), _instants(footer)
     fields = [field.with_type(_INSTANT) if field.name in instants else field for field in schema]
     return pa.schema(fields, metadata=schema.metadata)
-
-
-@contextlib.contextmanager
-def storage_errors(place: str) -> Iterator[None]:
-    """Failures of file system and format as ours."""
-    try:
-        yield
-    except FileNotFoundError as error:
-        raise StorageError(
-            f"{without_password(place)} is not there; check the path, and that driver and "
-            "executors see the same storage"
-        ) from error
-    except (OSError, pa.ArrowException) as error:
-        raise StorageError(without_password(f"cannot read {place}: {error}")) from error

@@ -18,9 +18,15 @@ import numpy as np
 import pyarrow as pa
 
 from sparkdl.data.collate import Rows, no_rows
-from sparkdl.data.gather import Buffer, gather_column
+from sparkdl.data.gather import Buffer, gather_column, sum_of_lengths
 from sparkdl.data.plan import TrainPlan
-from sparkdl.data.shuffle import Order, WindowedOrder, windowed_order
+from sparkdl.data.shuffle import (
+    DealtByLength,
+    LengthGroups,
+    Order,
+    WindowedOrder,
+    windowed_order,
+)
 from sparkdl.errors import ConfigError, DataError
 
 P = TypeVar("P")
@@ -55,7 +61,9 @@ class StreamedRows(Generic[P]):
             raise ConfigError("groupByLength needs a DataFrame; a source's lengths are not known")
         sizes = [rows for _, rows in self.pieces]
         order = windowed_order(seed, epoch, self.fingerprints, sizes, self.pieces_together)
-        return StreamedEpoch(self.plan, order, self._load, self.row_bytes)
+        return StreamedEpoch(
+            self.plan, order, lambda numbers: [self._load(n) for n in numbers], self.row_bytes
+        )
 
     def in_order(self, batch_size: int) -> Iterator[Columns]:
         """Piece after piece; see `source.ShardRows.in_order`."""
@@ -80,8 +88,6 @@ class StreamedRows(Generic[P]):
 class _Window:
     """Rows that are mixed."""
 
-    first: int
-    """Place of its first row in the epoch's order."""
     mixture: Order
     """The order of its rows, as places in the concatenation of the pieces."""
     pieces: Sequence[Columns]
@@ -89,57 +95,79 @@ class _Window:
 
 @dataclass
 class StreamedEpoch:
-    """See `source.EpochRows`."""
+    """The rows of an epoch that is read in windows; see `source.EpochRows`.
+
+    A row's place is where it lies if all windows stand one after the other, unmixed.
+    """
 
     plan: TrainPlan
     order: WindowedOrder
-    load: Callable[[int], Columns]
-    """Reads the piece of that number."""
+    load: Callable[[Sequence[int]], Sequence[Columns]]
+    """Reads the row groups of these numbers: their columns, which may be joined to fewer."""
     row_bytes: int
+    groups: LengthGroups | None = None
+    """Which steps' rows are exchanged by their length; None: none."""
 
     def __post_init__(self) -> None:
         self._ahead = _Prefetcher(self._load_window)
         self._windows: dict[int, _Window] = {}
         """The current one, and on its border the next; by number."""
+        self._by_length = (
+            None if self.groups is None else DealtByLength(self.groups, self._places, self._lengths)
+        )
 
     def read(self, start: int, stop: int, buffer: Buffer) -> dict[str, Rows]:
         """Gather rows from the windows that hold them, drop those that are used up."""
         if start == stop:
             return {column.key: no_rows(column) for column in self.plan.columns}
-        order = self.order
-        last = order.window_of(stop - 1)
-        places: list[Order] = []
-        sources: list[Columns] = []
-        before = 0
-        for number in range(order.window_of(start), last + 1):
-            if number not in self._windows:
-                self._windows[number] = self._ahead.take(number)
-            window = self._windows[number]
-            size = len(window.mixture)
-            low, high = max(start - window.first, 0), min(stop - window.first, size)
-            places.append(window.mixture[low:high] + window.mixture.dtype.type(before))
-            sources += window.pieces
-            before += size
-        rows = {
-            column.key: gather_column(
-                column, [s[column.key] for s in sources], np.concatenate(places), buffer
-            )
-            for column in self.plan.columns
-        }
-        # Only now is there room for another window.
-        self._windows = {last: self._windows[last]} if stop < order.bounds[last + 1] else {}
-        if last + 1 < order.num_windows:
-            self._ahead.prepare(last + 1)
+        dealt, order = self._by_length, self.order
+        places = self._places(start, stop) if dealt is None else dealt.rows(start, stop)
+        rows = self._gathered(places, buffer)
+        following = max(self._windows) + 1
+        # Only now, when nothing refers to them any more, is there room for another window.
+        needed = order.window_of(stop if dealt is None else dealt.first_needed(stop))
+        self._windows = {n: window for n, window in self._windows.items() if n >= needed}
+        if following < order.num_windows:
+            self._ahead.prepare(following)
         return rows
 
+    def _gathered(self, places: Order, buffer: Buffer) -> dict[str, Rows]:
+        sources, positions = self._found(places)
+        return {
+            column.key: gather_column(column, [s[column.key] for s in sources], positions, buffer)
+            for column in self.plan.columns
+        }
+
+    def _places(self, start: int, stop: int) -> Order:
+        """The places of the rows from ``start`` to ``stop`` of the epoch's order."""
+        found = []
+        for number in range(self.order.window_of(start), self.order.window_of(stop - 1) + 1):
+            low, high = self.order.bounds[number : number + 2].tolist()
+            mixture = self._window(number).mixture
+            found.append(low + mixture[max(start, low) - low : min(stop, high) - low].astype("i8"))
+        return np.concatenate(found)
+
+    def _found(self, places: Order) -> tuple[list[Columns], Order]:
+        """Pieces, and the positions in their concatenation at which the rows of ``places`` are."""
+        first, last = (self.order.window_of(int(end)) for end in (places.min(), places.max()))
+        windows = [self._window(number) for number in range(first, last + 1)]
+        begin, end = int(self.order.bounds[first]), int(self.order.bounds[last + 1])
+        dtype = np.int32 if end - begin <= np.iinfo(np.int32).max else np.int64
+        return [p for window in windows for p in window.pieces], (places - begin).astype(dtype)
+
+    def _lengths(self, places: Order) -> Order:
+        sources, positions = self._found(places)
+        return sum_of_lengths(self.plan.columns, sources, positions)
+
+    def _window(self, number: int) -> _Window:
+        if number not in self._windows:
+            self._windows[number] = self._ahead.take(number)
+        return self._windows[number]
+
     def _load_window(self, number: int) -> _Window:
-        window = _Window(
-            first=int(self.order.bounds[number]),
-            mixture=self.order.mixture(number),
-            pieces=[self.load(piece) for piece in self.order.groups(number).tolist()],
-        )
+        pieces = self.load(self.order.groups(number).tolist())
         pa.default_memory_pool().release_unused()  # which it keeps, for each thread that has read
-        return window
+        return _Window(self.order.mixture(number), pieces)
 
     def close(self) -> None:
         """Let the thread that reads ahead end."""

@@ -1,25 +1,99 @@
-"""Shards that are mapped into memory, and their rows in an epoch's order."""
+"""Shards that are mapped into memory, and their rows in an epoch's order.
+
+Rows that do not fit into memory together are read window by window (see `StreamedEpoch`), without
+touching the mapping: so a worker takes no more memory than two windows need, even where nobody else
+asks for it.
+"""
 
 from __future__ import annotations
 
+import mmap
+import os
+import weakref
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from pathlib import Path
 
 import numpy as np
+import torch
 
 from sparkdl.data import collate
 from sparkdl.data.collate import Rows
-from sparkdl.data.gather import Buffer, gather_column
-from sparkdl.data.plan import TrainPlan
-from sparkdl.data.ragged import Ragged, lengths_at
-from sparkdl.data.shuffle import LengthGroups, Order, cut_rows, epoch_order, windowed_order
-from sparkdl.data.spool.page_cache import Pages
-from sparkdl.data.spool.read_ahead import (
-    Positions,
-    PositionsByLength,
-    WholePositions,
-    WindowedPositions,
+from sparkdl.data.gather import Buffer, empty, gather_column, sum_of_lengths
+from sparkdl.data.plan import Column, TrainPlan
+from sparkdl.data.ragged import Array, Ragged, offsets_of
+from sparkdl.data.shuffle import (
+    DealtByLength,
+    LengthGroups,
+    Order,
+    cut_rows,
+    epoch_order,
+    windowed_order,
 )
+from sparkdl.data.source import EpochRows
+from sparkdl.data.sources.streamed import StreamedEpoch
+from sparkdl.data.spool.local_disk import disk_error
+
+_READ_BYTES = 128 << 10
+"""Read ahead at once; the kernel cuts off what exceeds its own largest request."""
+
+
+class MappedFile:
+    """A file mapped into memory. What is written to the mapping stays in this process.
+
+    Raises:
+        OSError: the file cannot be opened.
+    """
+
+    def __init__(self, path: Path, num_bytes: int) -> None:
+        self._path = path
+        self._descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        weakref.finalize(self, os.close, self._descriptor)
+        self._map = mmap.mmap(
+            self._descriptor,
+            num_bytes,
+            flags=mmap.MAP_PRIVATE,
+            prot=mmap.PROT_READ | mmap.PROT_WRITE,
+        )
+
+    def values(self, dtype: str) -> Array:
+        """The file's content; keeps the mapping alive."""
+        return np.frombuffer(self._map, dtype=dtype)
+
+    def prefetch(self, part: Array) -> None:
+        """Have the kernel read some of the values in the background, in large pieces."""
+        start = self._start(part)
+        for first in range(start, start + part.nbytes, _READ_BYTES):
+            if hasattr(os, "posix_fadvise"):  # not on macOS
+                os.posix_fadvise(self._descriptor, first, _READ_BYTES, os.POSIX_FADV_WILLNEED)
+
+    def read(self, part: Array, out: Array) -> None:
+        """Read some of the values; neither this process nor the page cache keeps them.
+
+        Args:
+            part: a view of `values`, whose pages are not touched.
+            out: contiguous memory of the same size.
+
+        Raises:
+            StorageError: the disk has failed.
+        """
+        rest = out.reshape(-1).view(np.uint8).data
+        start = first = self._start(part)
+        try:
+            while len(rest):
+                count = os.preadv(self._descriptor, [rest], start)
+                if not count:
+                    raise OSError("the file has become shorter")
+                start, rest = start + count, rest[count:]
+        except OSError as error:
+            raise disk_error(error, "read", self._path) from error
+        if start > first and hasattr(os, "posix_fadvise"):
+            os.posix_fadvise(self._descriptor, first, start - first, os.POSIX_FADV_DONTNEED)
+
+    def _start(self, part: Array) -> int:
+        """Where a view of the values lies in the file."""
+        begin: int = self.values("uint8").__array_interface__["data"][0]
+        return int(part.__array_interface__["data"][0]) - begin
 
 
 @dataclass(frozen=True)
@@ -29,8 +103,8 @@ class ShardData:
     fingerprint: str
     columns: Mapping[str, Rows]
     """Key of the plan's column -> ``(rows, *shape)``, or ragged rows."""
-    pages: Pages | None = None
-    """Which of it is in memory; None: all of it is, whatever the plan says."""
+    files: Mapping[str, Sequence[MappedFile]] = field(default_factory=dict)
+    """The files of each column's values, by its key; none of one that is in memory anyhow."""
 
     @property
     def num_rows(self) -> int:
@@ -54,119 +128,116 @@ class MappedRows:
         """Some of the rows of the only shard, from its begin or up to its end."""
         (shard,) = self._shards
         columns = {name: rows[start:stop] for name, rows in shard.columns.items()}
-        pages = shard.pages.after(start) if start and shard.pages is not None else shard.pages
-        return MappedRows([ShardData(shard.fingerprint, columns, pages)], self._plan)
+        return MappedRows([ShardData(shard.fingerprint, columns, shard.files)], self._plan)
 
-    def begin(self) -> MappedRows:
-        """The same, of which nothing is held in memory yet, if the plan has windows."""
-        for shard in self._shards:
-            if self._plan.windows is not None and shard.pages is not None:
-                shard.pages.begin()
-        return self
-
-    def epoch(self, seed: int, epoch: int, *, num_together: int | None = None) -> MappedEpoch:
-        places = self._places(seed, epoch)
+    def epoch(self, seed: int, epoch: int, *, num_together: int | None = None) -> EpochRows:
+        plan, windows, groups = self._plan, self._plan.windows, None
         if num_together is not None:
-            steps = self._plan.steps_per_epoch
+            steps = plan.steps_per_epoch
             groups = LengthGroups(self.num_rows, steps, num_together, seed=seed, epoch=epoch)
-            places = PositionsByLength(places, groups, self._lengths)
-        return MappedEpoch(self._shards, self._plan, places)
-
-    def _places(self, seed: int, epoch: int) -> Positions:
-        """The rows of the epoch, step by step."""
         rows = [shard.num_rows for shard in self._shards]
         known = (seed, epoch, [shard.fingerprint for shard in self._shards])
-        windows = self._plan.windows
         if windows is None:
-            return WholePositions(epoch_order(*known, rows))
+            return MappedEpoch(self._shards, plan, epoch_order(*known, rows), groups)
         sizes = cut_rows(rows, windows.group_rows)
         order = windowed_order(*known, sizes, windows.groups_together)
-        pages = [shard.pages for shard in self._shards]
-        return WindowedPositions(order, list(zip(pages, rows, strict=True)))
 
-    def _lengths(self, positions: Order) -> Order:
-        """Length of the row at each position: the sum over its sequences."""
-        total = np.zeros(len(positions), dtype=np.int64)
-        for column in self._plan.columns:
-            sources = [shard.columns[column.key] for shard in self._shards]
-            if column.kind.has_length:
-                total += lengths_at(
-                    [rows for rows in sources if isinstance(rows, Ragged)], positions
-                )
-        return total
+        def load(numbers: Sequence[int]) -> list[dict[str, Rows]]:
+            pieces = [self._piece(*order.starts[n : n + 2].tolist()) for n in numbers]
+            return [{column.key: _joined(column, pieces) for column in plan.columns}]
+
+        return StreamedEpoch(plan, order, load, _row_bytes(self._shards), groups)
+
+    def _piece(self, start: int, stop: int) -> tuple[ShardData, slice]:
+        """The shard that has these rows of the shards' concatenation, and where."""
+        for shard in self._shards:
+            if start < shard.num_rows:
+                return shard, slice(start, stop)
+            start, stop = start - shard.num_rows, stop - shard.num_rows
+        raise AssertionError("rows behind the last shard")
 
     def in_order(self, batch_size: int) -> Iterator[Mapping[str, Rows]]:
         """Shard after shard; see `source.ShardRows.in_order`."""
         for shard in self._shards:
-            behind = 0
             for start in range(0, shard.num_rows, batch_size):
-                stop = min(start + batch_size, shard.num_rows)
-                behind = _move_on(shard, self._plan, behind, start, stop)
+                rows = slice(start, min(start + batch_size, shard.num_rows))
                 # Copies: a model that changes its input in place must not reach the spool's pages.
                 yield {
-                    column.key: collate.copied(shard.columns[column.key][start:stop])
+                    column.key: collate.copied(shard.columns[column.key][rows])
+                    if self._plan.windows is None
+                    else _joined(column, [(shard, rows)])
                     for column in self._plan.columns
                 }
-            if self._plan.windows is not None and shard.pages is not None:
-                shard.pages.release()
-                shard.pages.drop(behind, shard.num_rows)
 
 
 class MappedEpoch:
-    """See `source.EpochRows`."""
+    """An epoch of rows that fit into memory; see `source.EpochRows`."""
 
-    def __init__(self, shards: Sequence[ShardData], plan: TrainPlan, places: Positions) -> None:
-        self._shards = shards
+    def __init__(
+        self,
+        shards: Sequence[ShardData],
+        plan: TrainPlan,
+        order: Order,
+        groups: LengthGroups | None,
+    ) -> None:
+        self._sources = sources = [shard.columns for shard in shards]
         self._plan = plan
-        self._places = places
-
-    @property
-    def row_bytes(self) -> int:
-        """Of the first shard's."""
-        return sum(
-            _row_bytes(rows) for shard in self._shards[:1] for rows in shard.columns.values()
-        )
+        self._order = order
+        self._by_length: DealtByLength | None = None
+        if groups is not None:
+            self._by_length = DealtByLength(
+                groups,
+                lambda start, stop: order[start:stop],
+                lambda rows: sum_of_lengths(plan.columns, sources, rows),
+            )
+        self.row_bytes = _row_bytes(shards)
 
     def read(self, start: int, stop: int, buffer: Buffer) -> dict[str, Rows]:
         """Gather the rows at these places of the order."""
-        positions = self._places.positions(start, stop)
-        rows = {
+        dealt = self._by_length
+        positions = self._order[start:stop] if dealt is None else dealt.rows(start, stop)
+        return {
             column.key: gather_column(
-                column, [shard.columns[column.key] for shard in self._shards], positions, buffer
+                column, [source[column.key] for source in self._sources], positions, buffer
             )
             for column in self._plan.columns
         }
-        self._places.used(stop)
-        return rows
 
     def close(self) -> None:
-        """Give back what is kept in memory."""
-        self._places.close()
+        """Nothing is held."""
 
 
-def _row_bytes(rows: Rows) -> int:
-    if isinstance(rows, Ragged):
-        return rows.num_bytes // max(1, len(rows))
-    return rows[:1].numel() * rows.element_size()
+def _row_bytes(shards: Sequence[ShardData]) -> int:
+    """About the memory of a row, by the first shard."""
+    total = 0
+    for rows in shards[0].columns.values() if shards else ():
+        if isinstance(rows, Ragged):
+            total += rows.num_bytes // max(1, len(rows))
+        else:
+            total += rows[:1].nbytes
+    return total
 
 
-def _move_on(shard: ShardData, plan: TrainPlan, behind: int, start: int, stop: int) -> int:
-    """Read a row group ahead of rows ``start`` to ``stop``, forget those from ``behind`` on.
-
-    Returns:
-        First row that was not forgotten.
-    """
-    windows, pages = plan.windows, shard.pages
-    if windows is None or pages is None:
-        return behind
-    group = windows.group_rows
-    if start == 0:
-        pages.prefetch(0, min(2 * group, shard.num_rows))
-    reached, before = stop // group, start // group
-    if reached > before:
-        first = min((before + 2) * group, shard.num_rows)
-        pages.prefetch(first, min((reached + 2) * group, shard.num_rows))
-        pages.release()
-        pages.drop(behind, start)
-        return start
-    return behind
+def _joined(column: Column, pieces: Sequence[tuple[ShardData, slice]]) -> Rows:
+    """A column of some row groups, read one after the other into memory of its own."""
+    found = [shard.columns[column.key][rows] for shard, rows in pieces]
+    values = [rows.own() if isinstance(rows, Ragged) else (rows.numpy(),) for rows in found]
+    outs: list[Array] = []
+    for number, parts in enumerate(zip(*values, strict=True)):
+        out = empty((sum(map(len, parts)), *parts[0].shape[1:]), parts[0].dtype)
+        files = [shard.files.get(column.key) for shard, _ in pieces]
+        for own, part in zip(files, parts, strict=True):
+            if own and len(pieces) > 1:  # of neighbours the kernel reads the next by itself
+                own[number].prefetch(part)
+        end = 0
+        for own, part in zip(files, parts, strict=True):
+            start, end = end, end + len(part)
+            if own:
+                own[number].read(part, out[start:end])
+            else:
+                out[start:end] = part
+        outs.append(out)
+    if not isinstance(found[0], Ragged):
+        return torch.from_numpy(outs[0])
+    lengths = [rows.lengths for rows in found if isinstance(rows, Ragged)]
+    return Ragged(tuple(outs), offsets_of(np.concatenate(lengths)), found[0].shape)

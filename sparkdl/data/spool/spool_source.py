@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -14,7 +14,6 @@ from sparkdl.data.plan import Column, Shard, Split, TrainPlan
 from sparkdl.data.ragged import Array, Ragged
 from sparkdl.data.source import ShardRows, rows_of
 from sparkdl.data.spool.local_disk import disk_error
-from sparkdl.data.spool.page_cache import FilePart, MappedFile, Pages
 from sparkdl.data.spool.writer import column_parts, column_path
 from sparkdl.errors import ShardLost
 
@@ -42,7 +41,7 @@ class SpoolSource:
             )
             for shard in shards
         ]
-        return MappedRows(opened, plan).begin()
+        return MappedRows(opened, plan)
 
     def is_here(self, shard: Shard) -> bool:
         """See `ShardSource.is_here`: whether the files lie on this host, if there are any."""
@@ -72,54 +71,42 @@ def open_spool(
     """
     import torch
 
-    from sparkdl.data.spool.mapped import ShardData
+    from sparkdl.data.spool.mapped import MappedFile, ShardData
 
-    opened: dict[str, torch.Tensor | Ragged] = {}
-    parts: list[FilePart] = []
-    for index, column in enumerate(columns):
-        if column.kind.num_parts:
-            opened[column.key] = _map_ragged(directory, split, index, column, num_rows, parts)
-            continue
-        path, shape = column_path(directory, split, index), (num_rows, *column.shape)
-        opened[column.key] = torch.from_numpy(_map(path, column.dtype, shape, parts))
-    return ShardData(fingerprint, opened, Pages(parts))
+    files: dict[str, list[MappedFile]] = {column.key: [] for column in columns}
 
+    def mapped(index: int, part: str, dtype: str, shape: tuple[int, ...]) -> Array:
+        path = column_path(directory, split, index, part)
+        expected = math.prod(shape) * np.dtype(dtype).itemsize
+        if expected == 0:
+            return np.empty(shape, dtype)
+        try:
+            size = path.stat().st_size
+            if size != expected:
+                raise ShardLost(f"spool file {path} has {size} bytes, expected {expected}")
+            file = MappedFile(path, size)
+        except FileNotFoundError:
+            raise ShardLost(f"spool file {path} is not on this host") from None
+        except OSError as error:
+            raise disk_error(error, "read", path) from error
+        files[columns[index].key].append(file)
+        return file.values(dtype).reshape(shape)
 
-def _map_ragged(
-    directory: Path,
-    split: Split,
-    index: int,
-    column: Column,
-    num_rows: int,
-    parts: list[FilePart],
-) -> Ragged:
-    *names, offsets_name = column_parts(column.kind)
-    offsets, own = np.zeros(1, dtype=np.int64), list[FilePart]()
-    if num_rows:  # otherwise the split need not be there
-        path = column_path(directory, split, index, offsets_name)
-        offsets = _map(path, "int64", (num_rows + 1,), own)
-    total, arrays = int(offsets[-1]), []
-    for name, (dtype, inner) in zip(names, column.stored_parts, strict=True):
-        path, found = column_path(directory, split, index, name), list[FilePart]()
-        arrays.append(_map(path, dtype, (total, *inner), found))
-        parts += [replace(part, offsets=offsets) for part in found]
-    parts += own  # last: they say where the values are
-    return Ragged(tuple(arrays), offsets, column.shape)
+    def ragged(index: int, column: Column) -> Ragged:
+        *names, offsets_name = column_parts(column.kind)
+        offsets = np.zeros(1, dtype=np.int64)
+        if num_rows:  # otherwise the split need not be there
+            offsets = mapped(index, offsets_name, "int64", (num_rows + 1,))
+            files[column.key].clear()  # what says where rows are stays in memory
+        parts = zip(names, column.stored_parts, strict=True)
+        total = int(offsets[-1])
+        values = [mapped(index, name, dtype, (total, *inner)) for name, (dtype, inner) in parts]
+        return Ragged(tuple(values), offsets, column.shape)
 
-
-def _map(path: Path, dtype: str, shape: tuple[int, ...], parts: list[FilePart]) -> Array:
-    """The file's values; adds the file to ``parts`` unless it is empty."""
-    expected = math.prod(shape) * np.dtype(dtype).itemsize
-    if expected == 0:
-        return np.empty(shape, dtype)
-    try:
-        size = path.stat().st_size
-        if size != expected:
-            raise ShardLost(f"spool file {path} has {size} bytes, expected {expected}")
-        file = MappedFile(path, size)
-    except FileNotFoundError:
-        raise ShardLost(f"spool file {path} is not on this host") from None
-    except OSError as error:
-        raise disk_error(error, "read", path) from error
-    parts.append(FilePart(file, expected // shape[0]))
-    return file.values(dtype).reshape(shape)
+    opened: dict[str, torch.Tensor | Ragged] = {
+        column.key: ragged(index, column)
+        if column.kind.num_parts
+        else torch.from_numpy(mapped(index, "", column.dtype, (num_rows, *column.shape)))
+        for index, column in enumerate(columns)
+    }
+    return ShardData(fingerprint, opened, files)

@@ -26,7 +26,6 @@ from sparkdl.serialization.example_inputs import example_of
 from sparkdl.serialization.initial_state import (
     STATE,
     InitialState,
-    prepare_training_state,
     read_training_state,
 )
 from sparkdl.serialization.initial_weights import InitialWeights
@@ -132,7 +131,7 @@ class ParamsWriter(MLWriter):
                 if value.source is not None:
                     return self._without_passwords(name, value.source)
                 folders[_INITIAL] = prepare_weights(value.weights)
-                folders[STATE] = prepare_training_state(value.training)
+                folders[STATE] = prepare_weights(value.training.tree())
                 return {"folder": _INITIAL}
             return self._without_passwords(name, describe(value))
         except ConfigError as error:
@@ -187,7 +186,7 @@ class ModelWriter(ParamsWriter):
         if model.hasSummary:
             others[_SUMMARY] = json.dumps(model.summary.to_dict(), allow_nan=False).encode()
         if model.trainingState is not None:
-            folders[STATE] = prepare_training_state(model.trainingState)
+            folders[STATE] = prepare_weights(model.trainingState.tree())
         folders[_MODEL] = prepare_module(
             model.module,
             model.module_factory,

@@ -23,7 +23,9 @@ def main() -> None:
     directory, num_rows, row_bytes, windows, what = sys.argv[1:]
     torch.set_num_threads(1)
     columns = (Column(name="x", role="feature", dtype="uint8", shape=(int(row_bytes),)),)
-    spool = open_spool(Path(directory), columns, num_rows=int(num_rows), split="train")
+    spool = open_spool(
+        Path(directory), columns, num_rows=int(num_rows), split="train", fingerprint="a"
+    )
     shard = Shard(
         shard_id=0, host="", path=directory, num_rows=int(num_rows), num_validation_rows=0,
         fingerprint="a", num_bytes=int(num_rows) * int(row_bytes),
@@ -31,9 +33,7 @@ def main() -> None:
     plan = make_plan(columns=columns, shards=[shard], world_size=1, batch_size=64, epochs=1)
     chosen = json.loads(windows)
     plan = replace(plan, windows=None if chosen is None else Windows(**chosen))
-    shards = [ShardData("a", spool.columns, spool.pages)]
-    if plan.windows is not None:
-        spool.pages.begin()
+    shards = [spool]
     warm_up(columns)
     Path("/proc/self/clear_refs").write_text("5")  # the peak begins here
     before = status("VmRSS")

@@ -18,7 +18,6 @@ from sparkdl.storage.checkpoint_format import (
     SHARED,
     CheckpointInfo,
     encode,
-    folder_name,
     rank_file,
     write_file,
     write_manifest,
@@ -31,7 +30,7 @@ from tests.storage.memory import MemoryStorage
 
 
 def write(storage: Storage, state: TrainState, *, run_key: str = "run") -> None:
-    path = f"{run_key}/a-0/{folder_name(state.step)}"
+    path = f"{run_key}/a-0/step-{state.step:08d}"
     files = {}
     for name in (SHARED, rank_file(0)):
         content = encode(snapshot({"state": state.state_dict()}))
@@ -93,7 +92,7 @@ def resumed(storage: MemoryStorage | None) -> Windows | None:
 
 
 def note(storage: MemoryStorage, step: int, environment: dict[str, str]) -> None:
-    path = f"0123456789abcdef/a-0/{folder_name(step)}"
+    path = f"0123456789abcdef/a-0/step-{step:08d}"
     write_manifest(
         CheckpointInfo(
             storage=storage, path=path, step=step, world_size=1, run_key="0123456789abcdef",

@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
 
 from sparkdl.data.batches import GATHER_BYTES
 from sparkdl.data.shuffle_windows import Windows, make_windows
-from sparkdl.data.spool.page_cache import FilePart, MappedFile, Pages
+from sparkdl.data.spool.mapped import MappedFile
+from sparkdl.errors import StorageError
 
 READER = Path(__file__).with_name("read_windows.py")
 MIB = 1 << 20
@@ -71,36 +72,15 @@ def test_windows_bound_the_memory_of_validation(spool: tuple[Path, int]) -> None
     assert memory_of(directory, None, "validation")["peak"] > SPOOL_BYTES
 
 
-def resident(file: MappedFile) -> int:
-    """Bytes of a mapping that are in this process, as Linux tells."""
-    address = np.asarray(file.values("uint8")).__array_interface__["data"][0]
-    lines = iter(Path("/proc/self/smaps").read_text().splitlines())
-    for line in lines:
-        if line.startswith(f"{address:x}-"):
-            return next(int(one.split()[1]) << 10 for one in lines if one.startswith("Rss:"))
-    raise AssertionError("not mapped")
-
-
-@pytest.mark.skipif(not Path("/proc/self/smaps").exists(), reason="mappings are told by Linux")
-def test_rows_leave_the_process_and_come_back(tmp_path: Path) -> None:
+def test_rows_are_read_without_their_pages(tmp_path: Path) -> None:
     values = np.arange(MIB, dtype=np.int32)
     values.tofile(tmp_path / "file")
     file = MappedFile(tmp_path / "file", values.nbytes)
-    pages = Pages([FilePart(file, 4)]).after(10)
-    mapped: Any = file.values("int32")
-    pages.begin()
-    pages.prefetch(0, MIB - 10)
-    assert int(mapped.sum()) == int(values.sum())
-    assert resident(file) == values.nbytes
-    pages.release()
-    assert resident(file) == 0
-    pages.drop(0, MIB - 10)
-    pages.drop(5, 5)
-    assert int(mapped.sum()) == int(values.sum())
-
-
-def test_spans_of_ragged_rows(tmp_path: Path) -> None:
-    (tmp_path / "file").write_bytes(bytes(100))
-    file = MappedFile(tmp_path / "file", 100)
-    rows = FilePart(file, 4, np.array([0, 3, 3, 25]))
-    assert [rows.span(0, 1), rows.span(1, 3), rows.span(0, 3)] == [(0, 12), (12, 100), (0, 100)]
+    mapped, out = file.values("int32"), np.zeros(MIB, dtype=np.int32)
+    file.read(mapped[10:-1], out[10:-1])
+    file.read(mapped[5:5], out[5:5])
+    assert out[10:-1].tolist() == values[10:-1].tolist()
+    assert not out[:10].any() and not out[-1]
+    os.truncate(tmp_path / "file", 100)
+    with pytest.raises(StorageError, match=r"cannot read the spool .* has become shorter"):
+        file.read(mapped[10:-1], out[10:-1])
