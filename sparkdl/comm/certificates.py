@@ -1,8 +1,8 @@
 """The certificates by which the two ends of a run's own connections know each other.
 
 They are made for one run, sign themselves, and are trusted by nobody else. Whoever connects knows
-beforehand which certificate the other end must show, so there is no authority that could sign a
-wrong one. No clock is looked at: those of hosts differ, and nothing outlives the run.
+beforehand which certificate the other end must show. No clock is looked at: those of hosts differ,
+and nothing outlives the run.
 """
 
 from __future__ import annotations

@@ -8,13 +8,17 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from datetime import timedelta
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
+from torch.distributed import Store  # type: ignore[attr-defined] # torch does not export it
 
 from sparkdl.errors import CommunicationError
+
+if TYPE_CHECKING:
+    from sparkdl.comm.channel import ChannelClient
 
 _SETTLE_SECONDS = 0.02
 """By then the threads of a group have forgotten the last collective."""
@@ -32,15 +36,9 @@ def process_group(
 ) -> Iterator[Any]:
     """Initialize torch's default process group, and destroy it at the end, also after a failure.
 
-    Yields the backend's options, which groups of fewer ranks need too, or None.
-
-    Args:
-        backend: ``gloo`` or ``nccl``.
-        store: a ``torch.distributed.Store`` shared by all ranks.
-        rank: this worker's rank.
-        world_size: number of ranks.
-        timeout_seconds: longest wait in one collective.
-        address: address of this host that the peers can reach; None lets gloo look it up.
+    Yields the backend's options, which groups of fewer ranks need too, or None. ``timeout_seconds``
+    is the longest wait in one collective, ``address`` one of this host that the peers can reach;
+    None lets gloo look it up.
 
     Raises:
         CommunicationError: the peers did not meet in time.
@@ -83,3 +81,52 @@ def peer_errors(what: str) -> Iterator[None]:
         yield
     except (RuntimeError, OSError) as error:  # gloo and NCCL raise plain RuntimeErrors
         raise CommunicationError(f"{what} failed: {error}") from error
+
+
+class ChannelStore(Store):
+    """The keys of torch's rendezvous in one attempt, kept by the channel's server.
+
+    So no further port is opened, and nothing but the run's secret lets a process join. Keep a
+    strong reference while the process group lives: torch holds only a weak one.
+    """
+
+    def __init__(self, client: ChannelClient, *, timeout_seconds: float) -> None:
+        super().__init__()
+        self._client = client
+        self._seconds = timeout_seconds
+
+    def set(self, key: str, value: bytes | str) -> None:
+        """Set a key."""
+        self._client.set(f"store/{key}", value.encode() if isinstance(value, str) else bytes(value))
+
+    def get(self, key: str) -> bytes:
+        """Wait for a key and return its value."""
+        self.wait([key])
+        value = self._client.get(f"store/{key}")
+        if value is None:
+            raise CommunicationError(f"rendezvous key {key} vanished")
+        return value
+
+    def wait(self, keys: Sequence[str], timeout: timedelta | None = None) -> None:
+        """Return when all keys are set; raises torch's error type after the time-out."""
+        seconds = self._seconds if timeout is None else timeout.total_seconds()
+        try:
+            self._client.wait([f"store/{key}" for key in keys], seconds)
+        except TimeoutError as error:
+            raise dist.DistStoreError(str(error)) from error
+
+    def add(self, key: str, amount: int) -> int:
+        """Add to a counter and return its new value."""
+        return self._client.add(f"store/{key}", amount)
+
+    def check(self, keys: Sequence[str]) -> bool:
+        """Whether all keys are set."""
+        return all(self._client.get(f"store/{key}") is not None for key in keys)
+
+    def delete_key(self, key: str) -> bool:
+        """Remove a key."""
+        return self._client.delete(f"store/{key}")
+
+    def set_timeout(self, timeout: timedelta) -> None:
+        """Change the longest wait."""
+        self._seconds = timeout.total_seconds()

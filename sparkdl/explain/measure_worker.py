@@ -35,7 +35,6 @@ if TYPE_CHECKING:
 
     from sparkdl.comm.communicator import Communicator
     from sparkdl.comm.compression.compression import Compression
-    from sparkdl.comm.topology.topology import Topology
 
 _MOST_STEPS, _FEWEST_STEPS = 60, 3
 _STEPS_OF_AN_EPOCH = 3
@@ -296,7 +295,7 @@ class ExchangeTimer:
                 },
             }
 
-    def _sums(self, topology: Topology) -> list[list[float]]:
+    def _sums(self, topology: Communicator) -> list[list[float]]:
         import torch
 
         num_bytes = 4 * sum(map(math.prod, self.shapes))
@@ -306,7 +305,7 @@ class ExchangeTimer:
             found.append([size, self._repeated(topology, partial(topology.all_reduce, tensor))])
         return found
 
-    def _compressed(self, compression: Compression, topology: Topology) -> float:
+    def _compressed(self, compression: Compression, topology: Communicator) -> float:
         """One compressed exchange of all gradients, transfer included."""
         import torch
 

@@ -9,8 +9,7 @@ from typing import ClassVar
 import torch
 from torch import nn
 
-from sparkdl.comm.communicator import Communicator
-from sparkdl.sync.collective import counting_anew
+from sparkdl.comm.communicator import Communicator, counting_anew
 from sparkdl.sync.gradient_buckets import FlatGradients, zeros
 from sparkdl.sync.strategy import MakeOptimizer, Reduced, Synchronizer
 

@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-import copy
 import math
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from sparkdl.comm import topology as topologies
+from sparkdl.config import TrainConfig
 from sparkdl.sync.exchange_pattern import ModelSize, Pattern, ring_bytes
 from sparkdl.sync.strategy import SyncStrategy
 
 if TYPE_CHECKING:
-    from sparkdl.comm.communicator import Communicator
     from sparkdl.comm.compression.compression import Compression, Shapes
-    from sparkdl.config import TrainConfig
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,10 +62,3 @@ def plain_bytes(shapes: Shapes, element_size: int, world_size: int) -> int:
     """Bytes that one rank sends when tensors of ``shapes`` are summed once, uncompressed."""
     num_bytes = element_size * sum(math.prod(shape) for shape in shapes)
     return 2 * (world_size - 1) * num_bytes // world_size
-
-
-def counting_anew(comm: Communicator) -> Communicator:
-    """The same communicator with a count of its own: what one strategy sends."""
-    counting = copy.copy(comm)
-    counting.bytes_sent = 0
-    return counting

@@ -2,10 +2,8 @@
 
 A frozen parameter has no gradient, so it costs neither a message nor optimizer state. A layer all
 of whose parameters are frozen, or which has none and whose buffers are meant, keeps its buffers
-too: it runs in evaluation mode, as Keras does it with ``trainable=False``. For BatchNorm that means
-to normalize with the statistics that it came with, which would otherwise drift to those of the new
-data, away from the weights that go with them. Layers without buffers keep their mode: dropout
-between frozen layers stays at work.
+too: it runs in evaluation mode, as Keras does it with ``trainable=False``, so that BatchNorm keeps
+the statistics that go with its weights. Layers without buffers, such as dropout, keep their mode.
 """
 
 from __future__ import annotations

@@ -13,6 +13,7 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar, NamedTuple, TypeAlias
 
+from sparkdl.config import TrainConfig
 from sparkdl.storage.stateful import Stateful
 from sparkdl.sync.exchange_pattern import ModelSize, Pattern, ring_bytes
 
@@ -22,7 +23,6 @@ if TYPE_CHECKING:
 
     from sparkdl.comm.communicator import Communicator
     from sparkdl.comm.compression.compression import Shapes
-    from sparkdl.config import TrainConfig
     from sparkdl.data.plan import TrainPlan
 
 MakeOptimizer = Callable[[Iterable["nn.Parameter"]], "torch.optim.Optimizer"]

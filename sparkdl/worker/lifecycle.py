@@ -1,7 +1,7 @@
 """What every rank of a gang does, whatever its work is.
 
-It sets its key, waits for those of the others, joins torch's process group, works, and reports the
-result to the driver. It knows nothing of Spark: the launcher gives it an environment and an order.
+It meets the others, joins torch's process group, works, and reports the result to the driver. It
+knows nothing of Spark: the launcher gives it an environment and an order.
 """
 
 from __future__ import annotations
@@ -140,7 +140,6 @@ def reported(reporter: Reporter, rank: int, work: Callable[[], Results]) -> Resu
 
 
 def _work(rank: GangRank, work: Callable[[Member], Results], reporter: Reporter) -> Results:
-    """Everything between the start of the process's part and its results."""
     environment, order = rank.environment, rank.order
     nodes = rank.meet()
     with contextlib.ExitStack() as stack:
@@ -185,10 +184,7 @@ class GangRank:
     client: ChannelClient
 
     def meet(self) -> tuple[int, ...]:
-        """Wait for all ranks, compare versions, and find out who shares a node.
-
-        Returns:
-            Number of each rank's node.
+        """Wait for all ranks, and compare versions; returns the number of each rank's node.
 
         Raises:
             ClusterError: a worker runs other versions than the driver.
@@ -207,8 +203,7 @@ class GangRank:
             CommunicationError: not all ranks came in time.
         """
         from sparkdl.comm.communicator import LocalCommunicator, ProcessGroupCommunicator
-        from sparkdl.comm.process_group import process_group
-        from sparkdl.comm.rendezvous_store import ChannelStore
+        from sparkdl.comm.process_group import ChannelStore, process_group
 
         environment, order = self.environment, self.order
         if environment.world_size == 1:
@@ -234,10 +229,9 @@ class GangRank:
             )
 
     def leave(self) -> None:
-        """A rank 0 that hosts the channel leaves last: the others need it to the end.
+        """A rank 0 that hosts the channel leaves last: it waits as long as the others report.
 
-        Not by a collective: the user's function may have ended torch's process group. It waits as
-        long as the others report, for their work may well take longer than its own.
+        Not by a collective: the user's function may have ended torch's process group.
 
         Raises:
             CommunicationError: a rank is silent.
@@ -261,10 +255,7 @@ class GangRank:
                         ) from error
 
     def sign_off(self) -> None:
-        """Tell the rank that hosts the channel that this one needs it no more, whatever happened.
-
-        A failed rank too, or its error would reach the driver only when rank 0 had given it up.
-        """
+        """Tell the rank that hosts the channel that this one, failed or not, needs it no more."""
         if self.environment.rank != 0 and not self.order.driver_hosts_channel:
             self.client.set(f"bye/{self.environment.rank}", b"")
 
@@ -285,9 +276,8 @@ def describe_failure(
     """An exception as plain values.
 
     ``kind`` is ``gang`` for what a restart may heal, ``sparkdl`` for our own errors, which name
-    their remedy, and ``user`` for everything else, with the traceback as this worker formats it.
-    A program that exits says why on stderr, such as how it is to be called: these are its
-    ``last_lines``.
+    their remedy, and ``user`` for everything else. A program that exits has said why on stderr, in
+    its ``last_lines``.
     """
     kind, message = "user", _message(error)
     if isinstance(error, SystemExit) and last_lines:
@@ -310,11 +300,9 @@ def _remedy(error: BaseException) -> str:
             "; the workers cannot import it: send your own modules with --py-files "
             "(spark.submit.pyFiles) or spark.addArtifacts, and install packages there"
         )
-    # Torch has a type for GPUs only.
-    is_torchs = type(error).__name__ == "OutOfMemoryError" or "DefaultCPUAllocator" in _message(
-        error
-    )
-    if isinstance(error, MemoryError) or (isinstance(error, RuntimeError) and is_torchs):
+    signs = type(error).__name__ + _message(error)  # torch has a type for GPUs only
+    of_torch = "OutOfMemoryError" in signs or "DefaultCPUAllocator" in signs
+    if isinstance(error, MemoryError) or (isinstance(error, RuntimeError) and of_torch):
         return (
             "; the worker's memory is too small for this: lower batchSize, or raise "
             "gradientAccumulationSteps, which cuts each batch into smaller ones"
@@ -349,16 +337,10 @@ def checkpoint_writer(order: GangOrder) -> Writer:
 def deliver(
     member: Member, kind: str, name: str, data: Callable[[], Iterable[bytes | memoryview]]
 ) -> Results:
-    """Send a result to the driver: as a file over its channel, else as a row.
+    """Send a result to the driver: as the file ``name`` over its channel, else as a row.
 
     A row, too, where the driver cannot take the file, whose disk may be full: what has been
-    computed must not be lost for that.
-
-    Args:
-        member: this rank.
-        kind: of the row.
-        name: of the file.
-        data: makes the pieces of the result, each time it is called.
+    computed must not be lost for that. ``data`` makes the pieces each time it is called.
     """
     if member.files is not None:
         files = member.files
@@ -397,11 +379,7 @@ def resumed(
 ) -> tuple[CheckpointInfo, Any] | None:
     """The checkpoint to go on from, and its shared part, which rank 0 reads and all ranks get.
 
-    Args:
-        order: names the checkpoint, if there is one.
-        storage: where it lies.
-        comm: all ranks call this.
-        now: what the bits of this run depend on.
+    Collective. ``now`` is what the bits of this run depend on.
 
     Raises:
         CheckpointLost: it cannot be read here, though the driver has read it.

@@ -55,15 +55,10 @@ class Reporter:
         rank: int,
         heartbeat_timeout_seconds: float | None = None,
     ) -> None:
-        """Of one rank in one attempt.
+        """Of one rank in one attempt; without a client nothing is sent.
 
-        Args:
-            client: the way to the driver; None: nothing is sent.
-            attempt: number of the submission.
-            rank: whose reports they are.
-            heartbeat_timeout_seconds: silence after which the driver takes this process for hung; a
-                watcher reports in its place while it computes and cannot run Python. None: no
-                watcher.
+        After a silence of ``heartbeat_timeout_seconds`` the driver takes this process for hung; a
+        watcher reports in its place while it computes and cannot run Python. None: no watcher.
         """
         self._client = client
         self._watcher: Watcher | None = None
@@ -161,10 +156,7 @@ class Reporter:
         except Exception:
             self._failures += 1
             if self._failures == 1:
-                sys.__stderr__.write(  # type: ignore[union-attr] # as in _flush
-                    f"sparkdl rank {self._rank}: a report could not be sent; training goes on\n"
-                    f"{traceback.format_exc()}"
-                )
+                self._complain(f"a report could not be sent\n{traceback.format_exc()}")
 
     def _pause(self) -> float:
         """Seconds until the next report; they double with every failure in a row."""
@@ -183,15 +175,12 @@ class Reporter:
                 events=[self._now(), *events, *_log_event(lines, dropped)],
             )
         except MessageTooLarge as error:  # and would be again, and the worker seem to be silent
-            sys.__stderr__.write(  # type: ignore[union-attr] # as below
-                f"sparkdl rank {self._rank}: a report was dropped; training goes on ({error})\n"
-            )
+            self._complain(f"a report was dropped ({error})")
         except CommunicationError as error:
             self._failures += 1
             if self._failures == _SILENT_FAILURES + 1:
-                sys.__stderr__.write(  # type: ignore[union-attr] # our own handler would recurse
-                    f"sparkdl rank {self._rank}: the driver does not answer; training goes on, "
-                    f"progress and logs wait for it ({error})\n"
+                self._complain(
+                    f"the driver does not answer; progress and logs wait for it ({error})"
                 )
             return
         self._failures = 0
@@ -201,6 +190,11 @@ class Reporter:
             self._num_sent = num_lines
             while len(self._lines) > self._num_lines - num_lines:
                 self._lines.popleft()
+
+    def _complain(self, text: str) -> None:
+        """Not by logging: our own handler would send it."""
+        assert sys.__stderr__ is not None
+        sys.__stderr__.write(f"sparkdl rank {self._rank}: training goes on, but {text}\n")
 
     def _now(self) -> dict[str, Any]:
         if not self._seconds:

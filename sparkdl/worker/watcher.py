@@ -47,8 +47,8 @@ class Watcher:
             timeout_seconds: silence after which a worker counts as hung.
             address: the channel on which it reports in place of this worker, while that computes
                 and says nothing; None: it ends this process instead when that hangs.
-            attempt: what it reports.
-            rank: what it reports.
+            attempt: that of the worker.
+            rank: that of the worker.
         """
         self._order: dict[str, Any] = {
             "pid": os.getpid(),

@@ -14,16 +14,14 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar
+from typing import ClassVar
 
 import torch
 
 from sparkdl.comm.communicator import Communicator, Pending
+from sparkdl.config import TrainConfig
 from sparkdl.errors import ConfigError
 from sparkdl.storage.stateful import Stateful
-
-if TYPE_CHECKING:
-    from sparkdl.config import TrainConfig
 
 Shapes = Sequence[tuple[int, ...]]
 
@@ -137,11 +135,7 @@ def count(shapes: Shapes) -> int:
 
 
 def check_places(numel: int) -> None:
-    """Refuse a bucket that has more values than can be counted in 32 bits.
-
-    Raises:
-        ConfigError: it has.
-    """
+    """Raise `ConfigError` for a bucket that has more values than can be counted in 32 bits."""
     if numel >= 1 << 31:
         raise ConfigError(
             f"places are sent as 32-bit numbers, and a bucket has {numel} values; use "

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import logging
 import mmap
 import os
 import secrets
@@ -19,6 +20,8 @@ import secrets
 from sparkdl.comm.communicator import Communicator
 from sparkdl.errors import GangError
 from sparkdl.runtime.process import free_memory_bytes
+
+logger = logging.getLogger(__name__)
 
 _SPARE_BYTES = 64 << 20
 """What others take between a look at what is free and the end of taking it."""
@@ -52,12 +55,9 @@ class SharedFile:
 
 
 def map_together(local: Communicator, num_bytes: int, everyone: Communicator) -> SharedFile:
-    """Map a new file. Collective over ``everyone``.
+    """Map a new file of ``num_bytes`` for the ranks ``local`` of each node.
 
-    Args:
-        local: the ranks of this node, which get the same file.
-        num_bytes: its size; equal in the node.
-        everyone: all ranks, which get their nodes' files together or not at all.
+    Collective over ``everyone``: all get their nodes' files together or not at all.
 
     Raises:
         NoSharedMemory: on all ranks.
@@ -89,6 +89,12 @@ def agree(everyone: Communicator, problem: str) -> None:
     for rank, answer in enumerate(everyone.all_gather_bytes(problem.encode())):
         if answer:
             raise NoSharedMemory(f"rank {rank}: {answer.decode()}")
+
+
+def say(everyone: Communicator, text: str, *arguments: object) -> None:
+    """Log what all ranks have met: rank 0 as a warning."""
+    level = logging.WARNING if everyone.rank == 0 else logging.DEBUG
+    logger.log(level, text, *arguments)
 
 
 def _open(local: Communicator, num_bytes: int) -> int:

@@ -10,10 +10,53 @@ of ranks, and sums are formed in an order that depends on that number only.
 
 from __future__ import annotations
 
+from collections import deque
+
 import torch
 
-from sparkdl.comm.communicator import Communicator
-from sparkdl.comm.topology.topology import DeferredTopology
+from sparkdl.comm.communicator import Communicator, Pending, Topology
+
+
+class DeferredTopology(Topology):
+    """Sums that take several messages, one after the other: they are made in ``wait()``.
+
+    Sums are made in the order in which they were started. Ranks must also wait in equal order
+    among their other calls.
+    """
+
+    def __init__(self) -> None:
+        self.waiting: deque[_DeferredSum] = deque()
+        """Those that were started and not made yet."""
+
+    def start(self, comm: Communicator, tensor: torch.Tensor) -> Pending:
+        started = _DeferredSum(self, comm, tensor)
+        self.waiting.append(started)
+        return started
+
+    def sum_now(self, comm: Communicator, tensor: torch.Tensor) -> None:
+        """Sum the contiguous ``tensor`` over all ranks, in place."""
+        raise NotImplementedError
+
+
+class _DeferredSum:
+    def __init__(
+        self, topology: DeferredTopology, comm: Communicator, tensor: torch.Tensor
+    ) -> None:
+        self._topology = topology
+        self._comm = comm
+        self._tensor = tensor.detach()
+        self._is_done = False
+
+    def wait(self) -> None:
+        while not self._is_done:
+            self._topology.waiting.popleft().run()
+
+    def run(self) -> None:
+        dense = self._tensor.contiguous()
+        self._topology.sum_now(self._comm, dense)
+        if dense is not self._tensor:
+            self._tensor.copy_(dense)
+        self._is_done = True
 
 
 class Tree(DeferredTopology):
@@ -23,10 +66,9 @@ class Tree(DeferredTopology):
     of its children: see `sent_bytes`.
     """
 
-    def sum_now(self, tensor: torch.Tensor) -> None:
-        with self._counted(self._comm):
-            sum_at_first(self._comm, tensor)
-            spread_from_first(self._comm, tensor)
+    def sum_now(self, comm: Communicator, tensor: torch.Tensor) -> None:
+        sum_at_first(comm, tensor)
+        spread_from_first(comm, tensor)
 
 
 def children(rank: int, world_size: int) -> list[int]:

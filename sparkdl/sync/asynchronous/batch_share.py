@@ -13,14 +13,9 @@ from sparkdl.storage.stateful import Stateful
 class BatchShare(Stateful):
     """Estimates a rank's part, by the samples' weights, in the united batch of a group of ranks.
 
-    The loop says how many samples all ranks have in a step, but not what they weigh and, where
-    the group is a part of the gang, how many of them are the group's. Their weight per sample of
-    all ranks is taken from the closed rounds; the first step's is asked for. Where all ranks are
-    the group and samples count alike, the shares are exact.
-
-    Args:
-        group: the ranks whose batches are united.
-        device: where the communicator wants tensors.
+    The loop says how many samples all ranks have in a step, but not what they weigh and how many of
+    them are the group's. Their weight per sample is taken from the closed rounds; the first step's
+    is asked for. Where all ranks are the group and samples count alike, the shares are exact.
     """
 
     rank_state: ClassVar = ("total", "divisors")

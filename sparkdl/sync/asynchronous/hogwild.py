@@ -9,27 +9,25 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import nn
 
-from sparkdl.comm.communicator import Communicator
+from sparkdl.comm.communicator import Communicator, counting_anew
 from sparkdl.comm.compression.compression import Shapes
 from sparkdl.comm.topology.hierarchical import ranks_by_node
 from sparkdl.comm.topology.shared_memory import NoSharedMemory, map_together
+from sparkdl.config import TrainConfig
 from sparkdl.errors import ClusterError, ConfigError
 from sparkdl.sync.apart import ApartSynchronizer
 from sparkdl.sync.asynchronous.batch_share import BatchShare
 from sparkdl.sync.asynchronous.parameter_slices import check_learning_rates
 from sparkdl.sync.averaging.mean import SHARE_BYTES, MeanOfReplicas
 from sparkdl.sync.averaging.period import check_period
-from sparkdl.sync.collective import counting_anew, plain_bytes
+from sparkdl.sync.collective import plain_bytes
 from sparkdl.sync.exchange_pattern import ModelSize, Pattern
-from sparkdl.sync.strategy import MakeOptimizer, Reduced, SetupArguments, SyncStrategy
-
-if TYPE_CHECKING:
-    from sparkdl.config import TrainConfig
+from sparkdl.sync.strategy import Reduced, SetupArguments, SyncStrategy
 
 _LINE_BYTES = 64
 """Parameters begin at multiples of it, as in memory that torch takes by itself."""
@@ -52,14 +50,8 @@ class Hogwild(SyncStrategy):
     def __post_init__(self) -> None:
         check_period(self.averaging_period)
 
-    @property
-    def deterministic(self) -> bool:
-        """Whose update comes first is a matter of time."""
-        return False
-
-    @property
-    def trains_apart(self) -> bool:
-        return True
+    deterministic = False  # whose update comes first is a matter of time
+    trains_apart = True
 
     def why_not_rounds(self) -> str | None:
         return "the workers of a node share memory, for which they must run at once"
@@ -84,10 +76,8 @@ class Hogwild(SyncStrategy):
             between_nodes=True,
         )
 
-    def setup(
-        self, model: nn.Module, make_optimizer: MakeOptimizer, comm: Communicator
-    ) -> HogwildSynchronizer:
-        return HogwildSynchronizer(model, make_optimizer, comm, period=self.averaging_period)
+    def setup(self, *setup: *SetupArguments) -> HogwildSynchronizer:
+        return HogwildSynchronizer(*setup, period=self.averaging_period)
 
 
 class HogwildSynchronizer(ApartSynchronizer):

@@ -54,14 +54,8 @@ class _Part:
 class SliceExchange:
     """One rank's replica, the slice that it serves, and its ways to those that others serve.
 
-    Collective; every rank has the same parameters, with equal values, and the same state.
-
-    Args:
-        parameters: the replica's; their gradients become views of flat memory.
-        make_optimizer: makes the optimizer.
-        comm: the gang.
-        rules: how servers treat ranks.
-        state: what the slices go on with, as `close_round` gave it.
+    Collective; every rank has the same parameters, with equal values, whose gradients become views
+    of flat memory, and the same ``state``, with which the slices go on as `close_round` gave it.
     """
 
     def __init__(

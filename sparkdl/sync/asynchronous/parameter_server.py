@@ -3,8 +3,7 @@
 It steps the optimizer with each at once, or, where the staleness bound is 0, with the sum of all
 ranks' gradients of a step. A rank's clock counts the steps whose gradients it has pushed; how far
 clocks may be apart is the staleness bound (Ho et al., "More Effective Distributed ML via a Stale
-Synchronous Parallel Parameter Server", NIPS 2013). Everything here is independent of how requests
-arrive: by a call in the same process or over the network.
+Synchronous Parallel Parameter Server", NIPS 2013). How requests arrive makes no difference here.
 """
 
 from __future__ import annotations
@@ -96,13 +95,8 @@ class ServerSlice:
     """The parameters that one rank serves, with their optimizer. Thread-safe.
 
     A rank calls, per step, `push` after it has filled its `inbox` and then, if it wants, `pull`;
-    and `close_round` when it is done with a round.
-
-    Args:
-        parameters: the model's, in its order; copies of those that are served are taken.
-        places: which of them are served.
-        make_optimizer: makes the optimizer.
-        rules: how ranks are treated.
+    and `close_round` when it is done with a round. Of the model's ``parameters``, those at
+    ``places`` are served; copies of them are taken.
     """
 
     def __init__(
@@ -165,7 +159,7 @@ class ServerSlice:
         """Take the gradient in the inbox of ``rank`` for its present step; None: it has none.
 
         Raises:
-            CommunicationError: a rank has gone, or the optimizer has failed.
+            CommunicationError: a rank has gone, or the optimizer has failed, see `failure`.
         """
         with self._changed, torch.no_grad():
             self._raise_if_hopeless()
@@ -260,7 +254,7 @@ class ServerSlice:
         except BaseException as error:
             self.failure = error
             self._changed.notify_all()
-            raise
+            raise CommunicationError(self._trouble()) from error
 
     def _is_fresh_for(self, rank: int) -> bool:
         if self._rules.is_bulk:

@@ -76,11 +76,7 @@ class SlicedOptimizer:
 
     The optimizer is made as for all parameters, so that the user's groups are kept, and those that
     are served elsewhere are taken out of the groups. It must take its parameters from there.
-
-    Args:
-        make_optimizer: makes the optimizer.
-        parameters: all parameters, in the model's order.
-        served: place of each parameter of the slice, and the tensor that is stepped in its stead.
+    ``served`` has, by places, the tensors that are stepped in the parameters' stead.
     """
 
     def __init__(

@@ -20,7 +20,6 @@ from itertools import accumulate
 from typing import Any
 
 import torch
-from torch import nn
 
 from sparkdl.comm.communicator import Communicator
 from sparkdl.comm.compression.compression import Shapes
@@ -28,7 +27,7 @@ from sparkdl.sync.apart import ApartSynchronizer
 from sparkdl.sync.averaging.mean import by_kind, fill, flat_of
 from sparkdl.sync.averaging.period import check_period
 from sparkdl.sync.exchange_pattern import ModelSize, Pattern
-from sparkdl.sync.strategy import MakeOptimizer, SetupArguments, SyncStrategy
+from sparkdl.sync.strategy import SetupArguments, SyncStrategy
 
 VANISHING = torch.finfo(torch.float64).tiny ** 0.5
 """Below this squared norm an update has no direction; its coefficient is 1."""
@@ -51,9 +50,7 @@ class Adasum(SyncStrategy):
     def __post_init__(self) -> None:
         check_period(self.averaging_period)
 
-    @property
-    def trains_apart(self) -> bool:
-        return True
+    trains_apart = True
 
     def why_not_rounds(self) -> str | None:
         return (
@@ -76,10 +73,8 @@ class Adasum(SyncStrategy):
         ratio = pattern.wire_ratio * self.averaging_period if world_size > 1 else 1.0
         return replace(pattern, period=self.averaging_period, wire_ratio=ratio)
 
-    def setup(
-        self, model: nn.Module, make_optimizer: MakeOptimizer, comm: Communicator
-    ) -> AdasumSynchronizer:
-        return AdasumSynchronizer(model, make_optimizer, comm, period=self.averaging_period)
+    def setup(self, *setup: *SetupArguments) -> AdasumSynchronizer:
+        return AdasumSynchronizer(*setup, period=self.averaging_period)
 
 
 class AdasumSynchronizer(ApartSynchronizer):

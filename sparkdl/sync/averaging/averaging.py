@@ -17,19 +17,17 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, get_args
 
 import torch
-from torch import nn
 
-from sparkdl.comm.communicator import Communicator
 from sparkdl.comm.compression.compression import Shapes
-from sparkdl.errors import ConfigError
+from sparkdl.config import require
 from sparkdl.storage.stateful import Stateful
 from sparkdl.sync.apart import ApartSynchronizer
 from sparkdl.sync.averaging.mean import SHARE_BYTES, MeanOfReplicas
 from sparkdl.sync.averaging.period import FixedPeriod, Period, RoundReport
 from sparkdl.sync.collective import CollectiveStrategy
 from sparkdl.sync.exchange_pattern import ModelSize, Pattern
-from sparkdl.sync.strategy import MakeOptimizer, SetupArguments, Synchronizer
-from sparkdl.sync.weight_changes import Changes
+from sparkdl.sync.gradient_buckets import Changes
+from sparkdl.sync.strategy import SetupArguments, Synchronizer
 
 if TYPE_CHECKING:
     from sparkdl.sync.averaging.outer_step import OuterRule
@@ -42,9 +40,7 @@ Weighting = Literal["examples", "equal"]
 class AveragingStrategy(CollectiveStrategy):
     """Base of strategies whose replicas train apart in rounds and then take their mean."""
 
-    @property
-    def trains_apart(self) -> bool:
-        return True
+    trains_apart = True
 
     @property
     def weighting(self) -> Weighting:
@@ -113,10 +109,8 @@ class AveragingStrategy(CollectiveStrategy):
         period = self.make_period()
         return replace(pattern, period=period.steps(0), target_share=period.target_share)
 
-    def setup(
-        self, model: nn.Module, make_optimizer: MakeOptimizer, comm: Communicator
-    ) -> Synchronizer:
-        return AveragingSynchronizer(model, make_optimizer, comm, strategy=self)
+    def setup(self, *setup: *SetupArguments) -> Synchronizer:
+        return AveragingSynchronizer(*setup, strategy=self)
 
 
 def check_choices(*, weighting: str = "equal", optimizer_state: str = "keep") -> None:
@@ -125,12 +119,10 @@ def check_choices(*, weighting: str = "equal", optimizer_state: str = "keep") ->
     Raises:
         ConfigError: one of them is something else.
     """
-    if weighting not in get_args(Weighting):
-        raise ConfigError(f"weighting must be 'examples' or 'equal'; received {weighting!r}")
-    if optimizer_state not in get_args(OptimizerState):
-        raise ConfigError(
-            f"optimizer_state must be 'average', 'reset' or 'keep'; received {optimizer_state!r}"
-        )
+    rule = "weighting must be 'examples' or 'equal'"
+    require(weighting in get_args(Weighting), rule, weighting)
+    rule = "optimizer_state must be 'average', 'reset' or 'keep'"
+    require(optimizer_state in get_args(OptimizerState), rule, optimizer_state)
 
 
 class AveragingSynchronizer(ApartSynchronizer):

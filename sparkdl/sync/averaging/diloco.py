@@ -20,6 +20,7 @@ from torch import nn
 
 from sparkdl.comm.communicator import Communicator
 from sparkdl.comm.compression.compression import Shapes
+from sparkdl.config import require
 from sparkdl.errors import ConfigError
 from sparkdl.storage.stateful import Stateful
 from sparkdl.sync.apart import OwnWeightsSynchronizer
@@ -27,8 +28,8 @@ from sparkdl.sync.averaging.averaging import AveragingStrategy, OptimizerState
 from sparkdl.sync.averaging.mean import SHARE_BYTES, MeanOfReplicas
 from sparkdl.sync.averaging.outer_step import OuterOptimizer
 from sparkdl.sync.averaging.period import FixedPeriod, Period, check_period
-from sparkdl.sync.strategy import MakeOptimizer, SetupArguments, Synchronizer
-from sparkdl.sync.weight_changes import Changes
+from sparkdl.sync.gradient_buckets import Changes
+from sparkdl.sync.strategy import SetupArguments, Synchronizer
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,14 +74,10 @@ class DiLoCo(AveragingStrategy):
                 f"overlap_steps must be in [0, averaging_period); received {self.overlap_steps}: "
                 "a fragment must have arrived before it is sent again"
             )
-        if self.mixing is not None and not 0 <= self.mixing < 1:
-            raise ConfigError(
-                f"mixing must be in [0, 1); received {self.mixing}: with 1 replicas never agree"
-            )
-        if not self.outer_learning_rate > 0:
-            raise ConfigError(
-                f"outer_learning_rate must be positive; received {self.outer_learning_rate}"
-            )
+        mixing, rate = self.mixing, self.outer_learning_rate
+        rule = "mixing must be in [0, 1): with 1 replicas never agree"
+        require(mixing is None or 0 <= mixing < 1, rule, mixing)
+        require(rate > 0, "outer_learning_rate must be positive", rate)
         self.make_outer(1)
 
     @property
@@ -127,17 +124,15 @@ class DiLoCo(AveragingStrategy):
             sent += some + SHARE_BYTES * (world_size - 1)
         return sent / self.averaging_period
 
-    def setup(
-        self, model: nn.Module, make_optimizer: MakeOptimizer, comm: Communicator
-    ) -> Synchronizer:
+    def setup(self, *setup: *SetupArguments) -> Synchronizer:
         """See `SyncStrategy.setup`.
 
         Raises:
             ConfigError: the model has fewer layers than fragments are wanted.
         """
         if self.is_streaming:
-            return StreamingSynchronizer(model, make_optimizer, comm, strategy=self)
-        return super().setup(model, make_optimizer, comm)
+            return StreamingSynchronizer(*setup, strategy=self)
+        return super().setup(*setup)
 
 
 class _Fragment(Stateful):

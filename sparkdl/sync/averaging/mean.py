@@ -23,13 +23,7 @@ and its learning rate."""
 
 
 class MeanOfReplicas:
-    """Replaces what the ranks hold by the mean over ranks. All methods are collective.
-
-    Args:
-        model: the rank's replica.
-        optimizer: its optimizer.
-        comm: the gang.
-    """
+    """Replaces what the ranks hold by the mean over ranks. All methods are collective."""
 
     def __init__(
         self, model: nn.Module, optimizer: torch.optim.Optimizer, comm: Communicator

@@ -1,8 +1,6 @@
-"""The mean of several replicas' states, by the same pure function in a gang and in rounds.
+"""The mean of several replicas' states, as a pure function.
 
-A state is a tree of dicts, lists and tuples, such as ``{"model": state_dict, "optimizer":
-optimizer.state_dict()}``. The mean of means is the mean: a tree of merges gives what one merge
-gives, up to rounding.
+The mean of means is the mean: a tree of merges gives what one merge gives, up to rounding.
 """
 
 from __future__ import annotations
@@ -27,7 +25,7 @@ def merge(states: Sequence[Any], weights: Sequence[float]) -> Any:
     weight. Keys that a state lacks (an optimizer that never stepped) count for the others only.
 
     Args:
-        states: trees of equal shape, but for missing keys.
+        states: trees of dicts, lists and tuples, of equal shape but for missing keys.
         weights: one per state, not negative, such as the numbers of samples they have seen.
 
     Raises:

@@ -46,12 +46,7 @@ class OuterRule(Stateful, ABC):
 
 
 class MomentumRule(OuterRule):
-    """A rule that remembers one tensor per parameter.
-
-    Args:
-        momentum: part of what is remembered that goes on.
-        learning_rate: what a round's change is multiplied by.
-    """
+    """A rule that remembers one tensor per parameter, of which a part ``momentum`` goes on."""
 
     saved_as: ClassVar[str]
     """The tensors' name in the state."""

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 import torch
 
+from sparkdl.config import require
 from sparkdl.errors import ConfigError
 from sparkdl.sync.averaging.averaging import (
     AveragingStrategy,
@@ -42,12 +43,9 @@ class SlowMo(AveragingStrategy):
 
     def __post_init__(self) -> None:
         check_period(self.averaging_period)
-        if not 0 <= self.slow_momentum < 1:
-            raise ConfigError(f"slow_momentum must be in [0, 1); received {self.slow_momentum}")
-        if not self.slow_learning_rate > 0:
-            raise ConfigError(
-                f"slow_learning_rate must be positive; received {self.slow_learning_rate}"
-            )
+        momentum, rate = self.slow_momentum, self.slow_learning_rate
+        require(0 <= momentum < 1, "slow_momentum must be in [0, 1)", momentum)
+        require(rate > 0, "slow_learning_rate must be positive", rate)
         check_choices(optimizer_state=self.optimizer_state)
 
     def make_period(self) -> Period:

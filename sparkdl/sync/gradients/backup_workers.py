@@ -39,13 +39,13 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 
 from sparkdl.comm.communicator import Communicator
+from sparkdl.config import TrainConfig
 from sparkdl.errors import CommunicationError, ConfigError
 from sparkdl.sync.gradient_buckets import BucketSums
 from sparkdl.sync.gradients.gradient_sums import AllReduceSynchronizer
 from sparkdl.sync.strategy import Reduced, SetupArguments
 
 if TYPE_CHECKING:
-    from sparkdl.config import TrainConfig
     from sparkdl.sync.collective import CollectiveStrategy
 
 MAX_LAG = 4
@@ -170,11 +170,7 @@ class ConcludedStep(NamedTuple):
 class StepThread(threading.Thread):
     """Concludes steps with the threads of the other ranks, whatever its main thread does.
 
-    Args:
-        comm: a group that nobody else uses.
-        quorum: ranks that conclude a step.
-        flats: the buckets.
-        messages: sums the buckets.
+    ``quorum`` ranks conclude a step; nobody else uses ``comm``.
     """
 
     def __init__(

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from sparkdl.sync.collective import counting_anew
+from sparkdl.comm.communicator import counting_anew
 from sparkdl.sync.gradient_buckets import Bucket, BucketSums, FlatGradients
 from sparkdl.sync.strategy import Reduced, SetupArguments, Synchronizer
 

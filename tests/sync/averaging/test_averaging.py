@@ -113,7 +113,7 @@ def test_alone_nothing_changes() -> None:
 
 
 def test_auto_period_finds_the_share() -> None:
-    period = AutoPeriod(share=0.1, first=4)
+    period = AutoPeriod(share=0.1)
     for _ in range(30):
         steps = period.steps(0)
         period.observe(
