@@ -8,6 +8,7 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Sequence
+from datetime import timedelta
 from typing import Any, Protocol
 
 import torch
@@ -209,7 +210,6 @@ class ProcessGroupCommunicator(Communicator):
         *,
         nodes: Sequence[int] | None = None,
         device: str = "cpu",
-        options: Any = None,
         timeout_seconds: float = 600.0,
         address: str = "127.0.0.1",
         certificate: Certificate | None = None,
@@ -217,9 +217,8 @@ class ProcessGroupCommunicator(Communicator):
     ) -> None:
         """Wrap ``group``, or the default one.
 
-        ``nodes`` are the ranks' (None: all are on one), ``device`` is where their tensors are, and
-        ``options`` are what `process_group` gave, for the groups that `split` makes. The rest is as
-        the class names it, and equal to what `process_group` was given.
+        ``nodes`` are the ranks' (None: all are on one), ``device`` is where their tensors are. The
+        rest is as the class names it, and equal to what `process_group` was given.
         """
         self.rank = dist.get_rank(group)
         self.world_size = dist.get_world_size(group)
@@ -231,7 +230,6 @@ class ProcessGroupCommunicator(Communicator):
         self.certificate = certificate
         self.topology = Topology()
         self._device = device
-        self._options = options
         self._group = group
 
     @property
@@ -323,7 +321,8 @@ class ProcessGroupCommunicator(Communicator):
         assert sorted(rank for group in groups for rank in group) == list(range(self.world_size))
         mine = next(group for group in groups if self.rank in group)
         with peer_errors("split"):
-            parts = [dist.new_group(sorted(group), pg_options=self._options) for group in groups]
+            seconds = timedelta(seconds=self.timeout_seconds)
+            parts = [dist.new_group(sorted(group), timeout=seconds) for group in groups]
         return ProcessGroupCommunicator(
             nodes=numbered([self.nodes[rank] for rank in sorted(mine)]),
             device=self._device,

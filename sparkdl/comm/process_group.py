@@ -7,6 +7,7 @@ from a mistake in the user's code.
 from __future__ import annotations
 
 import contextlib
+import os
 import time
 from collections.abc import Iterator, Sequence
 from datetime import timedelta
@@ -33,37 +34,36 @@ def process_group(
     world_size: int,
     timeout_seconds: float,
     address: str | None = None,
-) -> Iterator[Any]:
+) -> Iterator[None]:
     """Initialize torch's default process group, and destroy it at the end, also after a failure.
 
-    Yields the backend's options, which groups of fewer ranks need too, or None. ``timeout_seconds``
-    is the longest wait in one collective, ``address`` one of this host that the peers can reach;
-    None lets gloo look it up.
+    ``timeout_seconds`` is the longest wait in one collective, ``address`` one of this host that the
+    peers can reach. None, or ``GLOO_SOCKET_IFNAME`` in the environment, lets gloo look it up.
 
     Raises:
         CommunicationError: the peers did not meet in time.
     """
-    options: Any = None
-    if backend == "gloo" and address is not None:
-        options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
-        options._devices = [dist.ProcessGroupGloo.create_device(hostname=address)]
-        options._timeout = timedelta(seconds=timeout_seconds)
+    c10d = dist.distributed_c10d
+    torchs = c10d.ProcessGroupGloo
+    if address is not None and "GLOO_SOCKET_IFNAME" not in os.environ:
+        c10d.ProcessGroupGloo = gloo_at(address)  # type: ignore[misc]
     # torch names keys of the store by a number of the group, and counts groups that could not be
     # made: after a failure this process would wait for other keys than those that its peers set.
-    dist.distributed_c10d._world.group_count = 0
-    with peer_errors("rendezvous"):
-        dist.init_process_group(
-            backend,
-            store=store,
-            rank=rank,
-            world_size=world_size,
-            timeout=timedelta(seconds=timeout_seconds),
-            pg_options=options,
-        )
-    group = dist.group.WORLD
+    c10d._world.group_count = 0
+    group = None
     try:
-        yield options
+        with peer_errors("rendezvous"):
+            dist.init_process_group(
+                backend,
+                store=store,
+                rank=rank,
+                world_size=world_size,
+                timeout=timedelta(seconds=timeout_seconds),
+            )
+        group = dist.group.WORLD
+        yield
     finally:
+        c10d.ProcessGroupGloo = torchs  # type: ignore[misc]
         if dist.is_initialized():  # the user's own code may have destroyed it
             dist.destroy_process_group()
         # Whoever drops the last reference of a gloo group (a DDP model has one) holds the GIL while
@@ -72,6 +72,24 @@ def process_group(
         # and the threads get the time.
         time.sleep(_SETTLE_SECONDS)
         del group
+
+
+def gloo_at(address: str) -> Any:
+    """Torch's groups of gloo, on an address of this host.
+
+    Torch itself makes them without the options that it is given, at what the host's name resolves
+    to, and does so for all groups of a process.
+    """
+    torchs: Any = dist.ProcessGroupGloo
+
+    class GlooAt(torchs):  # type: ignore[misc]
+        def __init__(self, store: Store, rank: int, size: int, timeout: timedelta) -> None:
+            options = torchs._Options()
+            options._devices = [torchs.create_device(hostname=address)]
+            options._timeout = timeout
+            super().__init__(store, rank, size, options)
+
+    return GlooAt
 
 
 @contextlib.contextmanager

@@ -216,13 +216,12 @@ class GangRank:
             world_size=environment.world_size,
             timeout_seconds=order.collective_timeout_seconds,
             address=environment.address,
-        ) as options:
+        ):
             # A rank that is done before its peer has opened all connections would close them on it.
             self._gather("met", b"")
             yield ProcessGroupCommunicator(
                 nodes=nodes,
                 device=str(device),
-                options=options,
                 timeout_seconds=order.collective_timeout_seconds,
                 address=environment.address,
                 certificate=environment.channel.worker,
