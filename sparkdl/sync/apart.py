@@ -42,7 +42,6 @@ class ApartSynchronizer(Synchronizer):
         self._gradients.zero()
 
     def no_sync(self) -> contextlib.AbstractContextManager[None]:
-        """See `Synchronizer.no_sync`; there is nothing that would be sent."""
         return contextlib.nullcontext()
 
     def reduce_gradients(self, sums: torch.Tensor, divisor: float) -> Reduced:

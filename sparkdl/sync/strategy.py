@@ -98,13 +98,8 @@ class SyncStrategy(ABC):
     def bytes_per_step(self, shapes: Shapes, element_size: int, world_size: int) -> float | None:
         """Bytes that one rank sends per step for the parameters' sake, on average, by formula.
 
-        Args:
-            shapes: those of the trained parameters.
-            element_size: bytes of one number.
-            world_size: number of ranks, all on nodes of their own.
-
-        Returns:
-            None where it depends on the data, or where there is no formula.
+        ``shapes`` are those of the trained parameters, ``element_size`` are the bytes of a number;
+        each rank is on a node of its own. None where it depends on the data, or has no formula.
         """
         return None
 

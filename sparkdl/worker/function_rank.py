@@ -284,11 +284,7 @@ def environment_variables(place: Context) -> Iterator[None]:
 
 
 def pickled(value: Any) -> bytes:
-    """As bytes that `unpickled` reads, also where there is no GPU.
-
-    Raises:
-        ConfigError: it cannot be pickled.
-    """
+    """As bytes that `unpickled` reads, also where there is no GPU; ConfigError if impossible."""
     import torch
 
     buffer = io.BytesIO()

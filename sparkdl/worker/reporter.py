@@ -284,9 +284,7 @@ def _drawn(line: str) -> str:
 def captured_output(reporter: Reporter) -> Iterator[Callable[[], list[str]]]:
     """Send prints and log records of this process to the driver, for the time of the block.
 
-    Rank 0 speaks at INFO, the others at WARNING; everything printed is sent by every rank.
-
-    Yields a function that gives the last lines of stderr.
+    Rank 0 speaks at INFO, the others at WARNING. Yields what gives the last lines of stderr.
     """
     root = logging.getLogger()
     handler, level = _Handler(reporter), root.level

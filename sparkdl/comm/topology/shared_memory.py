@@ -1,11 +1,10 @@
 """Memory that the processes of one node share, through a file that has no name anywhere.
 
 Rank 0 makes an anonymous file in memory (``memfd_create``), which its peers open by way of its
-entry in ``/proc``. The kernel frees it with the last process that has it open or mapped, so nothing
-is left behind, whatever happens; and the size of ``/dev/shm``, 64 MB in many containers, is no
-limit. All pages are taken at once (``posix_fallocate``), so that a lack of memory is an error here,
-instead of a signal at some later access. Where the machine or a control group (a container) has no
-room for them the kernel would end a process even so; hence what is free is looked at first.
+entry in ``/proc``. The kernel frees it with the last process that has it open or mapped; and the
+size of ``/dev/shm``, 64 MB in many containers, is no limit. All pages are taken at once
+(``posix_fallocate``), so that a lack of memory is an error here, instead of a signal at some later
+access. A machine or container without room would end a process even so: what is free is looked at.
 """
 
 from __future__ import annotations
@@ -32,12 +31,7 @@ class NoSharedMemory(GangError):
 
 
 class SharedFile:
-    """Zeros that all ranks of a node have mapped.
-
-    Attributes:
-        buffer: the mapping. It lives as long as anything that refers to it.
-        descriptor: the open file, until `close`.
-    """
+    """Zeros that all ranks of a node have mapped: ``buffer``, and ``descriptor`` until `close`."""
 
     def __init__(self, descriptor: int, num_bytes: int) -> None:
         flags = mmap.MAP_SHARED | getattr(mmap, "MAP_POPULATE", 0)

@@ -94,11 +94,9 @@ class SharedSum:
         return region.own[:num_bytes].view(dtype)
 
     def start(self, tensor: torch.Tensor, between: Between | None = None) -> Pending:
-        """Start to sum ``tensor``; much of a large one that is not from `allocate` is summed now.
+        """Start to sum ``tensor``, which `is_summable`; ``between`` happens to each rank's share.
 
-        Args:
-            tensor: dense, on the CPU, of a type that `is_summable` admits.
-            between: what happens to each rank's share before it is distributed; None: nothing.
+        Much of a large one that is not from `allocate` is summed now.
 
         Raises:
             CommunicationError: a peer is gone.

@@ -107,8 +107,8 @@ class AsyncSGD(SyncStrategy):
         """See `SyncStrategy.pattern`: a push to all slices, and now and then a pull from them.
 
         Every rank serves a ``W``-th, so each way carries ``(W - 1) / W`` of the bytes in and as
-        many out; the messages of a push start together, so that their latencies do not add up. A
-        push is answered before the pull is sent, so the link is used in one direction at a time.
+        many out; the messages of a push start together. A push is answered before the pull is
+        sent, so the link is used in one direction at a time.
         """
         ways = 1 + 1 / self.pull_period
         sent = ways * (world_size - 1) / world_size * size.gradient_bytes
@@ -129,9 +129,8 @@ class AsyncSGD(SyncStrategy):
 class AsyncSynchronizer(Synchronizer):
     """See `AsyncSGD`.
 
-    Servers begin with the first step, when a resumed run's state is known. Rounds end when the
-    loop wants them to: `close_round` waits for all ranks, and then all have equal weights and the
-    whole optimizer's state, so that the number of ranks may change in between.
+    Servers begin with the first step, when a resumed run's state is known. When a round is closed
+    all ranks have equal weights and the whole optimizer's state, so that their number may change.
     """
 
     trains_apart = True
@@ -157,7 +156,6 @@ class AsyncSynchronizer(Synchronizer):
 
     @property
     def bytes_sent(self) -> int:
-        """See `Synchronizer.bytes_sent`: gradients, weights and states of optimizers."""
         return 0 if self._exchange is None else self._exchange.bytes_sent
 
     def zero_gradients(self) -> None:
@@ -170,7 +168,6 @@ class AsyncSynchronizer(Synchronizer):
         self._exchange.zero_gradients()
 
     def no_sync(self) -> contextlib.nullcontext[None]:
-        """See `Synchronizer.no_sync`; gradients travel after the step."""
         return contextlib.nullcontext()
 
     def reduce_gradients(self, sums: torch.Tensor, divisor: float) -> Reduced:

@@ -83,8 +83,7 @@ class Hogwild(SyncStrategy):
 class HogwildSynchronizer(ApartSynchronizer):
     """See `Hogwild`.
 
-    While a round is closed each rank has a copy of the weights for itself, so that nobody sees
-    them change: not who evaluates, nor who writes a checkpoint or loads one.
+    While a round is closed each rank has a copy of the weights for itself, which nobody changes.
     """
 
     keeps_optimizer = True
@@ -124,7 +123,6 @@ class HogwildSynchronizer(ApartSynchronizer):
 
     @property
     def bytes_sent(self) -> int:
-        """See `Synchronizer.bytes_sent`: what the first rank of a node sends to other nodes."""
         return 0 if self._across is None else self._across.bytes_sent
 
     def zero_gradients(self) -> None:
@@ -134,7 +132,6 @@ class HogwildSynchronizer(ApartSynchronizer):
         super().zero_gradients()
 
     def reduce_gradients(self, sums: torch.Tensor, divisor: float) -> Reduced:
-        """See `Synchronizer.reduce_gradients`; collective in the node in the first step only."""
         self._present_share = self._share.of(sums[1].item(), divisor)
         return super().reduce_gradients(sums, divisor)
 
@@ -160,7 +157,6 @@ class HogwildSynchronizer(ApartSynchronizer):
         self._is_closed = True
 
     def close(self) -> None:
-        """See `Synchronizer.close`; the shared memory goes with the last tensor that uses it."""
         if not self._is_closed:
             torch._foreach_copy_(self._own, self._shared)
             self._use(self._own)

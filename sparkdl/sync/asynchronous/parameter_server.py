@@ -27,14 +27,10 @@ _EPSILON = 1e-7
 
 
 class Compensation:
-    """``g + lambda g g (w - w_old)``, element by element.
+    """``g + lambda g g (w - w_old)``, element by element; see `AsyncSGD.delay_compensation`.
 
-    Args:
-        strength: lambda.
-        decay: None holds lambda constant (DC-ASGD-c). Otherwise lambda is divided by the root of
-            a running mean of squared gradients, which keeps so much of itself at each gradient
-            (DC-ASGD-a, the paper's ``m``).
-        make_buckets: zeros in the layout of the gradients.
+    ``strength`` is lambda, ``decay`` the paper's ``m``; ``make_buckets`` gives zeros in the layout
+    of the gradients.
     """
 
     def __init__(
@@ -97,6 +93,10 @@ class ServerSlice:
     A rank calls, per step, `push` after it has filled its `inbox` and then, if it wants, `pull`;
     and `close_round` when it is done with a round. Of the model's ``parameters``, those at
     ``places`` are served; copies of them are taken.
+
+    Raises, from these methods:
+        CommunicationError: a rank has gone or is too late, or the optimizer has failed; see
+            `failure`.
     """
 
     def __init__(
@@ -156,11 +156,7 @@ class ServerSlice:
             return self._inboxes[rank]
 
     def push(self, rank: int, push: Push | None) -> None:
-        """Take the gradient in the inbox of ``rank`` for its present step; None: it has none.
-
-        Raises:
-            CommunicationError: a rank has gone, or the optimizer has failed, see `failure`.
-        """
+        """Take the gradient in the inbox of ``rank`` for its present step; None: it has none."""
         with self._changed, torch.no_grad():
             self._raise_if_hopeless()
             self._clocks[rank] += 1
@@ -172,22 +168,14 @@ class ServerSlice:
             self._changed.notify_all()
 
     def pull(self, rank: int) -> list[Bucket]:
-        """The weights, as soon as they are as fresh as the rules want; valid until the next push.
-
-        Raises:
-            CommunicationError: a rank has gone or is too late, or the optimizer has failed.
-        """
+        """The weights, as soon as they are as fresh as the rules want; valid until a push."""
         with self._changed, torch.no_grad():
             self._raise_if_hopeless()
             self._wait_until(lambda: self._is_fresh_for(rank))
             return self._outbox(rank)
 
     def close_round(self, rank: int) -> tuple[list[Bucket], Snapshot]:
-        """Wait for all ranks to close the round; the weights and the state that it ended with.
-
-        Raises:
-            CommunicationError: a rank has gone or is too late, or the optimizer has failed.
-        """
+        """Wait for all ranks to close the round; the weights and the state that it ended with."""
         with self._changed, torch.no_grad():
             self._raise_if_hopeless()
             self._closing.add(rank)

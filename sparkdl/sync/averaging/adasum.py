@@ -138,12 +138,7 @@ def combine(flat: torch.Tensor, sizes: Sequence[int], comm: Communicator) -> Non
     Recursive vector halving and doubling: at each level ranks at twice the distance swap halves of
     what they hold, so that each combines a part, and in the end they collect the parts on the same
     ways. Of ``W = 2^k + e`` ranks, the last ``e`` first give theirs to the first ``e``, and get the
-    result from them.
-
-    Args:
-        flat: parameter tensors one after the other, ``(numel,)``.
-        sizes: their lengths.
-        comm: the gang.
+    result from them. ``flat`` are parameter tensors of ``sizes`` one after the other, ``(numel,)``.
     """
     _, size, num_extra = _tree(comm.world_size)
     if comm.rank >= size:

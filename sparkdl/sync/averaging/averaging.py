@@ -2,10 +2,8 @@
 
 Every replica trains alone for a round of steps; then all continue from the mean of their
 parameters, buffers and, if wanted, optimizer states, each weighted by the samples it has seen
-(McDonald et al., "Distributed Training Strategies for the Structured Perceptron", 2010; Zhang et
-al., "Deep Learning with Elastic Averaging SGD", 2015, for the family; Deeplearning4j's
-``ParameterAveragingTrainingMaster`` for the form). What the next round begins from is the mean
-itself or what an `OuterRule` makes of it.
+(McDonald et al., "Distributed Training Strategies for the Structured Perceptron", 2010), or from
+what an `OuterRule` makes of it.
 """
 
 from __future__ import annotations
@@ -78,8 +76,7 @@ class AveragingStrategy(CollectiveStrategy):
     def bytes_per_step(self, shapes: Shapes, element_size: int, world_size: int) -> float | None:
         """See `SyncStrategy.bytes_per_step`; without the optimizer's state and buffers.
 
-        For rounds of full length: those that an epoch's end cuts short cost as much. A message
-        about shares goes before.
+        For rounds of full length: those that an epoch's end cuts short cost as much.
         """
         period = self.make_period()
         sent = self.exchange_bytes(shapes, element_size, world_size)

@@ -72,16 +72,16 @@ class MomentumRule(OuterRule):
 class OuterOptimizer(OuterRule):
     """An optimizer of torch, stepped once a round with ``anchor - mean`` as the gradient.
 
-    Args:
-        name: a class of ``torch.optim`` that works step by step, in any case.
-        options: its options, with ``lr``.
+    Its ``name`` is that of a class of ``torch.optim`` that works step by step, in any case.
 
     Raises:
         ConfigError: there is no such optimizer, or it refuses the options.
     """
 
     def __init__(self, name: str, options: Mapping[str, Any]) -> None:
-        self._kind = _find(name)
+        if name.lower() not in TORCH_OPTIMIZERS:
+            raise unknown("outer_optimizer", name, TORCH_OPTIMIZERS)
+        self._kind: Any = TORCH_OPTIMIZERS[name.lower()]
         self._options = dict(options)
         self._optimizer: torch.optim.Optimizer | None = None
         self._weights: list[torch.Tensor] = []
@@ -122,9 +122,3 @@ class OuterOptimizer(OuterRule):
                 f"outer optimizer {self._kind.__name__} refused {self._options}: {error}"
             ) from error
         return made
-
-
-def _find(name: str) -> Any:
-    if name.lower() not in TORCH_OPTIMIZERS:
-        raise unknown("outer_optimizer", name, TORCH_OPTIMIZERS)
-    return TORCH_OPTIMIZERS[name.lower()]
