@@ -2,10 +2,8 @@
 
 One Arrow Flight server per run carries rendezvous keys, heartbeats, progress, log lines and the
 checkpoints that the driver keeps. It speaks TLS with those only who show the certificate of this
-run's workers, and does what `access` allows them. The server lives on the driver; where executors
-cannot reach that (Spark Connect from afar), rank 0 hosts the keys.
-
-Never use a client in a process that forks afterwards: gRPC does not survive a fork.
+run's workers, and does what `access` allows them. It lives on the driver; where executors cannot
+reach that, rank 0 hosts the keys. A process with a client must not fork: gRPC does not survive it.
 """
 
 from __future__ import annotations

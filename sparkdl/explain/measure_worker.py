@@ -88,7 +88,7 @@ def _measure(order: MeasureOrder, member: Member) -> Results:
     began, comm = time.perf_counter(), member.comm
     steps = step_timer(order, member)
     report: dict[str, Any] = {
-        "node": member.nodes[comm.rank],
+        "node": comm.nodes[comm.rank],
         "device": member.device.type,
         "levels": _levels(steps, order, member),
         "optimizer_bytes": steps.optimizer_bytes,
@@ -149,7 +149,7 @@ def _levels(steps: StepTimer, order: MeasureOrder, member: Member) -> list[list[
     sizes = tuple(dict.fromkeys((size, max(1, size // 2), max(1, size // 4))))
     found: list[list[dict[str, Any]]] = []
     for number, (ranks_per_node, threads) in enumerate(order.places):
-        works = at_work(order.plan, member.nodes, comm.rank, ranks_per_node)
+        works = at_work(order.plan, comm.nodes, comm.rank, ranks_per_node)
         found.append([])
         for batch_size in sizes if number == 0 else sizes[:1]:
             with torch_threads(threads):

@@ -9,16 +9,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 import torch
 from torch import nn
 
 from sparkdl.comm.communicator import Communicator, Pending
+from sparkdl.comm.compression.compression import Compression, Shapes
 from sparkdl.storage.stateful import Stateful
-
-if TYPE_CHECKING:
-    from sparkdl.comm.compression.compression import Compression, Shapes
 
 T = TypeVar("T")
 

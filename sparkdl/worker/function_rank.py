@@ -128,7 +128,7 @@ def _call(order: FunctionOrder, member: Member) -> Results:
             save = partial(manager.save, rank_state={})
         place = Context(
             rank=comm.rank,
-            nodes=member.nodes,
+            nodes=comm.nodes,
             device=member.device,
             num_restarts=order.attempt,
             sets=order.sets,

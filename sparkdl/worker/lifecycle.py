@@ -88,8 +88,6 @@ class GangOrder:
 class Member:
     """A rank that has met its peers, and what it can use."""
 
-    nodes: tuple[int, ...]
-    """Number of each rank's node."""
     comm: Communicator
     device: torch.device
     client: ChannelClient
@@ -162,14 +160,7 @@ def _work(rank: GangRank, work: Callable[[Member], Results], reporter: Reporter)
             files = ChannelStorage(environment.channel, timeout_seconds=seconds)
             stack.enter_context(contextlib.closing(files))
         results = work(
-            Member(
-                nodes=nodes,
-                comm=comm,
-                device=device,
-                client=rank.client,
-                files=files,
-                reporter=reporter,
-            )
+            Member(comm=comm, device=device, client=rank.client, files=files, reporter=reporter)
         )
         rank.leave()
         return results

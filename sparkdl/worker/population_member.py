@@ -1,8 +1,7 @@
 """A round task's work for a population: it trains one member on a shard, or measures several.
 
-A member's state comes in parts, each as `checkpoint_format.encode` wrote it, so that the driver
-passes on what it got without looking into it: ``model``, and ``rest``, which is optimizer,
-schedule and scaler.
+A member's state comes in parts, which the driver passes on without looking into them: ``model``,
+and ``rest``, which is optimizer, schedule and scaler.
 """
 
 from __future__ import annotations

@@ -264,9 +264,6 @@ class _Tee(io.TextIOBase):
     def fileno(self) -> int:
         return self.original.fileno()
 
-    def isatty(self) -> bool:
-        return False
-
     def writable(self) -> bool:
         return True
 

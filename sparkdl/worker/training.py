@@ -127,7 +127,7 @@ def _train(order: WorkOrder, member: Member) -> Results:
             checkpoints=checkpoints,
             resume=_resume_point(order, storage, files, comm),
             observer=reporter,
-            looks=order.looks if member.client is not None else None,
+            looks=order.looks,
         )
         reporter.phase("finish")
         if checkpoints is not None and order.storage_url is not None:

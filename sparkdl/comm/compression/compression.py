@@ -3,9 +3,8 @@
 Two objects, as for strategies: `Compression` holds the options and travels to the executors,
 `Compressor` is the compression at work on one bucket of one rank.
 
-What is compressed is a rank's *share*: the shares of all ranks add up to the mean. A rank's own
-estimate of that mean is therefore ``world_size * share``, and options with a unit, such as
-thresholds, are meant for that estimate. So they mean the same on any number of ranks.
+What is compressed is a rank's *share*: the shares of all ranks add up to the mean. Options with a
+unit, such as thresholds, are meant for ``world_size * share``, a rank's own estimate of the mean.
 """
 
 from __future__ import annotations

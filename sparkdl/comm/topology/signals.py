@@ -1,15 +1,14 @@
 """Signals between the ranks of a node, in whose waiting a dead peer is noticed.
 
 Each rank has semaphores to each other rank in shared memory. POSIX semaphores order memory as well
-(The Open Group Base Specifications, 4.12): whoever has taken a semaphore sees all that was written
-before it was posted, also on CPUs such as ARM that reorder writes.
+(The Open Group Base Specifications, 4.12), also on CPUs such as ARM that reorder writes.
 
 A waiting rank looks again and again for a millisecond, and lets others run between two looks; then
 it sleeps. Measured with two ranks on two cores and with eight, this was at least as fast as every
 other mix of looking and sleeping, and took the same CPU time as sleeping alone.
 
-Every rank locks its own byte of the shared file. The kernel frees the lock when the process ends,
-however it ends, and whoever wakes after a tenth of a second in vain looks at the peer's.
+Every rank locks its own byte of the shared file, which the kernel frees when the process ends.
+Whoever wakes after a tenth of a second in vain looks at the peer's.
 """
 
 from __future__ import annotations

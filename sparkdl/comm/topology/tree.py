@@ -1,11 +1,9 @@
 """Sums along a tree: up to the first rank, level by level, and down again.
 
-Reduction trees replaced the parameter server in FireCaffe (Iandola et al., CVPR 2016): the longest
-way is ``2 log2 W`` messages of the whole tensor, where a ring has ``2 (W - 1)`` messages of a
-``W``-th. So trees are for small tensors on many ranks.
-
-The tree is binomial: the parent of a rank is the rank without its lowest bit. It fits any number
-of ranks, and sums are formed in an order that depends on that number only.
+As in FireCaffe (Iandola et al., CVPR 2016): the longest way is ``2 log2 W`` messages of the whole
+tensor, where a ring has ``2 (W - 1)`` messages of a ``W``-th. So trees are for small tensors on
+many ranks. The tree is binomial: the parent of a rank is the rank without its lowest bit. Sums are
+formed in an order that depends on the number of ranks only.
 """
 
 from __future__ import annotations
@@ -18,10 +16,9 @@ from sparkdl.comm.communicator import Communicator, Pending, Topology
 
 
 class DeferredTopology(Topology):
-    """Sums that take several messages, one after the other: they are made in ``wait()``.
+    """Sums that take several messages: they are made in ``wait()``, in the order of their starts.
 
-    Sums are made in the order in which they were started. Ranks must also wait in equal order
-    among their other calls.
+    Ranks must also wait in equal order among their other calls.
     """
 
     def __init__(self) -> None:

@@ -31,9 +31,7 @@ class BatchShare(Stateful):
     def of(self, weight: float, divisor: float) -> float:
         """This rank's share in the group's batch; collective until it is once positive.
 
-        Args:
-            weight: sum of the weights of this rank's batch.
-            divisor: number of samples of all ranks in this step.
+        ``weight`` is the sum of this rank's weights, ``divisor`` the samples of all ranks.
         """
         self._round = [self._round[0] + weight, self._round[1] + divisor]
         if self._group.world_size == 1:

@@ -12,7 +12,7 @@ import time
 from abc import abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, get_args
+from typing import Any, ClassVar, Literal, get_args
 
 import torch
 
@@ -21,14 +21,12 @@ from sparkdl.config import require
 from sparkdl.storage.stateful import Stateful
 from sparkdl.sync.apart import ApartSynchronizer
 from sparkdl.sync.averaging.mean import SHARE_BYTES, MeanOfReplicas
+from sparkdl.sync.averaging.outer_step import OuterRule
 from sparkdl.sync.averaging.period import FixedPeriod, Period, RoundReport
 from sparkdl.sync.collective import CollectiveStrategy
 from sparkdl.sync.exchange_pattern import ModelSize, Pattern
 from sparkdl.sync.gradient_buckets import Changes
 from sparkdl.sync.strategy import SetupArguments, Synchronizer
-
-if TYPE_CHECKING:
-    from sparkdl.sync.averaging.outer_step import OuterRule
 
 OptimizerState = Literal["average", "reset", "keep"]
 Weighting = Literal["examples", "equal"]

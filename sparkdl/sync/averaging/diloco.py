@@ -4,9 +4,8 @@ Douillard et al., "DiLoCo: Distributed Low-Communication Training of Language Mo
 fragments, and with overlap: Douillard et al., "Streaming DiLoCo with overlapping communication",
 arXiv 2501.18512. Fragment ``p`` of ``P`` is sent at steps ``p H / P``, ``p H / P + H``, ... of the
 run (the first fragment from ``H`` on), arrives a fixed number of steps later, and is then mixed
-with what the replica has made of it meanwhile. What arrives when follows from the step alone, so
-that bits repeat. Ranks wait for each other when a fragment is sent (a message of a few bytes says
-what each replica counts), not while it travels.
+with what the replica has made of it meanwhile. So bits repeat. Ranks wait for each other when a
+fragment is sent (a message of a few bytes says what each replica counts), not while it travels.
 """
 
 from __future__ import annotations

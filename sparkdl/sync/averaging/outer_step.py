@@ -1,8 +1,6 @@
 """The step that follows averaging: what becomes of the replicas' mean at the end of a round.
 
-An outer rule sees where the round began (the anchor) and where the replicas came to on average,
-and says where the next round begins. It is the same in a gang and in rounds, where the driver
-applies it.
+An outer rule is the same in a gang and in rounds, where the driver applies it.
 """
 
 from __future__ import annotations

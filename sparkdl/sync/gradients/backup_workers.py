@@ -2,9 +2,8 @@
 
 Synchronous training with backup workers (Chen et al., "Revisiting Distributed Synchronous SGD",
 2016): of ``W`` ranks a step needs the gradients of ``W - k``; whatever is ready by then is used,
-and what comes later is dropped. The gradient is that of the united batch of the ranks in use, whose
-weights travel with it, so nothing is biased by how many they were. Rows of dropped gradients count
-as not used: not in the history's losses, nor in the number of rows seen.
+and what comes later is dropped, with its rows. The gradient is that of the united batch of the
+ranks in use, whose weights travel with it.
 
 A thread on each rank exchanges messages with those of the others while the main thread computes.
 Towards the end of a step all threads gather one `Readiness` from each rank, again and again:
@@ -22,9 +21,6 @@ a rank says   when                                                 its part of t
 Once enough ranks are ready, all threads sum what there is and keep the result. A late rank finds
 it when it is done, throws away its own gradient, and takes the step that everyone has taken:
 replicas stay equal, bit for bit. Batches of steps that were concluded meanwhile are passed over.
-
-A rank that is always slow never contributes, and its rows are never learnt from: for that there are
-work shares.
 """
 
 from __future__ import annotations
@@ -34,19 +30,17 @@ import time
 from collections import deque
 from collections.abc import Sequence
 from enum import IntEnum
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
 from sparkdl.comm.communicator import Communicator
 from sparkdl.config import TrainConfig
 from sparkdl.errors import CommunicationError, ConfigError
+from sparkdl.sync.collective import CollectiveStrategy
 from sparkdl.sync.gradient_buckets import BucketSums
 from sparkdl.sync.gradients.gradient_sums import AllReduceSynchronizer
 from sparkdl.sync.strategy import Reduced, SetupArguments
-
-if TYPE_CHECKING:
-    from sparkdl.sync.collective import CollectiveStrategy
 
 MAX_LAG = 4
 """Concluded steps that a late rank may not have taken yet."""
@@ -202,9 +196,7 @@ class StepThread(threading.Thread):
             return bool(self._results)
 
     def contribute(self, readiness: Readiness, sums: torch.Tensor) -> ConcludedStep:
-        """Give this rank's part of the main thread's next step and get what came of the step.
-
-        The gradients are in the buckets.
+        """Give this rank's part of the next step, from the buckets, and get what came of the step.
 
         Raises:
             CommunicationError: a peer was lost, or has left.
@@ -296,8 +288,7 @@ def report_delay(elapsed_seconds: float, usual_seconds: float) -> float:
 def is_quorum(everyone: Sequence[Readiness], quorum: int) -> bool:
     """Whether the next step can be concluded.
 
-    Ranks without samples are ready at once; they do not make a step by themselves, as long as
-    others may have samples.
+    Ranks without samples do not make a step by themselves, as long as others may have samples.
     """
     if Readiness.FULL in everyone:
         return False

@@ -13,16 +13,14 @@ been interrupted.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
+from sparkdl.comm.compression.compression import Compression
 from sparkdl.sync.gradient_buckets import FlatGradients
 from sparkdl.sync.gradients.gradient_sums import AllReduceSynchronizer
 from sparkdl.sync.strategy import Reduced, SetupArguments
-
-if TYPE_CHECKING:
-    from sparkdl.comm.compression.compression import Compression
 
 
 class DoubleBufferingSynchronizer(AllReduceSynchronizer):

@@ -11,16 +11,14 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from sparkdl.comm.communicator import counting_anew
+from sparkdl.comm.compression.compression import Compression
 from sparkdl.sync.gradient_buckets import Bucket, BucketSums, FlatGradients
 from sparkdl.sync.strategy import Reduced, SetupArguments, Synchronizer
-
-if TYPE_CHECKING:
-    from sparkdl.comm.compression.compression import Compression
 
 
 class AllReduceSynchronizer(Synchronizer):
