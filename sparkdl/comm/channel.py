@@ -162,11 +162,7 @@ class ChannelServer(flight.FlightServerBase):  # type: ignore[misc] # pyarrow ha
         self._hub = hub
         self._files = files
         self._address = Address(
-            host=announce,
-            port=self.port,
-            server_certificate=own.public,
-            worker=workers,
-            secret="",
+            host=announce, port=self.port, server_certificate=own.public, worker=workers, secret=""
         )
 
     @property

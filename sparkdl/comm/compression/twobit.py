@@ -22,12 +22,7 @@ from sparkdl.comm.compression.bit_packing import (
     unpack,
 )
 from sparkdl.comm.compression.compression import Shapes, count
-from sparkdl.comm.compression.dense_reduce_scatter import (
-    Codec,
-    ScatterCompression,
-    blocks_of,
-    cut,
-)
+from sparkdl.comm.compression.dense_reduce_scatter import Codec, ScatterCompression, blocks_of, cut
 from sparkdl.config import require
 
 FLAG_BYTES = 8

@@ -12,12 +12,7 @@ from collections.abc import Sequence
 
 import torch
 
-from sparkdl.comm.communicator import (
-    Communicator,
-    Pending,
-    ProcessGroupCommunicator,
-    counting_anew,
-)
+from sparkdl.comm.communicator import Communicator, Pending, ProcessGroupCommunicator, counting_anew
 from sparkdl.comm.topology.shared_sum import Shared, SharedSum, is_summable
 from sparkdl.comm.topology.tree import DeferredTopology, spread_from_first, sum_at_first
 

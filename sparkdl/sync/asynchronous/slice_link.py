@@ -291,10 +291,7 @@ class SliceLink:
         self._connection.close()
 
     def _ask(
-        self,
-        header: dict[str, Any],
-        sent: Sequence[torch.Tensor],
-        received: Sequence[torch.Tensor],
+        self, header: dict[str, Any], sent: Sequence[torch.Tensor], received: Sequence[torch.Tensor]
     ) -> dict[str, Any]:
         with self._peer_errors():
             self._messages.send(header, sent)

@@ -13,11 +13,7 @@ import torch
 
 from sparkdl.config import require
 from sparkdl.errors import ConfigError
-from sparkdl.sync.averaging.averaging import (
-    AveragingStrategy,
-    OptimizerState,
-    check_choices,
-)
+from sparkdl.sync.averaging.averaging import AveragingStrategy, OptimizerState, check_choices
 from sparkdl.sync.averaging.outer_step import MomentumRule, OuterRule
 from sparkdl.sync.averaging.period import FixedPeriod, Period, check_period
 

@@ -168,11 +168,7 @@ class StepThread(threading.Thread):
     """
 
     def __init__(
-        self,
-        comm: Communicator,
-        quorum: int,
-        flats: Sequence[torch.Tensor],
-        messages: BucketSums,
+        self, comm: Communicator, quorum: int, flats: Sequence[torch.Tensor], messages: BucketSums
     ) -> None:
         super().__init__(name="sparkdl backup workers", daemon=True)
         self._comm = comm

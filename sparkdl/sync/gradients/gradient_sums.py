@@ -28,10 +28,7 @@ class AllReduceSynchronizer(Synchronizer):
     """Whether buckets are sent while the backward pass runs."""
 
     def __init__(
-        self,
-        *setup: *SetupArguments,
-        bucket_bytes: int,
-        compression: Compression | None = None,
+        self, *setup: *SetupArguments, bucket_bytes: int, compression: Compression | None = None
     ) -> None:
         self.model, make_optimizer, comm = setup
         self._comm = counting_anew(comm)
