@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 from abc import abstractmethod
 from typing import ClassVar
 
@@ -40,9 +39,6 @@ class ApartSynchronizer(Synchronizer):
         if self._gradients is None:  # not earlier: steps before may hold theirs elsewhere
             self._gradients = FlatGradients(self.parameters, 1 << 62, zeros)
         self._gradients.zero()
-
-    def no_sync(self) -> contextlib.AbstractContextManager[None]:
-        return contextlib.nullcontext()
 
     def reduce_gradients(self, sums: torch.Tensor, divisor: float) -> Reduced:
         self.round_sums += sums.cpu()

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar, NamedTuple, TypeAlias
 
@@ -173,9 +173,9 @@ class Synchronizer(Stateful, ABC):
         """Forget the gradients of the last step; called before the first forward pass of one."""
         self.optimizer.zero_grad()
 
-    @abstractmethod
     def no_sync(self) -> AbstractContextManager[None]:
-        """Context in which backward passes add to the local gradients only."""
+        """Context in which backward passes add to the local gradients only; here they always do."""
+        return nullcontext()
 
     def start_sums(self, sums: torch.Tensor) -> None:
         """Offer what `reduce_gradients` will get, before the last backward pass of the step.

@@ -60,7 +60,7 @@ class Tree(DeferredTopology):
     """Sums up a tree, then the total down the same tree.
 
     Of a tensor of ``n`` bytes a rank sends ``n`` to its parent, if it has one, and ``n`` to each
-    of its children: see `sent_bytes`.
+    of its children.
     """
 
     def sum_now(self, comm: Communicator, tensor: torch.Tensor) -> None:
@@ -80,11 +80,6 @@ def children(rank: int, world_size: int) -> list[int]:
 def parent(rank: int) -> int:
     """The rank to which ``rank``, which is not 0, sends its sum."""
     return rank & (rank - 1)
-
-
-def sent_bytes(num_bytes: int, rank: int, world_size: int) -> int:
-    """What ``rank`` sends for one sum of a tensor of ``num_bytes``."""
-    return num_bytes * (len(children(rank, world_size)) + (rank > 0))
 
 
 def sum_at_first(comm: Communicator, tensor: torch.Tensor) -> None:

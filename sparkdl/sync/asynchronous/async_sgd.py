@@ -7,7 +7,6 @@ the weights meanwhile (Dean et al., "Large Scale Distributed Deep Networks", NIP
 
 from __future__ import annotations
 
-import contextlib
 import math
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -15,7 +14,7 @@ from typing import Any, ClassVar
 import torch
 
 from sparkdl.comm.communicator import Communicator
-from sparkdl.comm.compression.compression import Shapes
+from sparkdl.comm.compression.compression import Shapes, count
 from sparkdl.config import require
 from sparkdl.errors import ConfigError
 from sparkdl.sync.asynchronous.batch_share import BatchShare
@@ -96,7 +95,7 @@ class AsyncSGD(SyncStrategy):
         Without one more pull at the end of a round, unless the bound is 0, and without the
         optimizer's state, which all ranks get then.
         """
-        num_bytes = element_size * sum(torch.Size(shape).numel() for shape in shapes)
+        num_bytes = element_size * count(shapes)
         return (1 + 1 / self.pull_period) * (world_size - 1) * num_bytes / world_size
 
     @classmethod
@@ -166,9 +165,6 @@ class AsyncSynchronizer(Synchronizer):
                 self._parameters, self._make_optimizer, self._comm, self._rules, state
             )
         self._exchange.zero_gradients()
-
-    def no_sync(self) -> contextlib.nullcontext[None]:
-        return contextlib.nullcontext()
 
     def reduce_gradients(self, sums: torch.Tensor, divisor: float) -> Reduced:
         """See `Synchronizer.reduce_gradients`; collective in the first step only."""

@@ -15,8 +15,8 @@ import torch
 from torch import nn
 
 from sparkdl.comm.communicator import Communicator, counting_anew
-from sparkdl.comm.compression.compression import Shapes
-from sparkdl.comm.topology.hierarchical import ranks_by_node
+from sparkdl.comm.compression.compression import Shapes, all_reduce_bytes, count
+from sparkdl.comm.topology.hierarchical import groups_of
 from sparkdl.comm.topology.shared_memory import NoSharedMemory, map_together
 from sparkdl.config import TrainConfig
 from sparkdl.errors import ClusterError, ConfigError
@@ -25,7 +25,6 @@ from sparkdl.sync.asynchronous.batch_share import BatchShare
 from sparkdl.sync.asynchronous.parameter_slices import check_learning_rates
 from sparkdl.sync.averaging.mean import SHARE_BYTES, MeanOfReplicas
 from sparkdl.sync.averaging.period import check_period
-from sparkdl.sync.collective import plain_bytes
 from sparkdl.sync.exchange_pattern import ModelSize, Pattern
 from sparkdl.sync.strategy import Reduced, SetupArguments, SyncStrategy
 
@@ -64,7 +63,7 @@ class Hogwild(SyncStrategy):
 
     def bytes_per_step(self, shapes: Shapes, element_size: int, world_size: int) -> float | None:
         """See `SyncStrategy.bytes_per_step`; inside a node nothing is sent."""
-        sent = plain_bytes(shapes, element_size, world_size)
+        sent = all_reduce_bytes(count(shapes) * element_size, world_size)
         return (sent + SHARE_BYTES * (world_size - 1)) / self.averaging_period
 
     def pattern(self, size: ModelSize, world_size: int) -> Pattern:
@@ -101,14 +100,13 @@ class HogwildSynchronizer(ApartSynchronizer):
         self._period = period
         self._own = [parameter.data for parameter in self.parameters]
         comm = setup[2]
-        inside = ranks_by_node(comm.nodes)
-        firsts, others = [group[0] for group in inside], sorted(r for g in inside for r in g[1:])
+        inside, between = groups_of(comm.nodes)
         self._num_nodes = len(inside)
         self._local = comm.split(inside)
         self._across: Communicator | None = None
         if self._num_nodes > 1:
-            between = comm.split([firsts, others] if others else [firsts])
-            self._across = counting_anew(between) if self._local.rank == 0 else None
+            across = comm.split(between)
+            self._across = counting_anew(across) if self._local.rank == 0 else None
         self._shared = self._own
         if any(len(group) > 1 for group in inside):
             self._shared = _share(self.parameters, self._local, comm)

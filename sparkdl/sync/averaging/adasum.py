@@ -22,7 +22,7 @@ from typing import Any
 import torch
 
 from sparkdl.comm.communicator import Communicator
-from sparkdl.comm.compression.compression import Shapes
+from sparkdl.comm.compression.compression import Shapes, count
 from sparkdl.sync.apart import ApartSynchronizer
 from sparkdl.sync.averaging.mean import by_kind, fill, flat_of
 from sparkdl.sync.averaging.period import check_period
@@ -60,7 +60,7 @@ class Adasum(SyncStrategy):
 
     def bytes_per_step(self, shapes: Shapes, element_size: int, world_size: int) -> float | None:
         """See `SyncStrategy.bytes_per_step`; the mean over ranks, if these are no power of two."""
-        numel = sum(torch.Size(shape).numel() for shape in shapes)
+        numel = count(shapes)
         levels, size, num_extra = _tree(world_size)
         halved = 2 * element_size * (_padded(numel, size) - _padded(numel, size) // size)
         products = _PRODUCTS_BYTES * len(shapes) * (levels * (levels + 1) // 2)

@@ -7,10 +7,10 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 
-from sparkdl.comm.compression.compression import Shapes
+from sparkdl.comm.compression.compression import Shapes, all_reduce_bytes
 from sparkdl.config import TrainConfig, require
 from sparkdl.errors import ConfigError
-from sparkdl.sync.collective import CollectiveStrategy, plain_bytes
+from sparkdl.sync.collective import CollectiveStrategy
 from sparkdl.sync.exchange_pattern import ModelSize, Pattern
 from sparkdl.sync.gradient_buckets import bucket_shapes
 from sparkdl.sync.gradients.backup_workers import BackupWorkersSynchronizer, check_backup_workers
@@ -98,7 +98,7 @@ class AllReduce(CollectiveStrategy):
         ]
         if any(number is None for number in sent):
             return None
-        return sum(filter(None, sent)) + plain_bytes([(2,)], 8, world_size)
+        return sum(filter(None, sent)) + all_reduce_bytes(16, world_size)
 
     @classmethod
     def examples(cls) -> tuple[AllReduce, ...]:

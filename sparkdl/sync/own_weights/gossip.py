@@ -14,7 +14,7 @@ from typing import ClassVar
 import numpy as np
 import torch
 
-from sparkdl.comm.compression.compression import Shapes
+from sparkdl.comm.compression.compression import Shapes, count
 from sparkdl.config import require
 from sparkdl.sync.apart import OWN_WEIGHTS, OwnWeightsSynchronizer
 from sparkdl.sync.averaging.mean import MeanOfReplicas, by_kind, fill, flat_of
@@ -62,7 +62,7 @@ class Gossip(SyncStrategy):
 
         The whole model travels once more when an epoch ends or a checkpoint is written.
         """
-        num_bytes = element_size * sum(torch.Size(shape).numel() for shape in shapes)
+        num_bytes = element_size * count(shapes)
         met = self.probability * 2 * (world_size // 2) / world_size
         return met * (num_bytes + WEIGHT_BYTES)
 
