@@ -80,11 +80,7 @@ class Access:
             self._ranks: dict[int, str] = {}
 
     def caller(self, shown: str) -> Caller:
-        """Who shows this; see `Address.shown`.
-
-        Raises:
-            FlightUnauthenticatedError: nobody of the present attempt.
-        """
+        """Who shows this, or FlightUnauthenticatedError: nobody of the present attempt."""
         scheme, secret, number, rank_secret, *_ = [*shown.split(" "), "", "", ""]
         with self._lock:
             if scheme != "Bearer" or not _equal(secret, self.secret):
@@ -101,11 +97,7 @@ class Access:
             return Caller(self.attempt, rank)
 
     def require_present(self, caller: Caller) -> None:
-        """Make sure that the attempt of a call that takes long is not over.
-
-        Raises:
-            FlightUnauthenticatedError: it is.
-        """
+        """Raise FlightUnauthenticatedError if the attempt of a call that takes long is over."""
         if caller.attempt != self.attempt:
             raise flight.FlightUnauthenticatedError(f"attempt {caller.attempt} is over")
 
@@ -132,11 +124,7 @@ def require_key(caller: Caller, key: str, *, removes: bool = False) -> None:
 
 
 def require_file(caller: Caller, path: str) -> None:
-    """Allow a rank to write or to remove a file or folder of its own.
-
-    Raises:
-        StorageError: the path leads out of the storage.
-    """
+    """Allow a rank to write or to remove a file or folder of its own, inside the storage."""
     parts = checked(path).split("/")
     numbered = _NUMBERED.fullmatch(parts[-1])
     owner = int(numbered[1]) if numbered else 0

@@ -38,11 +38,7 @@ def sent(parts: Iterable[Any]) -> Iterator[pa.RecordBatch]:
 
 
 def received(batches: Iterable[pa.RecordBatch]) -> Iterator[pa.Buffer]:
-    """The chunks of a file.
-
-    Raises:
-        CommunicationError: its end is missing.
-    """
+    """The chunks of a file; CommunicationError if its end is missing."""
     for batch in batches:
         chunk = batch.column(0)[0]
         if not chunk.is_valid:

@@ -75,11 +75,7 @@ def process_group(
 
 
 def gloo_at(address: str) -> Any:
-    """Torch's groups of gloo, on an address of this host.
-
-    Torch itself makes them without the options that it is given, at what the host's name resolves
-    to, and does so for all groups of a process.
-    """
+    """Torch's groups of gloo, at ``address``; torch drops options and looks up the host's name."""
     torchs: Any = dist.ProcessGroupGloo
 
     class GlooAt(torchs):  # type: ignore[misc]

@@ -200,11 +200,7 @@ _LOST_PEER = (
 
 @contextlib.contextmanager
 def peer_errors() -> Iterator[None]:
-    """Tell the loss of a peer, which another rank explains, from the function's own errors.
-
-    Raises:
-        CollectiveError: in place of what torch raises when a peer is gone.
-    """
+    """Raise CollectiveError for the loss of a peer, which another rank explains."""
     try:
         yield
     except RuntimeError as error:

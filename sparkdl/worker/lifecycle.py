@@ -188,11 +188,7 @@ class GangRank:
 
     @contextlib.contextmanager
     def communicator(self, device: torch.device, nodes: tuple[int, ...]) -> Iterator[Communicator]:
-        """Torch's process group of all ranks, which have numbers of ``nodes``.
-
-        Raises:
-            CommunicationError: not all ranks came in time.
-        """
+        """Torch's process group of all ranks; CommunicationError if not all came in time."""
         from sparkdl.comm.communicator import LocalCommunicator, ProcessGroupCommunicator
         from sparkdl.comm.process_group import ChannelStore, process_group
 
@@ -343,11 +339,7 @@ def deliver(
 
 
 def require_same_versions(expected: Mapping[str, str], where: str) -> None:
-    """Compare this worker with the driver.
-
-    Raises:
-        ClusterError: the versions differ.
-    """
+    """Raise ClusterError if this worker has other versions than the driver."""
     problem = difference(expected, versions(), where)
     if problem is not None:
         raise ClusterError(problem)
@@ -390,11 +382,7 @@ def resumed(
 
 @contextlib.contextmanager
 def may_be_lost(order: GangOrder) -> Iterator[None]:
-    """Have the driver choose an older checkpoint if the block cannot read the one it has named.
-
-    Raises:
-        CheckpointLost: it cannot.
-    """
+    """Raise CheckpointLost if the block cannot read the checkpoint; then another is chosen."""
     try:
         yield
     except StorageError as error:

@@ -191,11 +191,7 @@ class Warm:
         self._open: dict[tuple[int, str, str], ShardRows] = {}
 
     def open(self, shard: Shard, split: Split) -> ShardRows:
-        """Open a shard, or find it open.
-
-        Raises:
-            DataError: the shard holds other rows than when the run began.
-        """
+        """Open a shard, or find it open; DataError if its rows are others than at the beginning."""
         planned = next(s for s in self.plan.shards if s.shard_id == shard.shard_id)
         if planned.fingerprint != shard.fingerprint:
             raise DataError(

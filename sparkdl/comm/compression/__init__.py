@@ -23,11 +23,7 @@ To add a compression, write its file here and add its line there.
 
 
 def resolve(compression: str | Compression | type[Compression] | None) -> Compression | None:
-    """The compression that the user named; None means none. See `public_names.make_named`.
-
-    Raises:
-        ConfigError: there is no such compression.
-    """
+    """The compression that the user named, as `public_names.make_named` does; None means none."""
     from sparkdl.comm.compression.compression import Compression
 
     if compression is None:

@@ -97,11 +97,7 @@ class Ternary:
         return codes
 
     def take(self, block: torch.Tensor, threshold: float, packed: torch.Tensor) -> torch.Tensor:
-        """Write the codes of a block, 2 bits each, and subtract from it what they say.
-
-        Returns:
-            The number of codes that are not zero, as a tensor.
-        """
+        """Write a block's codes, subtract what they say, and return the number of those not 0."""
         codes = self.codes(block, threshold)
         steps = self._values[: len(block)]
         steps.copy_(codes[: len(block)])

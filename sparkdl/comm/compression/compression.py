@@ -148,11 +148,7 @@ def all_reduce_bytes(num_bytes: int, world_size: int) -> int:
 
 
 def shapes_of(views: Sequence[torch.Tensor]) -> list[tuple[int, ...]]:
-    """Shapes of a bucket's tensors.
-
-    Raises:
-        ConfigError: what is kept of them would be too coarse to add up.
-    """
+    """Shapes of a bucket's tensors; ConfigError if residuals would be too coarse to add up."""
     for view in views:
         if view.dtype not in (torch.float32, torch.float64):
             raise ConfigError(

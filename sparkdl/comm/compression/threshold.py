@@ -197,11 +197,7 @@ def encode(
 
 
 def decode_add(message: torch.Tensor, scale: float, out: torch.Tensor) -> int:
-    """Add ``scale`` times what a message says to ``out``, ``(numel,)``.
-
-    Returns:
-        How many values were sent.
-    """
+    """Add ``scale`` times what a message says to ``out``; returns how many values were sent."""
     num_sent, is_dense, threshold = read_header(message)
     if math.isnan(threshold):
         out.fill_(math.nan)

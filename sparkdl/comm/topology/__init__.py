@@ -52,21 +52,13 @@ def arrange(comm: Communicator, topology: str, *, device: torch.device) -> Commu
 
 
 def check(topology: str) -> None:
-    """Refuse what is no topology; where the ranks are is not known to the driver.
-
-    Raises:
-        ConfigError: it is none of `TOPOLOGIES`.
-    """
+    """Raise ConfigError for what is none of `TOPOLOGIES`; the driver knows no more."""
     if topology not in TOPOLOGIES:
         raise unknown("topology", topology, TOPOLOGIES)
 
 
 def choose(topology: str, nodes: Sequence[int], device_type: str) -> str:
-    """What `arrange` makes of ``topology`` for ranks on ``nodes``.
-
-    Raises:
-        ConfigError: as `arrange` does.
-    """
+    """What `arrange` makes of ``topology`` for ranks on ``nodes``; raises what it raises."""
     check(topology)
     num_nodes = len(set(nodes))
     if topology == "shared" and device_type != "cpu":

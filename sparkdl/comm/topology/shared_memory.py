@@ -75,11 +75,7 @@ def map_together(local: Communicator, num_bytes: int, everyone: Communicator) ->
 
 
 def agree(everyone: Communicator, problem: str) -> None:
-    """Return on all ranks if none has a problem. Collective.
-
-    Raises:
-        NoSharedMemory: with the problem of the first rank that has one.
-    """
+    """Raise NoSharedMemory on all ranks with the problem of the first that has one. Collective."""
     for rank, answer in enumerate(everyone.all_gather_bytes(problem.encode())):
         if answer:
             raise NoSharedMemory(f"rank {rank}: {answer.decode()}")

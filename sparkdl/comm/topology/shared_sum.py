@@ -83,11 +83,7 @@ class SharedSum:
             raise
 
     def allocate(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
-        """Zeros ``(numel,)`` that are summed in place. Collective over everyone.
-
-        Raises:
-            NoSharedMemory: on all ranks.
-        """
+        """Zeros ``(numel,)`` that are summed in place, or NoSharedMemory. Collective."""
         num_bytes = numel * dtype.itemsize
         region = self._map(max(_PAGE_BYTES, -(-num_bytes // _PAGE_BYTES) * _PAGE_BYTES))
         self._regions.append(region)

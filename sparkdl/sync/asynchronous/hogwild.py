@@ -202,11 +202,7 @@ class HogwildSynchronizer(ApartSynchronizer):
 def _share(
     parameters: Sequence[nn.Parameter], local: Communicator, everyone: Communicator
 ) -> list[torch.Tensor]:
-    """Tensors like ``parameters`` in memory that the ranks of the node share. Collective.
-
-    Raises:
-        ClusterError: on all ranks, if the ranks of a node cannot share memory.
-    """
+    """Tensors like ``parameters`` that the ranks of the node share, or ClusterError. Collective."""
     starts = [0]
     for parameter in parameters:
         starts.append(starts[-1] + -(-parameter.nbytes // _LINE_BYTES) * _LINE_BYTES)

@@ -128,11 +128,7 @@ def group_options(optimizer: torch.optim.Optimizer) -> Options:
 
 
 def check_learning_rates(optimizer: torch.optim.Optimizer) -> None:
-    """Refuse an optimizer that cannot take a share of its learning rate.
-
-    Raises:
-        ConfigError: a parameter group has none.
-    """
+    """Raise ConfigError for an optimizer that has no learning rate to take a share of."""
     for group in optimizer.param_groups:
         if not _is_numeric(group.get("lr")):
             raise ConfigError(

@@ -202,11 +202,7 @@ class SliceServer:
         return self._tls.wrap_socket(plain, server_side=True, do_handshake_on_connect=False)
 
     def _admitted(self, messages: Messages) -> int:
-        """The rank that has connected.
-
-        Raises:
-            ConnectionAbortedError: it has not the secret, or is connected already.
-        """
+        """The rank that has connected; ConnectionAbortedError if it may not, or has before."""
         with _well_formed():
             hello = messages.receive()
             secret, rank = str(hello["secret"]), int(hello["rank"])
@@ -218,11 +214,7 @@ class SliceServer:
         return rank
 
     def _answer(self, rank: int, messages: Messages) -> None:
-        """Answer the next request.
-
-        Raises:
-            ConnectionAbortedError: it is none.
-        """
+        """Answer the next request; ConnectionAbortedError if it is none."""
         with _well_formed():
             header = messages.receive()
             is_close = {"step": False, "close": True}[header["kind"]]

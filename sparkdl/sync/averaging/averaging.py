@@ -109,11 +109,7 @@ class AveragingStrategy(CollectiveStrategy):
 
 
 def check_choices(*, weighting: str = "equal", optimizer_state: str = "keep") -> None:
-    """Refuse what is no `Weighting` or no `OptimizerState`.
-
-    Raises:
-        ConfigError: one of them is something else.
-    """
+    """Raise ConfigError for what is no `Weighting` or no `OptimizerState`."""
     rule = "weighting must be 'examples' or 'equal'"
     require(weighting in get_args(Weighting), rule, weighting)
     rule = "optimizer_state must be 'average', 'reset' or 'keep'"

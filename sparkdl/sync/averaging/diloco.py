@@ -124,11 +124,7 @@ class DiLoCo(AveragingStrategy):
         return sent / self.averaging_period
 
     def setup(self, *setup: *SetupArguments) -> Synchronizer:
-        """See `SyncStrategy.setup`.
-
-        Raises:
-            ConfigError: the model has fewer layers than fragments are wanted.
-        """
+        """See `SyncStrategy.setup`; ConfigError if the model has fewer layers than fragments."""
         if self.is_streaming:
             return StreamingSynchronizer(*setup, strategy=self)
         return super().setup(*setup)

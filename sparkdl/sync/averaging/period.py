@@ -133,11 +133,7 @@ def steps_for_share(merge_seconds: float, step_seconds: float, share: float) -> 
 
 
 def check_period(period: object, *words: str, name: str = "averaging_period") -> None:
-    """Refuse what is neither a positive number of steps nor one of ``words``.
-
-    Raises:
-        ConfigError: it is something else; the error names the option ``name``.
-    """
+    """Raise ConfigError for what is neither a positive number of steps nor one of ``words``."""
     is_count = isinstance(period, int) and not isinstance(period, bool)
     known = "".join(f" or {word!r}" for word in words)
     is_right = (is_count and period >= 1) or period in words  # type: ignore[operator]

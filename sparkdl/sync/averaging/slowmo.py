@@ -63,11 +63,7 @@ class SlowMoRule(MomentumRule):
     def step(
         self, anchor: Sequence[torch.Tensor], mean: Sequence[torch.Tensor], learning_rate: float
     ) -> None:
-        """See `OuterRule.step`.
-
-        Raises:
-            ConfigError: the optimizer has no learning rate.
-        """
+        """See `OuterRule.step`; ConfigError if the optimizer has no learning rate."""
         if not learning_rate >= 0:
             raise ConfigError(
                 "SlowMo needs an optimizer with a learning rate ('lr' in its parameter groups); "

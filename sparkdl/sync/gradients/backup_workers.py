@@ -56,11 +56,7 @@ _NUM_RECENT = 8
 def check_backup_workers(
     strategy: CollectiveStrategy, num_backup: int, config: TrainConfig, world_size: int
 ) -> None:
-    """Refuse what backup workers do not go together with.
-
-    Raises:
-        ConfigError: with the reason.
-    """
+    """Raise ConfigError for what backup workers do not go together with."""
     if num_backup > world_size - 2:
         raise ConfigError(
             f"num_backup_workers={num_backup} of {world_size} worker(s) would leave steps with one "
@@ -100,11 +96,7 @@ class BackupWorkersSynchronizer(AllReduceSynchronizer):
     sends_early = False
 
     def __init__(self, *setup: *SetupArguments, num_backup_workers: int, **options: Any) -> None:
-        """Build it.
-
-        Raises:
-            ConfigError: the model is on a CUDA device.
-        """
+        """Build it; ConfigError if the model is on a CUDA device."""
         # A group of its own: the main thread may speak with its peers at the same time.
         model, make_optimizer, comm = setup
         own = comm.split([range(comm.world_size)])
