@@ -27,11 +27,7 @@ class Certificate:
 
 
 def make_certificate() -> Certificate:
-    """A new key of the curve P-256 and a certificate for it; takes less than a millisecond.
-
-    Raises:
-        ClusterError: the package that makes them is missing.
-    """
+    """A new key of the curve P-256 and a certificate; ClusterError if the package is missing."""
     try:  # here, since only the process that opens a channel needs it
         from cryptography import x509
         from cryptography.hazmat.primitives import hashes, serialization

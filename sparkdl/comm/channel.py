@@ -235,8 +235,7 @@ class MessageTooLarge(CommunicationError):
 class ChannelClient:
     """A worker's end of the channel. Thread-safe; keys are those of the worker's attempt.
 
-    Raises, from every method:
-        CommunicationError: the server cannot be reached or refuses.
+    CommunicationError, from every method: the server cannot be reached or refuses.
     """
 
     _connection: ClassVar[tuple[tuple[str, int], ...]] = (*_RECONNECT, *_KEEPALIVE)
@@ -319,9 +318,7 @@ class ChannelClient:
 
 
 class ChannelStorage(ChannelClient):
-    """Files that the driver keeps, seen from a worker: a `storage.Storage`.
-
-    The driver may pass a request on to a storage that answers slowly.
+    """Files that the driver keeps, seen from a worker: a `storage.Storage`, which may be slow.
 
     Raises, from every method:
         StorageError: the driver cannot store or find the file.

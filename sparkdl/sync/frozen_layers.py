@@ -23,10 +23,7 @@ _HELD: WeakSet[nn.Module] = WeakSet()
 
 
 def freeze(module: nn.Module, patterns: Sequence[str]) -> list[str]:
-    """Let the parameters that ``patterns`` mean (see `patterns`) take no part in training.
-
-    Returns:
-        The names of those that did until now; `thaw` takes them.
+    """Let the parameters that ``patterns`` mean take no part in training; returns their names.
 
     Raises:
         ConfigError: a pattern means nothing, or nothing is left to train.

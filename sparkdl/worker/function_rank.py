@@ -295,13 +295,10 @@ def pickled(value: Any) -> bytes:
 
 
 def unpickled(data: bytes) -> Any:
-    """Inverse of `pickled`, tensors on the CPU. For what one's own workers have sent.
+    """Inverse of `pickled`, tensors on the CPU; ConfigError if it needs a module that is not here.
 
     Plain values, tensors and numpy arrays are read by torch's restricted unpickler, which runs no
     code. Only values with objects of other classes are unpickled, which may run any.
-
-    Raises:
-        ConfigError: it needs a module that is not here.
     """
     import torch
 

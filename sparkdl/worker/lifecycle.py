@@ -99,11 +99,7 @@ class Member:
 def live(
     environment: WorkerEnvironment, order: GangOrder, work: Callable[[Member], Results]
 ) -> Iterator[tuple[str, bytes]]:
-    """Meet the others and do one rank's work.
-
-    Yields:
-        ``("error", JSON)`` alone, or what the work gave.
-    """
+    """Meet the others and do one rank's work; yields ``("error", JSON)`` alone, or its results."""
     client = ChannelClient(environment.channel)
     rank = GangRank(environment, order, client)
     reporter = Reporter(
@@ -121,11 +117,7 @@ def live(
 
 
 def reported(reporter: Reporter, rank: int, work: Callable[[], Results]) -> Results:
-    """Do a rank's work; what it prints, and its end or failure, are reported to the driver.
-
-    Returns:
-        What the work gave, or ``("error", JSON)`` alone.
-    """
+    """What a rank's work gives, or ``("error", JSON)``; what it prints and its end are reported."""
     with reporter, captured_output(reporter) as last_lines:
         try:
             results = work()
@@ -215,12 +207,9 @@ class GangRank:
             )
 
     def leave(self) -> None:
-        """A rank 0 that hosts the channel leaves last: it waits as long as the others report.
+        """A rank 0 that hosts the channel leaves last: CommunicationError if another is silent.
 
         Not by a collective: the user's function may have ended torch's process group.
-
-        Raises:
-            CommunicationError: a rank is silent.
         """
         self.sign_off()
         if self.order.driver_hosts_channel or self.environment.rank != 0:
@@ -359,12 +348,9 @@ def say_what_differs(before: Mapping[str, str], now: Mapping[str, str]) -> None:
 def resumed(
     order: GangOrder, storage: Storage | None, comm: Communicator, now: Mapping[str, str]
 ) -> tuple[CheckpointInfo, Any] | None:
-    """The checkpoint to go on from, and its shared part, which rank 0 reads and all ranks get.
+    """The checkpoint to go on from, and its shared part, which rank 0 reads; or CheckpointLost.
 
     Collective. ``now`` is what the bits of this run depend on.
-
-    Raises:
-        CheckpointLost: it cannot be read here, though the driver has read it.
     """
     from sparkdl.storage import checkpoint_format as layout
 

@@ -306,8 +306,7 @@ def captured_output(reporter: Reporter) -> Iterator[Callable[[], list[str]]]:
 def _working_basic_config(handler: logging.Handler) -> Iterator[None]:
     """Let `logging.basicConfig` take effect, which does nothing where there is a handler.
 
-    What it logs to a stream that we pass on goes to the original of that stream: the driver has it
-    from our handler, with its level.
+    What it logs to a stream that we pass on goes to the original: the driver has it from us.
     """
     root, original = logging.getLogger(), logging.basicConfig
 

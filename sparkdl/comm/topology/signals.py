@@ -82,8 +82,7 @@ class Signals:
     def wait(self, kind: int, number: int) -> None:
         """Return when all peers have sent ``kind`` at least ``number`` times.
 
-        Raises:
-            CommunicationError: a peer is gone or did not signal in time; so from then on.
+        CommunicationError, from then on: a peer is gone or did not signal in time.
         """
         received = self._received[kind]
         for peer, semaphore in self._incoming[kind]:

@@ -57,11 +57,7 @@ class _DeferredSum:
 
 
 class Tree(DeferredTopology):
-    """Sums up a tree, then the total down the same tree.
-
-    Of a tensor of ``n`` bytes a rank sends ``n`` to its parent, if it has one, and ``n`` to each
-    of its children.
-    """
+    """Sums up a tree, then the total down: a whole tensor to the parent and to each child."""
 
     def sum_now(self, comm: Communicator, tensor: torch.Tensor) -> None:
         sum_at_first(comm, tensor)

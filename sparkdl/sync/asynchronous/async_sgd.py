@@ -92,8 +92,7 @@ class AsyncSGD(SyncStrategy):
     def bytes_per_step(self, shapes: Shapes, element_size: int, world_size: int) -> float | None:
         """See `SyncStrategy.bytes_per_step`: gradients and weights, on the average over ranks.
 
-        Without one more pull at the end of a round, unless the bound is 0, and without the
-        optimizer's state, which all ranks get then.
+        Without what travels at the end of a round: one more pull, and the optimizer's state.
         """
         num_bytes = element_size * count(shapes)
         return (1 + 1 / self.pull_period) * (world_size - 1) * num_bytes / world_size

@@ -55,11 +55,7 @@ class SliceAddress:
 
 
 class Messages:
-    """One end of a connection.
-
-    Raises, from every method:
-        OSError: the other end has gone, or does not follow the protocol.
-    """
+    """One end of a connection; OSError if the other has gone or does not follow the protocol."""
 
     def __init__(self, connection: ssl.SSLSocket) -> None:
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
@@ -243,8 +239,7 @@ class SliceServer:
 class SliceLink:
     """A rank's way to the slice of another one. One request at a time.
 
-    Raises, from every method:
-        CommunicationError: there is no server, it has gone, or it says why it cannot go on.
+    CommunicationError, from every method: the server has gone, or says why it cannot go on.
     """
 
     def __init__(self, address: SliceAddress, rank: int, certificate: Certificate) -> None:

@@ -71,11 +71,7 @@ class LocalSGD(AveragingStrategy):
         check_choices(optimizer_state=self.optimizer_state)
 
     def periods(self) -> tuple[int | None, int | Literal["adaptive"]]:
-        """Steps between two means inside a node, or None if there are none; and of all ranks.
-
-        Raises:
-            ConfigError: ``averaging_period`` has other than two numbers.
-        """
+        """Steps between two means inside a node, or None if there are none; and of all ranks."""
         period: Any = self.averaging_period
         if not isinstance(period, tuple):
             return None, period
