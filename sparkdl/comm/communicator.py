@@ -22,8 +22,6 @@ from sparkdl.comm.worker_environment import numbered
 class Communicator(Protocol):
     """Collective calls among the gang. All ranks must make the same calls in the same order.
 
-    Classes that inherit from it need not say what follows from the other calls.
-
     ``bytes_sent`` counts what this rank has sent so far, as the algorithms have it that serve the
     calls: of a tensor of ``n`` bytes an all-reduce sends ``2 n (W - 1) / W`` (a ring), an
     all-gather ``n (W - 1)``, an all-to-all ``n (W - 1) / W``, a broadcast ``n (W - 1)`` from its

@@ -32,7 +32,6 @@ from sparkdl.worker.lifecycle import (
     Member,
     Results,
     checkpoint_storage,
-    checkpoint_writer,
     deliver,
     live,
     resumed,
@@ -119,7 +118,7 @@ def _call(order: FunctionOrder, member: Member) -> Results:
                 checkpoints(
                     storage,
                     order.keep,
-                    checkpoint_writer(order),
+                    order.writer,
                     member.client,
                     order.collective_timeout_seconds,
                     is_required=order.storage_url is not None,

@@ -45,10 +45,8 @@ logger = logging.getLogger(__name__)
 
 RELAYED = "relayed"
 """Folder of the driver's channel behind which ``storage_url`` lies if workers cannot open it."""
-
 _LISTEN_SECONDS = 5.0
 """How often a rank that waits for another's end makes sure that it still reports."""
-
 _MOST_CHARACTERS = 1_000_000
 """Of an error's message, and of its traceback, that travel to the driver."""
 
@@ -82,6 +80,13 @@ class GangOrder:
     collective_timeout_seconds: float
     heartbeat_timeout_seconds: float = 60.0
     """Silence after which the driver takes a rank for hung."""
+
+    @property
+    def writer(self) -> Writer:
+        """Who a rank writes its checkpoints as."""
+        from sparkdl.storage.checkpoint_format import Writer
+
+        return Writer(run_key=self.run_key, run_id=self.run_id, attempt=self.attempt)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -302,13 +307,6 @@ def checkpoint_storage(order: GangOrder, files: ChannelStorage | None) -> Storag
     return Retried(Subfolder(files, RELAYED, without_password(order.storage_url)))
 
 
-def checkpoint_writer(order: GangOrder) -> Writer:
-    """Who this rank writes its checkpoints as."""
-    from sparkdl.storage.checkpoint_format import Writer
-
-    return Writer(run_key=order.run_key, run_id=order.run_id, attempt=order.attempt)
-
-
 def deliver(
     member: Member, kind: str, name: str, data: Callable[[], Iterable[bytes | memoryview]]
 ) -> Results:
@@ -334,17 +332,6 @@ def require_same_versions(expected: Mapping[str, str], where: str) -> None:
         raise ClusterError(problem)
 
 
-def say_what_differs(before: Mapping[str, str], now: Mapping[str, str]) -> None:
-    """Warn that the bits of a resumed run will be others than those of an undisturbed one."""
-    changed = [f"{k}: {v} -> {now.get(k)}" for k, v in before.items() if now.get(k) != v]
-    if changed:
-        logger.warning(
-            "the checkpoint was written under other conditions (%s); training goes on, but its "
-            "bits will differ from those of an undisturbed run",
-            ", ".join(changed),
-        )
-
-
 def resumed(
     order: GangOrder, storage: Storage | None, comm: Communicator, now: Mapping[str, str]
 ) -> tuple[CheckpointInfo, Any] | None:
@@ -360,8 +347,14 @@ def resumed(
     with may_be_lost(order):
         info = layout.read_manifest(storage, order.resume_path)
         own = layout.read_file(info, layout.SHARED) if comm.rank == 0 else None
-    if comm.rank == 0:
-        say_what_differs(info.environment, now)
+    before = info.environment
+    changed = [f"{k}: {v} -> {now.get(k)}" for k, v in before.items() if now.get(k) != v]
+    if comm.rank == 0 and changed:
+        logger.warning(
+            "the checkpoint was written under other conditions (%s); training goes on, but its "
+            "bits will differ from those of an undisturbed run",
+            ", ".join(changed),
+        )
     data = comm.broadcast_bytes(own)
     return info, layout.decode(data, f"{info.path}/{layout.SHARED}")
 

@@ -43,8 +43,7 @@ _SILENT_FAILURES = 5
 class Reporter:
     """Sends one worker's reports. Use it as a context manager around the worker's life.
 
-    It is the training loop's observer: ``step``, ``phase`` and ``epoch`` only set values that the
-    thread sends, so they cost the loop next to nothing.
+    It is the training loop's observer, whose calls only set values that the thread sends.
     """
 
     def __init__(

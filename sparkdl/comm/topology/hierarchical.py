@@ -41,11 +41,7 @@ def is_even(nodes: Sequence[int]) -> bool:
 
 
 class HierarchicalShared(Shared):
-    """Sums inside the nodes in shared memory.
-
-    Of a tensor of ``n`` bytes, ``M`` nodes of ``L`` ranks each, a rank sends
-    ``2 n / L (M - 1) / M``; with unequal nodes, the first of a node ``2 n (M - 1) / M``.
-    """
+    """Sums inside the nodes in shared memory; between ``M`` nodes as `HierarchicalMessages`."""
 
     def __init__(self, node: SharedSum, across: Communicator) -> None:
         """``across`` holds this rank's peers on the other nodes, see `groups_of`."""

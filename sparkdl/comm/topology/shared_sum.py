@@ -30,7 +30,6 @@ PIECE_BYTES = 512 * 1024
 """Largest part of a tensor that is staged as one."""
 SMALL_BYTES = 4096
 """Up to this size tensors are staged in small slots, of which there are many."""
-
 _PAGE_BYTES = 4096
 _LINE_BYTES = 64
 _MAX_LAYOUTS = 4096

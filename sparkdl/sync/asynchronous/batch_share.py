@@ -29,9 +29,9 @@ class BatchShare(Stateful):
         self._round = [0.0, 0.0]
 
     def of(self, weight: float, divisor: float) -> float:
-        """This rank's share in the group's batch; collective until it is once positive.
+        """The share of this rank's ``weight`` in the group's batch, of ``divisor`` samples in all.
 
-        ``weight`` is the sum of this rank's weights, ``divisor`` the samples of all ranks.
+        Collective until it is once positive.
         """
         self._round = [self._round[0] + weight, self._round[1] + divisor]
         if self._group.world_size == 1:

@@ -5,10 +5,9 @@ two updates ``a`` and ``b`` of one parameter tensor become
 
     A(a, b) = (1 - a.b / 2|a|^2) a + (1 - a.b / 2|b|^2) b
 
-which is their mean where they are equal and their sum where they are orthogonal, as one process
-would have got to by one step after the other. More ranks are combined pairwise, as a tree. What is
-combined is how far the weights have moved, by each rank's own optimizer, whose state stays where it
-is, as in the paper and in Horovod.
+which is their mean where they are equal and their sum where they are orthogonal. More ranks are
+combined pairwise, as a tree. What is combined is how far the weights have moved, by each rank's own
+optimizer, whose state stays where it is.
 """
 
 from __future__ import annotations

@@ -72,10 +72,7 @@ class AveragingStrategy(CollectiveStrategy):
         return None
 
     def bytes_per_step(self, shapes: Shapes, element_size: int, world_size: int) -> float | None:
-        """See `SyncStrategy.bytes_per_step`; without the optimizer's state and buffers.
-
-        For rounds of full length: those that an epoch's end cuts short cost as much.
-        """
+        """See `SyncStrategy.bytes_per_step`: of full rounds, without optimizer and buffers."""
         period = self.make_period()
         sent = self.exchange_bytes(shapes, element_size, world_size)
         if sent is None or not isinstance(period, FixedPeriod):

@@ -108,11 +108,7 @@ class DiLoCo(AveragingStrategy):
         return OuterOptimizer(self.outer_optimizer, {"lr": self.outer_learning_rate, **options})
 
     def bytes_per_step(self, shapes: Shapes, element_size: int, world_size: int) -> float | None:
-        """See `SyncStrategy.bytes_per_step`.
-
-        The streaming form sends the whole model once more, uncompressed, when an epoch ends or a
-        checkpoint is written.
-        """
+        """See `SyncStrategy.bytes_per_step`: without what an epoch's end or a checkpoint sends."""
         if not self.is_streaming:
             return super().bytes_per_step(shapes, element_size, world_size)
         sent = 0

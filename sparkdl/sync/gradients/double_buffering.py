@@ -6,9 +6,8 @@ A step costs the longer of its computation and its communication, instead of nea
 learns from gradients that are one step old. They want smaller steps: on a parabola, half the
 learning rate without momentum, a 38th with a momentum of 0.9.
 
-The first step of a run updates nothing, and the gradients of its last are never applied. They are
-part of its last checkpoint, though: a longer run that goes on from there is as if it had never
-been interrupted.
+The first step of a run updates nothing, and the gradients of its last are never applied, but are
+part of its last checkpoint, for a longer run that goes on from there.
 """
 
 from __future__ import annotations

@@ -1,9 +1,8 @@
 """Sums of gradients over ranks: buckets are sent while the backward pass still runs.
 
-A bucket whose gradients are all there is sent at once, so that communication overlaps with the
-rest of the backward pass (Li et al., "PyTorch Distributed", VLDB 2020). Buckets are always sent
-in the same order: ranks that have no samples, or in which a parameter took no part, send theirs,
-with zeros, at the end.
+A bucket whose gradients are all there is sent at once (Li et al., "PyTorch Distributed", VLDB
+2020). Buckets are always sent in the same order: ranks that have no samples, or in which a
+parameter took no part, send theirs, with zeros, at the end.
 """
 
 from __future__ import annotations

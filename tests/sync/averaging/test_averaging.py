@@ -8,7 +8,7 @@ import torch
 from sparkdl.config import TrainConfig
 from sparkdl.errors import ConfigError
 from sparkdl.sync.apart import ApartSynchronizer
-from sparkdl.sync.averaging.merge import merge
+from sparkdl.sync.averaging.mean import merge
 from sparkdl.sync.averaging.parameter_averaging import ParameterAveraging
 from sparkdl.sync.averaging.period import AutoPeriod, FixedPeriod, RoundReport
 from tests.gang import Gang
