@@ -43,8 +43,8 @@ def _process(rank: int, measure: Measure, folder: str) -> None:
         world_size=WORLD_SIZE,
         timeout_seconds=60,
         address="127.0.0.1",
-    ) as options:
-        medians = measure(ProcessGroupCommunicator(options=options))
+    ):
+        medians = measure(ProcessGroupCommunicator())
     if rank == 0:
         torch.save(medians, Path(folder, "seconds.pt"))
 

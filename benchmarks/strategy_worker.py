@@ -74,13 +74,12 @@ def main(rank: int, address: str, device: str, place: str, options: dict) -> Non
         world_size=2,
         timeout_seconds=600,
         address=address,
-    ) as group_options:
+    ):
         for name, contender in STRATEGIES.items():
             if options["strategies"] and name not in options["strategies"]:
                 continue
             comm = ProcessGroupCommunicator(
                 nodes=(0, 1),
-                options=group_options,
                 address=address,
                 certificate=Certificate(**options["certificate"]),
             )

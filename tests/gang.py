@@ -108,11 +108,10 @@ def main(rank: int, world_size: int, address: str, store_path: str) -> None:
         world_size=world_size,
         timeout_seconds=TIMEOUT_SECONDS,
         address="127.0.0.1",
-    ) as options:
+    ):
         # On nodes of their own, so that sums are sent; what is tested on one node says so.
         comm = ProcessGroupCommunicator(
             nodes=range(world_size),
-            options=options,
             timeout_seconds=TIMEOUT_SECONDS,
             certificate=Certificate(**json.loads(os.environ["SPARKDL_TEST_CERTIFICATE"])),
         )

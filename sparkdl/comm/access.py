@@ -1,12 +1,9 @@
 """Who may do what on a channel: secrets of attempts and ranks, and what belongs to which rank.
 
-The guarantee in one sentence: of the present attempt only, each rank is the process that has called
-first under its number, and it alone changes what carries that number; rank 0 also what carries no
-number, and the driver's own files nobody.
-
-All ranks of a gang get the same bytes from Spark, so no secret in them can belong to one rank.
-Therefore each process makes a secret of its own, and shows it with every call. What calls first as
-a rank is that rank until the attempt is over.
+Of the present attempt only, each rank is the process that has called first under its number, and it
+alone changes what carries that number; rank 0 also what carries no number, and the driver's own
+files nobody. All ranks of a gang get the same bytes from Spark, so no secret in them can belong to
+one rank: each process makes a secret of its own, and shows it with every call.
 """
 
 from __future__ import annotations
@@ -40,19 +37,13 @@ class Address:
     port: int
     server_certificate: str
     """The server's, the only one that a client accepts. Its key never leaves the server."""
-    worker_certificate: str
+    worker: Certificate
     """What all workers of the run show."""
-    worker_key: str = field(repr=False)
     secret: str = field(repr=False)
     """That of one attempt."""
     rank: int | None = None
     """Who calls; None: no rank in particular, which may write nothing."""
     rank_secret: str = field(default="", repr=False)
-
-    @property
-    def worker(self) -> Certificate:
-        """What all workers of the run have in common."""
-        return Certificate(self.worker_certificate, self.worker_key)
 
     def of_rank(self, rank: int) -> Address:
         """For the process that is ``rank`` in this attempt; called once in it."""
@@ -89,16 +80,10 @@ class Access:
             self._ranks: dict[int, str] = {}
 
     def caller(self, shown: str) -> Caller:
-        """Who shows this; see `Address.shown`.
-
-        Raises:
-            FlightUnauthenticatedError: nobody of the present attempt.
-        """
-        _, _, rest = shown.partition("Bearer ")
-        secret, _, rest = rest.partition(" ")
-        number, _, rank_secret = rest.partition(" ")
+        """Who shows this, or FlightUnauthenticatedError: nobody of the present attempt."""
+        scheme, secret, number, rank_secret, *_ = [*shown.split(" "), "", "", ""]
         with self._lock:
-            if not _equal(secret, self.secret):
+            if scheme != "Bearer" or not _equal(secret, self.secret):
                 raise flight.FlightUnauthenticatedError(
                     "wrong or missing secret, or that of an attempt that is over"
                 )
@@ -112,21 +97,15 @@ class Access:
             return Caller(self.attempt, rank)
 
     def require_present(self, caller: Caller) -> None:
-        """Make sure that the attempt of a call that takes long is not over.
-
-        Raises:
-            FlightUnauthenticatedError: it is.
-        """
+        """Raise FlightUnauthenticatedError if the attempt of a call that takes long is over."""
         if caller.attempt != self.attempt:
             raise flight.FlightUnauthenticatedError(f"attempt {caller.attempt} is over")
 
     def require_report(self, caller: Caller, attempt: int, rank: int) -> None:
         """Allow reports of a rank to itself, and where no process is that rank, to all.
 
-        Tasks of rounds are no ranks: Spark may run several copies of one at the same time.
-
-        Raises:
-            FlightUnauthorizedError: the report is another's.
+        Tasks of rounds are no ranks: Spark may run several copies of one at the same time. Like all
+        checks that follow, this one raises `FlightUnauthorizedError`.
         """
         with self._lock:
             is_own = caller.rank == rank or (caller.rank is None and rank not in self._ranks)
@@ -137,11 +116,7 @@ class Access:
 
 
 def require_key(caller: Caller, key: str, *, removes: bool = False) -> None:
-    """Allow a rank to change a key, or to remove it.
-
-    Raises:
-        FlightUnauthorizedError: the key is not its own.
-    """
+    """Allow a rank to change a key of its own, or to remove it."""
     is_own = key.startswith(SHARED_KEYS) or key.rpartition("/")[2] == str(caller.rank)
     is_read = removes and key.startswith(READ_KEYS) and caller.rank == 0
     if caller.rank is None or not (is_own or is_read):
@@ -149,12 +124,7 @@ def require_key(caller: Caller, key: str, *, removes: bool = False) -> None:
 
 
 def require_file(caller: Caller, path: str) -> None:
-    """Allow a rank to write or to remove a file, or a folder.
-
-    Raises:
-        FlightUnauthorizedError: it is not its own.
-        StorageError: the path leads out of the storage.
-    """
+    """Allow a rank to write or to remove a file or folder of its own, inside the storage."""
     parts = checked(path).split("/")
     numbered = _NUMBERED.fullmatch(parts[-1])
     owner = int(numbered[1]) if numbered else 0

@@ -1,8 +1,8 @@
 """The certificates by which the two ends of a run's own connections know each other.
 
 They are made for one run, sign themselves, and are trusted by nobody else. Whoever connects knows
-beforehand which certificate the other end must show, so there is no authority that could sign a
-wrong one. No clock is looked at: those of hosts differ, and nothing outlives the run.
+beforehand which certificate the other end must show. No clock is looked at: those of hosts differ,
+and nothing outlives the run.
 """
 
 from __future__ import annotations
@@ -27,11 +27,7 @@ class Certificate:
 
 
 def make_certificate() -> Certificate:
-    """A new key of the curve P-256 and a certificate for it; takes less than a millisecond.
-
-    Raises:
-        ClusterError: the package that makes them is missing.
-    """
+    """A new key of the curve P-256 and a certificate; ClusterError if the package is missing."""
     try:  # here, since only the process that opens a channel needs it
         from cryptography import x509
         from cryptography.hazmat.primitives import hashes, serialization
@@ -56,9 +52,7 @@ def make_certificate() -> Certificate:
         .sign(key, hashes.SHA256())
     )
     private = key.private_bytes(
-        serialization.Encoding.PEM,
-        serialization.PrivateFormat.PKCS8,
-        serialization.NoEncryption(),
+        serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption()
     )
     public = certificate.public_bytes(serialization.Encoding.PEM)
     return Certificate(public.decode(), private.decode())

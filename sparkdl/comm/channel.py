@@ -2,10 +2,8 @@
 
 One Arrow Flight server per run carries rendezvous keys, heartbeats, progress, log lines and the
 checkpoints that the driver keeps. It speaks TLS with those only who show the certificate of this
-run's workers, and does what `access` allows them. The server lives on the driver; where executors
-cannot reach that (Spark Connect from afar), rank 0 hosts the keys.
-
-Never use a client in a process that forks afterwards: gRPC does not survive a fork.
+run's workers, and does what `access` allows them. It lives on the driver; where executors cannot
+reach that, rank 0 hosts the keys. A process with a client must not fork: gRPC does not survive it.
 """
 
 from __future__ import annotations
@@ -111,8 +109,7 @@ class Hub:
 
     def wait(self, keys: Sequence[str], timeout_seconds: float) -> None:
         """Return when all keys are set; TimeoutError if they are not in time."""
-        missing = self.missing(keys, timeout_seconds)
-        if missing:
+        if missing := self.missing(keys, timeout_seconds):
             raise TimeoutError(f"{len(missing)} keys not set after {timeout_seconds:g} s")
 
     def missing(self, keys: Sequence[str], timeout_seconds: float) -> list[str]:
@@ -165,12 +162,7 @@ class ChannelServer(flight.FlightServerBase):  # type: ignore[misc] # pyarrow ha
         self._hub = hub
         self._files = files
         self._address = Address(
-            host=announce,
-            port=self.port,
-            server_certificate=own.public,
-            worker_certificate=workers.public,
-            worker_key=workers.key,
-            secret="",
+            host=announce, port=self.port, server_certificate=own.public, worker=workers, secret=""
         )
 
     @property
@@ -243,8 +235,7 @@ class MessageTooLarge(CommunicationError):
 class ChannelClient:
     """A worker's end of the channel. Thread-safe; keys are those of the worker's attempt.
 
-    Raises, from every method:
-        CommunicationError: the server cannot be reached or refuses.
+    CommunicationError, from every method: the server cannot be reached or refuses.
     """
 
     _connection: ClassVar[tuple[tuple[str, int], ...]] = (*_RECONNECT, *_KEEPALIVE)
@@ -257,8 +248,8 @@ class ChannelClient:
         self._client = flight.connect(
             location(address.host, address.port),
             tls_root_certs=address.server_certificate,
-            cert_chain=address.worker_certificate,
-            private_key=address.worker_key,
+            cert_chain=address.worker.public,
+            private_key=address.worker.key,
             override_hostname=NAME,
             generic_options=list(self._connection),
         )
@@ -276,11 +267,7 @@ class ChannelClient:
         return int(self._ask("add", key=key, amount=amount))
 
     def wait(self, keys: Sequence[str], timeout_seconds: float) -> None:
-        """Return when all keys are set.
-
-        Raises:
-            TimeoutError: they are not after ``timeout_seconds``.
-        """
+        """Return when all keys are set; TimeoutError if they are not in time."""
         deadline = time.monotonic() + timeout_seconds
         while True:
             seconds = min(max(deadline - time.monotonic(), 0.0), _POLL_SECONDS)
@@ -300,11 +287,7 @@ class ChannelClient:
         return bool(self._ask("delete", key=key))
 
     def report(self, *, attempt: int, rank: int, events: Sequence[Mapping[str, Any]]) -> bool:
-        """Tell the driver what happened; values that are not JSON go as their text.
-
-        Returns:
-            `Hub.shows_lines`.
-        """
+        """See `Hub.report`; values that are not JSON go as their text."""
         return bool(self._ask("report", attempt=attempt, rank=rank, events=events))
 
     def seconds_since_report(self, *, attempt: int, rank: int) -> float | None:
@@ -335,12 +318,7 @@ class ChannelClient:
 
 
 class ChannelStorage(ChannelClient):
-    """Files that the driver keeps, seen from a worker: a `storage.Storage`.
-
-    Args:
-        address: the channel, and as whom to call it.
-        timeout_seconds: longest wait for an answer. The driver may pass a request on to a storage
-            that answers slowly.
+    """Files that the driver keeps, seen from a worker: a `storage.Storage`, which may be slow.
 
     Raises, from every method:
         StorageError: the driver cannot store or find the file.
@@ -394,25 +372,25 @@ class ChannelStorage(ChannelClient):
 
 
 class _Callers(flight.ServerMiddlewareFactory):  # type: ignore[misc]
-    """Finds out who makes a call, and refuses those that are nobody."""
+    """Finds out who makes a call before it is served, and refuses those that are nobody."""
 
     def __init__(self, access: Access) -> None:
         self._access = access
 
     def start_call(self, info: Any, headers: Mapping[str, list[str]]) -> flight.ServerMiddleware:
-        """Called before every call is served."""
-        return _Call(self._access.caller(str(headers.get(_HEADER, [""])[0])))
+        call = _Call()
+        call.caller = self._access.caller(str(headers.get(_HEADER, [""])[0]))
+        return call
 
 
 class _Call(flight.ServerMiddleware):  # type: ignore[misc]
     """Says who makes a call, to those who serve it."""
 
-    def __init__(self, caller: Caller) -> None:
-        self.caller = caller
+    caller: Caller
 
 
 def _require_size(num_bytes: int, most: int) -> None:
-    """Refuse what no worker of ours sends, so that none can have the driver keep it."""
+    """Refuse what no worker of ours sends."""
     if num_bytes > most:
         raise flight.FlightServerError(f"a message of {num_bytes} bytes, of at most {most}")
 

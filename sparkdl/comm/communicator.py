@@ -5,8 +5,10 @@ The communicator is the only door to ``torch.distributed``'s collectives.
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Sequence
+from datetime import timedelta
 from typing import Any, Protocol
 
 import torch
@@ -19,8 +21,6 @@ from sparkdl.comm.worker_environment import numbered
 
 class Communicator(Protocol):
     """Collective calls among the gang. All ranks must make the same calls in the same order.
-
-    Classes that inherit from it need not say what follows from the other calls.
 
     ``bytes_sent`` counts what this rank has sent so far, as the algorithms have it that serve the
     calls: of a tensor of ``n`` bytes an all-reduce sends ``2 n (W - 1) / W`` (a ring), an
@@ -47,6 +47,10 @@ class Communicator(Protocol):
         0 where it is not known what of a collective is waiting.
         """
         return 0.0
+
+    def close(self) -> None:
+        """Give back what was taken for the sums, also after a failure; waits for nobody."""
+        return None
 
     def allocate(self, numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         """Zeros, ``(numel,)``, for what will be summed often.
@@ -132,60 +136,78 @@ class LocalCommunicator(Communicator):
     certificate = None
 
     def all_reduce_async(self, tensor: torch.Tensor) -> Pending:
-        """Leave ``tensor`` as it is."""
         return Done()
 
     def all_gather_async(self, tensor: torch.Tensor, out: torch.Tensor) -> Pending:
-        """Copy."""
         out[0].copy_(tensor)
         return Done()
 
     def all_to_all_async(self, tensor: torch.Tensor, out: torch.Tensor) -> Pending:
-        """Copy."""
         out.copy_(tensor)
         return Done()
 
     def exchange(self, tensor: torch.Tensor, peer: int) -> torch.Tensor:
-        """A copy."""
         return tensor.clone()
 
     def send(self, tensor: torch.Tensor, to: int) -> None:
-        """Refuse: there is nobody to send to."""
         raise AssertionError("a gang of one has no peer")
 
     def receive(self, tensor: torch.Tensor, source: int) -> None:
-        """Refuse: there is nobody to receive from."""
         raise AssertionError("a gang of one has no peer")
 
     def broadcast(self, tensor: torch.Tensor, source: int = 0) -> None:
-        """Leave ``tensor`` as it is."""
+        return None
 
     def broadcast_bytes(self, data: bytes | None, source: int = 0) -> bytes:
-        """Return ``data``."""
         assert data is not None
         return data
 
     def all_gather_bytes(self, data: bytes) -> list[bytes]:
-        """Return ``[data]``."""
         return [data]
 
     def barrier(self) -> None:
-        """Return at once."""
+        return None
 
     def split(self, groups: Sequence[Sequence[int]]) -> Communicator:
-        """Return itself."""
         return self
 
 
+def counting_anew(comm: Communicator) -> Communicator:
+    """The same communicator with a count of its own of the bytes that it sends."""
+    counting = copy.copy(comm)
+    counting.bytes_sent = 0
+    return counting
+
+
+class Topology:
+    """The ways along which a sum over all ranks is formed; this one is torch's, mostly a ring."""
+
+    @property
+    def waited_seconds(self) -> float:
+        return 0.0
+
+    def allocate(self, numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        return torch.zeros(numel, dtype=dtype, device=device)
+
+    def start(self, comm: ProcessGroupCommunicator, tensor: torch.Tensor) -> Pending:
+        """Start to sum ``tensor``; what is sent for it is counted by ``comm``."""
+        return comm.all_reduce_by_torch(tensor)
+
+    def close(self) -> None:
+        return None
+
+
 class ProcessGroupCommunicator(Communicator):
-    """The gang behind torch's default process group, which must be initialized, or a part of it."""
+    """The gang behind torch's default process group, which must be initialized, or a part of it.
+
+    Sums are formed along ``topology``, which `comm.topology.arrange` chooses.
+    """
 
     def __init__(
         self,
         *,
         nodes: Sequence[int] | None = None,
         device: str = "cpu",
-        options: Any = None,
         timeout_seconds: float = 600.0,
         address: str = "127.0.0.1",
         certificate: Certificate | None = None,
@@ -193,14 +215,8 @@ class ProcessGroupCommunicator(Communicator):
     ) -> None:
         """Wrap ``group``, or the default one.
 
-        Args:
-            nodes: each rank's node; None: all ranks are on one.
-            device: where the ranks' tensors are.
-            options: what `process_group` gave, for the groups that `split` makes.
-            timeout_seconds: what `process_group` was given.
-            address: what `process_group` was given.
-            certificate: equal on all ranks; strategies that open connections of their own need it.
-            group: None is the default group.
+        ``nodes`` are the ranks' (None: all are on one), ``device`` is where their tensors are. The
+        rest is as the class names it, and equal to what `process_group` was given.
         """
         self.rank = dist.get_rank(group)
         self.world_size = dist.get_world_size(group)
@@ -210,11 +226,25 @@ class ProcessGroupCommunicator(Communicator):
         self.timeout_seconds = timeout_seconds
         self.address = address
         self.certificate = certificate
+        self.topology = Topology()
         self._device = device
-        self._options = options
         self._group = group
 
+    @property
+    def waited_seconds(self) -> float:
+        return self.topology.waited_seconds
+
+    def close(self) -> None:
+        self.topology.close()
+
+    def allocate(self, numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        return self.topology.allocate(numel, dtype, device)
+
     def all_reduce_async(self, tensor: torch.Tensor) -> Pending:
+        return self.topology.start(self, tensor)
+
+    def all_reduce_by_torch(self, tensor: torch.Tensor) -> Pending:
+        """Start a sum as torch forms it."""
         self.bytes_sent += 2 * (self.world_size - 1) * tensor.nbytes // self.world_size
         with peer_errors("all_reduce"):
             return _PendingWork(
@@ -289,7 +319,8 @@ class ProcessGroupCommunicator(Communicator):
         assert sorted(rank for group in groups for rank in group) == list(range(self.world_size))
         mine = next(group for group in groups if self.rank in group)
         with peer_errors("split"):
-            parts = [dist.new_group(sorted(group), pg_options=self._options) for group in groups]
+            seconds = timedelta(seconds=self.timeout_seconds)
+            parts = [dist.new_group(sorted(group), timeout=seconds) for group in groups]
         return ProcessGroupCommunicator(
             nodes=numbered([self.nodes[rank] for rank in sorted(mine)]),
             device=self._device,

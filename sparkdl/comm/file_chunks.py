@@ -1,8 +1,7 @@
 """Bytes of any size in record batches of chunks: files on the channel, results of Spark tasks.
 
-Of a file, each batch holds a chunk, and the last one a null, which says that nothing is missing: so
-half of a file is never taken for the whole. Spark itself sees to it that no row of a result is
-missing.
+Of a file, each batch holds a chunk, and the last one a null: so half of a file is never taken for
+the whole. Spark itself sees to it that no row of a result is missing.
 """
 
 from __future__ import annotations
@@ -31,11 +30,7 @@ def cut(data: Any) -> list[Any]:
 
 
 def sent(parts: Iterable[Any]) -> Iterator[pa.RecordBatch]:
-    """The record batches of a file.
-
-    Args:
-        parts: its bytes, in any pieces.
-    """
+    """The record batches of a file, whose bytes come in any pieces."""
     for part in parts:
         for chunk in cut(memoryview(part).cast("B")):
             yield _batch(chunk)
@@ -43,11 +38,7 @@ def sent(parts: Iterable[Any]) -> Iterator[pa.RecordBatch]:
 
 
 def received(batches: Iterable[pa.RecordBatch]) -> Iterator[pa.Buffer]:
-    """The chunks of a file.
-
-    Raises:
-        CommunicationError: its end is missing.
-    """
+    """The chunks of a file; CommunicationError if its end is missing."""
     for batch in batches:
         chunk = batch.column(0)[0]
         if not chunk.is_valid:

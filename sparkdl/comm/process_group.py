@@ -7,14 +7,19 @@ from a mistake in the user's code.
 from __future__ import annotations
 
 import contextlib
+import os
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from datetime import timedelta
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
+from torch.distributed import Store  # type: ignore[attr-defined] # torch does not export it
 
 from sparkdl.errors import CommunicationError
+
+if TYPE_CHECKING:
+    from sparkdl.comm.channel import ChannelClient
 
 _SETTLE_SECONDS = 0.02
 """By then the threads of a group have forgotten the last collective."""
@@ -29,43 +34,36 @@ def process_group(
     world_size: int,
     timeout_seconds: float,
     address: str | None = None,
-) -> Iterator[Any]:
+) -> Iterator[None]:
     """Initialize torch's default process group, and destroy it at the end, also after a failure.
 
-    Yields the backend's options, which groups of fewer ranks need too, or None.
-
-    Args:
-        backend: ``gloo`` or ``nccl``.
-        store: a ``torch.distributed.Store`` shared by all ranks.
-        rank: this worker's rank.
-        world_size: number of ranks.
-        timeout_seconds: longest wait in one collective.
-        address: address of this host that the peers can reach; None lets gloo look it up.
+    ``timeout_seconds`` is the longest wait in one collective, ``address`` one of this host that the
+    peers can reach. None, or ``GLOO_SOCKET_IFNAME`` in the environment, lets gloo look it up.
 
     Raises:
         CommunicationError: the peers did not meet in time.
     """
-    options: Any = None
-    if backend == "gloo" and address is not None:
-        options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
-        options._devices = [dist.ProcessGroupGloo.create_device(hostname=address)]
-        options._timeout = timedelta(seconds=timeout_seconds)
+    c10d = dist.distributed_c10d
+    torchs = c10d.ProcessGroupGloo
+    if address is not None and "GLOO_SOCKET_IFNAME" not in os.environ:
+        c10d.ProcessGroupGloo = gloo_at(address)  # type: ignore[misc]
     # torch names keys of the store by a number of the group, and counts groups that could not be
     # made: after a failure this process would wait for other keys than those that its peers set.
-    dist.distributed_c10d._world.group_count = 0
-    with peer_errors("rendezvous"):
-        dist.init_process_group(
-            backend,
-            store=store,
-            rank=rank,
-            world_size=world_size,
-            timeout=timedelta(seconds=timeout_seconds),
-            pg_options=options,
-        )
-    group = dist.group.WORLD
+    c10d._world.group_count = 0
+    group = None
     try:
-        yield options
+        with peer_errors("rendezvous"):
+            dist.init_process_group(
+                backend,
+                store=store,
+                rank=rank,
+                world_size=world_size,
+                timeout=timedelta(seconds=timeout_seconds),
+            )
+        group = dist.group.WORLD
+        yield
     finally:
+        c10d.ProcessGroupGloo = torchs  # type: ignore[misc]
         if dist.is_initialized():  # the user's own code may have destroyed it
             dist.destroy_process_group()
         # Whoever drops the last reference of a gloo group (a DDP model has one) holds the GIL while
@@ -76,6 +74,20 @@ def process_group(
         del group
 
 
+def gloo_at(address: str) -> Any:
+    """Torch's groups of gloo, at ``address``; torch drops options and looks up the host's name."""
+    torchs: Any = dist.ProcessGroupGloo
+
+    class GlooAt(torchs):  # type: ignore[misc]
+        def __init__(self, store: Store, rank: int, size: int, timeout: timedelta) -> None:
+            options = torchs._Options()
+            options._devices = [torchs.create_device(hostname=address)]
+            options._timeout = timeout
+            super().__init__(store, rank, size, options)
+
+    return GlooAt
+
+
 @contextlib.contextmanager
 def peer_errors(what: str) -> Iterator[None]:
     """Turn what torch raises within into a `CommunicationError`."""
@@ -83,3 +95,52 @@ def peer_errors(what: str) -> Iterator[None]:
         yield
     except (RuntimeError, OSError) as error:  # gloo and NCCL raise plain RuntimeErrors
         raise CommunicationError(f"{what} failed: {error}") from error
+
+
+class ChannelStore(Store):
+    """The keys of torch's rendezvous in one attempt, kept by the channel's server.
+
+    So no further port is opened, and nothing but the run's secret lets a process join. Keep a
+    strong reference while the process group lives: torch holds only a weak one.
+    """
+
+    def __init__(self, client: ChannelClient, *, timeout_seconds: float) -> None:
+        super().__init__()
+        self._client = client
+        self._seconds = timeout_seconds
+
+    def set(self, key: str, value: bytes | str) -> None:
+        """Set a key."""
+        self._client.set(f"store/{key}", value.encode() if isinstance(value, str) else bytes(value))
+
+    def get(self, key: str) -> bytes:
+        """Wait for a key and return its value."""
+        self.wait([key])
+        value = self._client.get(f"store/{key}")
+        if value is None:
+            raise CommunicationError(f"rendezvous key {key} vanished")
+        return value
+
+    def wait(self, keys: Sequence[str], timeout: timedelta | None = None) -> None:
+        """Return when all keys are set; raises torch's error type after the time-out."""
+        seconds = self._seconds if timeout is None else timeout.total_seconds()
+        try:
+            self._client.wait([f"store/{key}" for key in keys], seconds)
+        except TimeoutError as error:
+            raise dist.DistStoreError(str(error)) from error
+
+    def add(self, key: str, amount: int) -> int:
+        """Add to a counter and return its new value."""
+        return self._client.add(f"store/{key}", amount)
+
+    def check(self, keys: Sequence[str]) -> bool:
+        """Whether all keys are set."""
+        return all(self._client.get(f"store/{key}") is not None for key in keys)
+
+    def delete_key(self, key: str) -> bool:
+        """Remove a key."""
+        return self._client.delete(f"store/{key}")
+
+    def set_timeout(self, timeout: timedelta) -> None:
+        """Change the longest wait."""
+        self._seconds = timeout.total_seconds()

@@ -35,7 +35,6 @@ if TYPE_CHECKING:
 
     from sparkdl.comm.communicator import Communicator
     from sparkdl.comm.compression.compression import Compression
-    from sparkdl.comm.topology.topology import Topology
 
 _MOST_STEPS, _FEWEST_STEPS = 60, 3
 _STEPS_OF_AN_EPOCH = 3
@@ -89,7 +88,7 @@ def _measure(order: MeasureOrder, member: Member) -> Results:
     began, comm = time.perf_counter(), member.comm
     steps = step_timer(order, member)
     report: dict[str, Any] = {
-        "node": member.nodes[comm.rank],
+        "node": comm.nodes[comm.rank],
         "device": member.device.type,
         "levels": _levels(steps, order, member),
         "optimizer_bytes": steps.optimizer_bytes,
@@ -150,7 +149,7 @@ def _levels(steps: StepTimer, order: MeasureOrder, member: Member) -> list[list[
     sizes = tuple(dict.fromkeys((size, max(1, size // 2), max(1, size // 4))))
     found: list[list[dict[str, Any]]] = []
     for number, (ranks_per_node, threads) in enumerate(order.places):
-        works = at_work(order.plan, member.nodes, comm.rank, ranks_per_node)
+        works = at_work(order.plan, comm.nodes, comm.rank, ranks_per_node)
         found.append([])
         for batch_size in sizes if number == 0 else sizes[:1]:
             with torch_threads(threads):
@@ -296,7 +295,7 @@ class ExchangeTimer:
                 },
             }
 
-    def _sums(self, topology: Topology) -> list[list[float]]:
+    def _sums(self, topology: Communicator) -> list[list[float]]:
         import torch
 
         num_bytes = 4 * sum(map(math.prod, self.shapes))
@@ -306,7 +305,7 @@ class ExchangeTimer:
             found.append([size, self._repeated(topology, partial(topology.all_reduce, tensor))])
         return found
 
-    def _compressed(self, compression: Compression, topology: Topology) -> float:
+    def _compressed(self, compression: Compression, topology: Communicator) -> float:
         """One compressed exchange of all gradients, transfer included."""
         import torch
 

@@ -8,14 +8,11 @@ from sparkdl.sync.strategy import Synchronizer, SyncStrategy
 __all__ = ["STRATEGIES", "SyncStrategy", "Synchronizer", "known_strategies", "resolve"]
 
 
-def _stem(module: str) -> str:
-    return module.rpartition(".")[2].replace("_", "")
-
-
 STRATEGIES = {
     name.lower(): f"sparkdl:{name}"
     for name, module in MODULE_OF.items()
-    if module.startswith(f"{__name__}.") and _stem(module) == name.lower()
+    if module.startswith(f"{__name__}.")
+    and module.rpartition(".")[2].replace("_", "") == name.lower()
 }
 """Name -> where the class is, of each public class whose file has its name.
 

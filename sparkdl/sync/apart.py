@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import contextlib
 from abc import abstractmethod
 from typing import ClassVar
 
 import torch
 from torch import nn
 
-from sparkdl.comm.communicator import Communicator
-from sparkdl.sync.collective import counting_anew
+from sparkdl.comm.communicator import Communicator, counting_anew
 from sparkdl.sync.gradient_buckets import FlatGradients, zeros
 from sparkdl.sync.strategy import MakeOptimizer, Reduced, Synchronizer
 
@@ -41,10 +39,6 @@ class ApartSynchronizer(Synchronizer):
         if self._gradients is None:  # not earlier: steps before may hold theirs elsewhere
             self._gradients = FlatGradients(self.parameters, 1 << 62, zeros)
         self._gradients.zero()
-
-    def no_sync(self) -> contextlib.AbstractContextManager[None]:
-        """See `Synchronizer.no_sync`; there is nothing that would be sent."""
-        return contextlib.nullcontext()
 
     def reduce_gradients(self, sums: torch.Tensor, divisor: float) -> Reduced:
         self.round_sums += sums.cpu()

@@ -2,19 +2,14 @@
 
 from __future__ import annotations
 
-import copy
-import math
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
 
+from sparkdl.comm import compression as compressions
 from sparkdl.comm import topology as topologies
+from sparkdl.comm.compression.compression import Compression, Shapes, all_reduce_bytes, count
+from sparkdl.config import TrainConfig
 from sparkdl.sync.exchange_pattern import ModelSize, Pattern, ring_bytes
 from sparkdl.sync.strategy import SyncStrategy
-
-if TYPE_CHECKING:
-    from sparkdl.comm.communicator import Communicator
-    from sparkdl.comm.compression.compression import Compression, Shapes
-    from sparkdl.config import TrainConfig
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,18 +30,14 @@ class CollectiveStrategy(SyncStrategy):
 
     def resolved_compression(self) -> Compression | None:
         """The compression as an object."""
-        if self.compression is None:
-            return None
-        from sparkdl.comm import compression
-
-        return compression.resolve(self.compression)
+        return compressions.resolve(self.compression)
 
     def exchange_bytes(self, shapes: Shapes, element_size: int, world_size: int) -> int | None:
         """Bytes that one rank sends when tensors of ``shapes`` are summed over all ranks once."""
         compression = self.resolved_compression()
         if compression is not None and world_size > 1:
             return compression.wire_bytes(shapes, element_size, world_size)
-        return plain_bytes(shapes, element_size, world_size)
+        return all_reduce_bytes(count(shapes) * element_size, world_size)
 
     def pattern(self, size: ModelSize, world_size: int) -> Pattern:
         """See `SyncStrategy.pattern`: a sum at every step, along the topology, compressed."""
@@ -58,16 +49,3 @@ class CollectiveStrategy(SyncStrategy):
         plain = ring_bytes(size.gradient_bytes, world_size)
         ratio = None if sent is None else sent / plain if plain else 1.0
         return replace(pattern, wire_ratio=ratio, codec=type(compression).__name__)
-
-
-def plain_bytes(shapes: Shapes, element_size: int, world_size: int) -> int:
-    """Bytes that one rank sends when tensors of ``shapes`` are summed once, uncompressed."""
-    num_bytes = element_size * sum(math.prod(shape) for shape in shapes)
-    return 2 * (world_size - 1) * num_bytes // world_size
-
-
-def counting_anew(comm: Communicator) -> Communicator:
-    """The same communicator with a count of its own: what one strategy sends."""
-    counting = copy.copy(comm)
-    counting.bytes_sent = 0
-    return counting

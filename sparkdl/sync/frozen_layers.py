@@ -2,10 +2,8 @@
 
 A frozen parameter has no gradient, so it costs neither a message nor optimizer state. A layer all
 of whose parameters are frozen, or which has none and whose buffers are meant, keeps its buffers
-too: it runs in evaluation mode, as Keras does it with ``trainable=False``. For BatchNorm that means
-to normalize with the statistics that it came with, which would otherwise drift to those of the new
-data, away from the weights that go with them. Layers without buffers keep their mode: dropout
-between frozen layers stays at work.
+too: it runs in evaluation mode, as Keras does it with ``trainable=False``, so that BatchNorm keeps
+the statistics that go with its weights. Layers without buffers, such as dropout, keep their mode.
 """
 
 from __future__ import annotations
@@ -25,10 +23,7 @@ _HELD: WeakSet[nn.Module] = WeakSet()
 
 
 def freeze(module: nn.Module, patterns: Sequence[str]) -> list[str]:
-    """Let the parameters that ``patterns`` mean (see `patterns`) take no part in training.
-
-    Returns:
-        The names of those that did until now; `thaw` takes them.
+    """Let the parameters that ``patterns`` mean take no part in training; returns their names.
 
     Raises:
         ConfigError: a pattern means nothing, or nothing is left to train.

@@ -1,29 +1,29 @@
-"""Flat buffers for gradients, so that many small tensors travel as few large ones.
+"""Flat buffers, so that many small gradients, or changes of parameters, travel as few tensors.
 
-The gradients of all parameters are views of flat buffers, which are cut into buckets. A parameter
-that takes no part in a step has a gradient of zero, not None, so that weight decay and momentum
-act on it the same way on every rank.
+Gradients are views of flat buffers, which are cut into buckets. A parameter that takes no part in a
+step has a gradient of zero, not None, so that weight decay and momentum act on it the same way on
+every rank.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 import torch
 from torch import nn
 
 from sparkdl.comm.communicator import Communicator, Pending
+from sparkdl.comm.compression.compression import Compression, Shapes
 from sparkdl.storage.stateful import Stateful
-
-if TYPE_CHECKING:
-    from sparkdl.comm.compression.compression import Compression, Shapes
 
 T = TypeVar("T")
 
 FIRST_BUCKET_BYTES = 1 << 20
 """The first bucket is small, so that the network has something to do early."""
+BUCKET_BYTES = 25 << 20
+"""Size from which on parameters travel in several messages."""
 
 Allocate = Callable[[int, torch.dtype, torch.device], torch.Tensor]
 """``(numel, dtype, device)`` -> zeros."""
@@ -75,13 +75,7 @@ class FlatGradients:
 
 
 class BucketSums(Stateful):
-    """Sums of buckets over ranks, compressed or not, that travel together. All ranks call alike.
-
-    Args:
-        buckets: what is summed.
-        comm: the gang.
-        compression: what they are sent with; None: as they are.
-    """
+    """Sums of buckets over ranks, compressed or not, that travel together. All ranks call alike."""
 
     shared_state: ClassVar = ("compressors",)
     rank_state: ClassVar = ("compressors",)
@@ -116,6 +110,53 @@ class BucketSums(Stateful):
     def load_state_dict(self, state: dict[str, Any]) -> None:
         if self._compressors and state.get("compressors"):  # a gang of one has none
             super().load_state_dict(state)
+
+
+class Changes(BucketSums):
+    """Sums over ranks of how far parameters have moved. All ranks call alike.
+
+    A strategy may train on while the sums are under way.
+    """
+
+    def __init__(
+        self,
+        parameters: Sequence[nn.Parameter],
+        comm: Communicator,
+        compression: Compression | None,
+    ) -> None:
+        self._buckets = make_buckets(parameters, BUCKET_BYTES, comm.allocate)
+        super().__init__(self._buckets, comm, compression)
+        views = {
+            id(parameter): view
+            for bucket in self._buckets
+            for parameter, view in zip(bucket.parameters, bucket.gradients, strict=True)
+        }
+        self.tensors = [views[id(parameter)] for parameter in parameters]
+        """This rank's changes before `start_all`, the sums over ranks after `wait`."""
+
+    def take(self, parameters: Sequence[torch.Tensor], anchor: Sequence[torch.Tensor]) -> None:
+        """Note how far ``parameters`` are from ``anchor``."""
+        for change, parameter, begin in zip(self.tensors, parameters, anchor, strict=True):
+            torch.sub(parameter.detach(), begin, out=change)
+
+    def start_all(self, share: float = 1.0) -> None:
+        """Start to sum ``share`` of this rank's changes with those of the others."""
+        for number, bucket in enumerate(self._buckets):
+            if share == 0:
+                bucket.flat.zero_()  # not multiplied: who does not count may hold infinities
+            elif share != 1:
+                bucket.flat.mul_(share)
+            self.start(number, bucket.flat)
+
+    def sums(self) -> list[torch.Tensor]:
+        """What has arrived, as few flat tensors."""
+        assert not self.pending, "sums are still under way"
+        return [bucket.flat for bucket in self._buckets]
+
+    def set_sums(self, sums: Sequence[torch.Tensor]) -> None:
+        """Restore what `sums` gave."""
+        for bucket, values in zip(self._buckets, sums, strict=True):
+            bucket.flat.copy_(values)
 
 
 def make_buckets(

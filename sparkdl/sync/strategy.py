@@ -9,10 +9,11 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar, NamedTuple, TypeAlias
 
+from sparkdl.config import TrainConfig
 from sparkdl.storage.stateful import Stateful
 from sparkdl.sync.exchange_pattern import ModelSize, Pattern, ring_bytes
 
@@ -22,7 +23,6 @@ if TYPE_CHECKING:
 
     from sparkdl.comm.communicator import Communicator
     from sparkdl.comm.compression.compression import Shapes
-    from sparkdl.config import TrainConfig
     from sparkdl.data.plan import TrainPlan
 
 MakeOptimizer = Callable[[Iterable["nn.Parameter"]], "torch.optim.Optimizer"]
@@ -98,13 +98,8 @@ class SyncStrategy(ABC):
     def bytes_per_step(self, shapes: Shapes, element_size: int, world_size: int) -> float | None:
         """Bytes that one rank sends per step for the parameters' sake, on average, by formula.
 
-        Args:
-            shapes: those of the trained parameters.
-            element_size: bytes of one number.
-            world_size: number of ranks, all on nodes of their own.
-
-        Returns:
-            None where it depends on the data, or where there is no formula.
+        ``shapes`` are those of the trained parameters, ``element_size`` are the bytes of a number;
+        each rank is on a node of its own. None where it depends on the data, or has no formula.
         """
         return None
 
@@ -178,9 +173,9 @@ class Synchronizer(Stateful, ABC):
         """Forget the gradients of the last step; called before the first forward pass of one."""
         self.optimizer.zero_grad()
 
-    @abstractmethod
     def no_sync(self) -> AbstractContextManager[None]:
-        """Context in which backward passes add to the local gradients only."""
+        """Context in which backward passes add to the local gradients only; here they always do."""
+        return nullcontext()
 
     def start_sums(self, sums: torch.Tensor) -> None:
         """Offer what `reduce_gradients` will get, before the last backward pass of the step.

@@ -79,15 +79,8 @@ class Context:
     ) -> None:
         """Made by the runner.
 
-        Args:
-            rank: this rank.
-            nodes: number of each rank's host.
-            device: where to compute.
-            num_restarts: restarts so far.
-            sets: the data sets.
-            resumed: what ``save`` got last, or None.
-            save: writes checkpoints; None: they have no place, or this is not rank 0.
-            show: shows a record of metrics.
+        ``nodes`` numbers the hosts, ``resumed`` is what ``save`` got last, and ``show`` shows
+        a record of metrics. ``save`` is for rank 0 only; None: checkpoints have no place.
         """
         self.rank = rank
         self.world_size = len(nodes)

@@ -32,7 +32,6 @@ from sparkdl.worker.lifecycle import (
     Member,
     Results,
     checkpoint_storage,
-    checkpoint_writer,
     deliver,
     live,
     resumed,
@@ -119,7 +118,7 @@ def _call(order: FunctionOrder, member: Member) -> Results:
                 checkpoints(
                     storage,
                     order.keep,
-                    checkpoint_writer(order),
+                    order.writer,
                     member.client,
                     order.collective_timeout_seconds,
                     is_required=order.storage_url is not None,
@@ -128,7 +127,7 @@ def _call(order: FunctionOrder, member: Member) -> Results:
             save = partial(manager.save, rank_state={})
         place = Context(
             rank=comm.rank,
-            nodes=member.nodes,
+            nodes=comm.nodes,
             device=member.device,
             num_restarts=order.attempt,
             sets=order.sets,
@@ -200,11 +199,7 @@ _LOST_PEER = (
 
 @contextlib.contextmanager
 def peer_errors() -> Iterator[None]:
-    """Tell the loss of a peer, which another rank explains, from the function's own errors.
-
-    Raises:
-        CollectiveError: in place of what torch raises when a peer is gone.
-    """
+    """Raise CollectiveError for the loss of a peer, which another rank explains."""
     try:
         yield
     except RuntimeError as error:
@@ -284,11 +279,7 @@ def environment_variables(place: Context) -> Iterator[None]:
 
 
 def pickled(value: Any) -> bytes:
-    """As bytes that `unpickled` reads, also where there is no GPU.
-
-    Raises:
-        ConfigError: it cannot be pickled.
-    """
+    """As bytes that `unpickled` reads, also where there is no GPU; ConfigError if impossible."""
     import torch
 
     buffer = io.BytesIO()
@@ -303,13 +294,10 @@ def pickled(value: Any) -> bytes:
 
 
 def unpickled(data: bytes) -> Any:
-    """Inverse of `pickled`, tensors on the CPU. For what one's own workers have sent.
+    """Inverse of `pickled`, tensors on the CPU; ConfigError if it needs a module that is not here.
 
     Plain values, tensors and numpy arrays are read by torch's restricted unpickler, which runs no
     code. Only values with objects of other classes are unpickled, which may run any.
-
-    Raises:
-        ConfigError: it needs a module that is not here.
     """
     import torch
 

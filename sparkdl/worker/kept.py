@@ -10,11 +10,7 @@ T = TypeVar("T")
 
 
 class KeptBetweenTasks:
-    """At most one value, so that a run's memory is free when the next run begins.
-
-    Attributes:
-        value: what is kept now, or None.
-    """
+    """At most one value, so that a run's memory is free when the next run begins."""
 
     def __init__(self) -> None:
         self.value: Any = None
@@ -24,9 +20,7 @@ class KeptBetweenTasks:
     def get(self, key: Hashable, make: Callable[[contextlib.ExitStack], T]) -> T:
         """The value kept under ``key``; if there is none, release what is kept and make it.
 
-        Args:
-            key: names the value, and is not None.
-            make: makes it; what it enters into the stack is closed when the value is released.
+        What ``make`` enters into the stack is closed when the value is released.
         """
         if key != self._key:
             self.release()

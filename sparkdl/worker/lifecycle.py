@@ -1,7 +1,7 @@
 """What every rank of a gang does, whatever its work is.
 
-It sets its key, waits for those of the others, joins torch's process group, works, and reports the
-result to the driver. It knows nothing of Spark: the launcher gives it an environment and an order.
+It meets the others, joins torch's process group, works, and reports the result to the driver. It
+knows nothing of Spark: the launcher gives it an environment and an order.
 """
 
 from __future__ import annotations
@@ -46,10 +46,8 @@ logger = logging.getLogger(__name__)
 
 RELAYED = "relayed"
 """Folder of the driver's channel behind which ``storage_url`` lies if workers cannot open it."""
-
 _LISTEN_SECONDS = 5.0
 """How often a rank that waits for another's end makes sure that it still reports."""
-
 _MOST_CHARACTERS = 1_000_000
 """Of an error's message, and of its traceback, that travel to the driver."""
 
@@ -84,13 +82,18 @@ class GangOrder:
     heartbeat_timeout_seconds: float = 60.0
     """Silence after which a rank counts as hung."""
 
+    @property
+    def writer(self) -> Writer:
+        """Who a rank writes its checkpoints as."""
+        from sparkdl.storage.checkpoint_format import Writer
+
+        return Writer(run_key=self.run_key, run_id=self.run_id, attempt=self.attempt)
+
 
 @dataclass(frozen=True, kw_only=True)
 class Member:
     """A rank that has met its peers, and what it can use."""
 
-    nodes: tuple[int, ...]
-    """Number of each rank's node."""
     comm: Communicator
     device: torch.device
     client: ChannelClient
@@ -102,11 +105,7 @@ class Member:
 def live(
     environment: WorkerEnvironment, order: GangOrder, work: Callable[[Member], Results]
 ) -> Iterator[tuple[str, bytes]]:
-    """Meet the others and do one rank's work.
-
-    Yields:
-        ``("error", JSON)`` alone, or what the work gave.
-    """
+    """Meet the others and do one rank's work; yields ``("error", JSON)`` alone, or its results."""
     client = ChannelClient(environment.channel)
     rank = GangRank(environment, order, client)
     reporter = Reporter(
@@ -127,11 +126,7 @@ def live(
 
 
 def reported(reporter: Reporter, rank: int, work: Callable[[], Results]) -> Results:
-    """Do a rank's work; what it prints, and its end or failure, are reported to the driver.
-
-    Returns:
-        What the work gave, or ``("error", JSON)`` alone.
-    """
+    """What a rank's work gives, or ``("error", JSON)``; what it prints and its end are reported."""
     with reporter, captured_output(reporter) as last_lines:
         try:
             results = work()
@@ -144,7 +139,6 @@ def reported(reporter: Reporter, rank: int, work: Callable[[], Results]) -> Resu
 
 
 def _work(rank: GangRank, work: Callable[[Member], Results], reporter: Reporter) -> Results:
-    """Everything between the start of the process's part and its results."""
     environment, order = rank.environment, rank.order
     nodes = rank.meet()
     with contextlib.ExitStack() as stack:
@@ -167,14 +161,7 @@ def _work(rank: GangRank, work: Callable[[Member], Results], reporter: Reporter)
             files = ChannelStorage(environment.channel, timeout_seconds=seconds)
             stack.enter_context(contextlib.closing(files))
         results = work(
-            Member(
-                nodes=nodes,
-                comm=comm,
-                device=device,
-                client=rank.client,
-                files=files,
-                reporter=reporter,
-            )
+            Member(comm=comm, device=device, client=rank.client, files=files, reporter=reporter)
         )
         rank.leave()
         return results
@@ -189,10 +176,7 @@ class GangRank:
     client: ChannelClient
 
     def meet(self) -> tuple[int, ...]:
-        """Wait for all ranks, compare versions, and find out who shares a node.
-
-        Returns:
-            Number of each rank's node.
+        """Wait for all ranks, and compare versions; returns the number of each rank's node.
 
         Raises:
             ClusterError: a worker runs other versions than the driver.
@@ -205,14 +189,9 @@ class GangRank:
 
     @contextlib.contextmanager
     def communicator(self, device: torch.device, nodes: tuple[int, ...]) -> Iterator[Communicator]:
-        """Torch's process group of all ranks, which have numbers of ``nodes``.
-
-        Raises:
-            CommunicationError: not all ranks came in time.
-        """
+        """Torch's process group of all ranks; CommunicationError if not all came in time."""
         from sparkdl.comm.communicator import LocalCommunicator, ProcessGroupCommunicator
-        from sparkdl.comm.process_group import process_group
-        from sparkdl.comm.rendezvous_store import ChannelStore
+        from sparkdl.comm.process_group import ChannelStore, process_group
 
         environment, order = self.environment, self.order
         if environment.world_size == 1:
@@ -225,26 +204,21 @@ class GangRank:
             world_size=environment.world_size,
             timeout_seconds=order.collective_timeout_seconds,
             address=environment.address,
-        ) as options:
+        ):
             # A rank that is done before its peer has opened all connections would close them on it.
             self._gather("met", b"")
             yield ProcessGroupCommunicator(
                 nodes=nodes,
                 device=str(device),
-                options=options,
                 timeout_seconds=order.collective_timeout_seconds,
                 address=environment.address,
                 certificate=environment.channel.worker,
             )
 
     def leave(self) -> None:
-        """A rank 0 that hosts the channel leaves last: the others need it to the end.
+        """A rank 0 that hosts the channel leaves last: CommunicationError if another is silent.
 
-        Not by a collective: the user's function may have ended torch's process group. It waits as
-        long as the others report, for their work may well take longer than its own.
-
-        Raises:
-            CommunicationError: a rank is silent.
+        Not by a collective: the user's function may have ended torch's process group.
         """
         self.sign_off()
         if self.order.driver_hosts_channel or self.environment.rank != 0:
@@ -265,10 +239,7 @@ class GangRank:
                         ) from error
 
     def sign_off(self) -> None:
-        """Tell the rank that hosts the channel that this one needs it no more, whatever happened.
-
-        A failed rank too, or its error would reach the driver only when rank 0 had given it up.
-        """
+        """Tell the rank that hosts the channel that this one, failed or not, needs it no more."""
         if self.environment.rank != 0 and not self.order.driver_hosts_channel:
             self.client.set(f"bye/{self.environment.rank}", b"")
 
@@ -289,9 +260,8 @@ def describe_failure(
     """An exception as plain values.
 
     ``kind`` is ``gang`` for what a restart may heal, ``sparkdl`` for our own errors, which name
-    their remedy, and ``user`` for everything else, with the traceback as this worker formats it.
-    A program that exits says why on stderr, such as how it is to be called: these are its
-    ``last_lines``.
+    their remedy, and ``user`` for everything else. A program that exits has said why on stderr, in
+    its ``last_lines``.
     """
     kind, message = "user", _message(error)
     if isinstance(error, SystemExit) and last_lines:
@@ -314,11 +284,9 @@ def _remedy(error: BaseException) -> str:
             "; the workers cannot import it: send your own modules with --py-files "
             "(spark.submit.pyFiles) or spark.addArtifacts, and install packages there"
         )
-    # Torch has a type for GPUs only.
-    is_torchs = type(error).__name__ == "OutOfMemoryError" or "DefaultCPUAllocator" in _message(
-        error
-    )
-    if isinstance(error, MemoryError) or (isinstance(error, RuntimeError) and is_torchs):
+    signs = type(error).__name__ + _message(error)  # torch has a type for GPUs only
+    of_torch = "OutOfMemoryError" in signs or "DefaultCPUAllocator" in signs
+    if isinstance(error, MemoryError) or (isinstance(error, RuntimeError) and of_torch):
         return (
             "; the worker's memory is too small for this: lower batchSize, or raise "
             "gradientAccumulationSteps, which cuts each batch into smaller ones"
@@ -343,26 +311,13 @@ def checkpoint_storage(order: GangOrder, files: ChannelStorage | None) -> Storag
     return Retried(Subfolder(files, RELAYED, without_password(order.storage_url)))
 
 
-def checkpoint_writer(order: GangOrder) -> Writer:
-    """Who this rank writes its checkpoints as."""
-    from sparkdl.storage.checkpoint_format import Writer
-
-    return Writer(run_key=order.run_key, run_id=order.run_id, attempt=order.attempt)
-
-
 def deliver(
     member: Member, kind: str, name: str, data: Callable[[], Iterable[bytes | memoryview]]
 ) -> Results:
-    """Send a result to the driver: as a file over its channel, else as a row.
+    """Send a result to the driver: as the file ``name`` over its channel, else as a row.
 
     A row, too, where the driver cannot take the file, whose disk may be full: what has been
-    computed must not be lost for that.
-
-    Args:
-        member: this rank.
-        kind: of the row.
-        name: of the file.
-        data: makes the pieces of the result, each time it is called.
+    computed must not be lost for that. ``data`` makes the pieces each time it is called.
     """
     if member.files is not None:
         files = member.files
@@ -375,40 +330,18 @@ def deliver(
 
 
 def require_same_versions(expected: Mapping[str, str], where: str) -> None:
-    """Compare this worker with the driver.
-
-    Raises:
-        ClusterError: the versions differ.
-    """
+    """Raise ClusterError if this worker has other versions than the driver."""
     problem = difference(expected, versions(), where)
     if problem is not None:
         raise ClusterError(problem)
 
 
-def say_what_differs(before: Mapping[str, str], now: Mapping[str, str]) -> None:
-    """Warn that the bits of a resumed run will be others than those of an undisturbed one."""
-    changed = [f"{k}: {v} -> {now.get(k)}" for k, v in before.items() if now.get(k) != v]
-    if changed:
-        logger.warning(
-            "the checkpoint was written under other conditions (%s); training goes on, but its "
-            "bits will differ from those of an undisturbed run",
-            ", ".join(changed),
-        )
-
-
 def resumed(
     order: GangOrder, storage: Storage | None, comm: Communicator, now: Mapping[str, str]
 ) -> tuple[CheckpointInfo, Any] | None:
-    """The checkpoint to go on from, and its shared part, which rank 0 reads and all ranks get.
+    """The checkpoint to go on from, and its shared part, which rank 0 reads; or CheckpointLost.
 
-    Args:
-        order: names the checkpoint, if there is one.
-        storage: where it lies.
-        comm: all ranks call this.
-        now: what the bits of this run depend on.
-
-    Raises:
-        CheckpointLost: it cannot be read here, though the driver has read it.
+    Collective. ``now`` is what the bits of this run depend on.
     """
     from sparkdl.storage import checkpoint_format as layout
 
@@ -418,19 +351,21 @@ def resumed(
     with may_be_lost(order):
         info = layout.read_manifest(storage, order.resume_path)
         own = layout.read_file(info, layout.SHARED) if comm.rank == 0 else None
-    if comm.rank == 0:
-        say_what_differs(info.environment, now)
+    before = info.environment
+    changed = [f"{k}: {v} -> {now.get(k)}" for k, v in before.items() if now.get(k) != v]
+    if comm.rank == 0 and changed:
+        logger.warning(
+            "the checkpoint was written under other conditions (%s); training goes on, but its "
+            "bits will differ from those of an undisturbed run",
+            ", ".join(changed),
+        )
     data = comm.broadcast_bytes(own)
     return info, layout.decode(data, f"{info.path}/{layout.SHARED}")
 
 
 @contextlib.contextmanager
 def may_be_lost(order: GangOrder) -> Iterator[None]:
-    """Have the driver choose an older checkpoint if the block cannot read the one it has named.
-
-    Raises:
-        CheckpointLost: it cannot.
-    """
+    """Raise CheckpointLost if the block cannot read the checkpoint; then another is chosen."""
     try:
         yield
     except StorageError as error:

@@ -100,13 +100,9 @@ class Loader:
         return self._plan.num_rows
 
     def set_epoch(self, epoch: int, start: int = 0) -> None:
-        """Let the next iteration be the epoch of that number, from its batch ``start`` on.
+        """Let the next iteration be the epoch of that number, from 0, from its batch ``start`` on.
 
-        So a restart goes on where a checkpoint was written, with the rows not seen before.
-
-        Args:
-            epoch: from 0.
-            start: batches to pass over, without reading them.
+        So a restart goes on where a checkpoint was written. Batches before are not read.
 
         Raises:
             ConfigError: there is no such batch.
@@ -169,11 +165,7 @@ class Loader:
             )
 
     def _check_rows(self) -> None:
-        """A rank without a row in a batch could take no part in a step of the others.
-
-        Raises:
-            DataError: there is such a rank.
-        """
+        """Raise `DataError` if a rank lacks a row in a batch, and so cannot take part in a step."""
         plan = self._plan
         rows = [plan.rows_of(rank) for rank in range(plan.world_size)]
         if min(rows) == 0:

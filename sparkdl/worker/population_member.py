@@ -1,8 +1,7 @@
 """A round task's work for a population: it trains one member on a shard, or measures several.
 
-A member's state comes in parts, each as `checkpoint_format.encode` wrote it, so that the driver
-passes on what it got without looking into it: ``model``, and ``rest``, which is optimizer,
-schedule and scaler.
+A member's state comes in parts, which the driver passes on without looking into them: ``model``,
+and ``rest``, which is optimizer, schedule and scaler.
 """
 
 from __future__ import annotations
@@ -62,15 +61,10 @@ def decoded(part: bytes) -> dict[str, Any]:
 def work(
     warm: Warm, shard: Shard, part: RoundPart | None, state: bytes, reporter: Reporter
 ) -> Results:
-    """Do one shard's part of a job.
+    """Do one shard's part of a job, a `RoundWork` with a ``state`` as `pack_parts` gave it.
 
-    Args:
-        warm: the process's replica and data.
-        shard: the shard.
-        part: the steps to train the member whose parts ``state`` holds; None: measure the models
-            in ``state``, each of which is a part under its member's number.
-        state: what `pack_parts` gave.
-        reporter: gets each step.
+    With a ``part``, train the member whose parts ``state`` holds; without, measure the models in
+    ``state``, each of which is a part under its member's number.
 
     Returns:
         ``("result", JSON)`` with, after training, ``model`` and ``rest``, unless the member has

@@ -43,8 +43,7 @@ _SILENT_FAILURES = 5
 class Reporter:
     """Sends one worker's reports. Use it as a context manager around the worker's life.
 
-    It is the training loop's observer: ``step``, ``phase`` and ``epoch`` only set values that the
-    thread sends, so they cost the loop next to nothing.
+    It is the training loop's observer, whose calls only set values that the thread sends.
     """
 
     def __init__(
@@ -55,15 +54,10 @@ class Reporter:
         rank: int,
         heartbeat_timeout_seconds: float | None = None,
     ) -> None:
-        """Of one rank in one attempt.
+        """Of one rank in one attempt; without a client nothing is sent.
 
-        Args:
-            client: the way to the driver; None: nothing is sent.
-            attempt: number of the submission.
-            rank: whose reports they are.
-            heartbeat_timeout_seconds: silence after which the driver takes this process for hung; a
-                watcher reports in its place while it computes and cannot run Python. None: no
-                watcher.
+        After a silence of ``heartbeat_timeout_seconds`` the driver takes this process for hung; a
+        watcher reports in its place while it computes and cannot run Python. None: no watcher.
         """
         self._client = client
         self._watcher: Watcher | None = None
@@ -161,10 +155,7 @@ class Reporter:
         except Exception:
             self._failures += 1
             if self._failures == 1:
-                sys.__stderr__.write(  # type: ignore[union-attr] # as in _flush
-                    f"sparkdl rank {self._rank}: a report could not be sent; training goes on\n"
-                    f"{traceback.format_exc()}"
-                )
+                self._complain(f"a report could not be sent\n{traceback.format_exc()}")
 
     def _pause(self) -> float:
         """Seconds until the next report; they double with every failure in a row."""
@@ -183,15 +174,12 @@ class Reporter:
                 events=[self._now(), *events, *_log_event(lines, dropped)],
             )
         except MessageTooLarge as error:  # and would be again, and the worker seem to be silent
-            sys.__stderr__.write(  # type: ignore[union-attr] # as below
-                f"sparkdl rank {self._rank}: a report was dropped; training goes on ({error})\n"
-            )
+            self._complain(f"a report was dropped ({error})")
         except CommunicationError as error:
             self._failures += 1
             if self._failures == _SILENT_FAILURES + 1:
-                sys.__stderr__.write(  # type: ignore[union-attr] # our own handler would recurse
-                    f"sparkdl rank {self._rank}: the driver does not answer; training goes on, "
-                    f"progress and logs wait for it ({error})\n"
+                self._complain(
+                    f"the driver does not answer; progress and logs wait for it ({error})"
                 )
             return
         self._failures = 0
@@ -201,6 +189,11 @@ class Reporter:
             self._num_sent = num_lines
             while len(self._lines) > self._num_lines - num_lines:
                 self._lines.popleft()
+
+    def _complain(self, text: str) -> None:
+        """Not by logging: our own handler would send it."""
+        assert sys.__stderr__ is not None
+        sys.__stderr__.write(f"sparkdl rank {self._rank}: training goes on, but {text}\n")
 
     def _now(self) -> dict[str, Any]:
         if not self._seconds:
@@ -270,9 +263,6 @@ class _Tee(io.TextIOBase):
     def fileno(self) -> int:
         return self.original.fileno()
 
-    def isatty(self) -> bool:
-        return False
-
     def writable(self) -> bool:
         return True
 
@@ -290,9 +280,7 @@ def _drawn(line: str) -> str:
 def captured_output(reporter: Reporter) -> Iterator[Callable[[], list[str]]]:
     """Send prints and log records of this process to the driver, for the time of the block.
 
-    Rank 0 speaks at INFO, the others at WARNING; everything printed is sent by every rank.
-
-    Yields a function that gives the last lines of stderr.
+    Rank 0 speaks at INFO, the others at WARNING. Yields what gives the last lines of stderr.
     """
     root = logging.getLogger()
     handler, level = _Handler(reporter), root.level
@@ -317,8 +305,7 @@ def captured_output(reporter: Reporter) -> Iterator[Callable[[], list[str]]]:
 def _working_basic_config(handler: logging.Handler) -> Iterator[None]:
     """Let `logging.basicConfig` take effect, which does nothing where there is a handler.
 
-    What it logs to a stream that we pass on goes to the original of that stream: the driver has it
-    from our handler, with its level.
+    What it logs to a stream that we pass on goes to the original: the driver has it from us.
     """
     root, original = logging.getLogger(), logging.basicConfig
 

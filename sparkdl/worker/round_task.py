@@ -1,9 +1,8 @@
 """A task of one round on plain Spark stages: trains or evaluates one shard, and yields the results.
 
-The task never raises for what the user's code does. It raises if the shard's files are not on this
-host, so that Spark runs it elsewhere. Speculation starts copies of tasks: a copy whose original
-still works where the files are waits until Spark ends it. The process keeps module and memory for
-the next round. Like `training`, this file knows nothing of Spark.
+The task raises only if the shard's files are not on this host, so that Spark runs it elsewhere. A
+copy of a task, from speculation, whose original still works where the files are waits until Spark
+ends it. The process keeps module and memory for the next round. This file knows nothing of Spark.
 """
 
 from __future__ import annotations
@@ -42,8 +41,8 @@ _SILENT_SECONDS = 5.0
 """A task that works says so several times a second."""
 
 RoundWork = Callable[["Warm", Shard, RoundPart | None, bytes, Reporter], Results]
-"""One shard's part of a job; a function of a module, so that it can be pickled by its name. What it
-gets and gives says `train_or_evaluate`."""
+"""``(warm, shard, part, state, reporter)`` -> what a shard's part of a job gives. ``part`` are the
+steps to train; None: measure. A function of a module, so that it can be pickled by its name."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -88,12 +87,7 @@ def pack_payload(config: Any, skeleton: bytes, blank_tensors: bytes) -> bytes:
 
 
 def run(place: RoundPlace, order: RoundOrder, state: bytes) -> Iterator[tuple[str, bytes]]:
-    """Do one shard's part of a round.
-
-    Args:
-        place: where this is.
-        order: what to do.
-        state: what the work begins from.
+    """Do one shard's part of a round, which begins from ``state``.
 
     Yields:
         ``("error", JSON)`` alone, or what the work gave.
@@ -147,14 +141,7 @@ def _work(place: RoundPlace, order: RoundOrder, state: bytes, reporter: Reporter
 def train_or_evaluate(
     warm: Warm, shard: Shard, part: RoundPart | None, state: bytes, reporter: Reporter
 ) -> Results:
-    """Train or measure the one state that all shards share.
-
-    Args:
-        warm: the process's replica and data.
-        shard: the shard.
-        part: the steps to train; None: measure.
-        state: the round's state, as `checkpoint_format.encode` wrote it.
-        reporter: gets each step.
+    """Train or measure the one state that all shards share, as `checkpoint_format.encode` wrote it.
 
     Returns:
         ``("result", JSON)`` and, after training on samples, ``("state", encoded {"weight",
@@ -207,11 +194,7 @@ class Warm:
         self._open: dict[tuple[int, str, str], ShardRows] = {}
 
     def open(self, shard: Shard, split: Split) -> ShardRows:
-        """Open a shard, or find it open.
-
-        Raises:
-            DataError: the shard holds other rows than when the run began.
-        """
+        """Open a shard, or find it open; DataError if its rows are others than at the beginning."""
         planned = next(s for s in self.plan.shards if s.shard_id == shard.shard_id)
         if planned.fingerprint != shard.fingerprint:
             raise DataError(

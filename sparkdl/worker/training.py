@@ -33,7 +33,6 @@ from sparkdl.worker.lifecycle import (
     Member,
     Results,
     checkpoint_storage,
-    checkpoint_writer,
     deliver,
     live,
     may_be_lost,
@@ -109,7 +108,7 @@ def _train(order: WorkOrder, member: Member) -> Results:
                     config.checkpoint,
                     rank=comm.rank,
                     world_size=comm.world_size,
-                    writer=checkpoint_writer(order),
+                    writer=order.writer,
                     environment=_bits_depend_on(order),
                     signal=member.client,
                     timeout_seconds=order.collective_timeout_seconds,
@@ -125,9 +124,9 @@ def _train(order: WorkOrder, member: Member) -> Results:
             comm=comm,
             device=member.device,
             checkpoints=checkpoints,
-            resume=_resume_point(order, storage, comm) or _initial_state(order, files, comm),
+            resume=_resume_point(order, storage, files, comm),
             observer=reporter,
-            looks=order.looks if member.client is not None else None,
+            looks=order.looks,
         )
         reporter.phase("finish")
         if checkpoints is not None and order.storage_url is not None:
@@ -153,19 +152,6 @@ def initial_module(
     return unpack(structure, _read(INITIAL, files, comm) if weights is None else weights)
 
 
-def _initial_state(
-    order: WorkOrder, files: ChannelStorage | None, comm: Communicator
-) -> ResumePoint | None:
-    """What an earlier fit has left; None: training begins."""
-    from sparkdl.storage.checkpoint_format import decode
-    from sparkdl.train.rank_state import ResumePoint
-
-    if not order.begins_from_state:
-        return None
-    data = _read(STATE, files, comm) if order.state is None else order.state
-    return ResumePoint(step=order.plan.first_step, shared=decode(data, STATE), rank_state=None)
-
-
 def _read(name: str, files: ChannelStorage | None, comm: Communicator) -> bytes:
     """A file of the driver's, which rank 0 reads."""
     assert files is not None
@@ -187,16 +173,19 @@ def _bits_depend_on(order: WorkOrder) -> dict[str, str]:
 
 
 def _resume_point(
-    order: WorkOrder, storage: Storage | None, comm: Communicator
+    order: WorkOrder, storage: Storage | None, files: ChannelStorage | None, comm: Communicator
 ) -> ResumePoint | None:
-    """The checkpoint to go on from."""
-    from sparkdl.storage.checkpoint_format import load_rank
+    """The checkpoint to go on from, or what an earlier fit has left; None: training begins."""
+    from sparkdl.storage.checkpoint_format import decode, load_rank
     from sparkdl.train.rank_state import ResumePoint
 
     now = _bits_depend_on(order)
     found = resumed(order, storage, comm, now)
     if found is None:
-        return None
+        if not order.begins_from_state:
+            return None
+        data = _read(STATE, files, comm) if order.state is None else order.state
+        return ResumePoint(step=order.plan.first_step, shared=decode(data, STATE), rank_state=None)
     info, shared = found
     same_shards = info.world_size == comm.world_size and info.environment.get("rows") == now["rows"]
     with may_be_lost(order):

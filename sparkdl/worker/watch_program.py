@@ -1,10 +1,9 @@
 """The program of the small process that looks after one worker: does it still live?
 
-A worker says several times a second that it is there, but it cannot while a call into C holds
-Python's global lock (GIL). So a process of its own looks at the worker from outside, by what the
-kernel says of it. `watcher.Watcher` starts it as ``python -I -S``, without site-packages, so it
-takes some megabytes and hundredths of a second; what it needs to reach the driver is imported only
-when there is something to say. It ends when the worker closes the pipe, or has ended. If that has
+A worker cannot say that it is there while a call into C holds Python's global lock (GIL). So a
+process of its own looks at it from outside, by what the kernel says of it. `watcher.Watcher` starts
+it as ``python -I -S``, without site-packages, which is quick and small; what it needs to reach the
+driver is imported only when there is something to say. It ends with the worker. If that has
 crashed, it tells the driver where, as Python's faulthandler has written it down.
 """
 
@@ -49,7 +48,6 @@ class Judge:
     """Judges from look to look whether a process is at work."""
 
     def __init__(self, pid: int) -> None:
-        """Of the process ``pid``."""
         self._pid = pid
         self._cpu_seconds = 0.0
 
@@ -68,7 +66,6 @@ class Speaker:
     """Reports in place of a worker that cannot."""
 
     def __init__(self, order: dict[str, Any]) -> None:
-        """For what the order says."""
         self._order = order
         self._client: Any = None
 

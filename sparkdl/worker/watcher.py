@@ -43,12 +43,8 @@ class Watcher:
     ) -> None:
         """Prepare it; it starts with the block.
 
-        Args:
-            timeout_seconds: silence after which a worker counts as hung.
-            address: the channel on which it reports in place of this worker, while that computes
-                and says nothing; None: it ends this process instead when that hangs.
-            attempt: what it reports.
-            rank: what it reports.
+        After ``timeout_seconds`` of silence a worker counts as hung. While it computes and says
+        nothing, the watcher reports in its place to ``address``; None: it ends what hangs.
         """
         self._order: dict[str, Any] = {
             "pid": os.getpid(),

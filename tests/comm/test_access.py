@@ -65,7 +65,7 @@ def test_without_the_secret_nothing_is_answered(server: ChannelServer, secret: s
 
 def test_only_a_client_with_the_certificate_of_the_run_is_let_in(server: ChannelServer) -> None:
     address, other = server.address, make_certificate()
-    strange = replace(address, worker_certificate=other.public, worker_key=other.key)
+    strange = replace(address, worker=other)
     with (
         contextlib.closing(ChannelClient(strange, timeout_seconds=5)) as client,
         pytest.raises(CommunicationError),
@@ -143,7 +143,7 @@ def test_a_listener_reads_nothing(server: ChannelServer) -> None:
 
 def test_nothing_secret_is_printed(server: ChannelServer) -> None:
     address = server.address.of_rank(1)
-    for secret in (address.secret, address.rank_secret, address.worker_key):
+    for secret in (address.secret, address.rank_secret, address.worker.key):
         assert secret not in repr(address) + repr(address.worker)
 
 
@@ -323,8 +323,8 @@ def test_what_is_shown_is_read_again() -> None:
     access, certificate = Access(), Certificate("public", "key")
     access.begin(3)
     address = Address(
-        host="h", port=1, server_certificate="s", worker_certificate=certificate.public,
-        worker_key=certificate.key, secret=access.secret,
+        host="h", port=1, server_certificate="s", worker=certificate,
+        secret=access.secret,
     )  # fmt: skip
     assert access.caller(address.shown()) == Caller(3, None)
     assert access.caller(address.of_rank(7).shown()) == Caller(3, 7)

@@ -206,8 +206,7 @@ def _meet(rank: int, address: Address, results: multiprocessing.Queue[tuple[int,
     import torch
 
     from sparkdl.comm.communicator import ProcessGroupCommunicator
-    from sparkdl.comm.process_group import process_group
-    from sparkdl.comm.rendezvous_store import ChannelStore
+    from sparkdl.comm.process_group import ChannelStore, process_group
 
     client = ChannelClient(address.of_rank(rank))
     store = ChannelStore(client, timeout_seconds=30)

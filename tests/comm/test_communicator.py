@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import contextlib
 import subprocess
 import sys
 from pathlib import Path
@@ -7,8 +8,9 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 
-from sparkdl.comm.communicator import LocalCommunicator
+from sparkdl.comm.communicator import LocalCommunicator, ProcessGroupCommunicator
 from sparkdl.comm.process_group import process_group
 from tests.gang import Gang
 
@@ -130,3 +132,31 @@ def train_and_destroy() -> None:
         model(torch.randn(32, 10)).square().mean().backward()
         optimizer.step()
     torch.distributed.destroy_process_group()
+
+
+def test_all_groups_have_the_address_and_the_time_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Torch itself gives neither to a group: it looks the host's name up, and waits for 30 min."""
+    monkeypatch.delenv("GLOO_SOCKET_IFNAME", raising=False)
+    before = dist.distributed_c10d.ProcessGroupGloo
+    with process_group(
+        backend="gloo", store=dist.HashStore(), rank=0, world_size=1, timeout_seconds=7,
+        address="127.0.0.2",
+    ):  # fmt: skip
+        part = ProcessGroupCommunicator(timeout_seconds=7).split([[0]])
+        assert isinstance(part, ProcessGroupCommunicator)
+        for group in (dist.group.WORLD, part._group):
+            backend = group._get_backend(torch.device("cpu"))
+            assert backend.options._timeout.total_seconds() == 7
+        assert listening() == {"127.0.0.2"}
+    assert dist.distributed_c10d.ProcessGroupGloo is before
+
+
+def listening() -> set[str]:
+    """Addresses at which this process listens."""
+    links = set()
+    for entry in Path("/proc/self/fd").iterdir():
+        with contextlib.suppress(FileNotFoundError):  # that of the folder itself
+            links.add(entry.readlink().name)
+    rows = [line.split() for line in Path("/proc/self/net/tcp").read_text().splitlines()[1:]]
+    found = [row[1][:8] for row in rows if row[3] == "0A" and f"socket:[{row[9]}]" in links]
+    return {".".join(str(byte) for byte in bytes.fromhex(one)[::-1]) for one in found}

@@ -9,7 +9,7 @@ from torch import nn
 
 from sparkdl.comm.communicator import LocalCommunicator
 from sparkdl.sync.averaging.mean import MeanOfReplicas
-from sparkdl.sync.weight_changes import Changes
+from sparkdl.sync.gradient_buckets import Changes
 from tests.gang import Gang
 from tests.sync.apart import make_net
 

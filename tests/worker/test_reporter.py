@@ -130,7 +130,7 @@ def test_a_dead_driver_is_no_error(
         soon(lambda: reporter._failures > module._SILENT_FAILURES + 2)
     absent.close()
     err = capfd.readouterr().err
-    assert err.count("the driver does not answer; training goes on") == 1
+    assert err.count("training goes on, but the driver does not answer") == 1
     assert err.startswith("sparkdl rank 3:")
 
 
@@ -193,7 +193,8 @@ def test_a_report_that_is_too_large_is_dropped_and_the_worker_goes_on_speaking(
     reporter._flush()
     assert drain(hub) == []
     assert (
-        "a report was dropped; training goes on (channel request 'report'" in capfd.readouterr()[1]
+        "training goes on, but a report was dropped (channel request 'report'"
+        in capfd.readouterr()[1]
     )
     reporter.line("later")
     reporter._flush()

@@ -16,18 +16,11 @@ COMPRESSIONS = {
     for name, path in public_classes(__name__).items()
     if path not in ("sparkdl:Compression", "sparkdl:Compressor")
 }
-"""Name -> path of the class, of all that ``sparkdl/__init__.pyi`` lists; imported when asked for.
-
-To add a compression, write its file here and add its line there.
-"""
+"""Name -> path of the class, of all that ``sparkdl/__init__.pyi`` lists; imported when needed."""
 
 
 def resolve(compression: str | Compression | type[Compression] | None) -> Compression | None:
-    """The compression that the user named; None means none. See `public_names.make_named`.
-
-    Raises:
-        ConfigError: there is no such compression.
-    """
+    """The compression that the user named, as `public_names.make_named` does; None means none."""
     from sparkdl.comm.compression.compression import Compression
 
     if compression is None:

@@ -1,8 +1,8 @@
 """The columns whose values share a scale: the weights that lead to one output.
 
-In torch these are the rows of a parameter: one per output unit or channel. Tensors of one
-dimension, and those of very short rows, are one column each. A slice may begin and end within a
-column; the parts count as columns then.
+In torch these are the rows of a parameter, one per output unit or channel. Tensors of one
+dimension, and those of very short rows, are one column each. Where a slice ends within a column,
+the parts count as columns.
 """
 
 from __future__ import annotations
@@ -90,13 +90,8 @@ class ColumnCodec(Codec):
     """Codes of a few bits, and some numbers per column that say what the codes mean.
 
     A message has these numbers, ``(num_numbers, num_columns)`` in the values' dtype, then the codes
-    of each block, which begin at a byte.
-
-    Args:
-        layout: columns of the slice.
-        num_columns: most columns of any slice of the bucket.
-        code_bytes: most bytes of codes of any slice of the bucket.
-        dtype: that of the values.
+    of each block, which begin at a byte. ``num_columns`` and ``code_bytes`` are the most that any
+    slice of the bucket has.
     """
 
     bits: int

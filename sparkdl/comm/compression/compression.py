@@ -3,9 +3,8 @@
 Two objects, as for strategies: `Compression` holds the options and travels to the executors,
 `Compressor` is the compression at work on one bucket of one rank.
 
-What is compressed is a rank's *share*: the shares of all ranks add up to the mean. A rank's own
-estimate of that mean is therefore ``world_size * share``, and options with a unit, such as
-thresholds, are meant for that estimate. So they mean the same on any number of ranks.
+What is compressed is a rank's *share*: the shares of all ranks add up to the mean. Options with a
+unit, such as thresholds, are meant for ``world_size * share``, a rank's own estimate of the mean.
 """
 
 from __future__ import annotations
@@ -14,16 +13,14 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar
+from typing import ClassVar
 
 import torch
 
 from sparkdl.comm.communicator import Communicator, Pending
+from sparkdl.config import TrainConfig
 from sparkdl.errors import ConfigError
 from sparkdl.storage.stateful import Stateful
-
-if TYPE_CHECKING:
-    from sparkdl.config import TrainConfig
 
 Shapes = Sequence[tuple[int, ...]]
 
@@ -137,11 +134,7 @@ def count(shapes: Shapes) -> int:
 
 
 def check_places(numel: int) -> None:
-    """Refuse a bucket that has more values than can be counted in 32 bits.
-
-    Raises:
-        ConfigError: it has.
-    """
+    """Raise `ConfigError` for a bucket that has more values than can be counted in 32 bits."""
     if numel >= 1 << 31:
         raise ConfigError(
             f"places are sent as 32-bit numbers, and a bucket has {numel} values; use "
@@ -155,11 +148,7 @@ def all_reduce_bytes(num_bytes: int, world_size: int) -> int:
 
 
 def shapes_of(views: Sequence[torch.Tensor]) -> list[tuple[int, ...]]:
-    """Shapes of a bucket's tensors.
-
-    Raises:
-        ConfigError: what is kept of them would be too coarse to add up.
-    """
+    """Shapes of a bucket's tensors; ConfigError if residuals would be too coarse to add up."""
     for view in views:
         if view.dtype not in (torch.float32, torch.float64):
             raise ConfigError(

@@ -12,12 +12,20 @@ from __future__ import annotations
 import functools
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
 
 from sparkdl.comm.communicator import Communicator, Pending
-from sparkdl.comm.compression.compression import After, Compressor
+from sparkdl.comm.compression.compression import (
+    After,
+    Compression,
+    Compressor,
+    Shapes,
+    count,
+    shapes_of,
+)
 
 BLOCK = 1 << 20
 """Values that are worked on at a time. All passes but the first meet them in the cache; in fewer,
@@ -58,21 +66,38 @@ def blocks_of(numel: int) -> list[tuple[int, int]]:
     return [(start, min(start + BLOCK, numel)) for start in range(0, numel, BLOCK)]
 
 
-def scatter_bytes(first: Codec, second: Codec, numel: int, world_size: int) -> int:
-    """Bytes that one rank sends per exchange."""
-    return (world_size - 1) * (first.message_bytes + second.message_bytes) if numel else 0
+@dataclass(frozen=True, kw_only=True)
+class ScatterCompression(Compression):
+    """Base of compressions whose sums are formed in two stages."""
+
+    @abstractmethod
+    def codecs(
+        self, shapes: Shapes, world_size: int, dtype: torch.dtype
+    ) -> tuple[Sequence[Codec], Sequence[Codec]]:
+        """Those of the shares and those of the sums, one for each slice of a bucket."""
+
+    @property
+    def num_warmup_steps(self) -> int:
+        """First exchanges, in which values travel as they are."""
+        return 0
+
+    def make(self, views: Sequence[torch.Tensor], comm: Communicator) -> Compressor:
+        shapes = shapes_of(views)
+        first, second = self.codecs(shapes, comm.world_size, views[0].dtype)
+        steps = self.num_warmup_steps
+        return ScatterCompressor(comm, first, second, count(shapes), views[0], steps)
+
+    def wire_bytes(self, shapes: Shapes, element_size: int, world_size: int) -> int:
+        dtype = torch.float64 if element_size == 8 else torch.float32
+        stages = self.codecs(shapes, world_size, dtype)
+        sent = sum(codecs[0].message_bytes for codecs in stages)
+        return (world_size - 1) * sent if count(shapes) else 0
 
 
 class ScatterCompressor(Compressor):
-    """Exchanges one bucket in two stages.
+    """Exchanges one bucket of ``numel`` values in two stages; see `ScatterCompression`.
 
-    Args:
-        comm: the ranks that exchange.
-        first: codecs of the shares, one per slice.
-        second: codecs of the sums, one per slice.
-        numel: number of the bucket's values.
-        like: a tensor of the bucket's dtype and device.
-        warmup_steps: first exchanges, in which values are summed as they are.
+    ``like`` is a tensor of the bucket's dtype and device.
     """
 
     shared_state: ClassVar = ("step",)

@@ -12,38 +12,29 @@ from typing import Literal
 
 import torch
 
-from sparkdl.comm.communicator import Communicator
 from sparkdl.comm.compression.column_scales import ColumnCodec, Scratch
-from sparkdl.comm.compression.compression import Compression, Compressor, Shapes, count, shapes_of
-from sparkdl.comm.compression.dense_reduce_scatter import ScatterCompressor, scatter_bytes
-from sparkdl.errors import ConfigError
+from sparkdl.comm.compression.compression import Shapes
+from sparkdl.comm.compression.dense_reduce_scatter import Codec, ScatterCompression
+from sparkdl.config import require
 
 LARGEST = 127
 
 
 @dataclass(frozen=True, kw_only=True)
-class Int8Compression(Compression):
+class Int8Compression(ScatterCompression):
     """Send 8 bits per value, a quarter of float32; what rounding loses is added the next time."""
 
     scale: Literal["row", "tensor"] = "row"
     """Which values share a scale: those of an output unit or channel, or all of a parameter."""
 
     def __post_init__(self) -> None:
-        if self.scale not in ("row", "tensor"):
-            raise ConfigError(f"scale must be 'row' or 'tensor'; received {self.scale!r}")
+        require(self.scale in ("row", "tensor"), "scale must be 'row' or 'tensor'", self.scale)
 
-    def make(self, views: Sequence[torch.Tensor], comm: Communicator) -> Compressor:
-        shapes = shapes_of(views)
-        codecs = self._codecs(shapes, comm.world_size, views[0].dtype)
-        return ScatterCompressor(comm, codecs, codecs, count(shapes), views[0])
-
-    def wire_bytes(self, shapes: Shapes, element_size: int, world_size: int) -> int:
-        dtype = torch.float64 if element_size == 8 else torch.float32
-        codec = self._codecs(shapes, world_size, dtype)[0]
-        return scatter_bytes(codec, codec, count(shapes), world_size)
-
-    def _codecs(self, shapes: Shapes, world_size: int, dtype: torch.dtype) -> list[ColumnCodec]:
-        return Int8Codec.of_slices(shapes, world_size, dtype, per_row=self.scale == "row")
+    def codecs(
+        self, shapes: Shapes, world_size: int, dtype: torch.dtype
+    ) -> tuple[Sequence[Codec], Sequence[Codec]]:
+        codecs = Int8Codec.of_slices(shapes, world_size, dtype, per_row=self.scale == "row")
+        return codecs, codecs
 
 
 class Int8Codec(ColumnCodec):

@@ -13,16 +13,15 @@ from dataclasses import dataclass
 
 import torch
 
-from sparkdl.comm.communicator import Communicator
 from sparkdl.comm.compression.bit_packing import pack, unpack
 from sparkdl.comm.compression.column_scales import ColumnCodec, Scratch
-from sparkdl.comm.compression.compression import Compression, Compressor, Shapes, count, shapes_of
-from sparkdl.comm.compression.dense_reduce_scatter import ScatterCompressor, scatter_bytes
-from sparkdl.errors import ConfigError
+from sparkdl.comm.compression.compression import Shapes
+from sparkdl.comm.compression.dense_reduce_scatter import Codec, ScatterCompression
+from sparkdl.config import require
 
 
 @dataclass(frozen=True, kw_only=True)
-class OneBitCompression(Compression):
+class OneBitCompression(ScatterCompression):
     """Send one bit per value: 32 times less than float32, and two numbers per row.
 
     Needs a warm start, and likes momentum or another optimizer that smooths gradients.
@@ -32,18 +31,17 @@ class OneBitCompression(Compression):
     """First exchanges, in which values travel as they are; CNTK's default is one epoch."""
 
     def __post_init__(self) -> None:
-        if self.warmup_steps < 0:
-            raise ConfigError(f"warmup_steps must not be negative; received {self.warmup_steps}")
+        require(self.warmup_steps >= 0, "warmup_steps must not be negative", self.warmup_steps)
 
-    def make(self, views: Sequence[torch.Tensor], comm: Communicator) -> Compressor:
-        shapes = shapes_of(views)
-        codecs = OneBitCodec.of_slices(shapes, comm.world_size, views[0].dtype)
-        return ScatterCompressor(comm, codecs, codecs, count(shapes), views[0], self.warmup_steps)
+    @property
+    def num_warmup_steps(self) -> int:
+        return self.warmup_steps
 
-    def wire_bytes(self, shapes: Shapes, element_size: int, world_size: int) -> int:
-        dtype = torch.float64 if element_size == 8 else torch.float32
-        codec = OneBitCodec.of_slices(shapes, world_size, dtype)[0]
-        return scatter_bytes(codec, codec, count(shapes), world_size)
+    def codecs(
+        self, shapes: Shapes, world_size: int, dtype: torch.dtype
+    ) -> tuple[Sequence[Codec], Sequence[Codec]]:
+        codecs = OneBitCodec.of_slices(shapes, world_size, dtype)
+        return codecs, codecs
 
 
 class OneBitCodec(ColumnCodec):

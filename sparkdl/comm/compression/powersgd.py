@@ -6,9 +6,8 @@ matrix of one row per output: ``P = sum of M Q``; ``P`` is made orthonormal; ``Q
 all ranks get ``P Q'``, and each keeps ``M - P (M' P)'``. Tensors that would not become smaller,
 among them all of one dimension, travel as they are in the message of the Ps.
 
-torch's ``powerSGD_hook`` has the same rule, but starts its second and third collective from the
-threads of the process group, in an order that differs between ranks when several buckets are under
-way, and sends past the communicator.
+torch's ``powerSGD_hook`` has the same rule, but starts its collectives from threads, in an order
+that differs between ranks when several buckets are under way.
 """
 
 from __future__ import annotations
@@ -31,7 +30,7 @@ from sparkdl.comm.compression.compression import (
     count,
     shapes_of,
 )
-from sparkdl.errors import ConfigError
+from sparkdl.config import require
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,14 +47,10 @@ class PowerSGD(Compression):
     """For the first Q."""
 
     def __post_init__(self) -> None:
-        if self.rank < 1:
-            raise ConfigError(f"rank must be at least 1; received {self.rank}")
-        if self.warmup_steps < 0:
-            raise ConfigError(f"warmup_steps must not be negative; received {self.warmup_steps}")
-        if not 1 <= self.min_compression < math.inf:
-            raise ConfigError(
-                f"min_compression must be at least 1; received {self.min_compression}"
-            )
+        least = self.min_compression
+        require(self.rank >= 1, "rank must be at least 1", self.rank)
+        require(self.warmup_steps >= 0, "warmup_steps must not be negative", self.warmup_steps)
+        require(1 <= least < math.inf, "min_compression must be at least 1", least)
 
     def make(self, views: Sequence[torch.Tensor], comm: Communicator) -> Compressor:
         return PowerSGDCompressor(self, shapes_of(views), comm, views[0])

@@ -20,7 +20,7 @@ from typing import ClassVar
 import torch
 
 from sparkdl.comm.communicator import Communicator, Pending
-from sparkdl.comm.compression.bit_packing import packed_size
+from sparkdl.comm.compression.bit_packing import BITS, Ternary, nonzero, packed_place, packed_size
 from sparkdl.comm.compression.compression import (
     After,
     Compression,
@@ -30,7 +30,7 @@ from sparkdl.comm.compression.compression import (
     count,
     shapes_of,
 )
-from sparkdl.comm.compression.ternary import BITS, Ternary, nonzero, packed_place
+from sparkdl.config import require
 from sparkdl.errors import ConfigError
 
 HEADER_BYTES = 16
@@ -60,27 +60,21 @@ class ThresholdCompression(Compression):
     """Steps from one such cut to the next."""
 
     def __post_init__(self) -> None:
-        if self.threshold is not None and not 0 < self.threshold < math.inf:
-            raise ConfigError(f"threshold must be positive, or None; received {self.threshold}")
-        if not 0 <= self.min_sparsity < self.max_sparsity <= 1:
-            raise ConfigError(
-                "min_sparsity must be less than max_sparsity, both between 0 and 1; received "
-                f"{self.min_sparsity} and {self.max_sparsity}"
-            )
+        first, least, most = self.threshold, self.min_sparsity, self.max_sparsity
+        rule = "threshold must be positive, or None"
+        require(first is None or 0 < first < math.inf, rule, first)
+        rule = "min_sparsity must be less than max_sparsity, both between 0 and 1"
+        require(0 <= least < most <= 1, rule, (least, most))
         if self.threshold is None and self.max_sparsity == 1:
             raise ConfigError(
                 "with max_sparsity=1 the threshold never rises, and no first one can be found; "
                 "give threshold"
             )
-        if not 0 < self.decay < 1:
-            raise ConfigError(f"decay must be between 0 and 1; received {self.decay}")
-        if self.residual_clip is not None and not self.residual_clip >= 1:
-            raise ConfigError(
-                f"residual_clip must be at least 1 threshold, or None; received "
-                f"{self.residual_clip}"
-            )
-        if self.clip_every < 1:
-            raise ConfigError(f"clip_every must be at least 1; received {self.clip_every}")
+        clip, every = self.residual_clip, self.clip_every
+        require(0 < self.decay < 1, "decay must be between 0 and 1", self.decay)
+        rule = "residual_clip must be at least 1 threshold, or None"
+        require(clip is None or clip >= 1, rule, clip)
+        require(every >= 1, "clip_every must be at least 1", every)
 
     def make(self, views: Sequence[torch.Tensor], comm: Communicator) -> Compressor:
         numel = count(shapes_of(views))
@@ -174,14 +168,10 @@ def encode(
     threshold: float,
     is_dense: bool = False,
 ) -> torch.Tensor:
-    """Say which of ``scale * values + residual`` have reached the threshold.
+    """Say which of ``scale * values + residual``, ``(numel,)``, have reached the threshold.
 
-    Args:
-        values: ``(numel,)``.
-        scale: by which they are multiplied.
-        residual: what earlier messages left out; afterwards, what this one leaves out.
-        threshold: positive.
-        is_dense: whether a sparse message is unlikely to be shorter, so that none is tried.
+    ``residual`` is what earlier messages left out, and afterwards what this one leaves out. With
+    ``is_dense`` a sparse message is unlikely to be shorter, so that none is tried.
 
     Returns:
         The message, uint8, a multiple of 8 of them. If some value is not finite it says that
@@ -207,11 +197,7 @@ def encode(
 
 
 def decode_add(message: torch.Tensor, scale: float, out: torch.Tensor) -> int:
-    """Add ``scale`` times what a message says to ``out``, ``(numel,)``.
-
-    Returns:
-        How many values were sent.
-    """
+    """Add ``scale`` times what a message says to ``out``; returns how many values were sent."""
     num_sent, is_dense, threshold = read_header(message)
     if math.isnan(threshold):
         out.fill_(math.nan)

@@ -14,7 +14,7 @@ import inspect
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 import torch
 
@@ -31,11 +31,8 @@ from sparkdl.comm.compression.compression import (
     shapes_of,
 )
 from sparkdl.comm.compression.dense_reduce_scatter import BLOCK, blocks_of
+from sparkdl.config import TrainConfig, require
 from sparkdl.errors import ConfigError
-
-if TYPE_CHECKING:
-    from sparkdl.config import TrainConfig
-
 
 NARROW, WIDE = 32, 64
 """Lengths of runs. The peaks of shorter ones take torch several times longer to find."""
@@ -47,12 +44,9 @@ def num_largest(numel: int, density: float) -> int:
 
 
 class Peaks:
-    """The largest absolute values of the runs of a row, for whoever walks over it in blocks.
+    """Finds the ``num_largest`` absolute values of a row by the largest of its short runs.
 
-    Args:
-        values: the row, ``(numel,)``; read by `largest`.
-        num_largest: how many of its values will be asked for; at least 1, at most all.
-        scratch: room for one block.
+    `add` sees the row block by block; ``scratch`` has room for one.
     """
 
     def __init__(self, values: torch.Tensor, num_largest: int, scratch: torch.Tensor) -> None:
@@ -107,17 +101,16 @@ class TopKCompression(Compression):
     """First exchanges, in which the density falls exponentially to its value, in four stages."""
 
     def __post_init__(self) -> None:
-        if not 0 < self.density < 0.5:
-            raise ConfigError(
-                f"density must be between 0 and 0.5, from where on places and values take more "
-                f"bytes than all values; received {self.density}"
-            )
-        if not 0 <= self.momentum < 1:
-            raise ConfigError(f"momentum must be at least 0 and below 1; received {self.momentum}")
-        if self.clip_norm is not None and not 0 < self.clip_norm < math.inf:
-            raise ConfigError(f"clip_norm must be positive, or None; received {self.clip_norm}")
-        if self.warmup_steps < 0:
-            raise ConfigError(f"warmup_steps must not be negative; received {self.warmup_steps}")
+        require(
+            0 < self.density < 0.5,
+            "density must be between 0 and 0.5, from where on places and values take more bytes "
+            "than all values",
+            self.density,
+        )
+        clip, steps = self.clip_norm, self.warmup_steps
+        require(0 <= self.momentum < 1, "momentum must be in [0, 1)", self.momentum)
+        require(clip is None or 0 < clip < math.inf, "clip_norm must be positive, or None", clip)
+        require(steps >= 0, "warmup_steps must not be negative", steps)
 
     def check(self, config: TrainConfig, world_size: int) -> None:
         super().check(config, world_size)

@@ -1,9 +1,8 @@
 """The 2-bit compression: plus, minus or nothing, by a fixed threshold and a residual.
 
 MXNet's 2-bit compression: a value that, with what was left of it, has reached the threshold, is
-sent as the threshold, and that is subtracted. As on MXNet's server the sums of these are exact: the
-owner of a slice sends how often the threshold was meant, in 4 bits for up to 7 ranks, in 8 for up
-to 127. Unlike MXNet's, the result is the mean over ranks.
+sent as the threshold, and that is subtracted. Sums of these are exact: the owner of a slice sends
+how often the threshold was meant. Unlike MXNet's, the result is the mean over ranks.
 """
 
 from __future__ import annotations
@@ -14,25 +13,24 @@ from dataclasses import dataclass
 
 import torch
 
-from sparkdl.comm.communicator import Communicator
-from sparkdl.comm.compression.bit_packing import pack, packed_size, unpack
-from sparkdl.comm.compression.compression import Compression, Compressor, Shapes, count, shapes_of
-from sparkdl.comm.compression.dense_reduce_scatter import (
-    Codec,
-    ScatterCompressor,
-    blocks_of,
-    cut,
-    scatter_bytes,
+from sparkdl.comm.compression.bit_packing import (
+    BITS,
+    Ternary,
+    pack,
+    packed_place,
+    packed_size,
+    unpack,
 )
-from sparkdl.comm.compression.ternary import BITS, Ternary, packed_place
-from sparkdl.errors import ConfigError
+from sparkdl.comm.compression.compression import Shapes, count
+from sparkdl.comm.compression.dense_reduce_scatter import Codec, ScatterCompression, blocks_of, cut
+from sparkdl.config import require
 
 FLAG_BYTES = 8
 """A float64 in front of the codes: 1, or NaN if some of the values were not finite."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class TwoBitCompression(Compression):
+class TwoBitCompression(ScatterCompression):
     """Send 2 bits per value and 4 or 8 per sum: about 10 times less than float32."""
 
     threshold: float = 0.5
@@ -43,36 +41,19 @@ class TwoBitCompression(Compression):
     """
 
     def __post_init__(self) -> None:
-        if not 0 < self.threshold < math.inf:
-            raise ConfigError(f"threshold must be positive; received {self.threshold}")
+        require(0 < self.threshold < math.inf, "threshold must be positive", self.threshold)
 
-    def make(self, views: Sequence[torch.Tensor], comm: Communicator) -> Compressor:
-        numel = count(shapes_of(views))
-        first, second = self._codecs(numel, comm.world_size)
-        return ScatterCompressor(
-            comm, [first] * comm.world_size, [second] * comm.world_size, numel, views[0]
-        )
-
-    def wire_bytes(self, shapes: Shapes, element_size: int, world_size: int) -> int:
-        numel = count(shapes)
-        return scatter_bytes(*self._codecs(numel, world_size), numel, world_size)
-
-    def _codecs(self, numel: int, world_size: int) -> tuple[Codec, Codec]:
-        start, stop = cut(numel, world_size)[0]
-        return (
-            TwoBitCodec(stop - start, self.threshold, world_size),
-            CountCodec(stop - start, self.threshold / world_size, world_size),
-        )
+    def codecs(
+        self, shapes: Shapes, world_size: int, dtype: torch.dtype
+    ) -> tuple[Sequence[Codec], Sequence[Codec]]:
+        _, longest = cut(count(shapes), world_size)[0]
+        first = TwoBitCodec(longest, self.threshold, world_size)
+        second = CountCodec(longest, self.threshold / world_size, world_size)
+        return [first] * world_size, [second] * world_size
 
 
 class TwoBitCodec(Codec):
-    """Codes of shares; decodes to how often the threshold was meant.
-
-    Args:
-        longest: values of the longest slice.
-        threshold: see `TwoBitCompression`.
-        world_size: by which a share is multiplied.
-    """
+    """Codes of shares times ``world_size``; they decode to how often the threshold was meant."""
 
     def __init__(self, longest: int, threshold: float, world_size: int) -> None:
         self._threshold = threshold

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
@@ -11,19 +10,18 @@ from sparkdl.errors import ConfigError, unknown
 if TYPE_CHECKING:
     import torch
 
-    from sparkdl.comm.communicator import Communicator
-    from sparkdl.comm.topology.topology import Topology
+    from sparkdl.comm.communicator import Communicator, Topology
 
 __all__ = ["TOPOLOGIES", "arrange", "check", "choose"]
-
-logger = logging.getLogger(__name__)
 
 TOPOLOGIES = ("auto", "ring", "tree", "hierarchical", "shared")
 """What a user may ask for; ``ring`` is what gloo and NCCL do by themselves."""
 
+_WHY_NOT = "the workers of a node cannot share memory (%s); they send messages instead"
 
-def arrange(comm: Communicator, topology: str, *, device: torch.device) -> Topology:
-    """A communicator that sums along ``topology`` and does the rest as ``comm``. Collective.
+
+def arrange(comm: Communicator, topology: str, *, device: torch.device) -> Communicator:
+    """``comm``, but with sums along ``topology`` and a count of bytes of its own. Collective.
 
     It must be closed; ``comm`` stays open. Where ranks of one node cannot share memory, all ranks
     go other ways and rank 0 says so.
@@ -37,35 +35,30 @@ def arrange(comm: Communicator, topology: str, *, device: torch.device) -> Topol
     Raises:
         ConfigError: there is no such topology, or the ranks are not where it needs them.
     """
-    from sparkdl.comm.topology.topology import Topology
+    from sparkdl.comm.communicator import ProcessGroupCommunicator, Topology, counting_anew
     from sparkdl.comm.topology.tree import Tree
 
     chosen = choose(topology, comm.nodes, device.type)
-    if chosen == "tree":
-        return Tree(comm)
-    if chosen == "shared":
-        return _shared(comm)
-    if chosen == "hierarchical":
-        return _hierarchical(comm, device)
-    return Topology(comm)
+    arranged = counting_anew(comm)
+    if isinstance(arranged, ProcessGroupCommunicator):
+        arranged.topology = Topology()
+        if chosen == "tree":
+            arranged.topology = Tree()
+        elif chosen == "shared":
+            arranged.topology = _shared(comm)
+        elif chosen == "hierarchical":
+            arranged.topology = _hierarchical(comm, device)
+    return arranged
 
 
 def check(topology: str) -> None:
-    """Refuse what is no topology; where the ranks are is not known to the driver.
-
-    Raises:
-        ConfigError: it is none of `TOPOLOGIES`.
-    """
+    """Raise ConfigError for what is none of `TOPOLOGIES`; the driver knows no more."""
     if topology not in TOPOLOGIES:
         raise unknown("topology", topology, TOPOLOGIES)
 
 
 def choose(topology: str, nodes: Sequence[int], device_type: str) -> str:
-    """What `arrange` makes of ``topology`` for ranks on ``nodes``.
-
-    Raises:
-        ConfigError: as `arrange` does.
-    """
+    """What `arrange` makes of ``topology`` for ranks on ``nodes``; raises what it raises."""
     check(topology)
     num_nodes = len(set(nodes))
     if topology == "shared" and device_type != "cpu":
@@ -90,15 +83,15 @@ def choose(topology: str, nodes: Sequence[int], device_type: str) -> str:
 
 
 def _shared(comm: Communicator) -> Topology:
-    from sparkdl.comm.topology.shared_memory import NoSharedMemory
+    from sparkdl.comm.communicator import Topology
+    from sparkdl.comm.topology.shared_memory import NoSharedMemory, say
     from sparkdl.comm.topology.shared_sum import Shared, SharedSum
-    from sparkdl.comm.topology.topology import Topology
 
     try:
-        return Shared(comm, SharedSum(comm, comm, ranks=range(comm.world_size)))
+        return Shared(SharedSum(comm, comm, ranks=range(comm.world_size)))
     except NoSharedMemory as error:
-        _say_why_not(comm, error)
-        return Topology(comm)
+        say(comm, _WHY_NOT, error)
+        return Topology()
 
 
 def _hierarchical(comm: Communicator, device: torch.device) -> Topology:
@@ -108,7 +101,7 @@ def _hierarchical(comm: Communicator, device: torch.device) -> Topology:
         groups_of,
         is_even,
     )
-    from sparkdl.comm.topology.shared_memory import NoSharedMemory
+    from sparkdl.comm.topology.shared_memory import NoSharedMemory, say
     from sparkdl.comm.topology.shared_sum import SharedSum
 
     inside, between = groups_of(comm.nodes)
@@ -117,12 +110,7 @@ def _hierarchical(comm: Communicator, device: torch.device) -> Topology:
         ranks = next(group for group in inside if comm.rank in group)
         try:
             node = SharedSum(local, comm, ranks=ranks, first_takes_all=not is_even(comm.nodes))
-            return HierarchicalShared(comm, node, across)
+            return HierarchicalShared(node, across)
         except NoSharedMemory as error:
-            _say_why_not(comm, error)
-    return HierarchicalMessages(comm, local, across)
-
-
-def _say_why_not(comm: Communicator, error: Exception) -> None:
-    log = logger.warning if comm.rank == 0 else logger.debug
-    log("the workers of a node cannot share memory (%s); they send messages instead", error)
+            say(comm, _WHY_NOT, error)
+    return HierarchicalMessages(local, across, is_even=is_even(comm.nodes))

@@ -7,14 +7,14 @@ the tensor between the nodes; otherwise the node's first rank takes all of it.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 
 import torch
 
-from sparkdl.comm.communicator import Communicator, Pending
+from sparkdl.comm.communicator import Communicator, Pending, ProcessGroupCommunicator, counting_anew
 from sparkdl.comm.topology.shared_sum import Shared, SharedSum, is_summable
-from sparkdl.comm.topology.topology import DeferredTopology
-from sparkdl.comm.topology.tree import spread_from_first, sum_at_first
+from sparkdl.comm.topology.tree import DeferredTopology, spread_from_first, sum_at_first
 
 
 def ranks_by_node(nodes: Sequence[int]) -> list[list[int]]:
@@ -25,10 +25,8 @@ def ranks_by_node(nodes: Sequence[int]) -> list[list[int]]:
 def groups_of(nodes: Sequence[int]) -> tuple[list[list[int]], list[list[int]]]:
     """Who sums with whom: inside nodes, and between them.
 
-    Returns:
-        The ranks of each node; and groups of ranks on different nodes. Of these, if nodes have
-        unequal numbers of ranks, the first holds each node's first rank, and the second those
-        that have nobody to talk to.
+    Between nodes with unequal numbers of ranks, the first group holds each node's first rank, and
+    the second those that have nobody to talk to.
     """
     inside = ranks_by_node(nodes)
     if is_even(nodes):
@@ -43,25 +41,23 @@ def is_even(nodes: Sequence[int]) -> bool:
 
 
 class HierarchicalShared(Shared):
-    """Sums inside the nodes in shared memory.
+    """Sums inside the nodes in shared memory; between ``M`` nodes as `HierarchicalMessages`."""
 
-    Of a tensor of ``n`` bytes, ``M`` nodes of ``L`` ranks each, a rank sends
-    ``2 n / L (M - 1) / M``; with unequal nodes, the first of a node ``2 n (M - 1) / M``.
-    """
-
-    def __init__(self, comm: Communicator, node: SharedSum, across: Communicator) -> None:
+    def __init__(self, node: SharedSum, across: Communicator) -> None:
         """``across`` holds this rank's peers on the other nodes, see `groups_of`."""
-        super().__init__(comm, node)
+        super().__init__(node)
         self._across = across
 
-    def all_reduce_async(self, tensor: torch.Tensor) -> Pending:
+    def start(self, comm: ProcessGroupCommunicator, tensor: torch.Tensor) -> Pending:
         if not is_summable(tensor):
-            return super().all_reduce_async(tensor)
-        return self._node.start(tensor, self._sum_across)
+            return super().start(comm, tensor)
+        return self._node.start(tensor, functools.partial(self._sum_across, comm))
 
-    def _sum_across(self, share: torch.Tensor) -> Pending:
-        with self._counted(self._across):
-            return self._across.all_reduce_async(share)
+    def _sum_across(self, comm: Communicator, share: torch.Tensor) -> Pending:
+        across = counting_anew(self._across)
+        pending = across.all_reduce_async(share)
+        comm.bytes_sent += across.bytes_sent
+        return pending
 
 
 class HierarchicalMessages(DeferredTopology):
@@ -72,31 +68,34 @@ class HierarchicalMessages(DeferredTopology):
     nodes they are summed along trees, and the first of a node sends ``2 n (M - 1) / M`` to others.
     """
 
-    def __init__(self, comm: Communicator, local: Communicator, across: Communicator) -> None:
+    def __init__(self, local: Communicator, across: Communicator, *, is_even: bool) -> None:
         """``local`` holds the ranks of this node, ``across`` is as `groups_of` says."""
-        super().__init__(comm)
+        super().__init__()
         self._local = local
         self._across = across
-        self._is_even = is_even(comm.nodes)
+        self._is_even = is_even
 
-    def sum_now(self, tensor: torch.Tensor) -> None:
-        with self._counted(self._local), self._counted(self._across):
-            if self._is_even:
-                self._sum_by_shares(tensor)
-            else:
-                sum_at_first(self._local, tensor)
-                if self._local.rank == 0:
-                    self._across.all_reduce(tensor)
-                spread_from_first(self._local, tensor)
+    def sum_now(self, comm: Communicator, tensor: torch.Tensor) -> None:
+        local, across = counting_anew(self._local), counting_anew(self._across)
+        if self._is_even:
+            sum_by_shares(tensor, local, across)
+        else:
+            sum_at_first(local, tensor)
+            if local.rank == 0:
+                across.all_reduce(tensor)
+            spread_from_first(local, tensor)
+        comm.bytes_sent += local.bytes_sent + across.bytes_sent
 
-    def _sum_by_shares(self, tensor: torch.Tensor) -> None:
-        size, numel = self._local.world_size, tensor.numel()
-        mine = tensor.new_zeros(-(-numel // size) * size)
-        mine[:numel] = tensor.view(-1)
-        theirs = torch.empty_like(mine).view(size, -1)
-        self._local.all_to_all_async(mine.view(size, -1), theirs).wait()
-        share = theirs[0]
-        for other in theirs[1:]:
-            share += other
-        self._across.all_reduce(share)
-        tensor.copy_(self._local.all_gather(share).view(-1)[:numel].view(tensor.shape))
+
+def sum_by_shares(tensor: torch.Tensor, local: Communicator, across: Communicator) -> None:
+    """Sum ``tensor``, of which each rank of the node takes an equal share between nodes."""
+    size, numel = local.world_size, tensor.numel()
+    mine = tensor.new_zeros(-(-numel // size) * size)
+    mine[:numel] = tensor.view(-1)
+    theirs = torch.empty_like(mine).view(size, -1)
+    local.all_to_all_async(mine.view(size, -1), theirs).wait()
+    share = theirs[0]
+    for other in theirs[1:]:
+        share += other
+    across.all_reduce(share)
+    tensor.copy_(local.all_gather(share).view(-1)[:numel].view(tensor.shape))

@@ -1,17 +1,17 @@
 """Memory that the processes of one node share, through a file that has no name anywhere.
 
 Rank 0 makes an anonymous file in memory (``memfd_create``), which its peers open by way of its
-entry in ``/proc``. The kernel frees it with the last process that has it open or mapped, so nothing
-is left behind, whatever happens; and the size of ``/dev/shm``, 64 MB in many containers, is no
-limit. All pages are taken at once (``posix_fallocate``), so that a lack of memory is an error here,
-instead of a signal at some later access. Where the machine or a control group (a container) has no
-room for them the kernel would end a process even so; hence what is free is looked at first.
+entry in ``/proc``. The kernel frees it with the last process that has it open or mapped; and the
+size of ``/dev/shm``, 64 MB in many containers, is no limit. All pages are taken at once
+(``posix_fallocate``), so that a lack of memory is an error here, instead of a signal at some later
+access. A machine or container without room would end a process even so: what is free is looked at.
 """
 
 from __future__ import annotations
 
 import contextlib
 import json
+import logging
 import mmap
 import os
 import secrets
@@ -19,6 +19,8 @@ import secrets
 from sparkdl.comm.communicator import Communicator
 from sparkdl.errors import GangError
 from sparkdl.runtime.process import free_memory_bytes
+
+logger = logging.getLogger(__name__)
 
 _SPARE_BYTES = 64 << 20
 """What others take between a look at what is free and the end of taking it."""
@@ -29,12 +31,7 @@ class NoSharedMemory(GangError):
 
 
 class SharedFile:
-    """Zeros that all ranks of a node have mapped.
-
-    Attributes:
-        buffer: the mapping. It lives as long as anything that refers to it.
-        descriptor: the open file, until `close`.
-    """
+    """Zeros that all ranks of a node have mapped: ``buffer``, and ``descriptor`` until `close`."""
 
     def __init__(self, descriptor: int, num_bytes: int) -> None:
         flags = mmap.MAP_SHARED | getattr(mmap, "MAP_POPULATE", 0)
@@ -52,12 +49,9 @@ class SharedFile:
 
 
 def map_together(local: Communicator, num_bytes: int, everyone: Communicator) -> SharedFile:
-    """Map a new file. Collective over ``everyone``.
+    """Map a new file of ``num_bytes`` for the ranks ``local`` of each node.
 
-    Args:
-        local: the ranks of this node, which get the same file.
-        num_bytes: its size; equal in the node.
-        everyone: all ranks, which get their nodes' files together or not at all.
+    Collective over ``everyone``: all get their nodes' files together or not at all.
 
     Raises:
         NoSharedMemory: on all ranks.
@@ -81,14 +75,16 @@ def map_together(local: Communicator, num_bytes: int, everyone: Communicator) ->
 
 
 def agree(everyone: Communicator, problem: str) -> None:
-    """Return on all ranks if none has a problem. Collective.
-
-    Raises:
-        NoSharedMemory: with the problem of the first rank that has one.
-    """
+    """Raise NoSharedMemory on all ranks with the problem of the first that has one. Collective."""
     for rank, answer in enumerate(everyone.all_gather_bytes(problem.encode())):
         if answer:
             raise NoSharedMemory(f"rank {rank}: {answer.decode()}")
+
+
+def say(everyone: Communicator, text: str, *arguments: object) -> None:
+    """Log what all ranks have met: rank 0 as a warning."""
+    level = logging.WARNING if everyone.rank == 0 else logging.DEBUG
+    logger.log(level, text, *arguments)
 
 
 def _open(local: Communicator, num_bytes: int) -> int:

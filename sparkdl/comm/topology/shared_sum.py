@@ -8,19 +8,21 @@ and back, piece by piece.
 
 from __future__ import annotations
 
-import logging
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
 
 import torch
 
-from sparkdl.comm.communicator import Communicator, Done, Pending
-from sparkdl.comm.topology.shared_memory import NoSharedMemory, map_together
+from sparkdl.comm.communicator import (
+    Communicator,
+    Done,
+    Pending,
+    ProcessGroupCommunicator,
+    Topology,
+)
+from sparkdl.comm.topology.shared_memory import NoSharedMemory, map_together, say
 from sparkdl.comm.topology.signals import DONE, READY, Signals
-from sparkdl.comm.topology.topology import Topology
-
-logger = logging.getLogger(__name__)
 
 BLOCK_BYTES = 512 * 1024
 """What one thread adds and copies at a time, so that it copies out of its cache."""
@@ -28,7 +30,6 @@ PIECE_BYTES = 512 * 1024
 """Largest part of a tensor that is staged as one."""
 SMALL_BYTES = 4096
 """Up to this size tensors are staged in small slots, of which there are many."""
-
 _PAGE_BYTES = 4096
 _LINE_BYTES = 64
 _MAX_LAYOUTS = 4096
@@ -53,11 +54,11 @@ class SharedSum:
         ranks: Sequence[int],
         first_takes_all: bool = False,
     ) -> None:
-        """Collective over ``everyone``.
+        """Collective over ``everyone``: nodes take memory together or not at all.
 
         Args:
             local: the ranks of this node.
-            everyone: all ranks, whose nodes take memory together or not at all.
+            everyone: all ranks.
             ranks: what the ranks of the node are called in errors.
             first_takes_all: the node's first rank adds up everything, instead of its share.
 
@@ -66,7 +67,7 @@ class SharedSum:
         """
         self.signals = Signals(local, everyone, ranks)
         self._local = local
-        self._everyone = everyone
+        self.everyone = everyone
         self._first_takes_all = first_takes_all
         self._regions: list[_Region] = []
         self._pending: deque[_Sum] = deque()
@@ -81,22 +82,16 @@ class SharedSum:
             raise
 
     def allocate(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
-        """Zeros ``(numel,)`` that are summed in place. Collective over everyone.
-
-        Raises:
-            NoSharedMemory: on all ranks.
-        """
+        """Zeros ``(numel,)`` that are summed in place, or NoSharedMemory. Collective."""
         num_bytes = numel * dtype.itemsize
         region = self._map(max(_PAGE_BYTES, -(-num_bytes // _PAGE_BYTES) * _PAGE_BYTES))
         self._regions.append(region)
         return region.own[:num_bytes].view(dtype)
 
     def start(self, tensor: torch.Tensor, between: Between | None = None) -> Pending:
-        """Start to sum ``tensor``; much of a large one that is not from `allocate` is summed now.
+        """Start to sum ``tensor``, which `is_summable`; ``between`` happens to each rank's share.
 
-        Args:
-            tensor: dense, on the CPU, of a type that `is_summable` admits.
-            between: what happens to each rank's share before it is distributed; None: nothing.
+        Much of a large one that is not from `allocate` is summed now.
 
         Raises:
             CommunicationError: a peer is gone.
@@ -165,16 +160,19 @@ class SharedSum:
     def _stage(self, piece: torch.Tensor, between: Between | None) -> _Sum:
         """Copy to where the peers see it; places follow from the order of starts alone."""
         staging = self._small if piece.nbytes <= SMALL_BYTES else self._large
-        before = staging.next_user()
+        slot = staging.next
+        before = staging.users[slot]
         if before is not None:
             self.finish(before)
-        offset = staging.next_offset()
+        offset = slot * staging.slot_bytes
         layout = self._layout(staging.region, offset, piece.numel(), piece.dtype)
         layout.own.copy_(piece)
-        return staging.lend(_Sum(self, layout, between, copy_to=piece))
+        started = staging.users[slot] = _Sum(self, layout, between, copy_to=piece)
+        staging.next = (slot + 1) % len(staging.users)
+        return started
 
     def _map(self, num_bytes: int) -> _Region:
-        file = map_together(self._local, num_bytes * self._local.world_size, self._everyone)
+        file = map_together(self._local, num_bytes * self._local.world_size, self.everyone)
         file.close()
         whole = torch.frombuffer(file.buffer, dtype=torch.uint8)
         return _Region(torch.split(whole, num_bytes), self._local.rank)
@@ -243,24 +241,10 @@ class _Staging:
 
     def __init__(self, region: _Region, slot_bytes: int) -> None:
         self.region = region
-        self._slot_bytes = slot_bytes
+        self.slot_bytes = slot_bytes
         self.users: list[_Sum | None] = [None] * (region.own.nbytes // slot_bytes)
-        """The last of each slot."""
-        self._next = 0
-
-    def next_user(self) -> _Sum | None:
-        """Whose slot is next; it must be finished first."""
-        return self.users[self._next]
-
-    def next_offset(self) -> int:
-        """Where the next slot begins."""
-        return self._next * self._slot_bytes
-
-    def lend(self, user: _Sum) -> _Sum:
-        """Give the next slot to ``user``."""
-        self.users[self._next] = user
-        self._next = (self._next + 1) % len(self.users)
-        return user
+        """The last of each slot, which must be finished before the next one uses it."""
+        self.next = 0
 
 
 class _Sum:
@@ -319,17 +303,15 @@ class _Sum:
 class Shared(Topology):
     """Sums in the memory of the one node that all ranks are on. Nothing of them is sent.
 
-    Tensors that are not dense, not on the CPU, or of an unusual type go to the wrapped
-    communicator.
+    Tensors that are not dense, not on the CPU, or of an unusual type are left to torch.
     """
 
-    def __init__(self, comm: Communicator, node: SharedSum) -> None:
-        super().__init__(comm)
+    def __init__(self, node: SharedSum) -> None:
         self._node = node
 
     @property
     def waited_seconds(self) -> float:
-        return super().waited_seconds + self._node.waited_seconds
+        return self._node.waited_seconds
 
     def allocate(self, numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         """See `Communicator.allocate`; each rank has the tensors of its node mapped."""
@@ -337,13 +319,13 @@ class Shared(Topology):
             try:
                 return self._node.allocate(numel, dtype)
             except NoSharedMemory as error:
-                log = logger.warning if self.rank == 0 else logger.debug
-                log("%d numbers of %s cannot be shared: %s", numel, dtype, error)
+                everyone = self._node.everyone
+                say(everyone, "%d numbers of %s cannot be shared: %s", numel, dtype, error)
         return super().allocate(numel, dtype, device)
 
-    def all_reduce_async(self, tensor: torch.Tensor) -> Pending:
+    def start(self, comm: ProcessGroupCommunicator, tensor: torch.Tensor) -> Pending:
         if not is_summable(tensor):
-            return super().all_reduce_async(tensor)
+            return super().start(comm, tensor)
         return self._node.start(tensor)
 
     def close(self) -> None:

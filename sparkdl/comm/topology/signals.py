@@ -1,16 +1,14 @@
 """Signals between the ranks of a node, in whose waiting a dead peer is noticed.
 
 Each rank has semaphores to each other rank in shared memory. POSIX semaphores order memory as well
-(The Open Group Base Specifications, 4.12): whoever has taken a semaphore sees all that was written
-before it was posted, also on CPUs such as ARM that reorder writes.
+(The Open Group Base Specifications, 4.12), also on CPUs such as ARM that reorder writes.
 
-A waiting rank looks again and again for a millisecond, and lets others run between two looks; so
-it is awake when a peer is only little later, and costs next to nothing where there are more ranks
-than cores. Then it sleeps. Measured with two ranks on two cores and with eight, this was at least
-as fast as every other mix of looking and sleeping, and took the same CPU time as sleeping alone.
+A waiting rank looks again and again for a millisecond, and lets others run between two looks; then
+it sleeps. Measured with two ranks on two cores and with eight, this was at least as fast as every
+other mix of looking and sleeping, and took the same CPU time as sleeping alone.
 
-Every rank locks its own byte of the shared file. The kernel frees the lock when the process ends,
-however it ends, and whoever wakes after a tenth of a second in vain looks at the peer's.
+Every rank locks its own byte of the shared file, which the kernel frees when the process ends.
+Whoever wakes after a tenth of a second in vain looks at the peer's.
 """
 
 from __future__ import annotations
@@ -38,16 +36,7 @@ class Signals:
     """Signals between the ranks of one node, each of which may be sent many times."""
 
     def __init__(self, local: Communicator, everyone: Communicator, ranks: Sequence[int]) -> None:
-        """Collective over ``everyone``.
-
-        Args:
-            local: the ranks of this node.
-            everyone: all ranks, which do this together or not at all.
-            ranks: what the ranks of the node are called in errors.
-
-        Raises:
-            NoSharedMemory: on all ranks.
-        """
+        """Collective over ``everyone``; arguments and errors are those of `SharedSum`."""
         self._rank = local.rank
         self._ranks = ranks
         self._timeout_seconds = everyone.timeout_seconds
@@ -93,8 +82,7 @@ class Signals:
     def wait(self, kind: int, number: int) -> None:
         """Return when all peers have sent ``kind`` at least ``number`` times.
 
-        Raises:
-            CommunicationError: a peer is gone or did not signal in time; so from then on.
+        CommunicationError, from then on: a peer is gone or did not signal in time.
         """
         received = self._received[kind]
         for peer, semaphore in self._incoming[kind]:
@@ -122,8 +110,9 @@ class Signals:
                     return
                 self._fail(f"rank {self._ranks[peer]} is gone")
             elif time.monotonic() >= deadline:
-                waited = f"{self._timeout_seconds:g} s"
-                self._fail(f"rank {self._ranks[peer]} did not answer within {waited}")
+                self._fail(
+                    f"rank {self._ranks[peer]} did not answer within {self._timeout_seconds:g} s"
+                )
 
     def _fail(self, reason: str) -> None:
         self._failure = f"all_reduce failed: {reason}"

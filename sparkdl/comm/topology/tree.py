@@ -1,32 +1,67 @@
 """Sums along a tree: up to the first rank, level by level, and down again.
 
-Reduction trees replaced the parameter server in FireCaffe (Iandola et al., CVPR 2016): the longest
-way is ``2 log2 W`` messages of the whole tensor, where a ring has ``2 (W - 1)`` messages of a
-``W``-th. So trees are for small tensors on many ranks.
-
-The tree is binomial: the parent of a rank is the rank without its lowest bit. It fits any number
-of ranks, and sums are formed in an order that depends on that number only.
+As in FireCaffe (Iandola et al., CVPR 2016): the longest way is ``2 log2 W`` messages of the whole
+tensor, where a ring has ``2 (W - 1)`` messages of a ``W``-th. So trees are for small tensors on
+many ranks. The tree is binomial: the parent of a rank is the rank without its lowest bit. Sums are
+formed in an order that depends on the number of ranks only.
 """
 
 from __future__ import annotations
 
+from collections import deque
+
 import torch
 
-from sparkdl.comm.communicator import Communicator
-from sparkdl.comm.topology.topology import DeferredTopology
+from sparkdl.comm.communicator import Communicator, Pending, Topology
+
+
+class DeferredTopology(Topology):
+    """Sums that take several messages: they are made in ``wait()``, in the order of their starts.
+
+    Ranks must also wait in equal order among their other calls.
+    """
+
+    def __init__(self) -> None:
+        self.waiting: deque[_DeferredSum] = deque()
+        """Those that were started and not made yet."""
+
+    def start(self, comm: Communicator, tensor: torch.Tensor) -> Pending:
+        started = _DeferredSum(self, comm, tensor)
+        self.waiting.append(started)
+        return started
+
+    def sum_now(self, comm: Communicator, tensor: torch.Tensor) -> None:
+        """Sum the contiguous ``tensor`` over all ranks, in place."""
+        raise NotImplementedError
+
+
+class _DeferredSum:
+    def __init__(
+        self, topology: DeferredTopology, comm: Communicator, tensor: torch.Tensor
+    ) -> None:
+        self._topology = topology
+        self._comm = comm
+        self._tensor = tensor.detach()
+        self._is_done = False
+
+    def wait(self) -> None:
+        while not self._is_done:
+            self._topology.waiting.popleft().run()
+
+    def run(self) -> None:
+        dense = self._tensor.contiguous()
+        self._topology.sum_now(self._comm, dense)
+        if dense is not self._tensor:
+            self._tensor.copy_(dense)
+        self._is_done = True
 
 
 class Tree(DeferredTopology):
-    """Sums up a tree, then the total down the same tree.
+    """Sums up a tree, then the total down: a whole tensor to the parent and to each child."""
 
-    Of a tensor of ``n`` bytes a rank sends ``n`` to its parent, if it has one, and ``n`` to each
-    of its children: see `sent_bytes`.
-    """
-
-    def sum_now(self, tensor: torch.Tensor) -> None:
-        with self._counted(self._comm):
-            sum_at_first(self._comm, tensor)
-            spread_from_first(self._comm, tensor)
+    def sum_now(self, comm: Communicator, tensor: torch.Tensor) -> None:
+        sum_at_first(comm, tensor)
+        spread_from_first(comm, tensor)
 
 
 def children(rank: int, world_size: int) -> list[int]:
@@ -41,11 +76,6 @@ def children(rank: int, world_size: int) -> list[int]:
 def parent(rank: int) -> int:
     """The rank to which ``rank``, which is not 0, sends its sum."""
     return rank & (rank - 1)
-
-
-def sent_bytes(num_bytes: int, rank: int, world_size: int) -> int:
-    """What ``rank`` sends for one sum of a tensor of ``num_bytes``."""
-    return num_bytes * (len(children(rank, world_size)) + (rank > 0))
 
 
 def sum_at_first(comm: Communicator, tensor: torch.Tensor) -> None:

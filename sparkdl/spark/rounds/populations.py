@@ -28,7 +28,7 @@ from sparkdl.spark.rounds.round_stages import Rows, run_member_stage
 from sparkdl.spark.rounds.round_totals import RoundDone
 from sparkdl.spark.run.run import Run, Trained
 from sparkdl.storage.stateful import Stateful
-from sparkdl.sync.averaging.merge import merge
+from sparkdl.sync.averaging.mean import merge
 from sparkdl.sync.averaging.period import FixedPeriod, Period
 from sparkdl.sync.population.hyperparameters import first_values
 from sparkdl.sync.population.one_shot_averaging import OneShotAveraging

@@ -127,7 +127,7 @@ def merge_payloads(payloads: Sequence[bytes]) -> bytes:
 def merge_states(payloads: Sequence[bytes]) -> tuple[float, Any]:
     """As `merge_payloads`, decoded: the sum of weights, and the mean."""
     from sparkdl.storage.checkpoint_format import decode
-    from sparkdl.sync.averaging.merge import merge
+    from sparkdl.sync.averaging.mean import merge
 
     parts = [decode(payload, "a replica's state") for payload in payloads]
     weights = [part["weight"] for part in parts]

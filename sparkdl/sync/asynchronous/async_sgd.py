@@ -7,23 +7,23 @@ the weights meanwhile (Dean et al., "Large Scale Distributed Deep Networks", NIP
 
 from __future__ import annotations
 
-import contextlib
 import math
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
-from torch import nn
 
 from sparkdl.comm.communicator import Communicator
-from sparkdl.comm.compression.compression import Shapes
+from sparkdl.comm.compression.compression import Shapes, count
+from sparkdl.config import require
 from sparkdl.errors import ConfigError
 from sparkdl.sync.asynchronous.batch_share import BatchShare
 from sparkdl.sync.asynchronous.parameter_client import SliceExchange
 from sparkdl.sync.asynchronous.parameter_server import Push, ServerRules
 from sparkdl.sync.asynchronous.parameter_slices import ServedOptimizer, check_learning_rates
+from sparkdl.sync.averaging.period import check_period
 from sparkdl.sync.exchange_pattern import ModelSize, Pattern
-from sparkdl.sync.strategy import MakeOptimizer, Reduced, Synchronizer, SyncStrategy
+from sparkdl.sync.strategy import Reduced, SetupArguments, Synchronizer, SyncStrategy
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,19 +58,16 @@ class AsyncSGD(SyncStrategy):
 
     def __post_init__(self) -> None:
         bound, period = self.staleness_bound, self.pull_period
-        if bound is not None and (isinstance(bound, bool) or bound < 0):
-            raise ConfigError(f"staleness_bound must be None or at least 0; received {bound!r}")
-        if isinstance(period, bool) or period < 1:
-            raise ConfigError(f"pull_period must be at least 1; received {period!r}")
+        is_bound = not isinstance(bound, bool) and (bound is None or bound >= 0)
+        require(is_bound, "staleness_bound must be None or at least 0", bound)
+        check_period(period, name="pull_period")
         if bound is not None and period > bound + 1:
             raise ConfigError(
                 f"with pull_period={period} weights grow older than staleness_bound={bound} "
                 f"allows; use a pull_period of at most {bound + 1}"
             )
-        if not 0 <= self.delay_compensation < float("inf"):
-            raise ConfigError(
-                f"delay_compensation must not be negative; received {self.delay_compensation}"
-            )
+        strength = self.delay_compensation
+        require(0 <= strength < math.inf, "delay_compensation must not be negative", strength)
         if bound == 0 and self.delay_compensation:
             raise ConfigError(
                 "delay_compensation has no effect with staleness_bound=0, under which no gradient "
@@ -95,10 +92,9 @@ class AsyncSGD(SyncStrategy):
     def bytes_per_step(self, shapes: Shapes, element_size: int, world_size: int) -> float | None:
         """See `SyncStrategy.bytes_per_step`: gradients and weights, on the average over ranks.
 
-        Without one more pull at the end of a round, unless the bound is 0, and without the
-        optimizer's state, which all ranks get then.
+        Without what travels at the end of a round: one more pull, and the optimizer's state.
         """
-        num_bytes = element_size * sum(torch.Size(shape).numel() for shape in shapes)
+        num_bytes = element_size * count(shapes)
         return (1 + 1 / self.pull_period) * (world_size - 1) * num_bytes / world_size
 
     @classmethod
@@ -109,8 +105,8 @@ class AsyncSGD(SyncStrategy):
         """See `SyncStrategy.pattern`: a push to all slices, and now and then a pull from them.
 
         Every rank serves a ``W``-th, so each way carries ``(W - 1) / W`` of the bytes in and as
-        many out; the messages of a push start together, so that their latencies do not add up. A
-        push is answered before the pull is sent, so the link is used in one direction at a time.
+        many out; the messages of a push start together. A push is answered before the pull is
+        sent, so the link is used in one direction at a time.
         """
         ways = 1 + 1 / self.pull_period
         sent = ways * (world_size - 1) / world_size * size.gradient_bytes
@@ -124,18 +120,15 @@ class AsyncSGD(SyncStrategy):
             lead=math.inf if self.staleness_bound is None else self.staleness_bound,
         )
 
-    def setup(
-        self, model: nn.Module, make_optimizer: MakeOptimizer, comm: Communicator
-    ) -> AsyncSynchronizer:
-        return AsyncSynchronizer(model, make_optimizer, comm, self)
+    def setup(self, *setup: *SetupArguments) -> AsyncSynchronizer:
+        return AsyncSynchronizer(*setup, strategy=self)
 
 
 class AsyncSynchronizer(Synchronizer):
     """See `AsyncSGD`.
 
-    Servers begin with the first step, when a resumed run's state is known. Rounds end when the
-    loop wants them to: `close_round` waits for all ranks, and then all have equal weights and the
-    whole optimizer's state, so that the number of ranks may change in between.
+    Servers begin with the first step, when a resumed run's state is known. When a round is closed
+    all ranks have equal weights and the whole optimizer's state, so that their number may change.
     """
 
     trains_apart = True
@@ -144,18 +137,15 @@ class AsyncSynchronizer(Synchronizer):
     rank_state: ClassVar = ("share",)
     optimizer: ServedOptimizer
 
-    def __init__(
-        self, model: nn.Module, make_optimizer: MakeOptimizer, comm: Communicator, options: AsyncSGD
-    ) -> None:
-        self.model = model
-        self._parameters = [p for p in model.parameters() if p.requires_grad]
-        self._make_optimizer = make_optimizer
-        self.optimizer = ServedOptimizer(make_optimizer(self._parameters))
-        self._comm = comm
-        self._rules = _rules(options, comm)
+    def __init__(self, *setup: *SetupArguments, strategy: AsyncSGD) -> None:
+        self.model, self._make_optimizer, self._comm = setup
+        comm = self._comm
+        self._parameters = [p for p in self.model.parameters() if p.requires_grad]
+        self.optimizer = ServedOptimizer(self._make_optimizer(self._parameters))
+        self._rules = _rules(strategy, comm)
         if not self._rules.is_bulk:
             check_learning_rates(self.optimizer)
-        self._pull_period = options.pull_period if comm.world_size > 1 else 1
+        self._pull_period = strategy.pull_period if comm.world_size > 1 else 1
         self._share = BatchShare(comm, self._parameters[0].device)
         self._present_share = 0.0
         self._steps_since_closed = 0
@@ -164,7 +154,6 @@ class AsyncSynchronizer(Synchronizer):
 
     @property
     def bytes_sent(self) -> int:
-        """See `Synchronizer.bytes_sent`: gradients, weights and states of optimizers."""
         return 0 if self._exchange is None else self._exchange.bytes_sent
 
     def zero_gradients(self) -> None:
@@ -175,10 +164,6 @@ class AsyncSynchronizer(Synchronizer):
                 self._parameters, self._make_optimizer, self._comm, self._rules, state
             )
         self._exchange.zero_gradients()
-
-    def no_sync(self) -> contextlib.nullcontext[None]:
-        """See `Synchronizer.no_sync`; gradients travel after the step."""
-        return contextlib.nullcontext()
 
     def reduce_gradients(self, sums: torch.Tensor, divisor: float) -> Reduced:
         """See `Synchronizer.reduce_gradients`; collective in the first step only."""

@@ -13,14 +13,9 @@ from sparkdl.storage.stateful import Stateful
 class BatchShare(Stateful):
     """Estimates a rank's part, by the samples' weights, in the united batch of a group of ranks.
 
-    The loop says how many samples all ranks have in a step, but not what they weigh and, where
-    the group is a part of the gang, how many of them are the group's. Their weight per sample of
-    all ranks is taken from the closed rounds; the first step's is asked for. Where all ranks are
-    the group and samples count alike, the shares are exact.
-
-    Args:
-        group: the ranks whose batches are united.
-        device: where the communicator wants tensors.
+    The loop says how many samples all ranks have in a step, but not what they weigh and how many of
+    them are the group's. Their weight per sample is taken from the closed rounds; the first step's
+    is asked for. Where all ranks are the group and samples count alike, the shares are exact.
     """
 
     rank_state: ClassVar = ("total", "divisors")
@@ -34,11 +29,9 @@ class BatchShare(Stateful):
         self._round = [0.0, 0.0]
 
     def of(self, weight: float, divisor: float) -> float:
-        """This rank's share in the group's batch; collective until it is once positive.
+        """The share of this rank's ``weight`` in the group's batch, of ``divisor`` samples in all.
 
-        Args:
-            weight: sum of the weights of this rank's batch.
-            divisor: number of samples of all ranks in this step.
+        Collective until it is once positive.
         """
         self._round = [self._round[0] + weight, self._round[1] + divisor]
         if self._group.world_size == 1:

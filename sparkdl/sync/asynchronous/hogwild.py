@@ -9,27 +9,24 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import nn
 
-from sparkdl.comm.communicator import Communicator
-from sparkdl.comm.compression.compression import Shapes
-from sparkdl.comm.topology.hierarchical import ranks_by_node
+from sparkdl.comm.communicator import Communicator, counting_anew
+from sparkdl.comm.compression.compression import Shapes, all_reduce_bytes, count
+from sparkdl.comm.topology.hierarchical import groups_of
 from sparkdl.comm.topology.shared_memory import NoSharedMemory, map_together
+from sparkdl.config import TrainConfig
 from sparkdl.errors import ClusterError, ConfigError
 from sparkdl.sync.apart import ApartSynchronizer
 from sparkdl.sync.asynchronous.batch_share import BatchShare
 from sparkdl.sync.asynchronous.parameter_slices import check_learning_rates
 from sparkdl.sync.averaging.mean import SHARE_BYTES, MeanOfReplicas
 from sparkdl.sync.averaging.period import check_period
-from sparkdl.sync.collective import counting_anew, plain_bytes
 from sparkdl.sync.exchange_pattern import ModelSize, Pattern
-from sparkdl.sync.strategy import MakeOptimizer, Reduced, SetupArguments, SyncStrategy
-
-if TYPE_CHECKING:
-    from sparkdl.config import TrainConfig
+from sparkdl.sync.strategy import Reduced, SetupArguments, SyncStrategy
 
 _LINE_BYTES = 64
 """Parameters begin at multiples of it, as in memory that torch takes by itself."""
@@ -52,14 +49,8 @@ class Hogwild(SyncStrategy):
     def __post_init__(self) -> None:
         check_period(self.averaging_period)
 
-    @property
-    def deterministic(self) -> bool:
-        """Whose update comes first is a matter of time."""
-        return False
-
-    @property
-    def trains_apart(self) -> bool:
-        return True
+    deterministic = False  # whose update comes first is a matter of time
+    trains_apart = True
 
     def why_not_rounds(self) -> str | None:
         return "the workers of a node share memory, for which they must run at once"
@@ -72,7 +63,7 @@ class Hogwild(SyncStrategy):
 
     def bytes_per_step(self, shapes: Shapes, element_size: int, world_size: int) -> float | None:
         """See `SyncStrategy.bytes_per_step`; inside a node nothing is sent."""
-        sent = plain_bytes(shapes, element_size, world_size)
+        sent = all_reduce_bytes(count(shapes) * element_size, world_size)
         return (sent + SHARE_BYTES * (world_size - 1)) / self.averaging_period
 
     def pattern(self, size: ModelSize, world_size: int) -> Pattern:
@@ -84,17 +75,14 @@ class Hogwild(SyncStrategy):
             between_nodes=True,
         )
 
-    def setup(
-        self, model: nn.Module, make_optimizer: MakeOptimizer, comm: Communicator
-    ) -> HogwildSynchronizer:
-        return HogwildSynchronizer(model, make_optimizer, comm, period=self.averaging_period)
+    def setup(self, *setup: *SetupArguments) -> HogwildSynchronizer:
+        return HogwildSynchronizer(*setup, period=self.averaging_period)
 
 
 class HogwildSynchronizer(ApartSynchronizer):
     """See `Hogwild`.
 
-    While a round is closed each rank has a copy of the weights for itself, so that nobody sees
-    them change: not who evaluates, nor who writes a checkpoint or loads one.
+    While a round is closed each rank has a copy of the weights for itself, which nobody changes.
     """
 
     keeps_optimizer = True
@@ -112,14 +100,13 @@ class HogwildSynchronizer(ApartSynchronizer):
         self._period = period
         self._own = [parameter.data for parameter in self.parameters]
         comm = setup[2]
-        inside = ranks_by_node(comm.nodes)
-        firsts, others = [group[0] for group in inside], sorted(r for g in inside for r in g[1:])
+        inside, between = groups_of(comm.nodes)
         self._num_nodes = len(inside)
         self._local = comm.split(inside)
         self._across: Communicator | None = None
         if self._num_nodes > 1:
-            between = comm.split([firsts, others] if others else [firsts])
-            self._across = counting_anew(between) if self._local.rank == 0 else None
+            across = comm.split(between)
+            self._across = counting_anew(across) if self._local.rank == 0 else None
         self._shared = self._own
         if any(len(group) > 1 for group in inside):
             self._shared = _share(self.parameters, self._local, comm)
@@ -134,7 +121,6 @@ class HogwildSynchronizer(ApartSynchronizer):
 
     @property
     def bytes_sent(self) -> int:
-        """See `Synchronizer.bytes_sent`: what the first rank of a node sends to other nodes."""
         return 0 if self._across is None else self._across.bytes_sent
 
     def zero_gradients(self) -> None:
@@ -144,7 +130,6 @@ class HogwildSynchronizer(ApartSynchronizer):
         super().zero_gradients()
 
     def reduce_gradients(self, sums: torch.Tensor, divisor: float) -> Reduced:
-        """See `Synchronizer.reduce_gradients`; collective in the node in the first step only."""
         self._present_share = self._share.of(sums[1].item(), divisor)
         return super().reduce_gradients(sums, divisor)
 
@@ -170,7 +155,6 @@ class HogwildSynchronizer(ApartSynchronizer):
         self._is_closed = True
 
     def close(self) -> None:
-        """See `Synchronizer.close`; the shared memory goes with the last tensor that uses it."""
         if not self._is_closed:
             torch._foreach_copy_(self._own, self._shared)
             self._use(self._own)
@@ -218,11 +202,7 @@ class HogwildSynchronizer(ApartSynchronizer):
 def _share(
     parameters: Sequence[nn.Parameter], local: Communicator, everyone: Communicator
 ) -> list[torch.Tensor]:
-    """Tensors like ``parameters`` in memory that the ranks of the node share. Collective.
-
-    Raises:
-        ClusterError: on all ranks, if the ranks of a node cannot share memory.
-    """
+    """Tensors like ``parameters`` that the ranks of the node share, or ClusterError. Collective."""
     starts = [0]
     for parameter in parameters:
         starts.append(starts[-1] + -(-parameter.nbytes // _LINE_BYTES) * _LINE_BYTES)

@@ -30,7 +30,6 @@ class _Part:
     """This rank's replica of what one rank serves."""
 
     def __init__(self, parameters: Sequence[nn.Parameter]) -> None:
-        self._parameters = parameters
         self.gradients = FlatGradients(parameters, 1 << 62, zeros)
         on_cpu = [nn.Parameter(torch.empty_like(p, device="cpu")) for p in parameters]
         self._received = make_buckets(on_cpu, 1 << 62, zeros)
@@ -54,14 +53,10 @@ class _Part:
 class SliceExchange:
     """One rank's replica, the slice that it serves, and its ways to those that others serve.
 
-    Collective; every rank has the same parameters, with equal values, and the same state.
-
-    Args:
-        parameters: the replica's; their gradients become views of flat memory.
-        make_optimizer: makes the optimizer.
-        comm: the gang.
-        rules: how servers treat ranks.
-        state: what the slices go on with, as `close_round` gave it.
+    Collective; every rank has the same parameters, with equal values, whose gradients become views
+    of flat memory, and the same ``state``, with which the slices go on as `close_round` gave it.
+    `step` and `close_round` raise `CommunicationError` if a rank has gone or is too late, and what
+    the optimizer of this rank's slice has raised.
     """
 
     def __init__(
@@ -105,12 +100,7 @@ class SliceExchange:
             part.gradients.zero()
 
     def step(self, push: Push | None, *, is_pulling: bool) -> None:
-        """Push the gradients, unless there are none, and pull into the parameters, if wanted.
-
-        Raises:
-            CommunicationError: a rank has gone or is too late.
-            Exception: the optimizer of this rank's slice has raised it.
-        """
+        """Push the gradients, unless there are none, and pull into the parameters, if wanted."""
         with self._own_failure_first():
             step = partial(self._step_with, push=push, is_pulling=is_pulling)
             futures = self._ask_others(step)
@@ -120,12 +110,7 @@ class SliceExchange:
             self._wait(futures)
 
     def close_round(self) -> dict[str, Any]:
-        """Wait for all ranks, and take the weights and the whole state that the round ended with.
-
-        Raises:
-            CommunicationError: a rank has gone or is too late.
-            Exception: the optimizer of this rank's slice has raised it.
-        """
+        """Wait for all ranks; take the weights and the whole state that the round ended with."""
         with self._own_failure_first():
             futures = self._ask_others(self._close_with)
             states = []

@@ -3,8 +3,7 @@
 It steps the optimizer with each at once, or, where the staleness bound is 0, with the sum of all
 ranks' gradients of a step. A rank's clock counts the steps whose gradients it has pushed; how far
 clocks may be apart is the staleness bound (Ho et al., "More Effective Distributed ML via a Stale
-Synchronous Parallel Parameter Server", NIPS 2013). Everything here is independent of how requests
-arrive: by a call in the same process or over the network.
+Synchronous Parallel Parameter Server", NIPS 2013). How requests arrive makes no difference here.
 """
 
 from __future__ import annotations
@@ -28,14 +27,10 @@ _EPSILON = 1e-7
 
 
 class Compensation:
-    """``g + lambda g g (w - w_old)``, element by element.
+    """``g + lambda g g (w - w_old)``, element by element; see `AsyncSGD.delay_compensation`.
 
-    Args:
-        strength: lambda.
-        decay: None holds lambda constant (DC-ASGD-c). Otherwise lambda is divided by the root of
-            a running mean of squared gradients, which keeps so much of itself at each gradient
-            (DC-ASGD-a, the paper's ``m``).
-        make_buckets: zeros in the layout of the gradients.
+    ``strength`` is lambda, ``decay`` the paper's ``m``; ``make_buckets`` gives zeros in the layout
+    of the gradients.
     """
 
     def __init__(
@@ -96,13 +91,12 @@ class ServerSlice:
     """The parameters that one rank serves, with their optimizer. Thread-safe.
 
     A rank calls, per step, `push` after it has filled its `inbox` and then, if it wants, `pull`;
-    and `close_round` when it is done with a round.
+    and `close_round` when it is done with a round. Of the model's ``parameters``, those at
+    ``places`` are served; copies of them are taken.
 
-    Args:
-        parameters: the model's, in its order; copies of those that are served are taken.
-        places: which of them are served.
-        make_optimizer: makes the optimizer.
-        rules: how ranks are treated.
+    Raises, from these methods:
+        CommunicationError: a rank has gone or is too late, or the optimizer has failed; see
+            `failure`.
     """
 
     def __init__(
@@ -162,11 +156,7 @@ class ServerSlice:
             return self._inboxes[rank]
 
     def push(self, rank: int, push: Push | None) -> None:
-        """Take the gradient in the inbox of ``rank`` for its present step; None: it has none.
-
-        Raises:
-            CommunicationError: a rank has gone, or the optimizer has failed.
-        """
+        """Take the gradient in the inbox of ``rank`` for its present step; None: it has none."""
         with self._changed, torch.no_grad():
             self._raise_if_hopeless()
             self._clocks[rank] += 1
@@ -178,22 +168,14 @@ class ServerSlice:
             self._changed.notify_all()
 
     def pull(self, rank: int) -> list[Bucket]:
-        """The weights, as soon as they are as fresh as the rules want; valid until the next push.
-
-        Raises:
-            CommunicationError: a rank has gone or is too late, or the optimizer has failed.
-        """
+        """The weights, as soon as they are as fresh as the rules want; valid until a push."""
         with self._changed, torch.no_grad():
             self._raise_if_hopeless()
             self._wait_until(lambda: self._is_fresh_for(rank))
             return self._outbox(rank)
 
     def close_round(self, rank: int) -> tuple[list[Bucket], Snapshot]:
-        """Wait for all ranks to close the round; the weights and the state that it ended with.
-
-        Raises:
-            CommunicationError: a rank has gone or is too late, or the optimizer has failed.
-        """
+        """Wait for all ranks to close the round; the weights and the state that it ended with."""
         with self._changed, torch.no_grad():
             self._raise_if_hopeless()
             self._closing.add(rank)
@@ -260,7 +242,7 @@ class ServerSlice:
         except BaseException as error:
             self.failure = error
             self._changed.notify_all()
-            raise
+            raise CommunicationError(self._trouble()) from error
 
     def _is_fresh_for(self, rank: int) -> bool:
         if self._rules.is_bulk:

@@ -21,11 +21,10 @@ Options = list[dict[str, Any]]
 
 
 def cut(sizes: Sequence[int], num_slices: int) -> list[list[int]]:
-    """Spread tensors evenly: the places, in ``sizes``, of those that each slice holds.
+    """Spread tensors evenly: the places, in ``sizes``, of those that each slice holds, if any.
 
     Large ones first, each into the slice that has least so far: no slice is more than a third
-    above the best possible (Graham, "Bounds on Multiprocessing Timing Anomalies", 1969). A slice
-    may be empty. Equal sizes give equal slices on all ranks.
+    above the best possible (Graham, "Bounds on Multiprocessing Timing Anomalies", 1969).
     """
     loads = [0] * num_slices
     slices: list[list[int]] = [[] for _ in range(num_slices)]
@@ -40,14 +39,11 @@ class ServedOptimizer(torch.optim.Optimizer):
     """What the training loop takes for the optimizer of parameters that are served elsewhere.
 
     Schedules act on its groups; a step only notes their numbers, which go with the next push.
-
-    Attributes:
-        served_state: the state of the served parameters, by their places in the groups, as of the
-            last time that all ranks agreed.
     """
 
     def __init__(self, made: torch.optim.Optimizer) -> None:
         self.served_state: dict[int, Any] = {}
+        """Of the parameters, by their places in the groups, when all ranks agreed last."""
         self._noted: Options | None = None
         super().__init__(made.param_groups, made.defaults)
 
@@ -76,11 +72,7 @@ class SlicedOptimizer:
 
     The optimizer is made as for all parameters, so that the user's groups are kept, and those that
     are served elsewhere are taken out of the groups. It must take its parameters from there.
-
-    Args:
-        make_optimizer: makes the optimizer.
-        parameters: all parameters, in the model's order.
-        served: place of each parameter of the slice, and the tensor that is stepped in its stead.
+    ``served`` has, by places, the tensors that are stepped in the parameters' stead.
     """
 
     def __init__(
@@ -136,11 +128,7 @@ def group_options(optimizer: torch.optim.Optimizer) -> Options:
 
 
 def check_learning_rates(optimizer: torch.optim.Optimizer) -> None:
-    """Refuse an optimizer that cannot take a share of its learning rate.
-
-    Raises:
-        ConfigError: a parameter group has none.
-    """
+    """Raise ConfigError for an optimizer that has no learning rate to take a share of."""
     for group in optimizer.param_groups:
         if not _is_numeric(group.get("lr")):
             raise ConfigError(

@@ -1,10 +1,9 @@
 """Connections between ranks and the slices that others serve: one TCP server per rank.
 
-Each rank keeps one connection open to each other rank's server, so that a request costs no new
-one, and the end of a connection, orderly or not, tells the server at once that the rank has gone.
-Connections are TLS, both ends show the certificate of the run's workers, and the first message has
-the server's secret. A message is a header and the bytes of tensors behind it, which are sent from
-where they lie and received where they belong.
+Each rank keeps one connection open to each other rank's server; its end, orderly or not, tells the
+server at once that the rank has gone. Connections are TLS, both ends show the certificate of the
+run's workers, and the first message has the server's secret. A message is a header and the bytes of
+tensors behind it, which are sent from where they lie and received where they belong.
 """
 
 from __future__ import annotations
@@ -56,11 +55,7 @@ class SliceAddress:
 
 
 class Messages:
-    """One end of a connection.
-
-    Raises, from every method:
-        OSError: the other end has gone, or does not follow the protocol.
-    """
+    """One end of a connection; OSError if the other has gone or does not follow the protocol."""
 
     def __init__(self, connection: ssl.SSLSocket) -> None:
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
@@ -78,12 +73,7 @@ class Messages:
         (length,) = _LENGTH.unpack(self.read(_LENGTH.size))
         if length > _MAX_HEADER_BYTES:
             raise ConnectionAbortedError(f"the other end announced a header of {length} bytes")
-        try:
-            header = json.loads(self.read(length))
-        except ValueError as error:
-            raise ConnectionAbortedError(f"the other end sent a damaged header: {error}") from error
-        if not isinstance(header, dict):
-            raise ConnectionAbortedError("the other end sent a header without names")
+        header: dict[str, Any] = json.loads(self.read(length))
         return header
 
     def fill(self, tensors: Sequence[torch.Tensor]) -> None:
@@ -189,9 +179,14 @@ class SliceServer:
                     return
                 connection.do_handshake()
                 messages = Messages(connection)
-                rank = self._admitted(messages.receive())
+                rank = self._admitted(messages)
                 connection.settimeout(None)
-                self._answer_all(rank, messages)
+                try:
+                    while True:
+                        self._answer(rank, messages)
+                finally:
+                    self._served.leave(rank)
+                    self._on_leave(rank)
         except (ssl.SSLError, TimeoutError, ConnectionAbortedError) as error:
             logger.warning("a connection to this slice was refused: %s", error)
         except OSError as error:
@@ -202,71 +197,49 @@ class SliceServer:
     def _encrypted(self, plain: socket.socket) -> ssl.SSLSocket:
         return self._tls.wrap_socket(plain, server_side=True, do_handshake_on_connect=False)
 
-    def _admitted(self, hello: Mapping[str, Any]) -> int:
-        """The rank that has connected.
-
-        Raises:
-            ConnectionAbortedError: it has not the secret, or is connected already.
-        """
-        secret, rank = str(hello.get("secret")), hello.get("rank")
+    def _admitted(self, messages: Messages) -> int:
+        """The rank that has connected; ConnectionAbortedError if it may not, or has before."""
+        with _well_formed():
+            hello = messages.receive()
+            secret, rank = str(hello["secret"]), int(hello["rank"])
         if not hmac.compare_digest(secret.encode(), self.address.secret.encode()):
-            raise ConnectionAbortedError("the secret is wrong or missing")
-        if not isinstance(rank, int) or rank in self._bytes_sent:
-            raise ConnectionAbortedError(f"rank {rank!r} is no rank, or has connected before")
+            raise ConnectionAbortedError("the secret is wrong")
+        if rank in self._bytes_sent:
+            raise ConnectionAbortedError(f"rank {rank} has connected before")
         self._bytes_sent[rank] = 0
         return rank
 
-    def _answer_all(self, rank: int, messages: Messages) -> None:
+    def _answer(self, rank: int, messages: Messages) -> None:
+        """Answer the next request; ConnectionAbortedError if it is none."""
+        with _well_formed():
+            header = messages.receive()
+            is_close = {"step": False, "close": True}[header["kind"]]
+            is_pulling = bool(header["pull"])
+            push = None if is_close or header["push"] is None else Push(*header["push"])
+        served, answer, rest = self._served, {}, None
         try:
-            while True:
-                header = messages.receive()
-                _check_request(header)
-                try:
-                    self._answer(rank, header, messages)
-                except CommunicationError as error:
-                    messages.send({"error": str(error)})
-        finally:
-            self._served.leave(rank)
-            self._on_leave(rank)
-
-    def _answer(self, rank: int, header: dict[str, Any], messages: Messages) -> None:
-        served = self._served
-        if header["kind"] == "close":
-            weights, state = served.close_round(rank)
-            self._count(rank, [*state.tensors.values()])
-            answer = flats(weights) if header["pull"] else []
-            self._count(rank, answer)
-            encoded = torch.frombuffer(bytearray(b"".join(encode(state))), dtype=torch.uint8)
-            messages.send({"state_bytes": len(encoded)}, [*answer, encoded])
+            if is_close:
+                weights, state = served.close_round(rank)
+                rest = torch.frombuffer(bytearray(b"".join(encode(state))), dtype=torch.uint8)
+                answer["state_bytes"] = len(rest)
+                self._bytes_sent[rank] += sum(tensor.nbytes for tensor in state.tensors.values())
+            else:
+                if push is not None:
+                    messages.fill(flats(served.inbox(rank)))
+                served.push(rank, push)
+                weights = served.pull(rank) if is_pulling else []
+        except CommunicationError as error:
+            messages.send({"error": str(error)})
             return
-        push = None
-        if header["push"] is not None:
-            messages.fill(flats(served.inbox(rank)))
-            push = Push(*header["push"])
-        try:
-            served.push(rank, push)
-        except CommunicationError:
-            raise
-        except Exception as error:  # the optimizer's; it is raised at the slice's own rank
-            raise CommunicationError(f"the optimizer of a slice failed: {error!r}") from error
-        answer = flats(served.pull(rank)) if header["pull"] else []
-        self._count(rank, answer)
-        messages.send({}, answer)
-
-    def _count(self, rank: int, tensors: Sequence[torch.Tensor]) -> None:
-        self._bytes_sent[rank] += sum(tensor.nbytes for tensor in tensors)
+        pulled = flats(weights) if is_pulling else []
+        self._bytes_sent[rank] += sum(tensor.nbytes for tensor in pulled)
+        messages.send(answer, pulled if rest is None else [*pulled, rest])
 
 
 class SliceLink:
     """A rank's way to the slice of another one. One request at a time.
 
-    Args:
-        address: where the slice's server listens.
-        rank: who asks.
-        certificate: what the ranks show, and the server too.
-
-    Raises:
-        CommunicationError: there is no server.
+    CommunicationError, from every method: the server has gone, or says why it cannot go on.
     """
 
     def __init__(self, address: SliceAddress, rank: int, certificate: Certificate) -> None:
@@ -283,21 +256,13 @@ class SliceLink:
     def step(
         self, push: Push | None, gradients: Sequence[torch.Tensor], weights: Sequence[torch.Tensor]
     ) -> None:
-        """Push, and fill ``weights`` with the slice's; an empty sequence if none are wanted.
-
-        Raises:
-            CommunicationError: the server has gone, or says why it cannot go on.
-        """
+        """Push, and fill ``weights`` with the slice's; an empty sequence if none are wanted."""
         sent = gradients if push is not None else []
         self._ask({"kind": "step", "push": push, "pull": bool(weights)}, sent, weights)
         self.bytes_sent += sum(tensor.nbytes for tensor in sent)
 
     def close_round(self, weights: Sequence[torch.Tensor]) -> Any:
-        """Close the round; fill ``weights`` as `step` does, and return the slice's state.
-
-        Raises:
-            CommunicationError: as `step` does.
-        """
+        """Close the round; fill ``weights`` as `step` does, and return the slice's state."""
         answer = self._ask({"kind": "close", "pull": bool(weights)}, [], weights)
         with self._peer_errors():
             encoded = self._messages.read(answer["state_bytes"])
@@ -313,10 +278,7 @@ class SliceLink:
         self._connection.close()
 
     def _ask(
-        self,
-        header: dict[str, Any],
-        sent: Sequence[torch.Tensor],
-        received: Sequence[torch.Tensor],
+        self, header: dict[str, Any], sent: Sequence[torch.Tensor], received: Sequence[torch.Tensor]
     ) -> dict[str, Any]:
         with self._peer_errors():
             self._messages.send(header, sent)
@@ -334,17 +296,13 @@ class SliceLink:
             raise CommunicationError(f"the slice at {self._where} is lost: {error}") from error
 
 
-def _check_request(header: Mapping[str, Any]) -> None:
-    """Look at what a peer wants before anything is done.
-
-    Raises:
-        ConnectionAbortedError: it is no request.
-    """
-    is_push = header.get("kind") == "step" and "push" in header
-    push = header["push"] if is_push else None
-    is_sound = push is None or (isinstance(push, list) and len(push) == 2)
-    if not (is_push or header.get("kind") == "close") or not is_sound or "pull" not in header:
-        raise ConnectionAbortedError(f"the other end sent no request but {str(header)[:200]}")
+@contextlib.contextmanager
+def _well_formed() -> Iterator[None]:
+    """Raise `ConnectionAbortedError` if what is read in the block is not what a rank sends."""
+    try:
+        yield
+    except (KeyError, TypeError, ValueError) as error:
+        raise ConnectionAbortedError(f"the other end sent no request: {error!r}") from error
 
 
 def flats(buckets: Sequence[Bucket]) -> list[torch.Tensor]:

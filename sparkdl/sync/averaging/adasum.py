@@ -5,10 +5,9 @@ two updates ``a`` and ``b`` of one parameter tensor become
 
     A(a, b) = (1 - a.b / 2|a|^2) a + (1 - a.b / 2|b|^2) b
 
-which is their mean where they are equal and their sum where they are orthogonal, as one process
-would have got to by one step after the other. More ranks are combined pairwise, as a tree. What is
-combined is how far the weights have moved, by each rank's own optimizer, whose state stays where it
-is, as in the paper and in Horovod.
+which is their mean where they are equal and their sum where they are orthogonal. More ranks are
+combined pairwise, as a tree. What is combined is how far the weights have moved, by each rank's own
+optimizer, whose state stays where it is.
 """
 
 from __future__ import annotations
@@ -20,15 +19,14 @@ from itertools import accumulate
 from typing import Any
 
 import torch
-from torch import nn
 
 from sparkdl.comm.communicator import Communicator
-from sparkdl.comm.compression.compression import Shapes
+from sparkdl.comm.compression.compression import Shapes, count
 from sparkdl.sync.apart import ApartSynchronizer
 from sparkdl.sync.averaging.mean import by_kind, fill, flat_of
 from sparkdl.sync.averaging.period import check_period
 from sparkdl.sync.exchange_pattern import ModelSize, Pattern
-from sparkdl.sync.strategy import MakeOptimizer, SetupArguments, SyncStrategy
+from sparkdl.sync.strategy import SetupArguments, SyncStrategy
 
 VANISHING = torch.finfo(torch.float64).tiny ** 0.5
 """Below this squared norm an update has no direction; its coefficient is 1."""
@@ -51,9 +49,7 @@ class Adasum(SyncStrategy):
     def __post_init__(self) -> None:
         check_period(self.averaging_period)
 
-    @property
-    def trains_apart(self) -> bool:
-        return True
+    trains_apart = True
 
     def why_not_rounds(self) -> str | None:
         return (
@@ -63,7 +59,7 @@ class Adasum(SyncStrategy):
 
     def bytes_per_step(self, shapes: Shapes, element_size: int, world_size: int) -> float | None:
         """See `SyncStrategy.bytes_per_step`; the mean over ranks, if these are no power of two."""
-        numel = sum(torch.Size(shape).numel() for shape in shapes)
+        numel = count(shapes)
         levels, size, num_extra = _tree(world_size)
         halved = 2 * element_size * (_padded(numel, size) - _padded(numel, size) // size)
         products = _PRODUCTS_BYTES * len(shapes) * (levels * (levels + 1) // 2)
@@ -76,10 +72,8 @@ class Adasum(SyncStrategy):
         ratio = pattern.wire_ratio * self.averaging_period if world_size > 1 else 1.0
         return replace(pattern, period=self.averaging_period, wire_ratio=ratio)
 
-    def setup(
-        self, model: nn.Module, make_optimizer: MakeOptimizer, comm: Communicator
-    ) -> AdasumSynchronizer:
-        return AdasumSynchronizer(model, make_optimizer, comm, period=self.averaging_period)
+    def setup(self, *setup: *SetupArguments) -> AdasumSynchronizer:
+        return AdasumSynchronizer(*setup, period=self.averaging_period)
 
 
 class AdasumSynchronizer(ApartSynchronizer):
@@ -143,12 +137,7 @@ def combine(flat: torch.Tensor, sizes: Sequence[int], comm: Communicator) -> Non
     Recursive vector halving and doubling: at each level ranks at twice the distance swap halves of
     what they hold, so that each combines a part, and in the end they collect the parts on the same
     ways. Of ``W = 2^k + e`` ranks, the last ``e`` first give theirs to the first ``e``, and get the
-    result from them.
-
-    Args:
-        flat: parameter tensors one after the other, ``(numel,)``.
-        sizes: their lengths.
-        comm: the gang.
+    result from them. ``flat`` are parameter tensors of ``sizes`` one after the other, ``(numel,)``.
     """
     _, size, num_extra = _tree(comm.world_size)
     if comm.rank >= size:

@@ -2,10 +2,8 @@
 
 Every replica trains alone for a round of steps; then all continue from the mean of their
 parameters, buffers and, if wanted, optimizer states, each weighted by the samples it has seen
-(McDonald et al., "Distributed Training Strategies for the Structured Perceptron", 2010; Zhang et
-al., "Deep Learning with Elastic Averaging SGD", 2015, for the family; Deeplearning4j's
-``ParameterAveragingTrainingMaster`` for the form). What the next round begins from is the mean
-itself or what an `OuterRule` makes of it.
+(McDonald et al., "Distributed Training Strategies for the Structured Perceptron", 2010), or from
+what an `OuterRule` makes of it.
 """
 
 from __future__ import annotations
@@ -14,25 +12,21 @@ import time
 from abc import abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, get_args
+from typing import Any, ClassVar, Literal, get_args
 
 import torch
-from torch import nn
 
-from sparkdl.comm.communicator import Communicator
 from sparkdl.comm.compression.compression import Shapes
-from sparkdl.errors import ConfigError
+from sparkdl.config import require
 from sparkdl.storage.stateful import Stateful
 from sparkdl.sync.apart import ApartSynchronizer
 from sparkdl.sync.averaging.mean import SHARE_BYTES, MeanOfReplicas
+from sparkdl.sync.averaging.outer_step import OuterRule
 from sparkdl.sync.averaging.period import FixedPeriod, Period, RoundReport
 from sparkdl.sync.collective import CollectiveStrategy
 from sparkdl.sync.exchange_pattern import ModelSize, Pattern
-from sparkdl.sync.strategy import MakeOptimizer, SetupArguments, Synchronizer
-from sparkdl.sync.weight_changes import Changes
-
-if TYPE_CHECKING:
-    from sparkdl.sync.averaging.outer_step import OuterRule
+from sparkdl.sync.gradient_buckets import Changes
+from sparkdl.sync.strategy import SetupArguments, Synchronizer
 
 OptimizerState = Literal["average", "reset", "keep"]
 Weighting = Literal["examples", "equal"]
@@ -42,9 +36,7 @@ Weighting = Literal["examples", "equal"]
 class AveragingStrategy(CollectiveStrategy):
     """Base of strategies whose replicas train apart in rounds and then take their mean."""
 
-    @property
-    def trains_apart(self) -> bool:
-        return True
+    trains_apart = True
 
     @property
     def weighting(self) -> Weighting:
@@ -80,11 +72,7 @@ class AveragingStrategy(CollectiveStrategy):
         return None
 
     def bytes_per_step(self, shapes: Shapes, element_size: int, world_size: int) -> float | None:
-        """See `SyncStrategy.bytes_per_step`; without the optimizer's state and buffers.
-
-        For rounds of full length: those that an epoch's end cuts short cost as much. A message
-        about shares goes before.
-        """
+        """See `SyncStrategy.bytes_per_step`: of full rounds, without optimizer and buffers."""
         period = self.make_period()
         sent = self.exchange_bytes(shapes, element_size, world_size)
         if sent is None or not isinstance(period, FixedPeriod):
@@ -113,24 +101,16 @@ class AveragingStrategy(CollectiveStrategy):
         period = self.make_period()
         return replace(pattern, period=period.steps(0), target_share=period.target_share)
 
-    def setup(
-        self, model: nn.Module, make_optimizer: MakeOptimizer, comm: Communicator
-    ) -> Synchronizer:
-        return AveragingSynchronizer(model, make_optimizer, comm, strategy=self)
+    def setup(self, *setup: *SetupArguments) -> Synchronizer:
+        return AveragingSynchronizer(*setup, strategy=self)
 
 
 def check_choices(*, weighting: str = "equal", optimizer_state: str = "keep") -> None:
-    """Refuse what is no `Weighting` or no `OptimizerState`.
-
-    Raises:
-        ConfigError: one of them is something else.
-    """
-    if weighting not in get_args(Weighting):
-        raise ConfigError(f"weighting must be 'examples' or 'equal'; received {weighting!r}")
-    if optimizer_state not in get_args(OptimizerState):
-        raise ConfigError(
-            f"optimizer_state must be 'average', 'reset' or 'keep'; received {optimizer_state!r}"
-        )
+    """Raise ConfigError for what is no `Weighting` or no `OptimizerState`."""
+    rule = "weighting must be 'examples' or 'equal'"
+    require(weighting in get_args(Weighting), rule, weighting)
+    rule = "optimizer_state must be 'average', 'reset' or 'keep'"
+    require(optimizer_state in get_args(OptimizerState), rule, optimizer_state)
 
 
 class AveragingSynchronizer(ApartSynchronizer):

@@ -11,12 +11,8 @@ from dataclasses import dataclass
 
 import torch
 
-from sparkdl.errors import ConfigError
-from sparkdl.sync.averaging.averaging import (
-    AveragingStrategy,
-    OptimizerState,
-    check_choices,
-)
+from sparkdl.config import require
+from sparkdl.sync.averaging.averaging import AveragingStrategy, OptimizerState, check_choices
 from sparkdl.sync.averaging.outer_step import MomentumRule, OuterRule
 from sparkdl.sync.averaging.period import FixedPeriod, Period, check_period
 
@@ -46,12 +42,9 @@ class BlockMomentum(AveragingStrategy):
 
     def __post_init__(self) -> None:
         check_period(self.averaging_period)
-        if self.block_momentum is not None and not 0 <= self.block_momentum < 1:
-            raise ConfigError(f"block_momentum must be in [0, 1); received {self.block_momentum}")
-        if not self.block_learning_rate > 0:
-            raise ConfigError(
-                f"block_learning_rate must be positive; received {self.block_learning_rate}"
-            )
+        momentum, rate = self.block_momentum, self.block_learning_rate
+        require(0 <= (momentum or 0) < 1, "block_momentum must be in [0, 1)", momentum)
+        require(rate > 0, "block_learning_rate must be positive", rate)
         check_choices(optimizer_state=self.optimizer_state)
 
     def make_period(self) -> Period:

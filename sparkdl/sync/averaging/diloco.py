@@ -4,9 +4,8 @@ Douillard et al., "DiLoCo: Distributed Low-Communication Training of Language Mo
 fragments, and with overlap: Douillard et al., "Streaming DiLoCo with overlapping communication",
 arXiv 2501.18512. Fragment ``p`` of ``P`` is sent at steps ``p H / P``, ``p H / P + H``, ... of the
 run (the first fragment from ``H`` on), arrives a fixed number of steps later, and is then mixed
-with what the replica has made of it meanwhile. What arrives when follows from the step alone, so
-that bits repeat. Ranks wait for each other when a fragment is sent (a message of a few bytes says
-what each replica counts), not while it travels.
+with what the replica has made of it meanwhile. So bits repeat. Ranks wait for each other when a
+fragment is sent (a message of a few bytes says what each replica counts), not while it travels.
 """
 
 from __future__ import annotations
@@ -20,6 +19,7 @@ from torch import nn
 
 from sparkdl.comm.communicator import Communicator
 from sparkdl.comm.compression.compression import Shapes
+from sparkdl.config import require
 from sparkdl.errors import ConfigError
 from sparkdl.storage.stateful import Stateful
 from sparkdl.sync.apart import OwnWeightsSynchronizer
@@ -27,8 +27,8 @@ from sparkdl.sync.averaging.averaging import AveragingStrategy, OptimizerState
 from sparkdl.sync.averaging.mean import SHARE_BYTES, MeanOfReplicas
 from sparkdl.sync.averaging.outer_step import OuterOptimizer
 from sparkdl.sync.averaging.period import FixedPeriod, Period, check_period
-from sparkdl.sync.strategy import MakeOptimizer, SetupArguments, Synchronizer
-from sparkdl.sync.weight_changes import Changes
+from sparkdl.sync.gradient_buckets import Changes
+from sparkdl.sync.strategy import SetupArguments, Synchronizer
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,14 +73,10 @@ class DiLoCo(AveragingStrategy):
                 f"overlap_steps must be in [0, averaging_period); received {self.overlap_steps}: "
                 "a fragment must have arrived before it is sent again"
             )
-        if self.mixing is not None and not 0 <= self.mixing < 1:
-            raise ConfigError(
-                f"mixing must be in [0, 1); received {self.mixing}: with 1 replicas never agree"
-            )
-        if not self.outer_learning_rate > 0:
-            raise ConfigError(
-                f"outer_learning_rate must be positive; received {self.outer_learning_rate}"
-            )
+        mixing, rate = self.mixing, self.outer_learning_rate
+        rule = "mixing must be in [0, 1): with 1 replicas never agree"
+        require(mixing is None or 0 <= mixing < 1, rule, mixing)
+        require(rate > 0, "outer_learning_rate must be positive", rate)
         self.make_outer(1)
 
     @property
@@ -112,11 +108,7 @@ class DiLoCo(AveragingStrategy):
         return OuterOptimizer(self.outer_optimizer, {"lr": self.outer_learning_rate, **options})
 
     def bytes_per_step(self, shapes: Shapes, element_size: int, world_size: int) -> float | None:
-        """See `SyncStrategy.bytes_per_step`.
-
-        The streaming form sends the whole model once more, uncompressed, when an epoch ends or a
-        checkpoint is written.
-        """
+        """See `SyncStrategy.bytes_per_step`: without what an epoch's end or a checkpoint sends."""
         if not self.is_streaming:
             return super().bytes_per_step(shapes, element_size, world_size)
         sent = 0
@@ -127,17 +119,11 @@ class DiLoCo(AveragingStrategy):
             sent += some + SHARE_BYTES * (world_size - 1)
         return sent / self.averaging_period
 
-    def setup(
-        self, model: nn.Module, make_optimizer: MakeOptimizer, comm: Communicator
-    ) -> Synchronizer:
-        """See `SyncStrategy.setup`.
-
-        Raises:
-            ConfigError: the model has fewer layers than fragments are wanted.
-        """
+    def setup(self, *setup: *SetupArguments) -> Synchronizer:
+        """See `SyncStrategy.setup`; ConfigError if the model has fewer layers than fragments."""
         if self.is_streaming:
-            return StreamingSynchronizer(model, make_optimizer, comm, strategy=self)
-        return super().setup(model, make_optimizer, comm)
+            return StreamingSynchronizer(*setup, strategy=self)
+        return super().setup(*setup)
 
 
 class _Fragment(Stateful):

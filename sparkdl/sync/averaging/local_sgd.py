@@ -8,14 +8,14 @@ from __future__ import annotations
 
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
 import torch
-from torch import nn
 
 from sparkdl.comm.communicator import Communicator
 from sparkdl.comm.topology import arrange
 from sparkdl.comm.topology.hierarchical import ranks_by_node
+from sparkdl.config import require
 from sparkdl.errors import ConfigError
 from sparkdl.sync.averaging.averaging import (
     AveragingStrategy,
@@ -26,10 +26,7 @@ from sparkdl.sync.averaging.averaging import (
 from sparkdl.sync.averaging.mean import MeanOfReplicas
 from sparkdl.sync.averaging.period import AdaptivePeriod, FixedPeriod, Period, check_period
 from sparkdl.sync.gradients.allreduce import AllReduce
-from sparkdl.sync.strategy import MakeOptimizer, Reduced, SetupArguments, Synchronizer
-
-if TYPE_CHECKING:
-    from sparkdl.comm.topology.topology import Topology
+from sparkdl.sync.strategy import Reduced, SetupArguments, Synchronizer
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,16 +67,11 @@ class LocalSGD(AveragingStrategy):
                     f"received {self.averaging_period!r}"
                 )
         check_period(self.first_period, name="first_period")
-        if self.warmup_steps < 0:
-            raise ConfigError(f"warmup_steps must not be negative; received {self.warmup_steps}")
+        require(self.warmup_steps >= 0, "warmup_steps must not be negative", self.warmup_steps)
         check_choices(optimizer_state=self.optimizer_state)
 
     def periods(self) -> tuple[int | None, int | Literal["adaptive"]]:
-        """Steps between two means inside a node, or None if there are none; and of all ranks.
-
-        Raises:
-            ConfigError: ``averaging_period`` has other than two numbers.
-        """
+        """Steps between two means inside a node, or None if there are none; and of all ranks."""
         period: Any = self.averaging_period
         if not isinstance(period, tuple):
             return None, period
@@ -107,12 +99,11 @@ class LocalSGD(AveragingStrategy):
             return AdaptivePeriod(first=self.first_period)
         return FixedPeriod(between)
 
-    def setup(
-        self, model: nn.Module, make_optimizer: MakeOptimizer, comm: Communicator
-    ) -> Synchronizer:
-        made = LocalSGDSynchronizer(model, make_optimizer, comm, strategy=self)
+    def setup(self, *setup: *SetupArguments) -> Synchronizer:
+        made = LocalSGDSynchronizer(*setup, strategy=self)
         if self.warmup_steps == 0:
             return made
+        model, _, comm = setup
         exchange = AllReduce(compression=self.compression)
         first = exchange.setup(model, lambda _: made.optimizer, comm)
         return WarmUp(first, made, self.warmup_steps)
@@ -127,7 +118,7 @@ class LocalSGDSynchronizer(AveragingSynchronizer):
         super().__init__(*setup, strategy=strategy)
         self._inside_period, _ = strategy.periods()
         self._inside: MeanOfReplicas | None = None
-        self._inside_comm: Topology | None = None
+        self._inside_comm: Communicator | None = None
         self._inside_weight = 0.0
         comm = setup[2]
         if self._inside_period is not None and comm.world_size > 1:
@@ -172,12 +163,9 @@ class LocalSGDSynchronizer(AveragingSynchronizer):
 
 
 class WarmUp(Synchronizer):
-    """Trains with ``first`` for ``num_steps`` steps and from then on with ``then``.
+    """Trains with ``first`` for the run's first ``num_steps`` steps and from then on with ``then``.
 
-    Args:
-        first: has the model and the optimizer of ``then``.
-        then: takes over from where the model is.
-        num_steps: counted from the beginning of the run.
+    Both have the same model and optimizer.
     """
 
     def __init__(self, first: Synchronizer, then: AveragingSynchronizer, num_steps: int) -> None:

@@ -1,8 +1,6 @@
 """The step that follows averaging: what becomes of the replicas' mean at the end of a round.
 
-An outer rule sees where the round began (the anchor) and where the replicas came to on average,
-and says where the next round begins. It is the same in a gang and in rounds, where the driver
-applies it.
+An outer rule is the same in a gang and in rounds, where the driver applies it.
 """
 
 from __future__ import annotations
@@ -46,12 +44,7 @@ class OuterRule(Stateful, ABC):
 
 
 class MomentumRule(OuterRule):
-    """A rule that remembers one tensor per parameter.
-
-    Args:
-        momentum: part of what is remembered that goes on.
-        learning_rate: what a round's change is multiplied by.
-    """
+    """A rule that remembers one tensor per parameter, of which a part ``momentum`` goes on."""
 
     saved_as: ClassVar[str]
     """The tensors' name in the state."""
@@ -77,16 +70,16 @@ class MomentumRule(OuterRule):
 class OuterOptimizer(OuterRule):
     """An optimizer of torch, stepped once a round with ``anchor - mean`` as the gradient.
 
-    Args:
-        name: a class of ``torch.optim`` that works step by step, in any case.
-        options: its options, with ``lr``.
+    Its ``name`` is that of a class of ``torch.optim`` that works step by step, in any case.
 
     Raises:
         ConfigError: there is no such optimizer, or it refuses the options.
     """
 
     def __init__(self, name: str, options: Mapping[str, Any]) -> None:
-        self._kind = _find(name)
+        if name.lower() not in TORCH_OPTIMIZERS:
+            raise unknown("outer_optimizer", name, TORCH_OPTIMIZERS)
+        self._kind: Any = TORCH_OPTIMIZERS[name.lower()]
         self._options = dict(options)
         self._optimizer: torch.optim.Optimizer | None = None
         self._weights: list[torch.Tensor] = []
@@ -127,9 +120,3 @@ class OuterOptimizer(OuterRule):
                 f"outer optimizer {self._kind.__name__} refused {self._options}: {error}"
             ) from error
         return made
-
-
-def _find(name: str) -> Any:
-    if name.lower() not in TORCH_OPTIMIZERS:
-        raise unknown("outer_optimizer", name, TORCH_OPTIMIZERS)
-    return TORCH_OPTIMIZERS[name.lower()]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
-from sparkdl.errors import ConfigError
+from sparkdl.config import require
 from sparkdl.sync.averaging.averaging import (
     AveragingStrategy,
     OptimizerState,
@@ -40,13 +40,10 @@ class ParameterAveraging(AveragingStrategy):
 
     def __post_init__(self) -> None:
         check_period(self.averaging_period, "auto")
-        if self.aggregation_depth < 1:
-            raise ConfigError(
-                f"aggregation_depth must be at least 1; received {self.aggregation_depth}"
-            )
+        depth, share = self.aggregation_depth, self.target_share
+        require(depth >= 1, "aggregation_depth must be at least 1", depth)
         check_choices(weighting=self.weighting)
-        if not 0 < self.target_share < 1:
-            raise ConfigError(f"target_share must be in (0, 1); received {self.target_share}")
+        require(0 < share < 1, "target_share must be in (0, 1)", share)
 
     @property
     def deterministic(self) -> bool:

@@ -7,8 +7,12 @@ from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from typing import ClassVar
 
-from sparkdl.errors import ConfigError
+from sparkdl.config import require
 from sparkdl.storage.stateful import Stateful
+
+_LONGEST_AUTO = 10_000
+_LONGEST_ADAPTIVE = 16
+"""Steps of the longest round; the second is PaddlePaddle's."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,17 +68,14 @@ class AutoPeriod(Period):
 
     Args:
         share: the part of a round's time that agreeing may take, in (0, 1).
-        first: steps of the first round, after which the times are known.
-        limit: longest round.
     """
 
     needs_report = True
     shared_state: ClassVar = ("length", "step_seconds", "merge_seconds")
 
-    def __init__(self, *, share: float = 0.05, first: int = 8, limit: int = 10_000) -> None:
+    def __init__(self, share: float) -> None:
         self.target_share: float = share
-        self._limit = limit
-        self._length = first
+        self._length = 8  # after the first round the times are known
         self._step_seconds = 0.0
         self._merge_seconds = 0.0
 
@@ -86,7 +87,7 @@ class AutoPeriod(Period):
         self._merge_seconds = _smoothed(self._merge_seconds, report.merge_seconds)
         wanted = steps_for_share(self._merge_seconds, self._step_seconds, self.target_share)
         bounded = min(max(wanted, self._length / 2), self._length * 2)
-        self._length = min(max(1, round(bounded)), self._limit)
+        self._length = min(max(1, round(bounded)), _LONGEST_AUTO)
 
 
 class AdaptivePeriod(Period):
@@ -102,15 +103,14 @@ class AdaptivePeriod(Period):
 
     Args:
         first: steps of the first round.
-        limit: longest round; PaddlePaddle's.
     """
 
     needs_report = True
     shared_state: ClassVar = ("length", "origin")
 
-    def __init__(self, *, first: int, limit: int = 16) -> None:
+    def __init__(self, first: int) -> None:
         self._first = first
-        self._limit = max(first, limit)
+        self._limit = max(first, _LONGEST_ADAPTIVE)
         self._length = first
         self._origin: float | None = None
 
@@ -133,16 +133,11 @@ def steps_for_share(merge_seconds: float, step_seconds: float, share: float) -> 
 
 
 def check_period(period: object, *words: str, name: str = "averaging_period") -> None:
-    """Refuse what is neither a positive number of steps nor one of ``words``.
-
-    Raises:
-        ConfigError: it is something else; the error names the option ``name``.
-    """
+    """Raise ConfigError for what is neither a positive number of steps nor one of ``words``."""
     is_count = isinstance(period, int) and not isinstance(period, bool)
-    if (is_count and period >= 1) or period in words:  # type: ignore[operator]
-        return
     known = "".join(f" or {word!r}" for word in words)
-    raise ConfigError(f"{name} must be a number of steps of at least 1{known}; received {period!r}")
+    is_right = (is_count and period >= 1) or period in words  # type: ignore[operator]
+    require(is_right, f"{name} must be a number of steps of at least 1{known}", period)
 
 
 def _smoothed(before: float, now: float) -> float:

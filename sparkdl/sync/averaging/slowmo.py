@@ -11,12 +11,9 @@ from dataclasses import dataclass
 
 import torch
 
+from sparkdl.config import require
 from sparkdl.errors import ConfigError
-from sparkdl.sync.averaging.averaging import (
-    AveragingStrategy,
-    OptimizerState,
-    check_choices,
-)
+from sparkdl.sync.averaging.averaging import AveragingStrategy, OptimizerState, check_choices
 from sparkdl.sync.averaging.outer_step import MomentumRule, OuterRule
 from sparkdl.sync.averaging.period import FixedPeriod, Period, check_period
 
@@ -42,12 +39,9 @@ class SlowMo(AveragingStrategy):
 
     def __post_init__(self) -> None:
         check_period(self.averaging_period)
-        if not 0 <= self.slow_momentum < 1:
-            raise ConfigError(f"slow_momentum must be in [0, 1); received {self.slow_momentum}")
-        if not self.slow_learning_rate > 0:
-            raise ConfigError(
-                f"slow_learning_rate must be positive; received {self.slow_learning_rate}"
-            )
+        momentum, rate = self.slow_momentum, self.slow_learning_rate
+        require(0 <= momentum < 1, "slow_momentum must be in [0, 1)", momentum)
+        require(rate > 0, "slow_learning_rate must be positive", rate)
         check_choices(optimizer_state=self.optimizer_state)
 
     def make_period(self) -> Period:
@@ -69,11 +63,7 @@ class SlowMoRule(MomentumRule):
     def step(
         self, anchor: Sequence[torch.Tensor], mean: Sequence[torch.Tensor], learning_rate: float
     ) -> None:
-        """See `OuterRule.step`.
-
-        Raises:
-            ConfigError: the optimizer has no learning rate.
-        """
+        """See `OuterRule.step`; ConfigError if the optimizer has no learning rate."""
         if not learning_rate >= 0:
             raise ConfigError(
                 "SlowMo needs an optimizer with a learning rate ('lr' in its parameter groups); "

@@ -6,23 +6,17 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import TYPE_CHECKING
 
-from torch import nn
-
-from sparkdl.comm.communicator import Communicator
-from sparkdl.comm.compression.compression import Shapes
+from sparkdl.comm.compression.compression import Shapes, all_reduce_bytes
+from sparkdl.config import TrainConfig, require
 from sparkdl.errors import ConfigError
-from sparkdl.sync.collective import CollectiveStrategy, plain_bytes
+from sparkdl.sync.collective import CollectiveStrategy
 from sparkdl.sync.exchange_pattern import ModelSize, Pattern
 from sparkdl.sync.gradient_buckets import bucket_shapes
 from sparkdl.sync.gradients.backup_workers import BackupWorkersSynchronizer, check_backup_workers
 from sparkdl.sync.gradients.double_buffering import DoubleBufferingSynchronizer
 from sparkdl.sync.gradients.gradient_sums import AllReduceSynchronizer
-from sparkdl.sync.strategy import MakeOptimizer
-
-if TYPE_CHECKING:
-    from sparkdl.config import TrainConfig
+from sparkdl.sync.strategy import SetupArguments
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,13 +40,10 @@ class AllReduce(CollectiveStrategy):
     """
 
     def __post_init__(self) -> None:
-        if self.bucket_bytes < 1:
-            raise ConfigError(f"bucket_bytes must be at least 1; received {self.bucket_bytes}")
-        if self.num_backup_workers < 0:
-            raise ConfigError(
-                f"num_backup_workers must not be negative; received {self.num_backup_workers}"
-            )
-        if self.double_buffering and self.num_backup_workers:
+        num_backup = self.num_backup_workers
+        require(self.bucket_bytes >= 1, "bucket_bytes must be at least 1", self.bucket_bytes)
+        require(num_backup >= 0, "num_backup_workers must not be negative", num_backup)
+        if self.double_buffering and num_backup:
             raise ConfigError(
                 "double_buffering and num_backup_workers exclude each other: the first lets no "
                 "step wait for its gradients, so that nobody is late; set one of them"
@@ -61,8 +52,8 @@ class AllReduce(CollectiveStrategy):
             object.__setattr__(self, "topology", "ring")
         if self.work_shares is not None:
             object.__setattr__(self, "work_shares", tuple(self.work_shares))  # lists, from files
-            if not all(0 < share < math.inf for share in self.work_shares):
-                raise ConfigError(f"work_shares must be positive; received {self.work_shares}")
+            is_positive = all(0 < share < math.inf for share in self.work_shares)
+            require(is_positive, "work_shares must be positive", self.work_shares)
 
     @property
     def deterministic(self) -> bool:
@@ -107,7 +98,7 @@ class AllReduce(CollectiveStrategy):
         ]
         if any(number is None for number in sent):
             return None
-        return sum(filter(None, sent)) + plain_bytes([(2,)], 8, world_size)
+        return sum(filter(None, sent)) + all_reduce_bytes(16, world_size)
 
     @classmethod
     def examples(cls) -> tuple[AllReduce, ...]:
@@ -128,15 +119,11 @@ class AllReduce(CollectiveStrategy):
             num_backup_workers=self.num_backup_workers,
         )
 
-    def setup(
-        self, model: nn.Module, make_optimizer: MakeOptimizer, comm: Communicator
-    ) -> AllReduceSynchronizer:
+    def setup(self, *setup: *SetupArguments) -> AllReduceSynchronizer:
         kind: Callable[..., AllReduceSynchronizer] = AllReduceSynchronizer
         if self.double_buffering:
             kind = DoubleBufferingSynchronizer
         elif self.num_backup_workers:
             kind = partial(BackupWorkersSynchronizer, num_backup_workers=self.num_backup_workers)
         compression = self.resolved_compression()
-        return kind(
-            model, make_optimizer, comm, bucket_bytes=self.bucket_bytes, compression=compression
-        )
+        return kind(*setup, bucket_bytes=self.bucket_bytes, compression=compression)

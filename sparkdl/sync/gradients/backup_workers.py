@@ -2,9 +2,8 @@
 
 Synchronous training with backup workers (Chen et al., "Revisiting Distributed Synchronous SGD",
 2016): of ``W`` ranks a step needs the gradients of ``W - k``; whatever is ready by then is used,
-and what comes later is dropped. The gradient is that of the united batch of the ranks in use, whose
-weights travel with it, so nothing is biased by how many they were. Rows of dropped gradients count
-as not used: not in the history's losses, nor in the number of rows seen.
+and what comes later is dropped, with its rows. The gradient is that of the united batch of the
+ranks in use, whose weights travel with it.
 
 A thread on each rank exchanges messages with those of the others while the main thread computes.
 Towards the end of a step all threads gather one `Readiness` from each rank, again and again:
@@ -22,9 +21,6 @@ a rank says   when                                                 its part of t
 Once enough ranks are ready, all threads sum what there is and keep the result. A late rank finds
 it when it is done, throws away its own gradient, and takes the step that everyone has taken:
 replicas stay equal, bit for bit. Batches of steps that were concluded meanwhile are passed over.
-
-A rank that is always slow never contributes, and its rows are never learnt from: for that there are
-work shares.
 """
 
 from __future__ import annotations
@@ -34,19 +30,17 @@ import time
 from collections import deque
 from collections.abc import Sequence
 from enum import IntEnum
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
 from sparkdl.comm.communicator import Communicator
+from sparkdl.config import TrainConfig
 from sparkdl.errors import CommunicationError, ConfigError
+from sparkdl.sync.collective import CollectiveStrategy
 from sparkdl.sync.gradient_buckets import BucketSums
 from sparkdl.sync.gradients.gradient_sums import AllReduceSynchronizer
 from sparkdl.sync.strategy import Reduced, SetupArguments
-
-if TYPE_CHECKING:
-    from sparkdl.config import TrainConfig
-    from sparkdl.sync.collective import CollectiveStrategy
 
 MAX_LAG = 4
 """Concluded steps that a late rank may not have taken yet."""
@@ -62,11 +56,7 @@ _NUM_RECENT = 8
 def check_backup_workers(
     strategy: CollectiveStrategy, num_backup: int, config: TrainConfig, world_size: int
 ) -> None:
-    """Refuse what backup workers do not go together with.
-
-    Raises:
-        ConfigError: with the reason.
-    """
+    """Raise ConfigError for what backup workers do not go together with."""
     if num_backup > world_size - 2:
         raise ConfigError(
             f"num_backup_workers={num_backup} of {world_size} worker(s) would leave steps with one "
@@ -106,11 +96,7 @@ class BackupWorkersSynchronizer(AllReduceSynchronizer):
     sends_early = False
 
     def __init__(self, *setup: *SetupArguments, num_backup_workers: int, **options: Any) -> None:
-        """Build it.
-
-        Raises:
-            ConfigError: the model is on a CUDA device.
-        """
+        """Build it; ConfigError if the model is on a CUDA device."""
         # A group of its own: the main thread may speak with its peers at the same time.
         model, make_optimizer, comm = setup
         own = comm.split([range(comm.world_size)])
@@ -170,19 +156,11 @@ class ConcludedStep(NamedTuple):
 class StepThread(threading.Thread):
     """Concludes steps with the threads of the other ranks, whatever its main thread does.
 
-    Args:
-        comm: a group that nobody else uses.
-        quorum: ranks that conclude a step.
-        flats: the buckets.
-        messages: sums the buckets.
+    ``quorum`` ranks conclude a step; nobody else uses ``comm``.
     """
 
     def __init__(
-        self,
-        comm: Communicator,
-        quorum: int,
-        flats: Sequence[torch.Tensor],
-        messages: BucketSums,
+        self, comm: Communicator, quorum: int, flats: Sequence[torch.Tensor], messages: BucketSums
     ) -> None:
         super().__init__(name="sparkdl backup workers", daemon=True)
         self._comm = comm
@@ -206,9 +184,7 @@ class StepThread(threading.Thread):
             return bool(self._results)
 
     def contribute(self, readiness: Readiness, sums: torch.Tensor) -> ConcludedStep:
-        """Give this rank's part of the main thread's next step and get what came of the step.
-
-        The gradients are in the buckets.
+        """Give this rank's part of the next step, from the buckets, and get what came of the step.
 
         Raises:
             CommunicationError: a peer was lost, or has left.
@@ -300,8 +276,7 @@ def report_delay(elapsed_seconds: float, usual_seconds: float) -> float:
 def is_quorum(everyone: Sequence[Readiness], quorum: int) -> bool:
     """Whether the next step can be concluded.
 
-    Ranks without samples are ready at once; they do not make a step by themselves, as long as
-    others may have samples.
+    Ranks without samples do not make a step by themselves, as long as others may have samples.
     """
     if Readiness.FULL in everyone:
         return False

@@ -3,29 +3,23 @@
 ChainerMN's double buffering (Akiba, Fukuda, Suzuki, "ChainerMN: Scalable Distributed Deep Learning
 Framework", 2017): of two sets of gradients one is filled while the other is summed over the ranks.
 A step costs the longer of its computation and its communication, instead of nearly their sum, and
-learns from gradients that are one step old.
+learns from gradients that are one step old. They want smaller steps: on a parabola, half the
+learning rate without momentum, a 38th with a momentum of 0.9.
 
-Old gradients want smaller steps. On a parabola of curvature ``c``, gradient descent with momentum
-``m`` is stable for learning rates below ``2 (1 + m) / c``, and with gradients that are one step old
-below ``(1 - m) / c``: half as much without momentum, a 38th with a momentum of 0.9.
-
-The first step of a run updates nothing, and the gradients of its last are never applied. They are
-part of its last checkpoint, though: a longer run that goes on from there is as if it had never
-been interrupted.
+The first step of a run updates nothing, and the gradients of its last are never applied, but are
+part of its last checkpoint, for a longer run that goes on from there.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
+from sparkdl.comm.compression.compression import Compression
 from sparkdl.sync.gradient_buckets import FlatGradients
 from sparkdl.sync.gradients.gradient_sums import AllReduceSynchronizer
 from sparkdl.sync.strategy import Reduced, SetupArguments
-
-if TYPE_CHECKING:
-    from sparkdl.comm.compression.compression import Compression
 
 
 class DoubleBufferingSynchronizer(AllReduceSynchronizer):

@@ -1,9 +1,8 @@
 """Sums of gradients over ranks: buckets are sent while the backward pass still runs.
 
-A bucket whose gradients are all there is sent at once, so that communication overlaps with the
-rest of the backward pass (Li et al., "PyTorch Distributed", VLDB 2020). Buckets are always sent
-in the same order: ranks that have no samples, or in which a parameter took no part, send theirs,
-with zeros, at the end.
+A bucket whose gradients are all there is sent at once (Li et al., "PyTorch Distributed", VLDB
+2020). Buckets are always sent in the same order: ranks that have no samples, or in which a
+parameter took no part, send theirs, with zeros, at the end.
 """
 
 from __future__ import annotations
@@ -11,16 +10,14 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
-from sparkdl.sync.collective import counting_anew
+from sparkdl.comm.communicator import counting_anew
+from sparkdl.comm.compression.compression import Compression
 from sparkdl.sync.gradient_buckets import Bucket, BucketSums, FlatGradients
 from sparkdl.sync.strategy import Reduced, SetupArguments, Synchronizer
-
-if TYPE_CHECKING:
-    from sparkdl.comm.compression.compression import Compression
 
 
 class AllReduceSynchronizer(Synchronizer):
@@ -30,10 +27,7 @@ class AllReduceSynchronizer(Synchronizer):
     """Whether buckets are sent while the backward pass runs."""
 
     def __init__(
-        self,
-        *setup: *SetupArguments,
-        bucket_bytes: int,
-        compression: Compression | None = None,
+        self, *setup: *SetupArguments, bucket_bytes: int, compression: Compression | None = None
     ) -> None:
         self.model, make_optimizer, comm = setup
         self._comm = counting_anew(comm)

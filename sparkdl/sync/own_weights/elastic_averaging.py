@@ -7,23 +7,19 @@ synchronous form: every rank holds the center, and moves it by the same sum.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, ClassVar
+from typing import ClassVar
 
 import torch
-from torch import nn
 
-from sparkdl.comm.communicator import Communicator
 from sparkdl.comm.compression.compression import Shapes
+from sparkdl.config import TrainConfig, require
 from sparkdl.errors import ConfigError
 from sparkdl.sync.apart import OWN_WEIGHTS, OwnWeightsSynchronizer
 from sparkdl.sync.averaging.period import check_period
 from sparkdl.sync.collective import CollectiveStrategy
 from sparkdl.sync.exchange_pattern import ModelSize, Pattern
-from sparkdl.sync.strategy import MakeOptimizer, SetupArguments
-from sparkdl.sync.weight_changes import Changes
-
-if TYPE_CHECKING:
-    from sparkdl.config import TrainConfig
+from sparkdl.sync.gradient_buckets import Changes
+from sparkdl.sync.strategy import SetupArguments
 
 PAPERS_BETA = 0.9
 """World size times elasticity in the paper's experiments."""
@@ -46,12 +42,9 @@ class ElasticAveraging(CollectiveStrategy):
 
     def __post_init__(self) -> None:
         check_period(self.averaging_period)
-        if self.elasticity is not None and not 0 <= self.elasticity < 1:
-            raise ConfigError(f"elasticity must be in [0, 1); received {self.elasticity}")
+        require(0 <= (self.elasticity or 0) < 1, "elasticity must be in [0, 1)", self.elasticity)
 
-    @property
-    def trains_apart(self) -> bool:
-        return True
+    trains_apart = True
 
     def why_not_rounds(self) -> str | None:
         return OWN_WEIGHTS
@@ -77,10 +70,8 @@ class ElasticAveraging(CollectiveStrategy):
     def pattern(self, size: ModelSize, world_size: int) -> Pattern:
         return replace(super().pattern(size, world_size), period=self.averaging_period)
 
-    def setup(
-        self, model: nn.Module, make_optimizer: MakeOptimizer, comm: Communicator
-    ) -> ElasticSynchronizer:
-        return ElasticSynchronizer(model, make_optimizer, comm, strategy=self)
+    def setup(self, *setup: *SetupArguments) -> ElasticSynchronizer:
+        return ElasticSynchronizer(*setup, strategy=self)
 
 
 class ElasticSynchronizer(OwnWeightsSynchronizer):

@@ -13,15 +13,13 @@ from typing import ClassVar
 
 import numpy as np
 import torch
-from torch import nn
 
-from sparkdl.comm.communicator import Communicator
-from sparkdl.comm.compression.compression import Shapes
-from sparkdl.errors import ConfigError
+from sparkdl.comm.compression.compression import Shapes, count
+from sparkdl.config import require
 from sparkdl.sync.apart import OWN_WEIGHTS, OwnWeightsSynchronizer
 from sparkdl.sync.averaging.mean import MeanOfReplicas, by_kind, fill, flat_of
 from sparkdl.sync.exchange_pattern import ModelSize, Pattern
-from sparkdl.sync.strategy import MakeOptimizer, SetupArguments, SyncStrategy
+from sparkdl.sync.strategy import SetupArguments, SyncStrategy
 
 WEIGHT_BYTES = 8
 """What a peer says of its weight."""
@@ -43,14 +41,10 @@ class Gossip(SyncStrategy):
     """What the pairs are drawn from."""
 
     def __post_init__(self) -> None:
-        if not 0 < self.probability <= 1:
-            raise ConfigError(f"probability must be in (0, 1]; received {self.probability}")
-        if self.seed < 0:
-            raise ConfigError(f"seed must not be negative; received {self.seed}")
+        require(0 < self.probability <= 1, "probability must be in (0, 1]", self.probability)
+        require(self.seed >= 0, "seed must not be negative", self.seed)
 
-    @property
-    def trains_apart(self) -> bool:
-        return True
+    trains_apart = True
 
     def why_not_rounds(self) -> str | None:
         return OWN_WEIGHTS
@@ -68,7 +62,7 @@ class Gossip(SyncStrategy):
 
         The whole model travels once more when an epoch ends or a checkpoint is written.
         """
-        num_bytes = element_size * sum(torch.Size(shape).numel() for shape in shapes)
+        num_bytes = element_size * count(shapes)
         met = self.probability * 2 * (world_size // 2) / world_size
         return met * (num_bytes + WEIGHT_BYTES)
 
@@ -86,10 +80,8 @@ class Gossip(SyncStrategy):
             in_pairs=True,
         )
 
-    def setup(
-        self, model: nn.Module, make_optimizer: MakeOptimizer, comm: Communicator
-    ) -> GossipSynchronizer:
-        return GossipSynchronizer(model, make_optimizer, comm, strategy=self)
+    def setup(self, *setup: *SetupArguments) -> GossipSynchronizer:
+        return GossipSynchronizer(*setup, strategy=self)
 
 
 class GossipSynchronizer(OwnWeightsSynchronizer):

@@ -9,7 +9,6 @@ from typing import Any
 import torch
 
 from sparkdl.comm.topology import arrange
-from sparkdl.comm.topology.topology import Topology
 
 CPU = torch.device("cpu")
 
@@ -24,7 +23,7 @@ def placed(comm: Any, nodes: Sequence[int] | None = None) -> Iterator[None]:
         comm.nodes = before
 
 
-def arranged(comm: Any, topology: str, nodes: Sequence[int] | None = None) -> Topology:
+def arranged(comm: Any, topology: str, nodes: Sequence[int] | None = None) -> Any:
     """`arrange` for ranks on ``nodes``, or all on one."""
     with placed(comm, nodes):
         return arrange(comm, topology, device=CPU)

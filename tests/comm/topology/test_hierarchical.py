@@ -70,7 +70,9 @@ def sum_over_nodes(
         refusal = mock.patch("os.memfd_create", side_effect=OSError("refused"))
     with refusal:
         topology = arranged(comm, "hierarchical", nodes)
-    assert type(topology) is (HierarchicalShared if shares_memory else HierarchicalMessages)
+    assert type(topology.topology) is (
+        HierarchicalShared if shares_memory else HierarchicalMessages
+    )
     mine = torch.randn(NUMEL, generator=torch.Generator().manual_seed(comm.rank))
     expected = mine.clone()
     comm.all_reduce(expected)
@@ -110,7 +112,7 @@ def test_an_allocation_that_one_node_lacks_is_shared_by_none(gang4: Gang) -> Non
 
 def lack_memory(comm: Any) -> list[float]:
     topology = arranged(comm, "auto", (0, 0, 1, 1))
-    assert type(topology) is HierarchicalShared
+    assert type(topology.topology) is HierarchicalShared
     refusal = mock.patch("os.posix_fallocate", side_effect=OSError(28, "No space left"))
     if comm.rank == 2:
         with refusal:

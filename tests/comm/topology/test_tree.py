@@ -5,9 +5,14 @@ from typing import Any
 import pytest
 import torch
 
-from sparkdl.comm.topology.tree import children, parent, sent_bytes
+from sparkdl.comm.topology.tree import children, parent
 from tests.comm.topology.placing import arranged
 from tests.gang import Gang
+
+
+def sent_bytes(num_bytes: int, rank: int, world_size: int) -> int:
+    """To the children and to the parent, which rank 0 has not."""
+    return num_bytes * (len(children(rank, world_size)) + (rank > 0))
 
 
 @pytest.mark.parametrize("world_size", range(1, 18))

@@ -15,6 +15,7 @@ import pytest
 from pyspark.errors import PythonException
 
 from sparkdl.comm.access import Address
+from sparkdl.comm.certificates import Certificate
 from sparkdl.errors import ClusterError, CommunicationError
 from sparkdl.spark.cluster import probe as module
 from sparkdl.spark.cluster.probe import Findings, ProbeTask, probe
@@ -149,7 +150,7 @@ def test_a_network_that_is_away_for_a_while(
     monkeypatch.setattr(module, "_PAUSE_SECONDS", 0.01)
     monkeypatch.setattr(ChannelThatComes, "calls", 0)
     address = Address(
-        host="h", port=1, server_certificate="", worker_certificate="", worker_key="", secret=""
+        host="h", port=1, server_certificate="", worker=Certificate("", ""), secret=""
     )
     task = ProbeTask(channel=address, connect_seconds=seconds, storage_url=None, marker=None)
     (batch,) = task(iter([]))

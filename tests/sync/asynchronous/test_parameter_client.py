@@ -144,7 +144,7 @@ def train_and_look_around(comm: Any) -> tuple[list[str], bool]:
                     ports.append(self._exchange.server.address.port)
                     super().close()
 
-            return Watched(model, make_optimizer, comm, self)
+            return Watched(model, make_optimizer, comm, strategy=self)
 
     before = set(threading.enumerate())
     run(make_net(), but(SGD, sync_strategy=Watching()), make_data([16, 12]), comm=comm)

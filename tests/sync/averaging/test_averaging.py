@@ -8,7 +8,7 @@ import torch
 from sparkdl.config import TrainConfig
 from sparkdl.errors import ConfigError
 from sparkdl.sync.apart import ApartSynchronizer
-from sparkdl.sync.averaging.merge import merge
+from sparkdl.sync.averaging.mean import merge
 from sparkdl.sync.averaging.parameter_averaging import ParameterAveraging
 from sparkdl.sync.averaging.period import AutoPeriod, FixedPeriod, RoundReport
 from tests.gang import Gang
@@ -113,7 +113,7 @@ def test_alone_nothing_changes() -> None:
 
 
 def test_auto_period_finds_the_share() -> None:
-    period = AutoPeriod(share=0.1, first=4)
+    period = AutoPeriod(share=0.1)
     for _ in range(30):
         steps = period.steps(0)
         period.observe(

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from sparkdl.sync.averaging.merge import merge
+from sparkdl.sync.averaging.mean import merge
 
 
 def test_weighted_mean_of_trees() -> None:

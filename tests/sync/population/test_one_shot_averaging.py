@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from sparkdl.errors import ConfigError
-from sparkdl.sync.averaging.merge import merge
+from sparkdl.sync.averaging.mean import merge
 from sparkdl.sync.population.one_shot_averaging import OneShotAveraging
 from tests.gang import Gang
 from tests.sync.apart import SGD, make_net
