@@ -33,7 +33,6 @@ from sparkdl.cli.job_files.job_file import (
 from sparkdl.cli.job_files.job_objects import in_file_words
 from sparkdl.cli.job_files.prepare_file import PrepareJob
 from sparkdl.cli.job_files.study_file import TuneJob
-from sparkdl.report.live.choose_view import activity_view
 from sparkdl.report.live.views import showing
 from sparkdl.runtime.console_log import log_to_console
 
@@ -166,13 +165,13 @@ class JobCommand(Generic[T]):
         if self.check is None or brings_modules(load_job(self.kind, path, settings).spark):
             return load_job(self.kind, path, settings)
         module, _, function = self.check.partition(":")
-        with showing("checking the job file", activity_view):  # for which torch is imported
+        with showing("checking the job file"):  # for which torch is imported
             return load_job(self.kind, path, settings, getattr(import_module(module), function))
 
     def do(self, job: T, form: Form) -> None:
         """Do the job in a session of its own, and print what came of it."""
         module, _, function = self.work.partition(":")
-        with showing("starting Spark", activity_view):
+        with showing("starting Spark"):
             from sparkdl.cli.job_files.spark_session import make_session
 
             work = getattr(import_module(module), function)

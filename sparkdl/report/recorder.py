@@ -100,12 +100,8 @@ class Recorder(View):
         """Call these listeners from now on; what one raises when it starts is raised."""
         self._listeners.start(start, listeners)
 
-    def show(self, view: View) -> None:
-        """Have this view show the run from now on; see `View.ends_run`."""
-        self._views.open(lambda: view)
-
-    def show_in(self, make: Callable[[], View]) -> None:
-        """Make a view, and have it show the run; an error ends neither."""
+    def show(self, make: Callable[[], View]) -> None:
+        """Make a view, and have it show the run; an error ends neither, but see `View.ends_run`."""
         self._views.open(make)
 
     def doing(self, what: str, detail: str | None = None) -> None:

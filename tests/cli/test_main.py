@@ -6,9 +6,7 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Sequence
 from pathlib import Path
-from types import ModuleType
 
 import pytest
 
@@ -126,21 +124,6 @@ def test_the_working_directory_can_hold_a_users_modules(tmp_path: Path) -> None:
         "import own_module\nprint(own_module.VALUE)"
     )
     assert run_python(code).endswith("\n3\n")
-
-
-def test_ui_gets_its_own_arguments(monkeypatch: pytest.MonkeyPatch) -> None:
-    seen: list[Sequence[str]] = []
-    fake = ModuleType("sparkdl.report.server.ui_command")
-
-    def fake_main(arguments: Sequence[str]) -> int:
-        seen.append(arguments)
-        return 7
-
-    fake.main = fake_main  # type: ignore[attr-defined]
-    monkeypatch.setitem(sys.modules, "sparkdl.report.server", ModuleType("sparkdl.report.server"))
-    monkeypatch.setitem(sys.modules, "sparkdl.report.server.ui_command", fake)
-    assert main(["ui", "--port", "8000", "runs"]) == 7
-    assert seen == [["--port", "8000", "runs"]]
 
 
 def test_explain_reads_a_training_job() -> None:

@@ -131,11 +131,12 @@ class EpochCallback(View):
         self._on_epoch(record)
 
 
-class RunStatus:
-    """How far a run has come, in the words that all views use."""
+class RunView(View):
+    """How far a run has come, in the words that all views use; of a function no steps are known."""
 
-    def __init__(self) -> None:
-        """Of a run whose steps are not known yet; those of a function never are."""
+    def __init__(self, *, shows_logs: bool = False) -> None:
+        """Without ``shows_logs``, of the workers' lines only warnings are shown."""
+        self._least_level = logging.NOTSET if shows_logs else logging.WARNING
         self.epochs = self.total_steps = 0
         self.state = "starting"
         self.has_ended = self.is_training = False
@@ -168,6 +169,10 @@ class RunStatus:
         """For how long the driver does what it does now."""
         return time.monotonic() - self._phase_began if self._phase else 0.0
 
+    def begun_again(self, number: int, step: int | None) -> None:
+        """What is waited for is shown again."""
+        self.is_training = False
+
     def attempt(self, number: int, start_step: int) -> None:
         """Go back to where the gang starts; the ranks count their rows anew."""
         self._restart = f", restart {number}" if number else ""
@@ -177,7 +182,7 @@ class RunStatus:
         self._first.clear()
         self._speeds.clear()
 
-    def progress(self, rank: int, progress: Progress) -> bool:
+    def has_moved(self, rank: int, progress: Progress) -> bool:
         """Take note of a rank; True if the run's state, which is that of rank 0, is a new one."""
         if not progress.epoch:
             return False
@@ -246,7 +251,7 @@ def _columns(output: int) -> int | None:
         return None
 
 
-class ConsoleView(View):
+class ConsoleView(RunView):
     """A line for each epoch or report and for workers' lines; on a terminal with one in place.
 
     Without a terminal, where that would fill a file, phases, restarts and the end have lines too.
@@ -263,8 +268,7 @@ class ConsoleView(View):
             shows_logs: True if all lines of the workers are shown, not only warnings.
             name: of the run, where several are shown.
         """
-        self._status = RunStatus()
-        self._least_level = logging.NOTSET if shows_logs else logging.WARNING
+        super().__init__(shows_logs=shows_logs)
         self._has_bar = has_bar
         self._name = name
         self._is_one_of_several = False
@@ -273,8 +277,8 @@ class ConsoleView(View):
         self._bar: Any = None
         """The line in place; it has no bar before the steps are known."""
         self._drawn = "", ""
-        self._pending = self._said = ""
-        """The phase, and the newest one that has a line."""
+        self._said = ""
+        """The newest phase that has a line."""
         if name:
             self._open.add(self)
             if len(self._open) > 1:
@@ -308,31 +312,30 @@ class ConsoleView(View):
 
     def _state(self) -> str:
         """What the line in place says, which a terminal must not have to break."""
-        status = self._status
-        if status.total_steps and not status.has_ended:
-            return self._prefix() + status.state
-        seconds = status.seconds_in_phase()
+        if self.total_steps and not self.has_ended:
+            return self._prefix() + self.state
+        seconds = self.seconds_in_phase()
         time_text = f" {clock_text(seconds)}" if seconds >= _SHORT_SECONDS else ""
         width = (terminal_columns() or _USUAL_COLUMNS) - 2  # tqdm cuts off all but columns - 1
-        text = (self._prefix() + status.phase_text)[: width - len(time_text)] + time_text
+        text = (self._prefix() + self.phase_text)[: width - len(time_text)] + time_text
         # What others print then begins where the line does; of one width tqdm fills nothing up.
         return f"{text:<{width}}\r"
 
     def planned(self, plan: TrainPlan) -> None:
         """Draw the bar, which is empty yet."""
-        self._status.planned(plan)
+        super().planned(plan)
         if self._has_bar:
             # 80 columns have room for it.
-            self._draw_line(self._bar_format(), total=self._status.total_steps, unit="step")
+            self._draw_line(self._bar_format(), total=self.total_steps, unit="step")
 
     def _bar_format(self) -> str:
-        left = self._status.time_left()
+        left = self.time_left()
         times = clock_text(time.monotonic() - self._began) + f"<{left}" * bool(left)
         return f"{{desc}} |{{bar}}| {{n_fmt}}/{{total_fmt}} [{times}{{postfix}}]"
 
     def _redraw(self) -> None:
         """Show the newest words and times, if they are new."""
-        has_steps = self._status.total_steps and not self._status.has_ended
+        has_steps = self.total_steps and not self.has_ended
         bar_format = self._bar_format() if has_steps else "{desc}"
         state = self._state()
         if (state, bar_format) != self._drawn:
@@ -342,10 +345,9 @@ class ConsoleView(View):
 
     def activity(self, what: str, detail: str) -> None:
         """Say it in place; without a terminal `tick` does, if it takes long enough."""
-        if not self._status.phase(what, detail):
+        if not self.phase(what, detail):
             return
-        self._pending = what
-        if self._bar is not None and (what or self._status.total_steps):
+        if self._bar is not None and (what or self.total_steps):
             self._redraw()
         elif self._has_bar and what:
             self._draw_line("{desc}", leave=False)
@@ -357,11 +359,10 @@ class ConsoleView(View):
         if self._bar is not None:
             self._redraw()
             return
-        status = self._status
-        is_new = self._pending != self._said and not self._has_bar and not status.is_training
-        if is_new and status.seconds_in_phase() >= _SHORT_SECONDS:
-            self._said = self._pending
-            self._write(status.phase_text)
+        is_new = self._phase != self._said and not self._has_bar and not self.is_training
+        if is_new and self.seconds_in_phase() >= _SHORT_SECONDS:
+            self._said = self._phase
+            self._write(self.phase_text)
 
     def _end_line(self) -> None:
         if self._bar is not None:
@@ -370,25 +371,20 @@ class ConsoleView(View):
 
     def attempt(self, number: int, start_step: int) -> None:
         """Put the bar where the gang starts, or print where a restart goes on."""
-        self._status.attempt(number, start_step)
-        if self._bar is not None and self._status.total_steps:
-            self._bar.reset(total=self._status.total_steps)
+        super().attempt(number, start_step)
+        if self._bar is not None and self.total_steps:
+            self._bar.reset(total=self.total_steps)
             self._bar.n = self._bar.initial = start_step
             self._redraw()
-        if number > 0 and not (self._has_bar and self._status.epochs):
-            unit = "step" if self._status.epochs else "checkpoint"
+        if number > 0 and not (self._has_bar and self.epochs):
+            unit = "step" if self.epochs else "checkpoint"
             place = f"from {unit} {start_step}" if start_step else "from the beginning"
             self._write(f"restart {number}, {place}")
 
-    def begun_again(self, number: int, step: int | None) -> None:
-        """What is waited for is shown again."""
-        self._status.is_training = False
-
     def progress(self, rank: int, progress: Progress) -> None:
         """Move the bar with rank 0."""
-        is_new = self._status.progress(rank, progress)
-        if is_new and self._bar is not None:
-            self._bar.set_postfix_str(", ".join(self._status.details()), refresh=False)
+        if self.has_moved(rank, progress) and self._bar is not None:
+            self._bar.set_postfix_str(", ".join(self.details()), refresh=False)
             self._bar.update(max(0, progress.step - self._bar.n))
             self._redraw()
 
@@ -403,15 +399,15 @@ class ConsoleView(View):
 
     def done(self, steps: int) -> None:
         """Fill the bar, or print whether training ended before its last planned step."""
-        planned = self._status.total_steps
-        self._status.done(steps)
+        planned = self.total_steps
+        super().done(steps)
         if self._bar is not None and planned:
             self._bar.total = steps
             self._bar.update(steps - self._bar.n)
             self._bar.bar_format = self._bar_format()
-            self._bar.set_description_str(self._prefix() + self._status.state)
+            self._bar.set_description_str(self._prefix() + self.state)
             self._end_line()
-        elif self._status.epochs:
+        elif self.epochs:
             state = "stopped early" if steps < planned else "trained"
             self._write(f"{state}: {steps}/{planned} steps")
 

@@ -12,10 +12,9 @@ from typing import Any
 from py4j.protocol import Py4JError
 from pyspark.sql import SparkSession
 
-from sparkdl.report.live.choose_view import activity_view
 from sparkdl.report.live.notebook import in_notebook
 from sparkdl.report.live.progress import terminal_columns
-from sparkdl.report.live.views import showing
+from sparkdl.report.live.views import activity_view, showing
 from sparkdl.spark.session.compat import is_connect
 
 logger = logging.getLogger(__name__)
