@@ -12,6 +12,7 @@ import threading
 from collections.abc import Mapping, Sequence
 from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from importlib import resources
 from typing import Any
 from urllib.parse import quote, unquote, urlsplit
 
@@ -25,35 +26,9 @@ from sparkdl.runtime.json_values import finite
 
 logger = logging.getLogger(__name__)
 
-_SECONDS = 2
-"""Between two looks of an open page at what is new."""
-_SCRIPT = """"use strict";
-const main = document.querySelector("main");
-let shown = "";
-async function renew() {
-  try {
-    const answer = await fetch(location.href, {cache: "no-store"});
-    const text = await answer.text();
-    if (answer.ok && text !== shown) {
-      const open = [...main.querySelectorAll("details")].map((part) => part.open);
-      const boxes = [...main.querySelectorAll(".scroll")].map((box) => box.scrollTop);
-      const page = new DOMParser().parseFromString(text, "text/html");
-      main.replaceChildren(...page.querySelector("main").childNodes);
-      main.querySelectorAll("details").forEach((part, k) => { part.open = open[k] || false; });
-      main.querySelectorAll(".scroll").forEach((box, k) => { box.scrollTop = boxes[k] || 0; });
-      shown = text;
-    }
-  } catch (error) {
-    console.debug("no answer: " + error);
-  }
-  watch();
-}
-function watch() {
-  if (main.querySelector("[data-live]")) { setTimeout(renew, %d); }
-}
-watch();
-"""
-"""Keeps an open page up to date, as long as it is one of something that goes on."""
+_SECONDS = 4
+"""After which a browser without scripts loads a page again."""
+_SCRIPT = resources.files(__package__).joinpath("live.js").read_text(encoding="utf-8")
 
 
 def run_list(runs: Sequence[tuple[str, RunRecord | SparkDLError]]) -> Markup:
@@ -211,7 +186,7 @@ class _Handler(BaseHTTPRequestHandler):
             case []:
                 self._page("sparkdl runs", run_list(self.server.records()), is_live=True)
             case ["live.js"]:
-                self._send(HTTPStatus.OK, "text/javascript", _SCRIPT % (1000 * _SECONDS))
+                self._send(HTTPStatus.OK, "text/javascript", _SCRIPT)
             case ["runs", name] if record := self.server.record(name):
                 try:
                     content = joined(_BACK, body(record))
@@ -235,7 +210,7 @@ class _Handler(BaseHTTPRequestHandler):
         if is_live:
             content = tag("div", content, data_live=True)
             # Without scripts the browser loads the page again.
-            refresh = tag("meta", http_equiv="refresh", content=str(2 * _SECONDS))
+            refresh = tag("meta", http_equiv="refresh", content=str(_SECONDS))
             head = joined(tag("noscript", refresh), tag("script", src="/live.js", defer=True))
         self._send(status, "text/html", document(title, content, head))
 

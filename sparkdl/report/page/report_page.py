@@ -6,12 +6,12 @@ Each section is a function of the record, and is left out where there is nothing
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from importlib import resources
 from typing import Any
 
 from sparkdl.report.page import html
 from sparkdl.report.page.html import Content, Markup, joined, row, section, tag
 from sparkdl.report.page.layer_strips import layer_section
-from sparkdl.report.page.style import CSS
 from sparkdl.report.page.svg import line_chart, model_graph
 from sparkdl.report.page.timeline import MOST_LANES, SPENT_ON, shown_ranks, timeline
 from sparkdl.report.record.module_graph import condensed
@@ -25,6 +25,8 @@ _FACTS = {
     "module": "module", "parameters": "parameters", "trained_parameters": "of these, trained",
     "parameter_bytes": "size of the parameters", "function": "function",
 }  # fmt: skip
+_CSS = resources.files(__package__).joinpath("style.css").read_text(encoding="utf-8")
+"""Of a page; all of it, since a report brings everything along."""
 _MOST_WITH_NUMBERS = 24
 """Classes of a confusion matrix whose cells have their numbers in them."""
 
@@ -41,7 +43,7 @@ def document(title: str, content: Markup, head: Markup | None = None) -> str:
         tag("meta", name="viewport", content="width=device-width, initial-scale=1"),
         tag("title", title),
         head,
-        tag("style", Markup(CSS)),
+        tag("style", Markup(_CSS)),
     )
     whole = tag("html", tag("head", top), tag("body", tag("main", content)), lang="en")
     return f"<!DOCTYPE html>\n{whole}\n"
