@@ -10,11 +10,12 @@ from __future__ import annotations
 import argparse
 import os
 from collections.abc import Iterator
-from dataclasses import fields, is_dataclass
+from dataclasses import fields
 from importlib import import_module
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 from sparkdl.cli.command_line import Command, Run, ended
+from sparkdl.cli.job_files.toml_values import dataclass_in
 from sparkdl.errors import ConfigError, import_or
 from sparkdl.spark.params.converters import parts_of
 
@@ -99,9 +100,8 @@ def keys(job: type, above: str = "") -> Iterator[tuple[str, Any]]:
     hints = get_type_hints(job)
     for item in fields(job):
         hint, name = hints[item.name], f"{above}{item.name}"
-        inner = next((part for part in parts_of(hint) if is_dataclass(part)), None)
+        inner = dataclass_in(hint)
         if inner is not None and above.count(".") < 2:
-            assert isinstance(inner, type)
             yield from keys(inner, f"{name}.")
         if above:
             yield name, hint

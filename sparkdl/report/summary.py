@@ -17,7 +17,8 @@ from itertools import zip_longest
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from sparkdl.errors import SparkDLError, StorageError, import_or
+from sparkdl.errors import StorageError
+from sparkdl.report.live.learning_curves import Curves, draw
 from sparkdl.report.page.report_page import page
 from sparkdl.report.record.run_record import Line, RunRecord, curve_names, curve_panels
 from sparkdl.runtime.json_values import finite
@@ -157,17 +158,7 @@ class TrainingSummary:
         Raises:
             SparkDLError: matplotlib is not installed.
         """
-        remedy = "plot() needs matplotlib; install it with: pip install matplotlib"
-        with import_or(SparkDLError(remedy)):
-            from matplotlib.figure import Figure
-        panels = self.curves()
-        figure = Figure(figsize=(5.0 * len(panels), 3.5), layout="constrained")
-        axes = figure.subplots(1, len(panels), squeeze=False)[0]
-        for axis, (title, lines) in zip(axes, panels.items(), strict=True):
-            for label, (epochs, values) in lines.items():
-                axis.plot(epochs, values, marker="o", markersize=3, label=label)
-            axis.set(title=title, xlabel="epoch")
-            axis.legend()
+        figure = draw([Curves(name="fit", history=self.history, has_costs=True)])
         if path is not None:
             figure.savefig(path)
         return figure

@@ -107,7 +107,7 @@ def build(kind: type[T], table: Any, where: str = "") -> T:
         if key not in known:
             raise ConfigError(_unknown(key, where, list(known)))
     for name in known:
-        if name in _required(kind) and name not in table:
+        if name in required(kind) and name not in table:
             place = f"key '{name}' in [{where}]" if where else f"section [{name}]"
             raise MissingKey(f"missing {place}")
     above = f"{where}." if where else ""
@@ -128,7 +128,12 @@ def to_tables(value: Any) -> Any:
     return [to_tables(item) for item in value] if isinstance(value, tuple) else value
 
 
-def _required(kind: Any) -> set[str]:
+def dataclass_in(hint: Any) -> Any:
+    """The dataclass that a key's table becomes, if it becomes one; else None."""
+    return next((part for part in parts_of(hint) if is_dataclass(part)), None)
+
+
+def required(kind: Any) -> set[str]:
     """Fields of a dataclass without a default."""
     return {
         item.name
@@ -149,7 +154,7 @@ def convert(value: Any, hint: Any, name: str) -> Any:
     if not fitting:
         raise ConfigError(f"{name} must be {describe(hint)}; received {value!r}")
     # Where any table is taken, one with the required keys of a dataclass is that.
-    named = (kind for kind in fitting if is_dataclass(kind) and _required(kind) <= set(value))
+    named = (kind for kind in fitting if is_dataclass(kind) and required(kind) <= set(value))
     others = [kind for kind in fitting if not is_dataclass(kind)] or fitting
     kind = next(named, others[0])
     if isinstance(kind, type) and is_dataclass(kind):

@@ -16,11 +16,12 @@ import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from tqdm import tqdm
+
 from sparkdl.data.plan import TrainPlan
 from sparkdl.errors import SparkDLError
 from sparkdl.report.live.learning_curves import Curves, panels_of, picture, sketch
 from sparkdl.report.live.progress import Progress, RunView, record_text
-from sparkdl.report.live.time_left import clock_text
 from sparkdl.report.record.run_record import add_record
 
 _PROGRESS_SECONDS = 0.25
@@ -94,7 +95,7 @@ class NotebookLine(RunView):
 def with_time(view: RunView) -> str:
     """A run's state, with the time of a phase that takes long."""
     seconds = 0.0 if view.is_training or view.has_ended else view.seconds_in_phase()
-    return view.state + f", {clock_text(seconds)}" * (seconds >= 1)
+    return view.state + f", {tqdm.format_interval(seconds)}" * (seconds >= 1)
 
 
 class NotebookView(RunView):

@@ -19,8 +19,10 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
+from tqdm import tqdm
+
 from sparkdl.data.plan import TrainPlan
-from sparkdl.report.live.time_left import TimeLeft, clock_text
+from sparkdl.report.live.time_left import TimeLeft
 from sparkdl.report.record.run_record import curve_names
 from sparkdl.runtime.activity import STOPPING
 
@@ -209,7 +211,7 @@ class RunView(View):
     def time_left(self) -> str:
         """How long the steps that are left will take, once that is known well enough."""
         seconds = self._time_left.seconds(time.monotonic(), self.total_steps)
-        return "" if seconds is None or self.has_ended else clock_text(seconds)
+        return "" if seconds is None or self.has_ended else tqdm.format_interval(seconds)
 
     def details(self) -> list[str]:
         """Loss, and the ranks' mean speed, as far as they are known."""
@@ -286,8 +288,6 @@ class ConsoleView(RunView):
                     view._is_one_of_several = True
 
     def _draw_line(self, bar_format: str, **options: Any) -> None:
-        from tqdm import tqdm
-
         if self._bar is not None:
             self._bar.close()
         self._bar = tqdm(
@@ -315,7 +315,7 @@ class ConsoleView(RunView):
         if self.total_steps and not self.has_ended:
             return self._prefix() + self.state
         seconds = self.seconds_in_phase()
-        time_text = f" {clock_text(seconds)}" if seconds >= _SHORT_SECONDS else ""
+        time_text = f" {tqdm.format_interval(seconds)}" if seconds >= _SHORT_SECONDS else ""
         width = (terminal_columns() or _USUAL_COLUMNS) - 2  # tqdm cuts off all but columns - 1
         text = (self._prefix() + self.phase_text)[: width - len(time_text)] + time_text
         # What others print then begins where the line does; of one width tqdm fills nothing up.
@@ -330,7 +330,7 @@ class ConsoleView(RunView):
 
     def _bar_format(self) -> str:
         left = self.time_left()
-        times = clock_text(time.monotonic() - self._began) + f"<{left}" * bool(left)
+        times = tqdm.format_interval(time.monotonic() - self._began) + f"<{left}" * bool(left)
         return f"{{desc}} |{{bar}}| {{n_fmt}}/{{total_fmt}} [{times}{{postfix}}]"
 
     def _redraw(self) -> None:

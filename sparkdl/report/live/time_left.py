@@ -59,10 +59,3 @@ class TimeLeft:
             return None
         at, step = self._last
         return max(0.0, (total_steps - step) * self._seconds / self._steps - (now - at))
-
-
-def clock_text(seconds: float) -> str:
-    """``0:05``, ``12:30`` or ``2:00:00``."""
-    minutes, rest = divmod(round(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes}:{rest:02d}"

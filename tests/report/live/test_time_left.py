@@ -6,7 +6,7 @@ from collections.abc import Iterable
 
 import pytest
 
-from sparkdl.report.live.time_left import TimeLeft, clock_text
+from sparkdl.report.live.time_left import TimeLeft
 
 
 def said(pauses: Iterable[float], report_seconds: float = 0.5) -> list[tuple[float, float]]:
@@ -84,10 +84,3 @@ def test_between_reports_time_goes_on() -> None:
     assert time_left.seconds(8.0, 125) == pytest.approx(17.0)
     assert time_left.seconds(99.0, 125) == 0.0
     assert time_left.seconds(5.0, 105) is None  # the end is there
-
-
-@pytest.mark.parametrize(
-    ("seconds", "text"), [(4.6, "0:05"), (750.0, "12:30"), (7200.0, "2:00:00"), (59.7, "1:00")]
-)
-def test_clock_text(seconds: float, text: str) -> None:
-    assert clock_text(seconds) == text
