@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import argparse
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import fields
 from importlib import import_module
 from typing import Any, Literal, get_args, get_origin, get_type_hints
@@ -60,22 +60,8 @@ def complete(parser: argparse.ArgumentParser) -> None:
         import_module("argcomplete").autocomplete(parser)
 
 
-def files_for(action: argparse.Action, *endings: str) -> None:
-    """Have an argument completed by the names of files with these endings, and of folders."""
-    if "_ARGCOMPLETE" in os.environ:
-        _attach(action, import_module("argcomplete.completers").FilesCompleter(endings))
-
-
-def settings_for(action: argparse.Action, job: type) -> None:
-    """Have ``--set`` completed by the keys of a job file, and by the values that a key may have."""
-
-    def completer(prefix: str, **_: Any) -> list[str]:
-        return list(settings(job, prefix))
-
-    _attach(action, completer)
-
-
-def _attach(action: argparse.Action, completer: Any) -> None:
+def complete_with(action: argparse.Action, completer: Callable[..., Any]) -> None:
+    """Have an argument completed by what ``completer(prefix, ...)`` gives."""
     action.completer = completer  # type: ignore[attr-defined] # where argcomplete looks for it
 
 

@@ -10,7 +10,7 @@ from sparkdl.cli.command_line import Command, Run, ended
 from sparkdl.cli.doctor.cluster_checks import Order, examine_cluster
 from sparkdl.cli.doctor.finding import Finding
 from sparkdl.cli.doctor.machine_checks import examine_machine
-from sparkdl.errors import ConfigError
+from sparkdl.config import require
 
 _EXAMPLES = """\
 Each line is ok, or says what is wrong and what to do. The exit status is 1 if something is wrong.
@@ -109,26 +109,18 @@ def make_order(given: argparse.Namespace) -> Order:
     Raises:
         ConfigError: an argument is wrong.
     """
-    conf = dict(_entry(text) for text in given.conf)
-    if given.num_workers is not None and given.num_workers < 1:
-        raise ConfigError(f"--num-workers must be at least 1; received {given.num_workers}")
-    if not given.timeout > 0:
-        raise ConfigError(f"--timeout must be a positive number; received {given.timeout:g}")
-    if given.remote is not None and not given.remote.startswith("sc://"):
-        raise ConfigError(
-            f"--remote takes a URL such as sc://host:15002; received {given.remote!r}"
-        )
+    entries = [text.partition("=") for text in given.conf]
+    for text, (key, separator, _) in zip(given.conf, entries, strict=True):
+        require(bool(key and separator), "--conf takes key=value", text)
+    few = given.num_workers is not None and given.num_workers < 1
+    require(not few, "--num-workers must be at least 1", given.num_workers)
+    require(given.timeout > 0, "--timeout must be a positive number", given.timeout)
+    is_remote = given.remote is None or given.remote.startswith("sc://")
+    require(is_remote, "--remote takes a URL such as sc://host:15002", given.remote)
     return Order(
         master=given.remote or given.master,
-        conf=conf,
+        conf={key: value for key, _, value in entries},
         checkpoint_dir=given.checkpoint_dir,
         num_workers=given.num_workers,
         timeout_seconds=given.timeout,
     )
-
-
-def _entry(text: str) -> tuple[str, str]:
-    key, separator, value = text.partition("=")
-    if not separator or not key:
-        raise ConfigError(f"--conf takes key=value; received {text!r}")
-    return key, value

@@ -112,7 +112,9 @@ class JobCommand(Generic[T]):
 
     def _set_up(self, parser: argparse.ArgumentParser, form: Form) -> Run:
         config = parser.add_argument("--config", metavar="FILE", help="the job file (TOML)")
-        completion.files_for(config, "toml")
+        if "_ARGCOMPLETE" in os.environ:
+            completers = import_module("argcomplete.completers")
+            completion.complete_with(config, completers.FilesCompleter(("toml",)))
         setting = parser.add_argument(
             "--set",
             action="append",
@@ -121,7 +123,9 @@ class JobCommand(Generic[T]):
             metavar="SECTION.KEY=VALUE",
             help=_SETTING_HELP,
         )
-        completion.settings_for(setting, self.kind)
+        completion.complete_with(
+            setting, lambda prefix, **_: list(completion.settings(self.kind, prefix))
+        )
         parser.add_argument(
             "--starter", action="store_true", help="print a job file to begin with, and end"
         )

@@ -76,7 +76,7 @@ class Recorder(View):
         self._waiting: list[Event] = []
         self._lock = threading.Lock()
         self._folder = folder
-        self._listeners = Listeners()
+        self.listeners = Listeners()
         self._views = Views() if views is None else views
         self._spans = Spans(1)
         self._world_size = 1
@@ -95,10 +95,6 @@ class Recorder(View):
         if self._folder is not None:
             self._folder.append(self._taken())  # a place that cannot be written to ends the fit
             self._writer.start()
-
-    def start_listeners(self, start: RunStart, listeners: Sequence[Listener]) -> None:
-        """Call these listeners from now on; what one raises when it starts is raised."""
-        self._listeners.start(start, listeners)
 
     def show(self, make: Callable[[], View]) -> None:
         """Make a view, and have it show the run; an error ends neither, but see `View.ends_run`."""
@@ -135,7 +131,7 @@ class Recorder(View):
         self._first_step = int(facts.get("first_step", 0))
         shown = presentable({"workers": world_size, **facts})
         self._note("facts", facts=shown)
-        self._listeners.call(lambda listener: listener.facts(shown))
+        self.listeners.call(lambda listener: listener.facts(shown))
 
     def planned(self, plan: TrainPlan) -> None:
         self._views.call(lambda view: view.planned(plan))
@@ -143,7 +139,7 @@ class Recorder(View):
     def graph(self, graph: Mapping[str, Any]) -> None:
         """What the module is made of; see `record.module_graph`."""
         self._note("graph", graph=graph)
-        self._listeners.call(lambda listener: listener.graph(graph))
+        self.listeners.call(lambda listener: listener.graph(graph))
 
     # --- called by the supervisor -------------------------------------------------------------
 
@@ -163,7 +159,7 @@ class Recorder(View):
         self._flush()
         shown = presentable(reason)
         self._note("failure", reason=shown)
-        self._listeners.call(lambda listener: listener.failure(shown))
+        self.listeners.call(lambda listener: listener.failure(shown))
 
     def progress(self, rank: int, progress: Progress) -> None:
         self._views.call(lambda view: view.progress(rank, progress))
@@ -184,7 +180,7 @@ class Recorder(View):
             step = int(body["step"])
             if ratios := body.get("ratios"):
                 self._note("layers", step=step, ratios=ratios)
-            self._listeners.layers(step, body)
+            self.listeners.layers(step, body)
 
     def epoch(self, record: Mapping[str, float]) -> None:
         self._views.call(lambda view: view.epoch(record))
@@ -194,7 +190,7 @@ class Recorder(View):
         else:
             epoch = math.ceil(record["epoch"]) - 1 - self._first_epoch
             step = int(self._first_step + epoch * self._steps_per_epoch + record["steps"])
-        self._listeners.call(lambda listener: listener.epoch(step, record))
+        self.listeners.call(lambda listener: listener.epoch(step, record))
 
     def log(self, rank: int, line: str, level: int) -> None:
         """Pass the line on; warnings are kept."""
@@ -248,7 +244,7 @@ class Recorder(View):
             except Exception as failure:
                 self._give_up(failure)
         self.doing("waiting for listeners", "")
-        self._listeners.end(record, self._module)
+        self.listeners.end(record, self._module)
 
     @property
     def page_path(self) -> str | None:
@@ -308,7 +304,7 @@ class Recorder(View):
         if before is not None and now > before[0] and rows >= before[1]:
             speed = (rows - before[1]) / (now - before[0])
         values = {"loss": loss} | ({} if speed is None else {"rows_per_second": speed})
-        self._listeners.step(step, values)
+        self.listeners.step(step, values)
         self._unnoted = {"step": step, "loss": loss, "rows_per_second": speed}
         if now - self._step_noted >= now / _STEPS_KEPT:
             self._step_noted = now
@@ -386,7 +382,7 @@ def recording(
     with contextlib.closing(Views(ask_tasks)) as views:
         recorder = Recorder(folder, began, views)
         try:
-            recorder.start_listeners(start, listeners)
+            recorder.listeners.start(start, listeners)
             with shown_by(recorder.doing):
                 yield recorder
         except BaseException as error:

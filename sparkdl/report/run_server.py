@@ -74,13 +74,18 @@ def _readable_row(name: str, record: RunRecord) -> Markup:
     epochs = f"{count_of(last) or 0:.4g}"
     if "epochs" in facts:
         epochs += f" of {facts['epochs']}"
+    measured = [
+        f"{key[4:].replace('_', ' ')} {html.value(value)}"
+        for key, value in last.items()
+        if key.startswith("val_")
+    ]
     values = [
         html.moment(record.started)[: len("2026-01-01 00:00")],
         html.duration(record.seconds),
         epochs,
         html.value(last["loss"]) if "loss" in last else "",
         _sparkline([entry.get("loss") for entry in record.history]),
-        _validation(last),
+        ", ".join(measured[:3]),
         str(facts.get("workers", "")),
         str(record.restarts),
     ]
@@ -99,11 +104,6 @@ def _sparkline(values: Sequence[float | None]) -> Markup:
     places = [f"{number(2 + x * across)} {number(20 - (y - low) * up)}" for x, y in known]
     line = tag("path", d="M" + "L".join(places), class_="line c0")
     return tag("svg", line, viewBox="0 0 80 22", width=80, height=22, role="img")
-
-
-def _validation(last: Mapping[str, Any]) -> str:
-    found = [(key, value) for key, value in last.items() if key.startswith("val_")]
-    return ", ".join(f"{key[4:].replace('_', ' ')} {html.value(value)}" for key, value in found[:3])
 
 
 _COLUMNS = (
@@ -169,7 +169,9 @@ class _Handler(BaseHTTPRequestHandler):
 
     def do_GET(self) -> None:
         """Answer a request."""
-        if not self._is_for_us():
+        # Whether the browser means this machine: other sites may let their names point here.
+        host = urlsplit(f"//{self.headers.get('Host', '')}").hostname
+        if self.server.is_local and host not in _LOOPBACK:
             self._send(HTTPStatus.MISDIRECTED_REQUEST, "text/plain", "wrong host\n")
             return
         parts = [unquote(part) for part in urlsplit(self.path).path.split("/") if part]
@@ -213,13 +215,6 @@ class _Handler(BaseHTTPRequestHandler):
             refresh = tag("meta", http_equiv="refresh", content=str(_SECONDS))
             head = joined(tag("noscript", refresh), tag("script", src="/live.js", defer=True))
         self._send(status, "text/html", document(title, content, head))
-
-    def _is_for_us(self) -> bool:
-        """Whether the browser means this machine: other sites may let their names point here."""
-        if not self.server.is_local:
-            return True
-        host = urlsplit(f"//{self.headers.get('Host', '')}").hostname
-        return host in _LOOPBACK
 
     def _send(self, status: HTTPStatus, kind: str, text: str) -> None:
         data = text.encode("utf-8", "replace")

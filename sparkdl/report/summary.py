@@ -7,7 +7,6 @@ neither torch nor pyspark.
 from __future__ import annotations
 
 import dataclasses
-import html
 import math
 import statistics
 import textwrap
@@ -221,13 +220,12 @@ class TrainingSummary:
 
     def _repr_html_(self) -> str:
         """The summary as notebooks show it: the facts, then the last epochs of the history."""
-        facts = "".join(
-            f"<tr><th style='text-align:left'>{html.escape(name)}</th>"
-            f"<td style='text-align:left'>{html.escape(value)}</td></tr>"
-            for name, value in self._lines()
-        )
+        import pandas as pd
+
+        with pd.option_context("display.max_colwidth", None):
+            facts = pd.DataFrame(self._lines()).to_html(index=False, header=False, justify="left")
         table: str = self.to_pandas().tail(20).to_html(index=False, float_format="%.5g")
-        return f"<table>{facts}</table>{table}"
+        return f"{facts}{table}"
 
     def _lines(self) -> list[tuple[str, str]]:
         rows = f"{self.rows:,} training, {self.validation_rows:,} validation"

@@ -31,8 +31,12 @@ _PUBLIC_PACKAGES = ("sparkdl", "sparkdl.models")
 def public_module(module: str, name: str, value: Any) -> str:
     """Return the module that an artefact names for ``value``, which ``module:name`` is today."""
     for package in _PUBLIC_PACKAGES:
-        if module.startswith(f"{package}.") and _found(package, name) == value:
-            return package
+        if module.startswith(f"{package}."):
+            found: Any = import_module(package)
+            for part in name.split("."):
+                found = getattr(found, part, None)
+            if found == value:
+                return package
     return module
 
 
@@ -107,12 +111,3 @@ def make_named(value: Any, kind: type[Any], known: Mapping[str, str], what: str)
             f"{what} {value!r} cannot be made without options ({error}); pass an object instead of "
             "its name"
         ) from error
-
-
-def _found(package: str, name: str) -> Any:
-    """The object of a dotted name, if its first part is public in ``package``; else None."""
-    first, *others = name.split(".")
-    found = getattr(import_module(package), first, None)
-    for part in others:
-        found = getattr(found, part, None)
-    return found

@@ -54,7 +54,10 @@ def convert(data: bytes, options: ImageSection, origin: str = "") -> Any:
         from PIL import ImageOps
 
         # Turned as its EXIF data say, which encoding anew leaves out.
-        image = _fitted(ImageOps.exif_transpose(image), options)
+        image = in_mode(ImageOps.exif_transpose(image), options.mode or "RGB")
+        size = _size(image.width, image.height, options)
+        if size != image.size:
+            image = image.resize(size, require_pillow().Resampling.BILINEAR)
         if options.encoding == "struct":
             return _struct(image, origin)
         buffer = io.BytesIO()
@@ -72,14 +75,6 @@ def reason(data: bytes, options: ImageSection) -> str:
     except BadImage as error:
         return str(error)
     return "could not be read at first, but could later; run again"
-
-
-def _fitted(image: Any, options: ImageSection) -> Any:
-    image = in_mode(image, options.mode or "RGB")
-    size = _size(image.width, image.height, options)
-    if size == image.size:
-        return image
-    return image.resize(size, require_pillow().Resampling.BILINEAR)
 
 
 def _size(width: int, height: int, options: ImageSection) -> tuple[int, int]:
@@ -126,7 +121,8 @@ def convert_rows(
             except BadImage:
                 continue
             rows.append(row)
-            num_bytes += _num_bytes(images[-1])
+            made = images[-1]
+            num_bytes += len(made["data"] if isinstance(made, dict) else made)
             if num_bytes >= _FLUSH_BYTES:
                 yield _made(batch, rows, images, options)
                 images, rows, num_bytes = [], [], 0
@@ -154,7 +150,3 @@ def explain_rows(
         reasons = [reason(data.as_py(), options) for data in batch["content"]]
         arrays = [batch["path"], pa.array(reasons, pa.string())]
         yield pa.RecordBatch.from_arrays(arrays, names=["path", "reason"])
-
-
-def _num_bytes(image: Any) -> int:
-    return len(image["data"] if isinstance(image, dict) else image)

@@ -85,7 +85,9 @@ class Ledger:
                     f"{self.storage} holds what another run has prepared: {changed}; choose "
                     "another output.path, or replace it with --set output.overwrite=true"
                 )
-            self._forget(before)
+            self._write(_PLAN, before)  # which tells whose the files are, until they are gone
+            for name in (FINISHED, _DONE, LABELS, BAD_FILES, *SPLITS):
+                self.storage.remove(name)
         self.storage.remove(WORK)
         self._write(_PLAN, self.plan)
         return "new"
@@ -149,12 +151,6 @@ class Ledger:
             rows_by_label=summary["rows_by_label"],
             bad=tuple((entry["path"], entry["reason"]) for entry in bad),
         )
-
-    def _forget(self, before: Mapping[str, Any]) -> None:
-        """Remove another run's files, the plan that tells whose they are last of all."""
-        self._write(_PLAN, before)
-        for name in (FINISHED, _DONE, LABELS, BAD_FILES, *SPLITS):
-            self.storage.remove(name)
 
     def _refuse_others(self, ours: set[str]) -> None:
         strange = [name for name in self.storage.list("") if name not in ours]

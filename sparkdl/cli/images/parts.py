@@ -52,7 +52,11 @@ def make_parts(paths: Sequence[str], split: SplitSection, rows_per_file: int) ->
         split: shares and seed.
         rows_per_file: files of a part; the last of a split may have fewer.
     """
-    drawn = _drawn(paths, split.seed)
+    # Two random numbers for each path: one chooses the split, one the place in it.
+    digests = b"".join(
+        hashlib.blake2b(f"{split.seed}\0{path}".encode(), digest_size=16).digest() for path in paths
+    )
+    drawn = np.frombuffer(digests, dtype="<u8").reshape(-1, 2)
     chance = drawn[:, 0] / _WHOLE
     # Test first: its files stay the same while the share for validation is being tried out.
     owner = np.where(chance < split.test, 2, np.where(chance < split.test + split.validation, 1, 0))
@@ -64,14 +68,6 @@ def make_parts(paths: Sequence[str], split: SplitSection, rows_per_file: int) ->
             chosen = rows[start : start + rows_per_file]
             parts.append(Part(split=name, number=start // rows_per_file, rows=chosen))
     return tuple(parts)
-
-
-def _drawn(paths: Sequence[str], seed: int) -> np.ndarray:
-    """Two random numbers per path, uint64 ``(paths, 2)``: one chooses the split, one the place."""
-    digests = b"".join(
-        hashlib.blake2b(f"{seed}\0{path}".encode(), digest_size=16).digest() for path in paths
-    )
-    return np.frombuffer(digests, dtype="<u8").reshape(-1, 2)
 
 
 def digest_of(source: pa.Table, names: Sequence[str], job: PrepareJob) -> Mapping[str, Any]:

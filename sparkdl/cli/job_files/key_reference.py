@@ -110,18 +110,13 @@ def _default(item: Field[Any], kind: type) -> str:
     if item.name in required(kind):
         return ""
     if kind is EstimatorSection and item.name in PARAMS:
-        return _of_param(item.name)
+        from sparkdl.spark.params.param_table import NOT_SET
+        from sparkdl.spark.params.params import default_of
+
+        value = default_of(PARAMS[item.name])
+        return "" if value is NOT_SET else _shown(value)
     value = item.default if item.default is not MISSING else item.default_factory()  # type: ignore[operator]
     return _shown(value)
-
-
-def _of_param(key: str) -> str:
-    """The default of the Param that a key sets."""
-    from sparkdl.spark.params.param_table import NOT_SET
-    from sparkdl.spark.params.params import default_of
-
-    value = default_of(PARAMS[key])
-    return "" if value is NOT_SET else _shown(value)
 
 
 def _shown(value: Any) -> str:

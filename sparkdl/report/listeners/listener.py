@@ -202,24 +202,21 @@ class _Entry:
         while not is_last:
             what, is_last = self._calls.get()
             began = self._busy_since = time.monotonic()
-            if is_last or not self._has_failed:
-                self._try(what)
+            try:
+                if is_last or not self._has_failed:
+                    what(self._listener)
+            # Whatever a listener raises, SystemExit too: else nobody would see its end.
+            except BaseException:
+                self._has_failed = True
+                logger.warning(
+                    "%s has failed; of this run it is only told the end:\n%s",
+                    self._name,
+                    traceback.format_exc().rstrip(),
+                )
             now, self._busy_since = time.monotonic(), math.inf
             rest = (now - began) / _STEP_SHARE
             self._next_step_at = max(self._next_step_at, now + rest)
         self._is_over.set()
-
-    def _try(self, what: Callable[[RunListener], None]) -> None:
-        try:
-            what(self._listener)
-        # Whatever a listener of the user's raises, SystemExit too: else nobody would see its end.
-        except BaseException:
-            self._has_failed = True
-            logger.warning(
-                "%s has failed; of this run it is only told the end:\n%s",
-                self._name,
-                traceback.format_exc().rstrip(),
-            )
 
 
 class Listeners:

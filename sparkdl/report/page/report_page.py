@@ -98,7 +98,8 @@ def _tiles(record: RunRecord) -> Markup:
     tiles = [_tile("duration", html.duration(record.seconds), training)]
     if record.history:
         last = record.history[-1]
-        for key in _headline(last):
+        names = sorted(curve_names([last]), key=lambda name: name.startswith("val_"))
+        for key in names[:4]:
             tiles.append(_tile(key, html.value(last[key]), _best(record.history, key)))
     speed = _rows_per_second(record)
     if speed is not None:
@@ -119,10 +120,6 @@ def _tile(name: str, value: Content, small: Content) -> Markup:
         "div", tag("span", name), tag("b", value), tag("small", small) if small else None,
         class_="tile",
     )  # fmt: skip
-
-
-def _headline(last: Mapping[str, Any]) -> list[str]:
-    return sorted(curve_names([last]), key=lambda name: name.startswith("val_"))[:4]
 
 
 def _best(history: Sequence[Mapping[str, Any]], key: str) -> str | None:
@@ -223,16 +220,12 @@ def _failures(record: RunRecord) -> Markup:
         what = "the run ended"
         if attempt is not None:
             after = html.duration(attempt["at"] - failure["at"])
-            what = f"started again after {after}{_from(attempt['start_step'])}"
+            what = f"started again after {after}"
+            if (step := attempt["start_step"]) is not None:
+                what += f", from step {step:,}" if step else ", from the beginning"
         rows.append(row(html.duration(failure["at"]), failure["reason"], what, class_="text"))
-    head = row("after", "what was lost", "what followed", kind="th")
-    return section("Failures and restarts", tag("table", head, *rows))
-
-
-def _from(step: int | None) -> str:
-    if step is None:
-        return ""
-    return f", from step {step:,}" if step else ", from the beginning"
+    names = ("after", "what was lost", "what followed")
+    return section("Failures and restarts", tag("table", row(*names, kind="th"), *rows))
 
 
 def _confusion(record: RunRecord) -> Markup:
