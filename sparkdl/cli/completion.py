@@ -66,11 +66,9 @@ def complete_with(action: argparse.Action, completer: Callable[..., Any]) -> Non
 
 
 def settings(job: type, prefix: str) -> Iterator[str]:
-    """What may follow ``--set`` and begins with ``prefix``.
+    """What may follow ``--set`` and begins with ``prefix``, by the keys of a job file's class.
 
-    Args:
-        job: the class of a job file, such as `sparkdl.cli.job_files.job_file.TrainJob`.
-        prefix: what is there already; up to ``=`` it is a key, from there on a value.
+    Up to ``=`` the prefix is a key, from there on a value.
     """
     key, separator, _ = prefix.partition("=")
     for name, hint in keys(job):

@@ -62,12 +62,9 @@ class Recorder(View):
         began: Mapping[str, Any],
         views: Views | None = None,
     ) -> None:
-        """Begin.
+        """Begin, with the fields of `RunRecord`, ``began``, that are known already.
 
-        Args:
-            folder: where the record is left; None: it is kept in memory only.
-            began: fields of `RunRecord` that are known when the run begins.
-            views: what shows the run; who made them closes them.
+        Without a folder the record is kept in memory only. Who made the views closes them.
         """
         self._clock = time.perf_counter()
         self._phase, self._phase_began = "", 0.0
@@ -212,12 +209,9 @@ class Recorder(View):
         module: nn.Module | None = None,
         weights: str = "",
     ) -> None:
-        """What came of the run; listeners are shown the trained module at its end.
+        """What came of the run: a record per epoch or report, the trained module, and `weights`.
 
-        Args:
-            history: a record per epoch or report.
-            module: the trained one.
-            weights: which ones it has, as in `RunRecord.weights`.
+        Listeners are shown the module at the end; ``weights`` are in words, as in `RunRecord`.
         """
         self._history, self._module = [dict(record) for record in history], module
         self._weights = weights
@@ -354,16 +348,9 @@ def recording(
 ) -> Iterator[Recorder]:
     """Record what happens in the block, which calls `Recorder.succeeded` if all goes well.
 
-    Args:
-        run_id: the run's.
-        name: what is run.
-        run_name: what the user calls the run.
-        params: as in `RunRecord.params`.
-        storage: where the record is left; None: nowhere.
-        listeners: what else watches the run.
-        is_interrupted: asked when the block has failed, whether the user wanted that.
-        ask_tasks: as for `Views`.
-        known: other fields of `RunRecord`.
+    The record is left in ``storage``, or nowhere; ``known`` are other fields of `RunRecord`. When
+    the block has failed, ``is_interrupted`` is asked whether the user wanted that; ``ask_tasks`` is
+    as for `Views`.
 
     Raises:
         StorageError: the storage cannot be written to.

@@ -60,9 +60,7 @@ def public_classes(package: str) -> dict[str, str]:
 def import_object(path: Any, remedy: str = "install it, or put it on the path") -> Any:
     """Import ``package.module:name``, also a path of sparkdl that an older version wrote.
 
-    Args:
-        path: what a user or a file names.
-        remedy: what the user shall do where the module is missing.
+    ``remedy`` is what the user shall do where the module is missing.
 
     Raises:
         ConfigError: the path is malformed, or module or name is missing here.
@@ -83,12 +81,9 @@ def import_object(path: Any, remedy: str = "install it, or put it on the path") 
 def make_named(value: Any, kind: type[Any], known: Mapping[str, str], what: str) -> Any:
     """The object that a user gave, or the one that is made of the class that the user named.
 
-    Args:
-        value: an object, which is returned as it is; or a class, a name or a
-            ``"package.module:Class"``, which are made with their default options.
-        kind: what the object must be.
-        known: name in small letters -> path of its class. Underscores do not matter.
-        what: what the user calls it, for errors.
+    An object of ``kind`` is returned as it is. A class, a name of ``known`` (in small letters;
+    underscores do not matter) or a ``"package.module:Class"`` is made with its default options.
+    Errors call it ``what``.
 
     Raises:
         ConfigError: it is nothing of that kind, or it cannot be made without options.

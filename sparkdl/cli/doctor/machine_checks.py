@@ -36,9 +36,7 @@ _NAME_SECONDS = 10.0
 def examine_machine(environ: Mapping[str, str], *, is_remote: bool = False) -> Iterator[Finding]:
     """Look at Python, packages, Java, SPARK_HOME and the name of this host.
 
-    Args:
-        environ: the environment.
-        is_remote: whether Spark is elsewhere, and this a client of Spark Connect.
+    With ``is_remote`` Spark is elsewhere, and this a client of Spark Connect.
     """
     yield ok("Python", f"{platform.python_version()}, {sys.executable}")
     yield ok("sparkdl", f"{sparkdl.__version__}, {Path(sparkdl.__file__).parent}")

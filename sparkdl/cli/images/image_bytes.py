@@ -36,12 +36,7 @@ def arrow_type(options: ImageSection) -> pa.DataType:
 
 
 def convert(data: bytes, options: ImageSection, origin: str = "") -> Any:
-    """The value of the column ``image`` for a file.
-
-    Args:
-        data: the file's bytes.
-        options: what to make of them.
-        origin: the file's path, which a struct keeps.
+    """The value of the column ``image`` for a file's bytes; a struct keeps the path as ``origin``.
 
     Raises:
         BadImage: the file holds no image that Pillow can decode.
@@ -141,10 +136,9 @@ def _made(
 def explain_rows(
     batches: Iterator[pa.RecordBatch], options: ImageSection
 ) -> Iterator[pa.RecordBatch]:
-    """Say of each file, given by ``content`` and ``path``, why it cannot be used.
+    """Give rows with ``path`` and ``reason``, for files by ``content`` and ``path``.
 
-    Yields:
-        Rows with ``path`` and ``reason``.
+    The reason is why a file cannot be used.
     """
     for batch in batches:
         reasons = [reason(data.as_py(), options) for data in batch["content"]]

@@ -28,11 +28,9 @@ class Labelled:
 
 
 def by_folder(files: pa.Table, names: Sequence[str]) -> Labelled:
-    """Take the first folder of each path, below the source's, for its class.
+    """Take the first folder of each ``path``, below the source's, for its class.
 
-    Args:
-        files: column ``path``, below the source's folder.
-        names: the classes in order; empty: those that are found, sorted.
+    The classes are ``names``, in this order, or those that are found, sorted.
 
     Raises:
         DataError: files lie in no folder, or in one that is not among ``names``.
@@ -51,13 +49,10 @@ def by_folder(files: pa.Table, names: Sequence[str]) -> Labelled:
 def by_table(
     files: pa.Table, table: pa.Table, names: Sequence[str], roots: Sequence[str]
 ) -> Labelled:
-    """Take labels from a table of paths; files that it does not name are left out.
+    """Take labels from a table of ``path`` and ``label``; files that it does not name are left out.
 
-    Args:
-        files: column ``path``, below the source's folder.
-        table: columns ``path`` and ``label``.
-        names: the classes in order; empty: those that are found, sorted.
-        roots: ways to write the source's folder, with which a path in the table may begin.
+    Classes are as in `by_folder`. A path in the table may begin with one of ``roots``, which are
+    ways to write the source's folder.
 
     Raises:
         DataError: a row has no path or label, a file stands there twice, or labels are of a type

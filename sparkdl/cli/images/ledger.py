@@ -64,8 +64,7 @@ class Ledger:
     def begin(self, *, overwrite: bool) -> Literal["new", "unfinished", "finished"]:
         """See what is there, and make the folder this run's.
 
-        Args:
-            overwrite: whether what another run has left there is removed.
+        With ``overwrite`` what another run has left there is removed.
 
         Raises:
             ConfigError: the folder holds another run, or something else.
@@ -111,10 +110,8 @@ class Ledger:
     ) -> Report:
         """Write the summary, and remove what only an unfinished run needs.
 
-        Args:
-            records: of all parts, by name.
-            absent: path and reason of bad files that are in no part.
-            names: the classes.
+        ``records`` are of all parts, by name; ``absent`` is path and reason of bad files that are
+        in no part; ``names`` are the classes.
         """
         bad = sorted((*absent, *(entry for record in records.values() for entry in record.bad)))
         splits = {

@@ -45,12 +45,9 @@ class Part:
 
 
 def make_parts(paths: Sequence[str], split: SplitSection, rows_per_file: int) -> tuple[Part, ...]:
-    """Cut files into splits and Parquet files.
+    """Cut files, by their paths below the source's folder, into splits and Parquet files.
 
-    Args:
-        paths: below the source's folder.
-        split: shares and seed.
-        rows_per_file: files of a part; the last of a split may have fewer.
+    The last file of a split may have fewer than ``rows_per_file`` rows.
     """
     # Two random numbers for each path: one chooses the split, one the place in it.
     digests = b"".join(
@@ -73,10 +70,8 @@ def make_parts(paths: Sequence[str], split: SplitSection, rows_per_file: int) ->
 def digest_of(source: pa.Table, names: Sequence[str], job: PrepareJob) -> Mapping[str, Any]:
     """What must be equal for a run to go on where another stopped.
 
-    Args:
-        source: columns ``path``, ``length``, ``modified`` and, with labels, ``label``.
-        names: the classes.
-        job: of which the options count that change rows.
+    That is the ``source``, with columns ``path``, ``length``, ``modified`` and perhaps ``label``,
+    the ``names`` of the classes, and the options of the job that change rows.
     """
     content = hashlib.blake2b(digest_size=16)
     order = np.argsort(np.asarray(source["path"].to_pylist(), dtype=object))

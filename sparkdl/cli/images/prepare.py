@@ -39,10 +39,7 @@ _ABSENT = "named in the table of labels, but not in the folder"
 def prepare(spark: SparkSession, job: PrepareJob, label_table: DataFrame | None = None) -> Report:
     """Make Parquet of a folder of image files, or go on where an earlier run has stopped.
 
-    Args:
-        spark: the session.
-        job: what to do.
-        label_table: the rows of ``[labels.table]``, where labels come from a table.
+    ``label_table`` has the rows of ``[labels.table]``, where labels come from a table.
 
     Raises:
         ConfigError: the output's folder holds something else, or Pillow is missing.

@@ -89,12 +89,9 @@ def put(tables: Tables, keys: Sequence[str], value: Any) -> None:
 
 
 def build(kind: type[T], table: Any, where: str = "") -> T:
-    """Make a ``kind`` of ``table``.
+    """Make a dataclass of what TOML gave; fields without a default are required.
 
-    Args:
-        kind: a dataclass; fields without a default are required.
-        table: what TOML gave.
-        where: the table's name for messages, empty for a whole file.
+    ``where`` is the table's name for messages, empty for a whole file.
 
     Raises:
         ConfigError: a key is unknown or missing, or a value has the wrong type.

@@ -85,9 +85,7 @@ class RunListener:
     def end(self, record: RunRecord, module: nn.Module | None) -> None:
         """The run has ended; ``record.status`` is ``succeeded`` or ``failed``.
 
-        Args:
-            record: all that is known of it.
-            module: the trained module; None if there is none.
+        ``record`` is all that is known of it; ``module`` the trained one, None if there is none.
         """
 
 

@@ -79,11 +79,7 @@ class View:
         """What has failed is started again, for the ``number``-th time in the run.
 
         Of a gang `attempt` follows, if it comes to that; a run in rounds goes on, and only a round
-        is repeated.
-
-        Args:
-            number: as in `attempt`.
-            step: steps done by then; None: not known yet.
+        is repeated. ``step`` steps are done by then; None: that is not known yet.
         """
 
     def failure(self, reason: str) -> None:
@@ -263,13 +259,7 @@ class ConsoleView(RunView):
     """Those of this process whose runs go on."""
 
     def __init__(self, *, has_bar: bool, shows_logs: bool, name: str = "") -> None:
-        """Begin.
-
-        Args:
-            has_bar: True on a terminal.
-            shows_logs: True if all lines of the workers are shown, not only warnings.
-            name: of the run, where several are shown.
-        """
+        """On a terminal it has a bar; ``name`` is the run's, which is shown where several go on."""
         super().__init__(shows_logs=shows_logs)
         self._has_bar = has_bar
         self._name = name

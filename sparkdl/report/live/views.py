@@ -33,11 +33,8 @@ _PATIENCE_SECONDS = 2.0
 def choose_view(kind: str, verbose: int, *, run_id: str, name: str = "") -> View:
     """A view that shows nothing, a notebook's curves, a terminal's bar, or lines.
 
-    Args:
-        kind: ``fit``, or ``run`` of a function, of which only the reports are known.
-        verbose: 0, 1 or 2, as the Param says.
-        run_id: the run's, by whose first letters a console tells it from others.
-        name: what the user calls the run.
+    Of the run of a function (kind ``run``, not ``fit``) only the reports are known. ``verbose`` is
+    0, 1 or 2, as the Param says. A console tells a run by its name or its id's first letters.
     """
     if not verbose:
         return SilentView()
@@ -51,8 +48,7 @@ def choose_view(kind: str, verbose: int, *, run_id: str, name: str = "") -> View
 def activity_view(*, has_lines: bool = True) -> View:
     """A view of work that has phases, but no steps; nothing of it stays in a terminal or cell.
 
-    Args:
-        has_lines: False: it is shown there only, and not in a file.
+    Without ``has_lines`` it is shown there only, and not in a file.
     """
     if in_notebook():
         return NotebookLine(CellOutputs())
@@ -74,11 +70,9 @@ class Views:
     """
 
     def __init__(self, ask_tasks: Callable[[], str] | None = None) -> None:
-        """There are none yet.
+        """There are none yet. ``ask_tasks`` gives how far Spark's tasks are, in words.
 
-        Args:
-            ask_tasks: called four times a second while views are open; gives how far Spark's tasks
-                are, in words.
+        It is called four times a second while views are open.
         """
         self._views: list[View] = []
         self._lock = threading.RLock()
@@ -167,10 +161,7 @@ def showing(
 ) -> Iterator[None]:
     """Show what the block does, while it lasts; in a block that is shown it is a part of that.
 
-    Args:
-        what: is done first; `doing` says what comes then.
-        make: makes the view.
-        ask_tasks: as for `Views`.
+    ``what`` is done first; `doing` says what comes then. ``ask_tasks`` is as for `Views`.
     """
     if is_shown():
         doing(what)
