@@ -59,16 +59,29 @@ def _set_up(parser: argparse.ArgumentParser) -> Run:
 
 def _run(given: argparse.Namespace) -> int:
     """Look at everything, line by line; the exit status says whether something is wrong."""
-    found: list[Finding] = []
-    status = ended(lambda: found.extend(_look(given)))
-    if status != 0:
-        return status
-    problems = [finding.subject for finding in found if finding.state == "wrong"]
-    if not problems:
-        print("\nnothing is wrong")
-        return 0
-    print(f"\n{len(problems)} wrong: {', '.join(problems)}")
-    return 1
+    problems: list[str] = []
+
+    def show(findings: Iterator[Finding]) -> None:
+        for finding in findings:
+            print(finding.line(), flush=True)
+            if finding.state == "wrong":
+                problems.append(finding.subject)
+
+    def look() -> None:
+        order = make_order(given)
+        print("this machine")
+        is_remote = is_client(order.master, os.environ) and not given.no_cluster
+        show(examine_machine(os.environ, is_remote=is_remote))
+        if not given.no_cluster:
+            where = order.master or "the master of spark-submit or the configuration"
+            print(f"\nthe cluster: {where}")
+            show(examine_cluster(order))
+
+    status = ended(look)
+    if status == 0:
+        shown = f"{len(problems)} wrong: {', '.join(problems)}" if problems else "nothing is wrong"
+        print(f"\n{shown}")
+    return status or int(bool(problems))
 
 
 DOCTOR = Command(
@@ -81,26 +94,9 @@ DOCTOR = Command(
 )
 
 
-def _look(given: argparse.Namespace) -> Iterator[Finding]:
-    """Print each finding as soon as it is there."""
-    order = make_order(given)
-    print("this machine")
-    is_remote = is_client(order.master, os.environ) and not given.no_cluster
-    yield from map(_shown, examine_machine(os.environ, is_remote=is_remote))
-    if given.no_cluster:
-        return
-    print(f"\nthe cluster: {order.master or 'the master of spark-submit or the configuration'}")
-    yield from map(_shown, examine_cluster(order))
-
-
 def is_client(master: str | None, environ: Mapping[str, str]) -> bool:
     """Whether the session would be one of Spark Connect, with Spark elsewhere."""
     return (master or environ.get("SPARK_REMOTE", "")).startswith("sc://")
-
-
-def _shown(finding: Finding) -> Finding:
-    print(finding.line(), flush=True)
-    return finding
 
 
 def make_order(given: argparse.Namespace) -> Order:

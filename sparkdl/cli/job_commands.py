@@ -18,6 +18,7 @@ from dataclasses import dataclass, fields
 from enum import Enum
 from importlib import import_module, resources
 from pathlib import Path
+from pkgutil import resolve_name
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from sparkdl.cli import completion
@@ -168,17 +169,15 @@ class JobCommand(Generic[T]):
         """The job, whose values are checked before Spark is started if they can be."""
         if self.check is None or brings_modules(load_job(self.kind, path, settings).spark):
             return load_job(self.kind, path, settings)
-        module, _, function = self.check.partition(":")
         with showing("checking the job file"):  # for which torch is imported
-            return load_job(self.kind, path, settings, getattr(import_module(module), function))
+            return load_job(self.kind, path, settings, resolve_name(self.check))
 
     def do(self, job: T, form: Form) -> None:
         """Do the job in a session of its own, and print what came of it."""
-        module, _, function = self.work.partition(":")
         with showing("starting Spark"):
             from sparkdl.cli.job_files.spark_session import make_session
 
-            work = getattr(import_module(module), function)
+            work = resolve_name(self.work)
             spark = make_session(job.spark, f"sparkdl {self.name}")
         try:
             self.show(job, work(job, spark), form)

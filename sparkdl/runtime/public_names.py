@@ -17,13 +17,12 @@ from typing import Any
 
 from sparkdl.errors import ConfigError, did_you_mean, unknown
 
-
-def _listed(stub: bytes) -> dict[str, str]:
-    imports = (node for node in ast.parse(stub).body if isinstance(node, ast.ImportFrom))
-    return {alias.name: str(node.module) for node in imports for alias in node.names}
-
-
-MODULE_OF = _listed(get_data("sparkdl", "__init__.pyi") or b"")
+_imports = [
+    node
+    for node in ast.parse(get_data("sparkdl", "__init__.pyi") or b"").body
+    if isinstance(node, ast.ImportFrom)
+]
+MODULE_OF = {alias.name: str(node.module) for node in _imports for alias in node.names}
 """The public names of sparkdl, and the module of each, from the imports of ``__init__.pyi``."""
 _PUBLIC_PACKAGES = ("sparkdl", "sparkdl.models")
 

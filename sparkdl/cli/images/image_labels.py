@@ -61,7 +61,11 @@ def by_table(
     nulls = max(table["path"].null_count, table["label"].null_count)
     if nulls:
         raise DataError(f"the table of labels has {nulls:,} rows without path or label; drop them")
-    wanted = [_below(path, roots) for path in table["path"].to_pylist()]
+    starts = [f"{root.rstrip('/')}/" for root in roots]
+    wanted = []
+    for path in table["path"].to_pylist():
+        start = next((start for start in starts if path.startswith(start)), "")
+        wanted.append(posixpath.normpath(path.removeprefix(start)))
     if len(set(wanted)) < len(wanted):
         twice = sorted(path for path, count in Counter(wanted).items() if count > 1)
         raise DataError(
@@ -96,12 +100,3 @@ def _numbered(found: Sequence[str], names: Sequence[str]) -> tuple[pa.Array, tup
     ordered = tuple(names) or tuple(sorted(set(found)))
     numbers = {name: number for number, name in enumerate(ordered)}
     return pa.array([numbers[name] for name in found], pa.int64()), ordered
-
-
-def _below(path: str, roots: Sequence[str]) -> str:
-    """A path of the table as one below the source's folder."""
-    for root in roots:
-        if path.startswith(f"{root.rstrip('/')}/"):
-            path = path[len(root.rstrip("/")) + 1 :]
-            break
-    return posixpath.normpath(path)

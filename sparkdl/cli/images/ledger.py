@@ -119,11 +119,16 @@ class Ledger:
             for split in SPLITS
         }
         made = {split: of for split, of in splits.items() if any(record.rows for record in of)}
+        rows_by_label = {split: dict.fromkeys(names, 0) for split in made}
+        for split, of in made.items():
+            for record in of:
+                for number, rows in record.rows_by_label.items():
+                    rows_by_label[split][names[int(number)]] += rows
         summary = {
             "plan": self.plan,
             "files": {split: sum(record.rows > 0 for record in of) for split, of in made.items()},
             "rows": {split: sum(record.rows for record in of) for split, of in made.items()},
-            "rows_by_label": {split: _rows_by_label(of, names) for split, of in made.items()},
+            "rows_by_label": rows_by_label,
             "bad": len(bad),
         }
         if names:
@@ -168,11 +173,3 @@ class Ledger:
 
     def _write(self, path: str, value: Any) -> None:
         self.storage.write(path, json.dumps(value, indent=1).encode())
-
-
-def _rows_by_label(records: Sequence[Record], names: Sequence[str]) -> dict[str, int]:
-    totals = dict.fromkeys(names, 0)
-    for record in records:
-        for number, rows in record.rows_by_label.items():
-            totals[names[int(number)]] += rows
-    return totals

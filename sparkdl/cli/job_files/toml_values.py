@@ -102,7 +102,9 @@ def build(kind: type[T], table: Any, where: str = "") -> T:
     known = {item.name: item for item in fields(kind)}  # type: ignore[arg-type]
     for key in table:
         if key not in known:
-            raise ConfigError(_unknown(key, where, list(known)))
+            what = f"unknown key '{key}' in [{where}]" if where else f"unknown section [{key}]"
+            hint = did_you_mean(key, known) or ";"
+            raise ConfigError(f"{what}{hint} known: {', '.join(known)}")
     for name in known:
         if name in required(kind) and name not in table:
             place = f"key '{name}' in [{where}]" if where else f"section [{name}]"
@@ -189,12 +191,6 @@ def describe(hint: Any) -> str:
     if is_dataclass(hint):
         return f"a table with {_listed([item.name for item in fields(hint)])}"
     return "a table" if origin is Mapping else NAMES.get(hint, str(hint))
-
-
-def _unknown(key: str, where: str, known: Sequence[str]) -> str:
-    hint = did_you_mean(key, known) or ";"
-    what = f"unknown key '{key}' in [{where}]" if where else f"unknown section [{key}]"
-    return f"{what}{hint} known: {', '.join(known)}"
 
 
 def _listed(names: Iterable[Any]) -> str:
