@@ -84,3 +84,10 @@ def test_between_reports_time_goes_on() -> None:
     assert time_left.seconds(8.0, 125) == pytest.approx(17.0)
     assert time_left.seconds(99.0, 125) == 0.0
     assert time_left.seconds(5.0, 105) is None  # the end is there
+
+
+def test_after_a_long_pause_it_counts_as_one_of_all_steps() -> None:
+    time_left = TimeLeft()
+    for now, step in [(0.0, 1), (1.0, 2), (2.0, 3), (3.0, 4), (903.0, 5)]:
+        time_left.take(now, step)
+    assert time_left.seconds(903.0, 9) == pytest.approx(4 * 900.0, rel=0.1)
