@@ -15,9 +15,9 @@ from urllib.parse import urlsplit
 
 from sparkdl.cli.doctor import trial_gang
 from sparkdl.cli.doctor.finding import Finding, bounded, checked, left_out, note, ok, wrong
-from sparkdl.cli.doctor.machine_checks import installed
 from sparkdl.cli.job_files.job_file import SparkSection
 from sparkdl.errors import ClusterError, SparkDLError
+from sparkdl.runtime.versions import installed, versions
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
@@ -253,7 +253,6 @@ def _link(
     order: Order,
 ) -> Iterator[Finding]:
     """Try the channel between driver and executors, and their versions, or a place of files."""
-    from sparkdl.runtime.versions import versions
     from sparkdl.spark.cluster.link import open_link
 
     tasks = slots.num_workers

@@ -15,6 +15,7 @@ from pathlib import Path
 import sparkdl
 from sparkdl.cli.doctor.finding import Finding, bounded, left_out, note, ok, wrong
 from sparkdl.errors import ClusterError
+from sparkdl.runtime.versions import installed
 
 _DISTRIBUTION = "sparkdl-torch"
 _NEEDED = ("pyspark", "pandas", "torch")
@@ -55,14 +56,6 @@ def examine_machine(environ: Mapping[str, str], *, is_remote: bool = False) -> I
     if "SPARK_HOME" in environ:
         yield spark_home(Path(environ["SPARK_HOME"]), installed("pyspark"))
     yield host_name(environ)
-
-
-def installed(package: str) -> str | None:
-    """The version of an installed package, which is not imported."""
-    try:
-        return metadata.version(package)
-    except metadata.PackageNotFoundError:
-        return None
 
 
 def required_ranges() -> dict[str, str]:
