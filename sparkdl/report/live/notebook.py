@@ -74,16 +74,13 @@ class NotebookLine(RunView):
         self._shown = ""
 
     def activity(self, what: str, detail: str) -> None:
-        """Show it."""
         self.phase(what, detail)
         self.tick()
 
     def tick(self) -> None:
-        """Show that time goes by."""
         self._say(with_time(self))
 
     def close(self) -> None:
-        """Take it away."""
         self._say("")
 
     def _say(self, text: str) -> None:
@@ -111,29 +108,24 @@ class NotebookView(RunView):
         board.add(self)
 
     def activity(self, what: str, detail: str) -> None:
-        """Show what is waited for."""
         if self.phase(what, detail):
             self._board.changed("progress")
 
     def planned(self, plan: TrainPlan) -> None:
-        """The bar's length is known."""
         super().planned(plan)
         self.curves.steps_per_epoch = plan.steps_per_epoch
         self._board.changed("progress")
 
     def tick(self) -> None:
-        """Show that time goes by."""
         self._board.changed(*([] if self.is_training else ["progress"]))
 
     def attempt(self, number: int, start_step: int) -> None:
-        """Go back to where the gang starts."""
         super().attempt(number, start_step)
         if self.kind != "fit":
             self.state = f"running, restart {number}" if number else "running"
         self._board.changed("progress")
 
     def progress(self, rank: int, progress: Progress) -> None:
-        """Move the bar with rank 0."""
         before = self.step
         if self.has_moved(rank, progress):
             self.curves.add_step(progress.step, progress.loss)
@@ -142,18 +134,15 @@ class NotebookView(RunView):
             self._board.changed()
 
     def epoch(self, record: Mapping[str, float]) -> None:
-        """Go on with the curves."""
         add_record(self.curves.history, record)
         self._board.changed("progress", "curves")
 
     def log(self, rank: int, line: str, level: int) -> None:
-        """Print a worker's line."""
         if level >= self._least_level:
             name = f"{self.curves.name}, " if len(self._board.views) > 1 else ""
             print(f"[{name}rank {rank}] {line}", flush=True)
 
     def close(self) -> None:
-        """Show everything once more, and leave it there."""
         if not self.has_ended:
             self.has_ended = True
             self.state = f"ended in {self.state}" if self.epochs else "ended"

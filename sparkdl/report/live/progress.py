@@ -111,7 +111,6 @@ class SilentView(View):
     """Shows nothing (``verbose=0``); the workers' warnings become the driver's."""
 
     def log(self, rank: int, line: str, level: int) -> None:
-        """Log a warning."""
         if level >= logging.WARNING:
             logger.log(level, "[rank %d] %s", rank, line)
 
@@ -125,7 +124,6 @@ class EpochCallback(View):
         self._on_epoch = on_epoch
 
     def epoch(self, record: Mapping[str, float]) -> None:
-        """Call the function."""
         self._on_epoch(record)
 
 
@@ -148,7 +146,6 @@ class RunView(View):
         self._speeds: dict[int, float] = {}
 
     def planned(self, plan: TrainPlan) -> None:
-        """The steps of a fit are known."""
         self.epochs, self.total_steps = plan.end_epoch, plan.first_step + plan.total_steps
 
     def phase(self, what: str, detail: str) -> bool:
@@ -168,7 +165,6 @@ class RunView(View):
         return time.monotonic() - self._phase_began if self._phase else 0.0
 
     def begun_again(self, number: int, step: int | None) -> None:
-        """What is waited for is shown again."""
         self.is_training = False
 
     def attempt(self, number: int, start_step: int) -> None:
@@ -312,7 +308,6 @@ class ConsoleView(RunView):
         return f"{text:<{width}}\r"
 
     def planned(self, plan: TrainPlan) -> None:
-        """Draw the bar, which is empty yet."""
         super().planned(plan)
         if self._has_bar:
             # 80 columns have room for it.
@@ -345,7 +340,6 @@ class ConsoleView(RunView):
             self._end_line()
 
     def tick(self) -> None:
-        """Show that time goes by."""
         if self._bar is not None:
             self._redraw()
             return
@@ -372,18 +366,15 @@ class ConsoleView(RunView):
             self._write(f"restart {number}, {place}")
 
     def progress(self, rank: int, progress: Progress) -> None:
-        """Move the bar with rank 0."""
         if self.has_moved(rank, progress) and self._bar is not None:
             self._bar.set_postfix_str(", ".join(self.details()), refresh=False)
             self._bar.update(max(0, progress.step - self._bar.n))
             self._redraw()
 
     def epoch(self, record: Mapping[str, float]) -> None:
-        """Print the record."""
         self._write(record_text(record))
 
     def log(self, rank: int, line: str, level: int) -> None:
-        """Print a worker's line."""
         if level >= self._least_level:
             self._write(f"[rank {rank}] {line}")
 
@@ -402,6 +393,5 @@ class ConsoleView(RunView):
             self._write(f"{state}: {steps}/{planned} steps")
 
     def close(self) -> None:
-        """Leave the bar on the screen."""
         self._open.discard(self)
         self._end_line()
