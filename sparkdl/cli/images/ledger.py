@@ -71,7 +71,12 @@ class Ledger:
         """
         finished = self._read(FINISHED)
         before = finished["plan"] if finished is not None else self._read(_PLAN)
-        self._refuse_others({WORK} if before is None else _OURS)
+        ours = {WORK} if before is None else _OURS
+        if strange := [name for name in self.storage.list("") if name not in ours]:
+            raise ConfigError(
+                f"{self.storage} holds other things ({', '.join(strange[:3])}); choose a new or "
+                "empty folder for output.path"
+            )
         if before is not None:
             changed = difference(before, self.plan)
             if changed is None and finished is None:
@@ -153,14 +158,6 @@ class Ledger:
             rows_by_label=summary["rows_by_label"],
             bad=tuple((entry["path"], entry["reason"]) for entry in bad),
         )
-
-    def _refuse_others(self, ours: set[str]) -> None:
-        strange = [name for name in self.storage.list("") if name not in ours]
-        if strange:
-            raise ConfigError(
-                f"{self.storage} holds other things ({', '.join(strange[:3])}); choose a new or "
-                "empty folder for output.path"
-            )
 
     def _read(self, path: str) -> Any | None:
         """A file's JSON; None if there is none, or not the whole of it."""

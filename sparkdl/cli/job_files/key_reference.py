@@ -49,7 +49,11 @@ def sections_of(kind: type, above: str = "") -> Iterator[Section]:
         found = dataclass_in(hints[item.name])
         if found is None:
             continue
-        name, doc = f"{above}{item.name}", _opening(found)
+        # What the class says of itself, after the name of its section.
+        text = re.sub(
+            r"^(``\[[\w.]+\]``(, )?)+[^:]*: ", "", " ".join((found.__doc__ or "").split())
+        )
+        name, doc = f"{above}{item.name}", text[:1].upper() + text[1:]
         is_repeated = item.name in _SELECTED_ELSEWHERE and found is DataSection
         if is_repeated:
             doc += " The keys are those of ``[data]`` of training."
@@ -85,13 +89,6 @@ def as_text(kind: type, width: int) -> Iterator[str]:
 
 def _plain(doc: str) -> str:
     return re.sub(r"`+", "", doc)
-
-
-def _opening(kind: type) -> str:
-    """What the class says of itself, after the name of its section."""
-    text = " ".join((kind.__doc__ or "").split())
-    text = re.sub(r"^(``\[[\w.]+\]``(, )?)+[^:]*: ", "", text)
-    return text[:1].upper() + text[1:]
 
 
 def _keys(kind: type) -> Iterator[Key]:

@@ -221,7 +221,6 @@ class Listeners:
     """The listeners of one run."""
 
     def __init__(self) -> None:
-        """There are none yet."""
         self._entries: list[_Entry] = []
 
     def start(self, start: RunStart, listeners: Sequence[Listener]) -> None:
