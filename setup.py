@@ -93,6 +93,7 @@ setup(
         "": ["*.pyi"],
         "sparkdl": ["py.typed"],
         "sparkdl.cli": ["starters/*.toml", "job_files/*.properties"],
+        "sparkdl.report": ["live.js", "page/style.css"],
     },
     entry_points={"console_scripts": ["sparkdl = sparkdl.cli.main:main"]},
     python_requires=">=3.11",

@@ -2,6 +2,7 @@
 
 SparkDLError
 ├── ConfigError          a parameter is wrong or two of them contradict (also a ValueError)
+│   └── ParamError       no Param has this name, or the value is of no use to it (also a TypeError)
 ├── DataError            the DataFrame cannot be trained on as it is (also a ValueError)
 ├── ClusterError         the cluster cannot run the gang: slots, GPUs, versions, allocation
 ├── StorageError         a checkpoint or model directory cannot be read or written
@@ -32,6 +33,10 @@ class SparkDLError(Exception):
 
 class ConfigError(SparkDLError, ValueError):
     """A parameter is wrong, or two of them contradict each other."""
+
+
+class ParamError(ConfigError, TypeError):
+    """No Param has this name, or the value is of another type; Spark ML's own is a TypeError."""
 
 
 class DataError(SparkDLError, ValueError):

@@ -231,12 +231,14 @@ class TorchEstimator(_TorchEstimator, LabelsAccessors):
     _task = "custom"
     _model_class = TorchModel
 
+    @plainly
     @keyword_only
     def __init__(self, **params: Unpack[LabelsArguments]) -> None:
         super().__init__()
         self._setDefault(loss="mse")
         self.setParams(**params)
 
+    @plainly
     @keyword_only
     def setParams(self, **params: Unpack[LabelsArguments]) -> TorchEstimator:
         """Set several Params at once."""
@@ -255,12 +257,14 @@ class TorchRegressor(_TorchEstimator, HasLabelCol, RegressorAccessors):
     _task = "regression"
     _model_class = TorchRegressorModel
 
+    @plainly
     @keyword_only
     def __init__(self, **params: Unpack[RegressorArguments]) -> None:
         super().__init__()
         self._setDefault(loss="mse")
         self.setParams(**params)
 
+    @plainly
     @keyword_only
     def setParams(self, **params: Unpack[RegressorArguments]) -> TorchRegressor:
         """Set several Params at once."""
@@ -283,12 +287,14 @@ class TorchClassifier(_TorchEstimator, HasLabelCol, ClassOutputParams, Classifie
     _task = "classification"
     _model_class = TorchClassifierModel
 
+    @plainly
     @keyword_only
     def __init__(self, **params: Unpack[ClassifierArguments]) -> None:
         super().__init__()
         self._setDefault(loss="cross_entropy")
         self.setParams(**params)
 
+    @plainly
     @keyword_only
     def setParams(self, **params: Unpack[ClassifierArguments]) -> TorchClassifier:
         """Set several Params at once."""

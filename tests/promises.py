@@ -81,7 +81,7 @@ PROMISES = {
     "reportDir leaves a page of each fit":
         "tests/docs/test_python_blocks.py::test_the_blocks_of_a_page_run[docs/reports.md]",
     "sparkdl ui shows the runs":
-        "tests/report/server/test_ui_command.py::test_it_serves_until_ctrl_c",
+        "tests/cli/test_ui_command.py::test_it_serves_until_ctrl_c",
     "TorchRunner runs a function of one's own on all workers":
         "tests/test_runner.py::test_a_function_trains_on_the_rows_of_a_data_frame[2]",
     "a job of a TOML file trains and says what it reached":

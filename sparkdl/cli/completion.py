@@ -9,12 +9,13 @@ from __future__ import annotations
 
 import argparse
 import os
-from collections.abc import Iterator
-from dataclasses import fields, is_dataclass
+from collections.abc import Callable, Iterator
+from dataclasses import fields
 from importlib import import_module
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 from sparkdl.cli.command_line import Command, Run, ended
+from sparkdl.cli.job_files.toml_values import dataclass_in
 from sparkdl.errors import ConfigError, import_or
 from sparkdl.spark.params.converters import parts_of
 
@@ -59,31 +60,15 @@ def complete(parser: argparse.ArgumentParser) -> None:
         import_module("argcomplete").autocomplete(parser)
 
 
-def files_for(action: argparse.Action, *endings: str) -> None:
-    """Have an argument completed by the names of files with these endings, and of folders."""
-    if "_ARGCOMPLETE" in os.environ:
-        _attach(action, import_module("argcomplete.completers").FilesCompleter(endings))
-
-
-def settings_for(action: argparse.Action, job: type) -> None:
-    """Have ``--set`` completed by the keys of a job file, and by the values that a key may have."""
-
-    def completer(prefix: str, **_: Any) -> list[str]:
-        return list(settings(job, prefix))
-
-    _attach(action, completer)
-
-
-def _attach(action: argparse.Action, completer: Any) -> None:
+def complete_with(action: argparse.Action, completer: Callable[..., Any]) -> None:
+    """Have an argument completed by what ``completer(prefix, ...)`` gives."""
     action.completer = completer  # type: ignore[attr-defined] # where argcomplete looks for it
 
 
 def settings(job: type, prefix: str) -> Iterator[str]:
-    """What may follow ``--set`` and begins with ``prefix``.
+    """What may follow ``--set`` and begins with ``prefix``, by the keys of a job file's class.
 
-    Args:
-        job: the class of a job file, such as `sparkdl.cli.job_files.job_file.TrainJob`.
-        prefix: what is there already; up to ``=`` it is a key, from there on a value.
+    Up to ``=`` the prefix is a key, from there on a value.
     """
     key, separator, _ = prefix.partition("=")
     for name, hint in keys(job):
@@ -99,9 +84,8 @@ def keys(job: type, above: str = "") -> Iterator[tuple[str, Any]]:
     hints = get_type_hints(job)
     for item in fields(job):
         hint, name = hints[item.name], f"{above}{item.name}"
-        inner = next((part for part in parts_of(hint) if is_dataclass(part)), None)
+        inner = dataclass_in(hint)
         if inner is not None and above.count(".") < 2:
-            assert isinstance(inner, type)
             yield from keys(inner, f"{name}.")
         if above:
             yield name, hint

@@ -10,7 +10,7 @@ from sparkdl.cli.command_line import Command, Run, ended
 from sparkdl.cli.doctor.cluster_checks import Order, examine_cluster
 from sparkdl.cli.doctor.finding import Finding
 from sparkdl.cli.doctor.machine_checks import examine_machine
-from sparkdl.errors import ConfigError
+from sparkdl.config import require
 
 _EXAMPLES = """\
 Each line is ok, or says what is wrong and what to do. The exit status is 1 if something is wrong.
@@ -59,16 +59,29 @@ def _set_up(parser: argparse.ArgumentParser) -> Run:
 
 def _run(given: argparse.Namespace) -> int:
     """Look at everything, line by line; the exit status says whether something is wrong."""
-    found: list[Finding] = []
-    status = ended(lambda: found.extend(_look(given)))
-    if status != 0:
-        return status
-    problems = [finding.subject for finding in found if finding.state == "wrong"]
-    if not problems:
-        print("\nnothing is wrong")
-        return 0
-    print(f"\n{len(problems)} wrong: {', '.join(problems)}")
-    return 1
+    problems: list[str] = []
+
+    def show(findings: Iterator[Finding]) -> None:
+        for finding in findings:
+            print(finding.line(), flush=True)
+            if finding.state == "wrong":
+                problems.append(finding.subject)
+
+    def look() -> None:
+        order = make_order(given)
+        print("this machine")
+        is_remote = is_client(order.master, os.environ) and not given.no_cluster
+        show(examine_machine(os.environ, is_remote=is_remote))
+        if not given.no_cluster:
+            where = order.master or "the master of spark-submit or the configuration"
+            print(f"\nthe cluster: {where}")
+            show(examine_cluster(order))
+
+    status = ended(look)
+    if status == 0:
+        shown = f"{len(problems)} wrong: {', '.join(problems)}" if problems else "nothing is wrong"
+        print(f"\n{shown}")
+    return status or int(bool(problems))
 
 
 DOCTOR = Command(
@@ -81,26 +94,9 @@ DOCTOR = Command(
 )
 
 
-def _look(given: argparse.Namespace) -> Iterator[Finding]:
-    """Print each finding as soon as it is there."""
-    order = make_order(given)
-    print("this machine")
-    is_remote = is_client(order.master, os.environ) and not given.no_cluster
-    yield from map(_shown, examine_machine(os.environ, is_remote=is_remote))
-    if given.no_cluster:
-        return
-    print(f"\nthe cluster: {order.master or 'the master of spark-submit or the configuration'}")
-    yield from map(_shown, examine_cluster(order))
-
-
 def is_client(master: str | None, environ: Mapping[str, str]) -> bool:
     """Whether the session would be one of Spark Connect, with Spark elsewhere."""
     return (master or environ.get("SPARK_REMOTE", "")).startswith("sc://")
-
-
-def _shown(finding: Finding) -> Finding:
-    print(finding.line(), flush=True)
-    return finding
 
 
 def make_order(given: argparse.Namespace) -> Order:
@@ -109,26 +105,18 @@ def make_order(given: argparse.Namespace) -> Order:
     Raises:
         ConfigError: an argument is wrong.
     """
-    conf = dict(_entry(text) for text in given.conf)
-    if given.num_workers is not None and given.num_workers < 1:
-        raise ConfigError(f"--num-workers must be at least 1; received {given.num_workers}")
-    if not given.timeout > 0:
-        raise ConfigError(f"--timeout must be a positive number; received {given.timeout:g}")
-    if given.remote is not None and not given.remote.startswith("sc://"):
-        raise ConfigError(
-            f"--remote takes a URL such as sc://host:15002; received {given.remote!r}"
-        )
+    entries = [text.partition("=") for text in given.conf]
+    for text, (key, separator, _) in zip(given.conf, entries, strict=True):
+        require(bool(key and separator), "--conf takes key=value", text)
+    few = given.num_workers is not None and given.num_workers < 1
+    require(not few, "--num-workers must be at least 1", given.num_workers)
+    require(given.timeout > 0, "--timeout must be a positive number", given.timeout)
+    is_remote = given.remote is None or given.remote.startswith("sc://")
+    require(is_remote, "--remote takes a URL such as sc://host:15002", given.remote)
     return Order(
         master=given.remote or given.master,
-        conf=conf,
+        conf={key: value for key, _, value in entries},
         checkpoint_dir=given.checkpoint_dir,
         num_workers=given.num_workers,
         timeout_seconds=given.timeout,
     )
-
-
-def _entry(text: str) -> tuple[str, str]:
-    key, separator, value = text.partition("=")
-    if not separator or not key:
-        raise ConfigError(f"--conf takes key=value; received {text!r}")
-    return key, value

@@ -18,6 +18,7 @@ from dataclasses import dataclass, fields
 from enum import Enum
 from importlib import import_module, resources
 from pathlib import Path
+from pkgutil import resolve_name
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from sparkdl.cli import completion
@@ -33,6 +34,7 @@ from sparkdl.cli.job_files.job_file import (
 from sparkdl.cli.job_files.job_objects import in_file_words
 from sparkdl.cli.job_files.prepare_file import PrepareJob
 from sparkdl.cli.job_files.study_file import TuneJob
+from sparkdl.report.live.views import showing
 from sparkdl.runtime.console_log import log_to_console
 
 if TYPE_CHECKING:
@@ -111,7 +113,9 @@ class JobCommand(Generic[T]):
 
     def _set_up(self, parser: argparse.ArgumentParser, form: Form) -> Run:
         config = parser.add_argument("--config", metavar="FILE", help="the job file (TOML)")
-        completion.files_for(config, "toml")
+        if "_ARGCOMPLETE" in os.environ:
+            completers = import_module("argcomplete.completers")
+            completion.complete_with(config, completers.FilesCompleter(("toml",)))
         setting = parser.add_argument(
             "--set",
             action="append",
@@ -120,7 +124,9 @@ class JobCommand(Generic[T]):
             metavar="SECTION.KEY=VALUE",
             help=_SETTING_HELP,
         )
-        completion.settings_for(setting, self.kind)
+        completion.complete_with(
+            setting, lambda prefix, **_: list(completion.settings(self.kind, prefix))
+        )
         parser.add_argument(
             "--starter", action="store_true", help="print a job file to begin with, and end"
         )
@@ -163,19 +169,15 @@ class JobCommand(Generic[T]):
         """The job, whose values are checked before Spark is started if they can be."""
         if self.check is None or brings_modules(load_job(self.kind, path, settings).spark):
             return load_job(self.kind, path, settings)
-        module, _, function = self.check.partition(":")
-        return load_job(self.kind, path, settings, getattr(import_module(module), function))
+        with showing("checking the job file"):  # for which torch is imported
+            return load_job(self.kind, path, settings, resolve_name(self.check))
 
     def do(self, job: T, form: Form) -> None:
         """Do the job in a session of its own, and print what came of it."""
-        from sparkdl.report.live.choose_view import activity_view
-        from sparkdl.report.live.views import showing
-
-        module, _, function = self.work.partition(":")
-        with showing("starting Spark", activity_view):
+        with showing("starting Spark"):
             from sparkdl.cli.job_files.spark_session import make_session
 
-            work = getattr(import_module(module), function)
+            work = resolve_name(self.work)
             spark = make_session(job.spark, f"sparkdl {self.name}")
         try:
             self.show(job, work(job, spark), form)

@@ -8,16 +8,17 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from pyspark.sql import SparkSession
 from pyspark.sql.types import ArrayType, BinaryType, MapType, StructType
 
-from sparkdl.cli.job_files.job_file import EvaluateJob, ObjectRef, PredictJob, TrainJob
+from sparkdl.cli.job_files.job_file import EvaluateJob, PredictJob, TrainJob
 from sparkdl.cli.job_files.job_objects import make_estimator
 from sparkdl.cli.job_files.read_rows import read_data, read_training_data
+from sparkdl.cli.job_files.toml_values import to_tables
 from sparkdl.errors import ConfigError, StorageError
 from sparkdl.inference.scores import Evaluation
 from sparkdl.runtime.activity import doing
@@ -90,21 +91,20 @@ def run_train(job: TrainJob, spark: SparkSession) -> TrainReport:
 
 def _packages_of(job: TrainJob) -> set[str]:
     """The packages whose code a job names, which its author trusts."""
-    names: set[str] = set()
-
-    def walk(value: Any) -> None:
-        if isinstance(value, str) and ":" in value:
-            names.add(value.partition(":")[0].partition(".")[0])
-        elif isinstance(value, ObjectRef):
-            walk((value.factory, value.args))
-        elif isinstance(value, Mapping):
-            walk(tuple(value.values()))
-        elif isinstance(value, tuple | list):
-            for item in value:
-                walk(item)
-
-    walk((job.model, job.estimator.given))
+    references = [
+        text for text in _texts(to_tables((job.model, job.estimator.given))) if ":" in text
+    ]
+    names = {text.partition(":")[0].partition(".")[0] for text in references}
     return {name for name in names if name.isidentifier()}
+
+
+def _texts(value: Any) -> Iterator[str]:
+    """The texts in tables and lists, without the names of keys."""
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, Mapping | list):
+        for item in value.values() if isinstance(value, Mapping) else value:
+            yield from _texts(item)
 
 
 def can_report(spark: SparkSession) -> bool:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Sequence
-from importlib import import_module
 from pathlib import Path
 
 from sparkdl import __version__
@@ -17,8 +16,8 @@ from sparkdl.cli.command_line import Command, Run, ended
 from sparkdl.cli.completion import COMPLETION, complete
 from sparkdl.cli.doctor_command import DOCTOR
 from sparkdl.cli.job_commands import EVALUATE, EXPLAIN, PREDICT, PREPARE, TRAIN, TUNE, Form
+from sparkdl.cli.ui_command import UI
 
-_UI_MODULE = "sparkdl.report.server.ui_command"
 _DESCRIPTION = "Train PyTorch models on Spark, apply them, and look after both."
 _EPILOG = """\
 begin with:
@@ -52,14 +51,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """
     parser = make_parser()
     complete(parser)
-    words = list(sys.argv[1:] if arguments is None else arguments)
     folder = str(Path.cwd())
     if folder not in sys.path:  # jobs may name the user's own modules, as with python -m
         sys.path.append(folder)
-    if words[:1] == ["ui"]:  # which has a parser of its own
-        status: int = import_module(_UI_MODULE).main(words[1:])
-        return status
-    given = parser.parse_args(words)
+    given = parser.parse_args(arguments)
     run: Run = given.run
     return run(given)
 
@@ -113,18 +108,4 @@ EXPORT = Command(
     description="Write a saved model in another form: ONNX, an exported program, or weights alone.",
     examples=_EXPORT_EXAMPLES,
     set_up=_set_up_export,
-)
-
-
-def _set_up_ui(parser: argparse.ArgumentParser) -> Run:
-    """For completion and the list of commands; `main` gives ``ui`` its arguments unparsed."""
-    parser.add_argument("directory", metavar="DIR")
-    return lambda given: main(["ui", given.directory])
-
-
-UI = Command(
-    name="ui",
-    description="Show the reports of runs, also of those under way, in a browser on this machine.",
-    examples="example:\n  sparkdl ui runs",
-    set_up=_set_up_ui,
 )

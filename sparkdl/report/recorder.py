@@ -62,12 +62,9 @@ class Recorder(View):
         began: Mapping[str, Any],
         views: Views | None = None,
     ) -> None:
-        """Begin.
+        """Begin, with the fields of `RunRecord`, ``began``, that are known already.
 
-        Args:
-            folder: where the record is left; None: it is kept in memory only.
-            began: fields of `RunRecord` that are known when the run begins.
-            views: what shows the run; who made them closes them.
+        Without a folder the record is kept in memory only. Who made the views closes them.
         """
         self._clock = time.perf_counter()
         self._phase, self._phase_began = "", 0.0
@@ -76,7 +73,7 @@ class Recorder(View):
         self._waiting: list[Event] = []
         self._lock = threading.Lock()
         self._folder = folder
-        self._listeners = Listeners()
+        self.listeners = Listeners()
         self._views = Views() if views is None else views
         self._spans = Spans(1)
         self._world_size = 1
@@ -96,16 +93,8 @@ class Recorder(View):
             self._folder.append(self._taken())  # a place that cannot be written to ends the fit
             self._writer.start()
 
-    def start_listeners(self, start: RunStart, listeners: Sequence[Listener]) -> None:
-        """Call these listeners from now on; what one raises when it starts is raised."""
-        self._listeners.start(start, listeners)
-
-    def show(self, view: View) -> None:
-        """Have this view show the run from now on; see `View.ends_run`."""
-        self._views.open(lambda: view)
-
-    def show_in(self, make: Callable[[], View]) -> None:
-        """Make a view, and have it show the run; an error ends neither."""
+    def show(self, make: Callable[[], View]) -> None:
+        """Make a view, and have it show the run; an error ends neither, but see `View.ends_run`."""
         self._views.open(make)
 
     def doing(self, what: str, detail: str | None = None) -> None:
@@ -139,7 +128,7 @@ class Recorder(View):
         self._first_step = int(facts.get("first_step", 0))
         shown = presentable({"workers": world_size, **facts})
         self._note("facts", facts=shown)
-        self._listeners.call(lambda listener: listener.facts(shown))
+        self.listeners.call(lambda listener: listener.facts(shown))
 
     def planned(self, plan: TrainPlan) -> None:
         self._views.call(lambda view: view.planned(plan))
@@ -147,7 +136,7 @@ class Recorder(View):
     def graph(self, graph: Mapping[str, Any]) -> None:
         """What the module is made of; see `record.module_graph`."""
         self._note("graph", graph=graph)
-        self._listeners.call(lambda listener: listener.graph(graph))
+        self.listeners.call(lambda listener: listener.graph(graph))
 
     # --- called by the supervisor -------------------------------------------------------------
 
@@ -167,7 +156,7 @@ class Recorder(View):
         self._flush()
         shown = presentable(reason)
         self._note("failure", reason=shown)
-        self._listeners.call(lambda listener: listener.failure(shown))
+        self.listeners.call(lambda listener: listener.failure(shown))
 
     def progress(self, rank: int, progress: Progress) -> None:
         self._views.call(lambda view: view.progress(rank, progress))
@@ -188,7 +177,7 @@ class Recorder(View):
             step = int(body["step"])
             if ratios := body.get("ratios"):
                 self._note("layers", step=step, ratios=ratios)
-            self._listeners.layers(step, body)
+            self.listeners.layers(step, body)
 
     def epoch(self, record: Mapping[str, float]) -> None:
         self._views.call(lambda view: view.epoch(record))
@@ -198,7 +187,7 @@ class Recorder(View):
         else:
             epoch = math.ceil(record["epoch"]) - 1 - self._first_epoch
             step = int(self._first_step + epoch * self._steps_per_epoch + record["steps"])
-        self._listeners.call(lambda listener: listener.epoch(step, record))
+        self.listeners.call(lambda listener: listener.epoch(step, record))
 
     def log(self, rank: int, line: str, level: int) -> None:
         """Pass the line on; warnings are kept."""
@@ -220,12 +209,9 @@ class Recorder(View):
         module: nn.Module | None = None,
         weights: str = "",
     ) -> None:
-        """What came of the run; listeners are shown the trained module at its end.
+        """What came of the run: a record per epoch or report, the trained module, and `weights`.
 
-        Args:
-            history: a record per epoch or report.
-            module: the trained one.
-            weights: which ones it has, as in `RunRecord.weights`.
+        Listeners are shown the module at the end; ``weights`` are in words, as in `RunRecord`.
         """
         self._history, self._module = [dict(record) for record in history], module
         self._weights = weights
@@ -252,7 +238,7 @@ class Recorder(View):
             except Exception as failure:
                 self._give_up(failure)
         self.doing("waiting for listeners", "")
-        self._listeners.end(record, self._module)
+        self.listeners.end(record, self._module)
 
     @property
     def page_path(self) -> str | None:
@@ -312,7 +298,7 @@ class Recorder(View):
         if before is not None and now > before[0] and rows >= before[1]:
             speed = (rows - before[1]) / (now - before[0])
         values = {"loss": loss} | ({} if speed is None else {"rows_per_second": speed})
-        self._listeners.step(step, values)
+        self.listeners.step(step, values)
         self._unnoted = {"step": step, "loss": loss, "rows_per_second": speed}
         if now - self._step_noted >= now / _STEPS_KEPT:
             self._step_noted = now
@@ -362,16 +348,9 @@ def recording(
 ) -> Iterator[Recorder]:
     """Record what happens in the block, which calls `Recorder.succeeded` if all goes well.
 
-    Args:
-        run_id: the run's.
-        name: what is run.
-        run_name: what the user calls the run.
-        params: as in `RunRecord.params`.
-        storage: where the record is left; None: nowhere.
-        listeners: what else watches the run.
-        is_interrupted: asked when the block has failed, whether the user wanted that.
-        ask_tasks: as for `Views`.
-        known: other fields of `RunRecord`.
+    The record is left in ``storage``, or nowhere; ``known`` are other fields of `RunRecord`. When
+    the block has failed, ``is_interrupted`` is asked whether the user wanted that; ``ask_tasks`` is
+    as for `Views`.
 
     Raises:
         StorageError: the storage cannot be written to.
@@ -390,7 +369,7 @@ def recording(
     with contextlib.closing(Views(ask_tasks)) as views:
         recorder = Recorder(folder, began, views)
         try:
-            recorder.start_listeners(start, listeners)
+            recorder.listeners.start(start, listeners)
             with shown_by(recorder.doing):
                 yield recorder
         except BaseException as error:

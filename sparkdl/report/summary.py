@@ -7,7 +7,6 @@ neither torch nor pyspark.
 from __future__ import annotations
 
 import dataclasses
-import html
 import math
 import statistics
 import textwrap
@@ -17,7 +16,8 @@ from itertools import zip_longest
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from sparkdl.errors import SparkDLError, StorageError, import_or
+from sparkdl.errors import StorageError
+from sparkdl.report.live.learning_curves import Curves, draw
 from sparkdl.report.page.report_page import page
 from sparkdl.report.record.run_record import Line, RunRecord, curve_names, curve_panels
 from sparkdl.runtime.json_values import finite
@@ -157,17 +157,7 @@ class TrainingSummary:
         Raises:
             SparkDLError: matplotlib is not installed.
         """
-        remedy = "plot() needs matplotlib; install it with: pip install matplotlib"
-        with import_or(SparkDLError(remedy)):
-            from matplotlib.figure import Figure
-        panels = self.curves()
-        figure = Figure(figsize=(5.0 * len(panels), 3.5), layout="constrained")
-        axes = figure.subplots(1, len(panels), squeeze=False)[0]
-        for axis, (title, lines) in zip(axes, panels.items(), strict=True):
-            for label, (epochs, values) in lines.items():
-                axis.plot(epochs, values, marker="o", markersize=3, label=label)
-            axis.set(title=title, xlabel="epoch")
-            axis.legend()
+        figure = draw([Curves(name="fit", history=self.history, has_costs=True)])
         if path is not None:
             figure.savefig(path)
         return figure
@@ -230,13 +220,12 @@ class TrainingSummary:
 
     def _repr_html_(self) -> str:
         """The summary as notebooks show it: the facts, then the last epochs of the history."""
-        facts = "".join(
-            f"<tr><th style='text-align:left'>{html.escape(name)}</th>"
-            f"<td style='text-align:left'>{html.escape(value)}</td></tr>"
-            for name, value in self._lines()
-        )
+        import pandas as pd
+
+        with pd.option_context("display.max_colwidth", None):
+            facts = pd.DataFrame(self._lines()).to_html(index=False, header=False, justify="left")
         table: str = self.to_pandas().tail(20).to_html(index=False, float_format="%.5g")
-        return f"<table>{facts}</table>{table}"
+        return f"{facts}{table}"
 
     def _lines(self) -> list[tuple[str, str]]:
         rows = f"{self.rows:,} training, {self.validation_rows:,} validation"

@@ -18,9 +18,7 @@ if TYPE_CHECKING:
 def hardware(device: torch.device | None = None, threads: int | None = None) -> dict[str, Any]:
     """Host, CPU, cores and memory that this process may use, and its GPU if ``device`` is one.
 
-    Args:
-        device: where the process computes; None: it does not train.
-        threads: with how many threads it computes.
+    Without a device it does not train; it computes with so many ``threads``.
     """
     found: dict[str, Any] = {
         "host": socket.gethostname(),
@@ -49,11 +47,9 @@ def device_index(
 ) -> int:
     """Index, as CUDA counts it in this process, of the GPU that this rank shall use.
 
-    Args:
-        gpu_addresses: what Spark assigned to the task; empty without GPU scheduling.
-        visible: ``CUDA_VISIBLE_DEVICES`` of the process, or None.
-        num_devices: devices that CUDA shows to the process.
-        local_rank: the worker's number among those of its host.
+    ``gpu_addresses`` is what Spark assigned to the task, if it schedules GPUs; ``visible``
+    is ``CUDA_VISIBLE_DEVICES``; ``num_devices`` is what CUDA shows; ``local_rank`` counts the
+    workers of a host.
 
     Raises:
         ClusterError: Spark assigned a GPU that the process cannot see.

@@ -11,23 +11,17 @@ from pathlib import Path
 from sparkdl.errors import SparkDLError
 
 
-def foreign_distributions(package_file: str) -> list[str]:
-    """Names of metadata folders of PyPI's ``sparkdl`` beside the package of ``package_file``."""
-    folder = Path(package_file).resolve().parent.parent
-    patterns = ("sparkdl-*.dist-info", "sparkdl-*.egg-info")
-    return sorted(found.name for pattern in patterns for found in folder.glob(pattern))
-
-
 def refuse_mixed_installation(package_file: str) -> None:
     """Called on import, on the driver and on every worker.
 
     Raises:
         SparkDLError: the package's folder also holds files of PyPI's ``sparkdl``.
     """
-    foreign = foreign_distributions(package_file)
-    if foreign:
+    package = Path(package_file).resolve().parent
+    patterns = ("sparkdl-*.dist-info", "sparkdl-*.egg-info")
+    if foreign := sorted(found for pattern in patterns for found in package.parent.glob(pattern)):
         raise SparkDLError(
-            f"another package named 'sparkdl' ({foreign[0]}) is installed in the folder of "
-            f"sparkdl-torch, {Path(package_file).resolve().parent}, and their files are mixed; "
+            f"another package named 'sparkdl' ({foreign[0].name}) is installed in the folder of "
+            f"sparkdl-torch, {package}, and their files are mixed; "
             f"run 'pip uninstall -y sparkdl sparkdl-torch', then install this package again"
         )

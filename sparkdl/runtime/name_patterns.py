@@ -28,12 +28,7 @@ def fits_any(patterns: Iterable[str], name: str) -> bool:
 
 
 def check_fit(patterns: Iterable[str], names: Sequence[str], param: str) -> None:
-    """Refuse patterns that mean nothing, such as a misspelt layer.
-
-    Args:
-        patterns: what the user gave.
-        names: what there is.
-        param: the Param that the patterns are from.
+    """Refuse patterns of a Param that mean none of ``names``, such as a misspelt layer.
 
     Raises:
         ConfigError: names the pattern, and what may have been meant.

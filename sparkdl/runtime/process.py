@@ -88,10 +88,7 @@ def borrowed_generator(seed: int | None = None) -> Iterator[None]:
     """Draw from torch's generator of the CPU, then leave it as it was.
 
     It belongs to the process, and fits may run on several threads at once, as those of a
-    CrossValidator do: one block waits for another.
-
-    Args:
-        seed: what to seed it with; None goes on from its state.
+    CrossValidator do: one block waits for another. Without a seed it goes on from its state.
     """
     import torch
 
@@ -165,9 +162,7 @@ class MemoryGroup:
 def memory_groups(groups: Path, root: Path) -> Iterator[MemoryGroup]:
     """The process's control groups and those above that have a limit, of both versions (Linux).
 
-    Args:
-        groups: the file that lists the process's groups.
-        root: where the groups are mounted.
+    ``groups`` is the file that lists them; ``root`` is where they are mounted.
     """
     lines = groups.read_text(encoding="utf-8").splitlines() if groups.exists() else []
     for line in lines:

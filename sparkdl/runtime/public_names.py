@@ -17,13 +17,12 @@ from typing import Any
 
 from sparkdl.errors import ConfigError, did_you_mean, unknown
 
-
-def _listed(stub: bytes) -> dict[str, str]:
-    imports = (node for node in ast.parse(stub).body if isinstance(node, ast.ImportFrom))
-    return {alias.name: str(node.module) for node in imports for alias in node.names}
-
-
-MODULE_OF = _listed(get_data("sparkdl", "__init__.pyi") or b"")
+_imports = [
+    node
+    for node in ast.parse(get_data("sparkdl", "__init__.pyi") or b"").body
+    if isinstance(node, ast.ImportFrom)
+]
+MODULE_OF = {alias.name: str(node.module) for node in _imports for alias in node.names}
 """The public names of sparkdl, and the module of each, from the imports of ``__init__.pyi``."""
 _PUBLIC_PACKAGES = ("sparkdl", "sparkdl.models")
 
@@ -31,8 +30,12 @@ _PUBLIC_PACKAGES = ("sparkdl", "sparkdl.models")
 def public_module(module: str, name: str, value: Any) -> str:
     """Return the module that an artefact names for ``value``, which ``module:name`` is today."""
     for package in _PUBLIC_PACKAGES:
-        if module.startswith(f"{package}.") and _found(package, name) == value:
-            return package
+        if module.startswith(f"{package}."):
+            found: Any = import_module(package)
+            for part in name.split("."):
+                found = getattr(found, part, None)
+            if found == value:
+                return package
     return module
 
 
@@ -56,9 +59,7 @@ def public_classes(package: str) -> dict[str, str]:
 def import_object(path: Any, remedy: str = "install it, or put it on the path") -> Any:
     """Import ``package.module:name``, also a path of sparkdl that an older version wrote.
 
-    Args:
-        path: what a user or a file names.
-        remedy: what the user shall do where the module is missing.
+    ``remedy`` is what the user shall do where the module is missing.
 
     Raises:
         ConfigError: the path is malformed, or module or name is missing here.
@@ -79,12 +80,9 @@ def import_object(path: Any, remedy: str = "install it, or put it on the path") 
 def make_named(value: Any, kind: type[Any], known: Mapping[str, str], what: str) -> Any:
     """The object that a user gave, or the one that is made of the class that the user named.
 
-    Args:
-        value: an object, which is returned as it is; or a class, a name or a
-            ``"package.module:Class"``, which are made with their default options.
-        kind: what the object must be.
-        known: name in small letters -> path of its class. Underscores do not matter.
-        what: what the user calls it, for errors.
+    An object of ``kind`` is returned as it is. A class, a name of ``known`` (in small letters;
+    underscores do not matter) or a ``"package.module:Class"`` is made with its default options.
+    Errors call it ``what``.
 
     Raises:
         ConfigError: it is nothing of that kind, or it cannot be made without options.
@@ -107,12 +105,3 @@ def make_named(value: Any, kind: type[Any], known: Mapping[str, str], what: str)
             f"{what} {value!r} cannot be made without options ({error}); pass an object instead of "
             "its name"
         ) from error
-
-
-def _found(package: str, name: str) -> Any:
-    """The object of a dotted name, if its first part is public in ``package``; else None."""
-    first, *others = name.split(".")
-    found = getattr(import_module(package), first, None)
-    for part in others:
-        found = getattr(found, part, None)
-    return found

@@ -83,18 +83,14 @@ def _users_cause(error: BaseException) -> BaseException | None:
 def _users_frames(found: TracebackType | None) -> TracebackType | None:
     """The traceback without the frames of packages, from the first frame that is the user's."""
     own: TracebackType | None = None
-    for each in reversed(list(_walk(found))):
-        if not _is_hidden(each.tb_frame.f_code.co_filename):
-            own = TracebackType(own, each.tb_frame, each.tb_lasti, each.tb_lineno)
-    return own
-
-
-def _walk(found: TracebackType | None) -> list[TracebackType]:
     links = []
     while found is not None:
         links.append(found)
         found = found.tb_next
-    return links
+    for each in reversed(links):
+        if not _is_hidden(each.tb_frame.f_code.co_filename):
+            own = TracebackType(own, each.tb_frame, each.tb_lasti, each.tb_lineno)
+    return own
 
 
 def _is_hidden(path: str) -> bool:

@@ -7,27 +7,24 @@ from collections.abc import Mapping
 from functools import cache
 from importlib import metadata
 
-_COMPARED = ("sparkdl", "torch", "pyspark", "pyarrow")
+_COMPARED = ("torch", "pyspark", "pyarrow")
 
 
 def versions() -> dict[str, str]:
     """Versions that must agree between driver and workers; imports none of the packages."""
-    found = {"python": platform.python_version()}
-    for name in _COMPARED:
-        found[name] = _version(name)
-    return found
+    from sparkdl import __version__
+
+    found = {"python": platform.python_version(), "sparkdl": __version__}
+    return found | {name: installed(name) or "none" for name in _COMPARED}
 
 
 @cache  # it parses a file, and a worker that is reused is asked at every fit
-def _version(name: str) -> str:
-    if name == "sparkdl":
-        from sparkdl import __version__
-
-        return __version__
+def installed(package: str) -> str | None:
+    """The version of an installed package, which is not imported."""
     try:
-        return metadata.version(name)
+        return metadata.version(package)
     except metadata.PackageNotFoundError:
-        return "none"
+        return None
 
 
 def difference(driver: Mapping[str, str], worker: Mapping[str, str], where: str) -> str | None:

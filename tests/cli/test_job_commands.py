@@ -1,8 +1,10 @@
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 
@@ -10,6 +12,7 @@ from sparkdl.cli.command_line import ended
 from sparkdl.cli.job_commands import Form, JobCommand, run_job
 from sparkdl.cli.job_files.job_file import EvaluateJob
 from sparkdl.errors import DataError
+from sparkdl.runtime.activity import is_shown
 
 CONFIG = str(Path(__file__).parents[2] / "conf" / "evaluate.toml")
 
@@ -51,6 +54,16 @@ def test_the_job_gets_the_file_with_the_settings_over_it() -> None:
         run("--config", CONFIG, "--set", "data.path=x", "--set", "data.format=orc", jobs=jobs) == 0
     )
     assert (jobs[0].data.path, jobs[0].data.format) == ("x", "orc")
+
+
+def test_what_takes_long_before_spark_is_shown(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A check imports torch; a line is there before."""
+    shown: list[bool] = []
+    module = ModuleType("some_check")
+    monkeypatch.setattr(module, "check", lambda job: shown.append(is_shown()), raising=False)
+    monkeypatch.setitem(sys.modules, "some_check", module)
+    replace(command(), check="some_check:check").load(CONFIG, ())
+    assert shown == [True]
 
 
 def test_settings_alone_are_a_job_too() -> None:

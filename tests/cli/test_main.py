@@ -6,9 +6,7 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Sequence
 from pathlib import Path
-from types import ModuleType
 
 import pytest
 
@@ -104,7 +102,8 @@ def test_a_wrong_value_is_found_before_spark_is_started(
     setting = "estimator.learning_rate=-1"
     assert main(["train", "--config", "conf/digits.toml", "--set", setting]) == 1
     said = f"error: --set {setting}: learning_rate must be positive; received -1.0\n"
-    assert capsys.readouterr().err == said
+    # A file has a line for the check where that takes a second.
+    assert capsys.readouterr().err.removeprefix("checking the job file\n") == said
 
 
 def test_help_and_parsing_import_neither_torch_nor_pyspark() -> None:
@@ -125,21 +124,6 @@ def test_the_working_directory_can_hold_a_users_modules(tmp_path: Path) -> None:
         "import own_module\nprint(own_module.VALUE)"
     )
     assert run_python(code).endswith("\n3\n")
-
-
-def test_ui_gets_its_own_arguments(monkeypatch: pytest.MonkeyPatch) -> None:
-    seen: list[Sequence[str]] = []
-    fake = ModuleType("sparkdl.report.server.ui_command")
-
-    def fake_main(arguments: Sequence[str]) -> int:
-        seen.append(arguments)
-        return 7
-
-    fake.main = fake_main  # type: ignore[attr-defined]
-    monkeypatch.setitem(sys.modules, "sparkdl.report.server", ModuleType("sparkdl.report.server"))
-    monkeypatch.setitem(sys.modules, "sparkdl.report.server.ui_command", fake)
-    assert main(["ui", "--port", "8000", "runs"]) == 7
-    assert seen == [["--port", "8000", "runs"]]
 
 
 def test_explain_reads_a_training_job() -> None:

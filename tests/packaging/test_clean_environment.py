@@ -87,7 +87,8 @@ def test_completion_names_its_package(clean: Path) -> None:
     assert "pip install argcomplete" in done.stderr
 
 
-def test_starters_come_along(clean: Path) -> None:
+def test_starters_and_the_style_of_reports_come_along(clean: Path) -> None:
+    python(clean, "import sparkdl.report.run_server")  # which reads its script and style sheet
     assert "[data]" in run([str(clean / "sparkdl"), "train", "--starter"]).stdout
 
 

@@ -10,7 +10,7 @@ import pytest
 
 from sparkdl.report.live.notebook import Board, NotebookView
 from sparkdl.report.page.report_page import document, page
-from sparkdl.report.server.report_server import run_list
+from sparkdl.report.run_server import run_list
 from tests.browser import dom, screenshot, too_wide
 from tests.report.runs import confusion, record
 

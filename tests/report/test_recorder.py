@@ -327,7 +327,7 @@ def test_views_are_shown_what_is_recorded() -> None:
 
     with start() as recorder:
         for _ in range(2):
-            recorder.show(Watching())
+            recorder.show(Watching)
         recorder.epoch({"epoch": 1, "steps": 4, "loss": 2.0})
         recorder.done(3)
     assert recorder.record().history == [{"epoch": 1, "steps": 4, "loss": 2.0}]
@@ -339,7 +339,7 @@ def test_what_is_asked_to_end_the_run_at_an_epoch_ends_it() -> None:
         raise TrainingFailed("pruned")
 
     with pytest.raises(TrainingFailed), start() as recorder:
-        recorder.show(EpochCallback(stop))
+        recorder.show(lambda: EpochCallback(stop))
         recorder.epoch({"epoch": 1, "steps": 4, "loss": 2.0})
     assert recorder.record().status == "failed"
 

@@ -15,9 +15,9 @@ from urllib.parse import urlsplit
 
 from sparkdl.cli.doctor import trial_gang
 from sparkdl.cli.doctor.finding import Finding, bounded, checked, left_out, note, ok, wrong
-from sparkdl.cli.doctor.machine_checks import installed
 from sparkdl.cli.job_files.job_file import SparkSection
 from sparkdl.errors import ClusterError, SparkDLError
+from sparkdl.runtime.versions import installed, versions
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
@@ -72,7 +72,12 @@ def examine_cluster(order: Order) -> Iterator[Finding]:
             first = text.strip().partition("\n")[0]
             text = f"Spark does not start: {type(error).__name__}: {first}"
         yield wrong("session", text)
-        yield from refused_time_outs({**_known_to_spark(), **order.conf})
+        from pyspark import SparkConf, SparkContext
+
+        # What spark-submit and spark-defaults.conf set, as far as a JVM has read them.
+        context: Any = SparkContext
+        known = {} if context._jvm is None else dict(SparkConf().getAll())
+        yield from refused_time_outs({**known, **order.conf})
         return
     try:
         seconds = time.perf_counter() - began
@@ -100,14 +105,6 @@ def _start(order: Order) -> SparkSession:
         f"a Spark session of {order.master or 'the default master'}; see that the cluster runs, "
         "that it has resources left for an application, and that it can connect back to this host",
     )
-
-
-def _known_to_spark() -> Mapping[str, str]:
-    """What spark-submit and spark-defaults.conf set, as far as a JVM has read them."""
-    from pyspark import SparkConf, SparkContext
-
-    context: Any = SparkContext
-    return {} if context._jvm is None else dict(SparkConf().getAll())
 
 
 def refused_time_outs(conf: Mapping[str, str]) -> Iterator[Finding]:
@@ -229,15 +226,15 @@ def _slots(info: ClusterInfo, wanted: int | None) -> tuple[int, Finding]:
     if info.dynamic_allocation:
         there = f"{info.num_executors or 0} executors are there now"
         return wanted or 1, note("slots", f"they come and go with Spark's jobs; {there}")
+    unknown = f"{info.master} does not tell its executors"
     if wanted is None and info.num_slots is None:
-        text = f"{info.master} does not tell its executors; --num-workers tries more than one"
-        return 1, note("slots", text)
+        return 1, note("slots", f"{unknown}; --num-workers tries more than one")
     try:
         workers = choose_num_workers(info, wanted)
     except ClusterError as error:
         return 1, wrong("slots", str(error))
     if info.num_slots is None:
-        return workers, note("slots", f"{info.master} does not tell its executors")
+        return workers, note("slots", unknown)
     gpus = f" and {info.gpus_per_executor} GPUs" * bool(info.gpus_per_executor)
     return workers, ok(
         "slots",
@@ -256,7 +253,6 @@ def _link(
     order: Order,
 ) -> Iterator[Finding]:
     """Try the channel between driver and executors, and their versions, or a place of files."""
-    from sparkdl.runtime.versions import versions
     from sparkdl.spark.cluster.link import open_link
 
     tasks = slots.num_workers

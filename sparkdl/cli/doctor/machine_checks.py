@@ -15,6 +15,7 @@ from pathlib import Path
 import sparkdl
 from sparkdl.cli.doctor.finding import Finding, bounded, left_out, note, ok, wrong
 from sparkdl.errors import ClusterError
+from sparkdl.runtime.versions import installed
 
 _DISTRIBUTION = "sparkdl-torch"
 _NEEDED = ("pyspark", "pandas", "torch")
@@ -36,9 +37,7 @@ _NAME_SECONDS = 10.0
 def examine_machine(environ: Mapping[str, str], *, is_remote: bool = False) -> Iterator[Finding]:
     """Look at Python, packages, Java, SPARK_HOME and the name of this host.
 
-    Args:
-        environ: the environment.
-        is_remote: whether Spark is elsewhere, and this a client of Spark Connect.
+    With ``is_remote`` Spark is elsewhere, and this a client of Spark Connect.
     """
     yield ok("Python", f"{platform.python_version()}, {sys.executable}")
     yield ok("sparkdl", f"{sparkdl.__version__}, {Path(sparkdl.__file__).parent}")
@@ -57,14 +56,6 @@ def examine_machine(environ: Mapping[str, str], *, is_remote: bool = False) -> I
     if "SPARK_HOME" in environ:
         yield spark_home(Path(environ["SPARK_HOME"]), installed("pyspark"))
     yield host_name(environ)
-
-
-def installed(package: str) -> str | None:
-    """The version of an installed package, which is not imported."""
-    try:
-        return metadata.version(package)
-    except metadata.PackageNotFoundError:
-        return None
 
 
 def required_ranges() -> dict[str, str]:

@@ -37,7 +37,10 @@ def look_around() -> dict[str, Any]:
         dist.all_reduce(total)
         summed = float(total[-1])  # waits for a GPU
         times.append(time.perf_counter() - began)
-    folder = roomiest(_local_folders())
+    # Spark tells Python its own folders in its local directories.
+    own = [Path(name) for name in os.environ.get("SPARK_LOCAL_DIRS", "").split(",") if name]
+    local = [path.parent if path.name.startswith("blockmgr-") else path for path in own]
+    folder = roomiest([str(path) for path in local])
     return {
         "gpu": None,
         **hardware(place.device),
@@ -48,12 +51,6 @@ def look_around() -> dict[str, Any]:
         "free_bytes": free_bytes(folder),
         "keeps_bytecode": not sys.dont_write_bytecode,
     }
-
-
-def _local_folders() -> list[str]:
-    """Spark's local directories; it tells Python its own folders in them."""
-    own = [Path(name) for name in os.environ.get("SPARK_LOCAL_DIRS", "").split(",") if name]
-    return [str(path.parent if path.name.startswith("blockmgr-") else path) for path in own]
 
 
 def workers_finding(seen: Sequence[Mapping[str, Any]], seconds: float) -> Finding:

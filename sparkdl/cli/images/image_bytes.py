@@ -36,12 +36,7 @@ def arrow_type(options: ImageSection) -> pa.DataType:
 
 
 def convert(data: bytes, options: ImageSection, origin: str = "") -> Any:
-    """The value of the column ``image`` for a file.
-
-    Args:
-        data: the file's bytes.
-        options: what to make of them.
-        origin: the file's path, which a struct keeps.
+    """The value of the column ``image`` for a file's bytes; a struct keeps the path as ``origin``.
 
     Raises:
         BadImage: the file holds no image that Pillow can decode.
@@ -54,7 +49,10 @@ def convert(data: bytes, options: ImageSection, origin: str = "") -> Any:
         from PIL import ImageOps
 
         # Turned as its EXIF data say, which encoding anew leaves out.
-        image = _fitted(ImageOps.exif_transpose(image), options)
+        image = in_mode(ImageOps.exif_transpose(image), options.mode or "RGB")
+        size = _size(image.width, image.height, options)
+        if size != image.size:
+            image = image.resize(size, require_pillow().Resampling.BILINEAR)
         if options.encoding == "struct":
             return _struct(image, origin)
         buffer = io.BytesIO()
@@ -72,14 +70,6 @@ def reason(data: bytes, options: ImageSection) -> str:
     except BadImage as error:
         return str(error)
     return "could not be read at first, but could later; run again"
-
-
-def _fitted(image: Any, options: ImageSection) -> Any:
-    image = in_mode(image, options.mode or "RGB")
-    size = _size(image.width, image.height, options)
-    if size == image.size:
-        return image
-    return image.resize(size, require_pillow().Resampling.BILINEAR)
 
 
 def _size(width: int, height: int, options: ImageSection) -> tuple[int, int]:
@@ -126,7 +116,8 @@ def convert_rows(
             except BadImage:
                 continue
             rows.append(row)
-            num_bytes += _num_bytes(images[-1])
+            made = images[-1]
+            num_bytes += len(made["data"] if isinstance(made, dict) else made)
             if num_bytes >= _FLUSH_BYTES:
                 yield _made(batch, rows, images, options)
                 images, rows, num_bytes = [], [], 0
@@ -145,16 +136,11 @@ def _made(
 def explain_rows(
     batches: Iterator[pa.RecordBatch], options: ImageSection
 ) -> Iterator[pa.RecordBatch]:
-    """Say of each file, given by ``content`` and ``path``, why it cannot be used.
+    """Give rows with ``path`` and ``reason``, for files by ``content`` and ``path``.
 
-    Yields:
-        Rows with ``path`` and ``reason``.
+    The reason is why a file cannot be used.
     """
     for batch in batches:
         reasons = [reason(data.as_py(), options) for data in batch["content"]]
         arrays = [batch["path"], pa.array(reasons, pa.string())]
         yield pa.RecordBatch.from_arrays(arrays, names=["path", "reason"])
-
-
-def _num_bytes(image: Any) -> int:
-    return len(image["data"] if isinstance(image, dict) else image)

@@ -28,11 +28,9 @@ class Labelled:
 
 
 def by_folder(files: pa.Table, names: Sequence[str]) -> Labelled:
-    """Take the first folder of each path, below the source's, for its class.
+    """Take the first folder of each ``path``, below the source's, for its class.
 
-    Args:
-        files: column ``path``, below the source's folder.
-        names: the classes in order; empty: those that are found, sorted.
+    The classes are ``names``, in this order, or those that are found, sorted.
 
     Raises:
         DataError: files lie in no folder, or in one that is not among ``names``.
@@ -51,13 +49,10 @@ def by_folder(files: pa.Table, names: Sequence[str]) -> Labelled:
 def by_table(
     files: pa.Table, table: pa.Table, names: Sequence[str], roots: Sequence[str]
 ) -> Labelled:
-    """Take labels from a table of paths; files that it does not name are left out.
+    """Take labels from a table of ``path`` and ``label``; files that it does not name are left out.
 
-    Args:
-        files: column ``path``, below the source's folder.
-        table: columns ``path`` and ``label``.
-        names: the classes in order; empty: those that are found, sorted.
-        roots: ways to write the source's folder, with which a path in the table may begin.
+    Classes are as in `by_folder`. A path in the table may begin with one of ``roots``, which are
+    ways to write the source's folder.
 
     Raises:
         DataError: a row has no path or label, a file stands there twice, or labels are of a type
@@ -66,7 +61,11 @@ def by_table(
     nulls = max(table["path"].null_count, table["label"].null_count)
     if nulls:
         raise DataError(f"the table of labels has {nulls:,} rows without path or label; drop them")
-    wanted = [_below(path, roots) for path in table["path"].to_pylist()]
+    starts = [f"{root.rstrip('/')}/" for root in roots]
+    wanted = []
+    for path in table["path"].to_pylist():
+        start = next((start for start in starts if path.startswith(start)), "")
+        wanted.append(posixpath.normpath(path.removeprefix(start)))
     if len(set(wanted)) < len(wanted):
         twice = sorted(path for path, count in Counter(wanted).items() if count > 1)
         raise DataError(
@@ -101,12 +100,3 @@ def _numbered(found: Sequence[str], names: Sequence[str]) -> tuple[pa.Array, tup
     ordered = tuple(names) or tuple(sorted(set(found)))
     numbers = {name: number for number, name in enumerate(ordered)}
     return pa.array([numbers[name] for name in found], pa.int64()), ordered
-
-
-def _below(path: str, roots: Sequence[str]) -> str:
-    """A path of the table as one below the source's folder."""
-    for root in roots:
-        if path.startswith(f"{root.rstrip('/')}/"):
-            path = path[len(root.rstrip("/")) + 1 :]
-            break
-    return posixpath.normpath(path)

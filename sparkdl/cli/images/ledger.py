@@ -64,15 +64,19 @@ class Ledger:
     def begin(self, *, overwrite: bool) -> Literal["new", "unfinished", "finished"]:
         """See what is there, and make the folder this run's.
 
-        Args:
-            overwrite: whether what another run has left there is removed.
+        With ``overwrite`` what another run has left there is removed.
 
         Raises:
             ConfigError: the folder holds another run, or something else.
         """
         finished = self._read(FINISHED)
         before = finished["plan"] if finished is not None else self._read(_PLAN)
-        self._refuse_others({WORK} if before is None else _OURS)
+        ours = {WORK} if before is None else _OURS
+        if strange := [name for name in self.storage.list("") if name not in ours]:
+            raise ConfigError(
+                f"{self.storage} holds other things ({', '.join(strange[:3])}); choose a new or "
+                "empty folder for output.path"
+            )
         if before is not None:
             changed = difference(before, self.plan)
             if changed is None and finished is None:
@@ -85,7 +89,9 @@ class Ledger:
                     f"{self.storage} holds what another run has prepared: {changed}; choose "
                     "another output.path, or replace it with --set output.overwrite=true"
                 )
-            self._forget(before)
+            self._write(_PLAN, before)  # which tells whose the files are, until they are gone
+            for name in (FINISHED, _DONE, LABELS, BAD_FILES, *SPLITS):
+                self.storage.remove(name)
         self.storage.remove(WORK)
         self._write(_PLAN, self.plan)
         return "new"
@@ -109,10 +115,8 @@ class Ledger:
     ) -> Report:
         """Write the summary, and remove what only an unfinished run needs.
 
-        Args:
-            records: of all parts, by name.
-            absent: path and reason of bad files that are in no part.
-            names: the classes.
+        ``records`` are of all parts, by name; ``absent`` is path and reason of bad files that are
+        in no part; ``names`` are the classes.
         """
         bad = sorted((*absent, *(entry for record in records.values() for entry in record.bad)))
         splits = {
@@ -120,11 +124,16 @@ class Ledger:
             for split in SPLITS
         }
         made = {split: of for split, of in splits.items() if any(record.rows for record in of)}
+        rows_by_label = {split: dict.fromkeys(names, 0) for split in made}
+        for split, of in made.items():
+            for record in of:
+                for number, rows in record.rows_by_label.items():
+                    rows_by_label[split][names[int(number)]] += rows
         summary = {
             "plan": self.plan,
             "files": {split: sum(record.rows > 0 for record in of) for split, of in made.items()},
             "rows": {split: sum(record.rows for record in of) for split, of in made.items()},
-            "rows_by_label": {split: _rows_by_label(of, names) for split, of in made.items()},
+            "rows_by_label": rows_by_label,
             "bad": len(bad),
         }
         if names:
@@ -150,20 +159,6 @@ class Ledger:
             bad=tuple((entry["path"], entry["reason"]) for entry in bad),
         )
 
-    def _forget(self, before: Mapping[str, Any]) -> None:
-        """Remove another run's files, the plan that tells whose they are last of all."""
-        self._write(_PLAN, before)
-        for name in (FINISHED, _DONE, LABELS, BAD_FILES, *SPLITS):
-            self.storage.remove(name)
-
-    def _refuse_others(self, ours: set[str]) -> None:
-        strange = [name for name in self.storage.list("") if name not in ours]
-        if strange:
-            raise ConfigError(
-                f"{self.storage} holds other things ({', '.join(strange[:3])}); choose a new or "
-                "empty folder for output.path"
-            )
-
     def _read(self, path: str) -> Any | None:
         """A file's JSON; None if there is none, or not the whole of it."""
         if not self.storage.exists(path):
@@ -175,11 +170,3 @@ class Ledger:
 
     def _write(self, path: str, value: Any) -> None:
         self.storage.write(path, json.dumps(value, indent=1).encode())
-
-
-def _rows_by_label(records: Sequence[Record], names: Sequence[str]) -> dict[str, int]:
-    totals = dict.fromkeys(names, 0)
-    for record in records:
-        for number, rows in record.rows_by_label.items():
-            totals[names[int(number)]] += rows
-    return totals

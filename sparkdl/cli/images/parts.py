@@ -45,14 +45,15 @@ class Part:
 
 
 def make_parts(paths: Sequence[str], split: SplitSection, rows_per_file: int) -> tuple[Part, ...]:
-    """Cut files into splits and Parquet files.
+    """Cut files, by their paths below the source's folder, into splits and Parquet files.
 
-    Args:
-        paths: below the source's folder.
-        split: shares and seed.
-        rows_per_file: files of a part; the last of a split may have fewer.
+    The last file of a split may have fewer than ``rows_per_file`` rows.
     """
-    drawn = _drawn(paths, split.seed)
+    # Two random numbers for each path: one chooses the split, one the place in it.
+    digests = b"".join(
+        hashlib.blake2b(f"{split.seed}\0{path}".encode(), digest_size=16).digest() for path in paths
+    )
+    drawn = np.frombuffer(digests, dtype="<u8").reshape(-1, 2)
     chance = drawn[:, 0] / _WHOLE
     # Test first: its files stay the same while the share for validation is being tried out.
     owner = np.where(chance < split.test, 2, np.where(chance < split.test + split.validation, 1, 0))
@@ -66,21 +67,11 @@ def make_parts(paths: Sequence[str], split: SplitSection, rows_per_file: int) ->
     return tuple(parts)
 
 
-def _drawn(paths: Sequence[str], seed: int) -> np.ndarray:
-    """Two random numbers per path, uint64 ``(paths, 2)``: one chooses the split, one the place."""
-    digests = b"".join(
-        hashlib.blake2b(f"{seed}\0{path}".encode(), digest_size=16).digest() for path in paths
-    )
-    return np.frombuffer(digests, dtype="<u8").reshape(-1, 2)
-
-
 def digest_of(source: pa.Table, names: Sequence[str], job: PrepareJob) -> Mapping[str, Any]:
     """What must be equal for a run to go on where another stopped.
 
-    Args:
-        source: columns ``path``, ``length``, ``modified`` and, with labels, ``label``.
-        names: the classes.
-        job: of which the options count that change rows.
+    That is the ``source``, with columns ``path``, ``length``, ``modified`` and perhaps ``label``,
+    the ``names`` of the classes, and the options of the job that change rows.
     """
     content = hashlib.blake2b(digest_size=16)
     order = np.argsort(np.asarray(source["path"].to_pylist(), dtype=object))

@@ -39,10 +39,7 @@ _ABSENT = "named in the table of labels, but not in the folder"
 def prepare(spark: SparkSession, job: PrepareJob, label_table: DataFrame | None = None) -> Report:
     """Make Parquet of a folder of image files, or go on where an earlier run has stopped.
 
-    Args:
-        spark: the session.
-        job: what to do.
-        label_table: the rows of ``[labels.table]``, where labels come from a table.
+    ``label_table`` has the rows of ``[labels.table]``, where labels come from a table.
 
     Raises:
         ConfigError: the output's folder holds something else, or Pillow is missing.
@@ -51,7 +48,13 @@ def prepare(spark: SparkSession, job: PrepareJob, label_table: DataFrame | None 
     """
     require_pillow()
     place = qualified(spark, job.output.path)
-    _check_apart(qualified(spark, job.data.path), place)
+    data = qualified(spark, job.data.path)
+    inner, outer = sorted((f"{data.rstrip('/')}/", f"{place.rstrip('/')}/"), key=len, reverse=True)
+    if inner.startswith(outer):
+        raise ConfigError(
+            f"output.path {place} and data.path {data} lie one in the other; choose another "
+            "output.path"
+        )
     with working(spark, "listing the image files"):
         source = find_source(spark, job, label_table)
     storage = open_on_driver(spark, place)
@@ -91,16 +94,6 @@ def find_source(spark: SparkSession, job: PrepareJob, label_table: DataFrame | N
     if num_unlabelled := listed.table.num_rows - labelled.files.num_rows:
         logger.warning("left out, as the table of labels lacks them: %d file(s)", num_unlabelled)
     return Source(table=labelled.files, root=listed.root, names=labelled.names, unusable=unusable)
-
-
-def _check_apart(data: str, output: str) -> None:
-    """Refuse an output among the images, or around them."""
-    inner, outer = sorted((f"{data.rstrip('/')}/", f"{output.rstrip('/')}/"), key=len, reverse=True)
-    if inner.startswith(outer):
-        raise ConfigError(
-            f"output.path {output} and data.path {data} lie one in the other; choose another "
-            "output.path"
-        )
 
 
 def _labelled(job: PrepareJob, listed: Listed, label_table: DataFrame | None) -> Labelled:

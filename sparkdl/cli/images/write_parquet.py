@@ -15,7 +15,6 @@ from typing import Any
 
 import numpy as np
 import pyarrow as pa
-from pyspark.sql import Column as SparkColumn
 from pyspark.sql import SparkSession
 from pyspark.sql import functions as F
 
@@ -85,7 +84,12 @@ class PartWriter:
         )
         gathered = made.repartitionById(len(parts), F.col("part"))
         ordered = gathered.sortWithinPartitions("part", "position")
-        columns = [F.col("image"), *self._label_columns(), F.col("path"), F.col("part")]
+        columns = [F.col("image"), F.col("path"), F.col("part")]
+        if "label" in self.source.table.column_names:
+            # With the classes' names as Spark ML writes and reads them.
+            names = list(self.source.names)
+            about = {"ml_attr": {"type": "nominal", "name": "label", "vals": names}}
+            columns.insert(1, F.col("label").alias("label", metadata=about if names else {}))
         writer = ordered.select(*columns).write.mode("overwrite").partitionBy("part")
         # One file for each part, whatever limit the session has set.
         writer.option("maxRecordsPerFile", 0).parquet(self._url)
@@ -116,14 +120,6 @@ class PartWriter:
             .append_column("position", pa.array(np.arange(files.num_rows, dtype=np.int32)))
             .append_column("url", pa.array(urls))
         )
-
-    def _label_columns(self) -> list[SparkColumn]:
-        """The label, with the classes' names as Spark ML writes and reads them."""
-        names = list(self.source.names)
-        if "label" not in self.source.table.column_names:
-            return []
-        about = {"ml_attr": {"type": "nominal", "name": "label", "vals": names}} if names else {}
-        return [F.col("label").alias("label", metadata=about)]
 
     def _look(self, parts: Sequence[Part]) -> dict[str, Record]:
         """Count the rows that were written; what is missing there was bad."""

@@ -249,11 +249,8 @@ def load_job(
 ) -> T:
     """Read a job file, with ``settings`` of the form ``section.key=value`` laid over it.
 
-    Args:
-        kind: the job's class.
-        path: the file; None: the settings are the whole job.
-        settings: those of the command line.
-        check: raises a ConfigError for values that the types of the keys allow.
+    Without a path the settings are the whole job. ``check`` raises a ConfigError for values that
+    the types of the keys allow.
 
     Raises:
         ConfigError: the file or a setting is wrong; the message begins with the file's path, or

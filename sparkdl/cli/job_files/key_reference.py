@@ -7,12 +7,12 @@ import inspect
 import re
 import textwrap
 from collections.abc import Iterator
-from dataclasses import MISSING, Field, dataclass, fields, is_dataclass
-from typing import Any, get_args, get_type_hints
+from dataclasses import MISSING, Field, dataclass, fields
+from typing import Any, get_type_hints
 
 from sparkdl.cli.job_files.job_file import PARAMS, DataSection, EstimatorSection
 from sparkdl.cli.job_files.job_objects import in_file_words
-from sparkdl.cli.job_files.toml_values import describe
+from sparkdl.cli.job_files.toml_values import dataclass_in, describe, required
 
 _SELECTED_ELSEWHERE = {"test": "data", "table": "data"}
 """Tables with the keys of ``[data]`` of training, which are listed there."""
@@ -46,17 +46,21 @@ def sections_of(kind: type, above: str = "") -> Iterator[Section]:
     """The tables of a job's class, with those within them."""
     hints = get_type_hints(kind)
     for item in fields(kind):
-        found = _dataclass_in(hints[item.name])
+        found = dataclass_in(hints[item.name])
         if found is None:
             continue
-        name, doc = f"{above}{item.name}", _opening(found)
+        # What the class says of itself, after the name of its section.
+        text = re.sub(
+            r"^(``\[[\w.]+\]``(, )?)+[^:]*: ", "", " ".join((found.__doc__ or "").split())
+        )
+        name, doc = f"{above}{item.name}", text[:1].upper() + text[1:]
         is_repeated = item.name in _SELECTED_ELSEWHERE and found is DataSection
         if is_repeated:
             doc += " The keys are those of ``[data]`` of training."
         yield Section(
             name=name,
             doc=doc,
-            is_required=_is_required(item),
+            is_required=item.name in required(kind),
             keys=() if is_repeated else tuple(_keys(found)),
         )
         if above == "" and found is not EstimatorSection and not is_repeated:
@@ -87,25 +91,6 @@ def _plain(doc: str) -> str:
     return re.sub(r"`+", "", doc)
 
 
-def _dataclass_in(hint: Any) -> type | None:
-    """The dataclass that a field holds, if it is one, or may be one."""
-    for option in (hint, *get_args(hint)):
-        if isinstance(option, type) and is_dataclass(option):
-            return option
-    return None
-
-
-def _is_required(item: Field[Any]) -> bool:
-    return item.default is MISSING and item.default_factory is MISSING
-
-
-def _opening(kind: type) -> str:
-    """What the class says of itself, after the name of its section."""
-    text = " ".join((kind.__doc__ or "").split())
-    text = re.sub(r"^(``\[[\w.]+\]``(, )?)+[^:]*: ", "", text)
-    return text[:1].upper() + text[1:]
-
-
 def _keys(kind: type) -> Iterator[Key]:
     hints, docs = get_type_hints(kind), _docs(kind)
     for item in fields(kind):
@@ -114,26 +99,21 @@ def _keys(kind: type) -> Iterator[Key]:
             value=describe(hints[item.name]),
             default=_default(item, kind),
             doc=in_file_words(item.metadata.get("doc", docs.get(item.name, ""))),
-            is_required=_is_required(item),
+            is_required=item.name in required(kind),
         )
 
 
 def _default(item: Field[Any], kind: type) -> str:
-    if _is_required(item):
+    if item.name in required(kind):
         return ""
     if kind is EstimatorSection and item.name in PARAMS:
-        return _of_param(item.name)
+        from sparkdl.spark.params.param_table import NOT_SET
+        from sparkdl.spark.params.params import default_of
+
+        value = default_of(PARAMS[item.name])
+        return "" if value is NOT_SET else _shown(value)
     value = item.default if item.default is not MISSING else item.default_factory()  # type: ignore[operator]
     return _shown(value)
-
-
-def _of_param(key: str) -> str:
-    """The default of the Param that a key sets."""
-    from sparkdl.spark.params.param_table import NOT_SET
-    from sparkdl.spark.params.params import default_of
-
-    value = default_of(PARAMS[key])
-    return "" if value is NOT_SET else _shown(value)
 
 
 def _shown(value: Any) -> str:

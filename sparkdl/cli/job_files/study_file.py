@@ -119,7 +119,12 @@ class TuneJob(TrainJob):
             )
         for key, space in self.study.search.items():
             try:
-                _check_varies(key)
+                section = key.partition(".")[0]
+                if section in (item.name for item in fields(TrainJob)) and section not in _VARIED:
+                    raise ConfigError(
+                        f"all trials share the section [{section}], as their rows are read once "
+                        "and their session is one; keys of [estimator] and [model] can be varied"
+                    )
                 self.trial({key: space.first})
             except ConfigError as error:
                 raise ConfigError(f"study.search, {key!r}: {error}") from error
@@ -140,13 +145,3 @@ def check_search(job: TuneJob) -> None:
         ConfigError: a value is wrong, in the words of the file.
     """
     check_training(job.trial({key: space.first for key, space in job.study.search.items()}))
-
-
-def _check_varies(key: str) -> None:
-    """Refuse a key whose value would not reach the trials."""
-    section = key.partition(".")[0]
-    if section in (item.name for item in fields(TrainJob)) and section not in _VARIED:
-        raise ConfigError(
-            f"all trials share the section [{section}], as their rows are read once and their "
-            f"session is one; keys of [estimator] and [model] can be varied"
-        )

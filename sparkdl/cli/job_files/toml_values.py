@@ -89,12 +89,9 @@ def put(tables: Tables, keys: Sequence[str], value: Any) -> None:
 
 
 def build(kind: type[T], table: Any, where: str = "") -> T:
-    """Make a ``kind`` of ``table``.
+    """Make a dataclass of what TOML gave; fields without a default are required.
 
-    Args:
-        kind: a dataclass; fields without a default are required.
-        table: what TOML gave.
-        where: the table's name for messages, empty for a whole file.
+    ``where`` is the table's name for messages, empty for a whole file.
 
     Raises:
         ConfigError: a key is unknown or missing, or a value has the wrong type.
@@ -105,9 +102,11 @@ def build(kind: type[T], table: Any, where: str = "") -> T:
     known = {item.name: item for item in fields(kind)}  # type: ignore[arg-type]
     for key in table:
         if key not in known:
-            raise ConfigError(_unknown(key, where, list(known)))
+            what = f"unknown key '{key}' in [{where}]" if where else f"unknown section [{key}]"
+            hint = did_you_mean(key, known) or ";"
+            raise ConfigError(f"{what}{hint} known: {', '.join(known)}")
     for name in known:
-        if name in _required(kind) and name not in table:
+        if name in required(kind) and name not in table:
             place = f"key '{name}' in [{where}]" if where else f"section [{name}]"
             raise MissingKey(f"missing {place}")
     above = f"{where}." if where else ""
@@ -128,7 +127,12 @@ def to_tables(value: Any) -> Any:
     return [to_tables(item) for item in value] if isinstance(value, tuple) else value
 
 
-def _required(kind: Any) -> set[str]:
+def dataclass_in(hint: Any) -> Any:
+    """The dataclass that a key's table becomes, if it becomes one; else None."""
+    return next((part for part in parts_of(hint) if is_dataclass(part)), None)
+
+
+def required(kind: Any) -> set[str]:
     """Fields of a dataclass without a default."""
     return {
         item.name
@@ -149,7 +153,7 @@ def convert(value: Any, hint: Any, name: str) -> Any:
     if not fitting:
         raise ConfigError(f"{name} must be {describe(hint)}; received {value!r}")
     # Where any table is taken, one with the required keys of a dataclass is that.
-    named = (kind for kind in fitting if is_dataclass(kind) and _required(kind) <= set(value))
+    named = (kind for kind in fitting if is_dataclass(kind) and required(kind) <= set(value))
     others = [kind for kind in fitting if not is_dataclass(kind)] or fitting
     kind = next(named, others[0])
     if isinstance(kind, type) and is_dataclass(kind):
@@ -187,12 +191,6 @@ def describe(hint: Any) -> str:
     if is_dataclass(hint):
         return f"a table with {_listed([item.name for item in fields(hint)])}"
     return "a table" if origin is Mapping else NAMES.get(hint, str(hint))
-
-
-def _unknown(key: str, where: str, known: Sequence[str]) -> str:
-    hint = did_you_mean(key, known) or ";"
-    what = f"unknown key '{key}' in [{where}]" if where else f"unknown section [{key}]"
-    return f"{what}{hint} known: {', '.join(known)}"
 
 
 def _listed(names: Iterable[Any]) -> str:

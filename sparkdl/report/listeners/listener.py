@@ -85,9 +85,7 @@ class RunListener:
     def end(self, record: RunRecord, module: nn.Module | None) -> None:
         """The run has ended; ``record.status`` is ``succeeded`` or ``failed``.
 
-        Args:
-            record: all that is known of it.
-            module: the trained module; None if there is none.
+        ``record`` is all that is known of it; ``module`` the trained one, None if there is none.
         """
 
 
@@ -156,9 +154,14 @@ class _Entry:
         self._is_over = threading.Event()
         threading.Thread(target=self._run, name="sparkdl-listener", daemon=True).start()
 
+    @property
+    def num_waiting(self) -> int:
+        """Calls that wait for the listener."""
+        return self._calls.qsize()
+
     def call(self, what: Callable[[RunListener], None]) -> None:
         """Have it called when all that was asked before is done."""
-        is_full = self._calls.qsize() >= _MOST_CALLS
+        is_full = self.num_waiting >= _MOST_CALLS
         if not self._is_behind and (is_full or time.monotonic() - self._busy_since > _LATE_SECONDS):
             self._is_behind = True
             logger.warning(
@@ -175,11 +178,6 @@ class _Entry:
         if is_idle and time.monotonic() >= self._next_step_at:
             self.call(lambda listener: listener.step(step, values))
             self._next_step_at = time.monotonic() + _STEP_SECONDS
-
-    def layers(self, step: int, found: Mapping[str, Any]) -> None:
-        """Show it a look at the layers, which is large, unless many calls wait."""
-        if self._calls.qsize() < _MOST_LOOKS:
-            self.call(lambda listener: listener.layers(step, found))
 
     def end(self, what: Callable[[RunListener], None]) -> None:
         """Have it called once more, whatever has happened."""
@@ -202,31 +200,27 @@ class _Entry:
         while not is_last:
             what, is_last = self._calls.get()
             began = self._busy_since = time.monotonic()
-            if is_last or not self._has_failed:
-                self._try(what)
+            try:
+                if is_last or not self._has_failed:
+                    what(self._listener)
+            # Whatever a listener raises, SystemExit too: else nobody would see its end.
+            except BaseException:
+                self._has_failed = True
+                logger.warning(
+                    "%s has failed; of this run it is only told the end:\n%s",
+                    self._name,
+                    traceback.format_exc().rstrip(),
+                )
             now, self._busy_since = time.monotonic(), math.inf
             rest = (now - began) / _STEP_SHARE
             self._next_step_at = max(self._next_step_at, now + rest)
         self._is_over.set()
-
-    def _try(self, what: Callable[[RunListener], None]) -> None:
-        try:
-            what(self._listener)
-        # Whatever a listener of the user's raises, SystemExit too: else nobody would see its end.
-        except BaseException:
-            self._has_failed = True
-            logger.warning(
-                "%s has failed; of this run it is only told the end:\n%s",
-                self._name,
-                traceback.format_exc().rstrip(),
-            )
 
 
 class Listeners:
     """The listeners of one run."""
 
     def __init__(self) -> None:
-        """There are none yet."""
         self._entries: list[_Entry] = []
 
     def start(self, start: RunStart, listeners: Sequence[Listener]) -> None:
@@ -245,9 +239,10 @@ class Listeners:
             entry.step(step, values)
 
     def layers(self, step: int, found: Mapping[str, Any]) -> None:
-        """Show a look at the layers to those who keep up."""
+        """Show a look at the layers, which is large, to those who keep up."""
         for entry in self._entries:
-            entry.layers(step, found)
+            if entry.num_waiting < _MOST_LOOKS:
+                entry.call(lambda listener: listener.layers(step, found))
 
     def end(self, record: RunRecord, module: nn.Module | None) -> None:
         """Tell all that the run has ended, each once, and wait for them, but not for ever."""

@@ -116,17 +116,14 @@ class _InOneRun(RunListener):
             text = json.dumps(finite(record.to_dict()), default=str)
             self.client.log_text(self.run_id, text, "run.json")
             if self.log_weights and module is not None:
-                self._add_weights(module)
+                from sparkdl.serialization.saved_module import prepare_weights
+                from sparkdl.storage.storage import open_storage
+
+                with tempfile.TemporaryDirectory(prefix="sparkdl-") as folder:
+                    prepare_weights(module.state_dict()).write(open_storage(folder), "model")
+                    self.client.log_artifacts(self.run_id, f"{folder}/model", "model")
         finally:
             self.client.set_terminated(self.run_id, "FINISHED" if is_good else "FAILED")
-
-    def _add_weights(self, module: nn.Module) -> None:
-        from sparkdl.serialization.saved_module import prepare_weights
-        from sparkdl.storage.storage import open_storage
-
-        with tempfile.TemporaryDirectory(prefix="sparkdl-") as folder:
-            prepare_weights(module.state_dict()).write(open_storage(folder), "model")
-            self.client.log_artifacts(self.run_id, f"{folder}/model", "model")
 
     def _log(self, step: int, values: Mapping[str, float]) -> None:
         from mlflow.entities import Metric

@@ -1,4 +1,4 @@
-"""The learning curves of runs that still go on, as a picture or as text.
+"""The learning curves of runs, which may still go on, as a picture or as text.
 
 Only the picture needs matplotlib; neither needs a notebook or Spark.
 """
@@ -9,10 +9,13 @@ import io
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from sparkdl.errors import SparkDLError, import_or
 from sparkdl.report.record.run_record import Line, curve_panels
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 _MOST_POINTS = 1000
 """Steps of a run whose losses are kept; beyond, every second one is forgotten."""
@@ -35,6 +38,8 @@ class Curves:
     """What the records count."""
     history: list[dict[str, Any]] = field(default_factory=list)
     """A record per epoch or report; grows by `add_record`."""
+    has_costs: bool = False
+    """Whether the gradient's norm, learning rate and seconds have panels too."""
     steps: Line = field(default_factory=lambda: ([], []))
 
     def add_step(self, step: int, loss: float) -> None:
@@ -53,16 +58,23 @@ class Curves:
     def panels(self) -> dict[str, dict[str, Line]]:
         """Panel -> line -> values; ``loss`` is the first one if the losses of steps are known."""
         first: dict[str, dict[str, Line]] = {"loss": {}} if self.steps[0] else {}
-        return first | curve_panels(self.history)
+        return first | curve_panels(self.history, has_costs=self.has_costs)
 
 
-def panels_of(runs: Sequence[Curves]) -> list[str]:
+def panels_of(runs: Sequence[Curves], most: int | None = _MOST_PANELS) -> list[str]:
     """What is drawn of several runs, each in a panel of its own."""
-    return list(dict.fromkeys(name for run in runs for name in run.panels()))[:_MOST_PANELS]
+    return list(dict.fromkeys(name for run in runs for name in run.panels()))[:most]
 
 
 def picture(runs: Sequence[Curves]) -> bytes:
-    """The curves of all runs as PNG; runs of one panel have a colour each.
+    """The curves of all runs as PNG, in a few panels; see `draw`."""
+    written = io.BytesIO()
+    draw(runs, _MOST_PANELS).savefig(written, format="png")
+    return written.getvalue()
+
+
+def draw(runs: Sequence[Curves], most_panels: int | None = None) -> Figure:
+    """The curves of all runs; runs of one panel have a colour each.
 
     Raises:
         SparkDLError: matplotlib is not installed.
@@ -71,7 +83,7 @@ def picture(runs: Sequence[Curves]) -> bytes:
     with import_or(SparkDLError(f"{missing}pip install matplotlib")):
         from matplotlib.figure import Figure
         from matplotlib.ticker import MaxNLocator
-    panels = panels_of(runs)
+    panels = panels_of(runs, most_panels) or ["loss"]
     width, height = _PANEL_INCHES
     figure = Figure(figsize=(width * len(panels), height), dpi=80, layout="constrained")
     axes = figure.subplots(1, len(panels), squeeze=False)[0]
@@ -96,9 +108,7 @@ def picture(runs: Sequence[Curves]) -> bytes:
         axis.grid(alpha=0.3)
         if axis.get_legend_handles_labels()[1]:
             axis.legend(fontsize="small")
-    written = io.BytesIO()
-    figure.savefig(written, format="png")
-    return written.getvalue()
+    return figure
 
 
 def sketch(runs: Sequence[Curves]) -> str:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import base64
 import html
-import logging
 import os
 import sys
 import threading
@@ -17,11 +16,12 @@ import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from tqdm import tqdm
+
 from sparkdl.data.plan import TrainPlan
 from sparkdl.errors import SparkDLError
 from sparkdl.report.live.learning_curves import Curves, panels_of, picture, sketch
-from sparkdl.report.live.progress import Progress, RunStatus, View, record_text
-from sparkdl.report.live.time_left import clock_text
+from sparkdl.report.live.progress import Progress, RunView, record_text
 from sparkdl.report.record.run_record import add_record
 
 _PROGRESS_SECONDS = 0.25
@@ -65,25 +65,22 @@ def _shell() -> Any:
     return None if getattr(shell, "kernel", None) is None else shell
 
 
-class NotebookLine(View):
+class NotebookLine(RunView):
     """What is done or waited for, in an output that is empty when it is over."""
 
     def __init__(self, show: Show) -> None:
+        super().__init__()
         self._show = show
-        self._status = RunStatus()
         self._shown = ""
 
     def activity(self, what: str, detail: str) -> None:
-        """Show it."""
-        self._status.phase(what, detail)
+        self.phase(what, detail)
         self.tick()
 
     def tick(self) -> None:
-        """Show that time goes by."""
-        self._say(with_time(self._status))
+        self._say(with_time(self))
 
     def close(self) -> None:
-        """Take it away."""
         self._say("")
 
     def _say(self, text: str) -> None:
@@ -92,101 +89,75 @@ class NotebookLine(View):
             self._show("phase", {"text/html": html.escape(text), "text/plain": text})
 
 
-def with_time(status: RunStatus) -> str:
+def with_time(view: RunView) -> str:
     """A run's state, with the time of a phase that takes long."""
-    seconds = 0.0 if status.is_training or status.has_ended else status.seconds_in_phase()
-    return status.state + f", {clock_text(seconds)}" * (seconds >= 1)
+    seconds = 0.0 if view.is_training or view.has_ended else view.seconds_in_phase()
+    return view.state + f", {tqdm.format_interval(seconds)}" * (seconds >= 1)
 
 
-class NotebookView(View):
+class NotebookView(RunView):
     """A fit, or a function's run, on the board of its cell; ``verbose=2`` prints all log lines."""
 
     def __init__(
-        self,
-        board: Board,
-        *,
-        shows_logs: bool,
-        kind: str = "fit",
-        name: str = "",
+        self, board: Board, *, shows_logs: bool, kind: str = "fit", name: str = ""
     ) -> None:
-        self.status = RunStatus()
+        super().__init__(shows_logs=shows_logs)
         self.kind = kind
         self.curves = Curves(name=name, unit="epoch" if kind == "fit" else "report")
-        self._least_level = logging.NOTSET if shows_logs else logging.WARNING
-        self._is_open = True
         self._board = board
         board.add(self)
 
     def activity(self, what: str, detail: str) -> None:
-        """Show what is waited for."""
-        if self.status.phase(what, detail):
+        if self.phase(what, detail):
             self._board.changed("progress")
 
     def planned(self, plan: TrainPlan) -> None:
-        """The bar's length is known."""
-        self.status.planned(plan)
+        super().planned(plan)
         self.curves.steps_per_epoch = plan.steps_per_epoch
         self._board.changed("progress")
 
     def tick(self) -> None:
-        """Show that time goes by."""
-        self._board.changed(*([] if self.status.is_training else ["progress"]))
-
-    def begun_again(self, number: int, step: int | None) -> None:
-        """What is waited for is shown again."""
-        self.status.is_training = False
+        self._board.changed(*([] if self.is_training else ["progress"]))
 
     def attempt(self, number: int, start_step: int) -> None:
-        """Go back to where the gang starts."""
-        self.status.attempt(number, start_step)
+        super().attempt(number, start_step)
         if self.kind != "fit":
-            self.status.state = f"running, restart {number}" if number else "running"
+            self.state = f"running, restart {number}" if number else "running"
         self._board.changed("progress")
 
     def progress(self, rank: int, progress: Progress) -> None:
-        """Move the bar with rank 0."""
-        before = self.status.step
-        if self.status.progress(rank, progress):
+        before = self.step
+        if self.has_moved(rank, progress):
             self.curves.add_step(progress.step, progress.loss)
-            is_new = self.status.step != before
-            self._board.changed("progress", *(["curves"] if is_new else []))
+            self._board.changed("progress", *(["curves"] if self.step != before else []))
         elif not progress.epoch:
             self._board.changed()
 
     def epoch(self, record: Mapping[str, float]) -> None:
-        """Go on with the curves."""
         add_record(self.curves.history, record)
         self._board.changed("progress", "curves")
 
     def log(self, rank: int, line: str, level: int) -> None:
-        """Print a worker's line."""
         if level >= self._least_level:
             name = f"{self.curves.name}, " if len(self._board.views) > 1 else ""
             print(f"[{name}rank {rank}] {line}", flush=True)
 
-    def done(self, steps: int) -> None:
-        """Fill the bar."""
-        self.status.done(steps)
-
     def close(self) -> None:
-        """Show everything once more, and leave it there."""
-        self._is_open = False
-        if not self.status.has_ended:
-            self.status.has_ended = True
-            self.status.state = f"ended in {self.status.state}" if self.status.epochs else "ended"
+        if not self.has_ended:
+            self.has_ended = True
+            self.state = f"ended in {self.state}" if self.epochs else "ended"
         self._board.changed("progress", "curves", at_once=True)
 
     def text(self) -> str:
         """How far the run is, in words."""
-        status, history = self.status, self.curves.history
-        parts = [f"{self.curves.name}: {with_time(status)}"]
-        if status.total_steps:
-            left = status.time_left()
-            steps = f"{status.step:,} of {status.total_steps:,} steps"
+        parts = [f"{self.curves.name}: {with_time(self)}"]
+        if self.total_steps:
+            left = self.time_left()
+            steps = f"{self.step:,} of {self.total_steps:,} steps"
             parts.append(steps + f", {left} left" * bool(left))
-        parts += status.details()
-        if history:
-            parts.append(record_text(history[-1]))
+        parts += self.details()
+        if self.curves.history:
+            parts.append(record_text(self.curves.history[-1]))
         return " · ".join(parts)
 
 
@@ -230,7 +201,7 @@ class Board:
         rows = [f"<div>{line}</div>" for line in lines]
         for view in self.views[-_MOST_RUNS:]:
             lines.append(view.text())
-            step, total = view.status.step, view.status.total_steps
+            step, total = view.step, view.total_steps
             bar = f"<progress value='{step}' max='{total}'></progress> " if total else ""
             rows.append(f"<div>{bar}{html.escape(lines[-1])}</div>")
         bundle = {"text/html": "".join(rows), "text/plain": "\n".join(lines)}

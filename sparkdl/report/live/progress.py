@@ -19,8 +19,10 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
+from tqdm import tqdm
+
 from sparkdl.data.plan import TrainPlan
-from sparkdl.report.live.time_left import TimeLeft, clock_text
+from sparkdl.report.live.time_left import TimeLeft
 from sparkdl.report.record.run_record import curve_names
 from sparkdl.runtime.activity import STOPPING
 
@@ -77,11 +79,7 @@ class View:
         """What has failed is started again, for the ``number``-th time in the run.
 
         Of a gang `attempt` follows, if it comes to that; a run in rounds goes on, and only a round
-        is repeated.
-
-        Args:
-            number: as in `attempt`.
-            step: steps done by then; None: not known yet.
+        is repeated. ``step`` steps are done by then; None: that is not known yet.
         """
 
     def failure(self, reason: str) -> None:
@@ -113,7 +111,6 @@ class SilentView(View):
     """Shows nothing (``verbose=0``); the workers' warnings become the driver's."""
 
     def log(self, rank: int, line: str, level: int) -> None:
-        """Log a warning."""
         if level >= logging.WARNING:
             logger.log(level, "[rank %d] %s", rank, line)
 
@@ -127,15 +124,15 @@ class EpochCallback(View):
         self._on_epoch = on_epoch
 
     def epoch(self, record: Mapping[str, float]) -> None:
-        """Call the function."""
         self._on_epoch(record)
 
 
-class RunStatus:
-    """How far a run has come, in the words that all views use."""
+class RunView(View):
+    """How far a run has come, in the words that all views use; of a function no steps are known."""
 
-    def __init__(self) -> None:
-        """Of a run whose steps are not known yet; those of a function never are."""
+    def __init__(self, *, shows_logs: bool = False) -> None:
+        """Without ``shows_logs``, of the workers' lines only warnings are shown."""
+        self._least_level = logging.NOTSET if shows_logs else logging.WARNING
         self.epochs = self.total_steps = 0
         self.state = "starting"
         self.has_ended = self.is_training = False
@@ -149,7 +146,6 @@ class RunStatus:
         self._speeds: dict[int, float] = {}
 
     def planned(self, plan: TrainPlan) -> None:
-        """The steps of a fit are known."""
         self.epochs, self.total_steps = plan.end_epoch, plan.first_step + plan.total_steps
 
     def phase(self, what: str, detail: str) -> bool:
@@ -168,6 +164,9 @@ class RunStatus:
         """For how long the driver does what it does now."""
         return time.monotonic() - self._phase_began if self._phase else 0.0
 
+    def begun_again(self, number: int, step: int | None) -> None:
+        self.is_training = False
+
     def attempt(self, number: int, start_step: int) -> None:
         """Go back to where the gang starts; the ranks count their rows anew."""
         self._restart = f", restart {number}" if number else ""
@@ -177,7 +176,7 @@ class RunStatus:
         self._first.clear()
         self._speeds.clear()
 
-    def progress(self, rank: int, progress: Progress) -> bool:
+    def has_moved(self, rank: int, progress: Progress) -> bool:
         """Take note of a rank; True if the run's state, which is that of rank 0, is a new one."""
         if not progress.epoch:
             return False
@@ -204,7 +203,7 @@ class RunStatus:
     def time_left(self) -> str:
         """How long the steps that are left will take, once that is known well enough."""
         seconds = self._time_left.seconds(time.monotonic(), self.total_steps)
-        return "" if seconds is None or self.has_ended else clock_text(seconds)
+        return "" if seconds is None or self.has_ended else tqdm.format_interval(seconds)
 
     def details(self) -> list[str]:
         """Loss, and the ranks' mean speed, as far as they are known."""
@@ -246,7 +245,7 @@ def _columns(output: int) -> int | None:
         return None
 
 
-class ConsoleView(View):
+class ConsoleView(RunView):
     """A line for each epoch or report and for workers' lines; on a terminal with one in place.
 
     Without a terminal, where that would fill a file, phases, restarts and the end have lines too.
@@ -256,15 +255,8 @@ class ConsoleView(View):
     """Those of this process whose runs go on."""
 
     def __init__(self, *, has_bar: bool, shows_logs: bool, name: str = "") -> None:
-        """Begin.
-
-        Args:
-            has_bar: True on a terminal.
-            shows_logs: True if all lines of the workers are shown, not only warnings.
-            name: of the run, where several are shown.
-        """
-        self._status = RunStatus()
-        self._least_level = logging.NOTSET if shows_logs else logging.WARNING
+        """On a terminal it has a bar; ``name`` is the run's, which is shown where several go on."""
+        super().__init__(shows_logs=shows_logs)
         self._has_bar = has_bar
         self._name = name
         self._is_one_of_several = False
@@ -273,8 +265,8 @@ class ConsoleView(View):
         self._bar: Any = None
         """The line in place; it has no bar before the steps are known."""
         self._drawn = "", ""
-        self._pending = self._said = ""
-        """The phase, and the newest one that has a line."""
+        self._said = ""
+        """The newest phase that has a line."""
         if name:
             self._open.add(self)
             if len(self._open) > 1:
@@ -282,8 +274,6 @@ class ConsoleView(View):
                     view._is_one_of_several = True
 
     def _draw_line(self, bar_format: str, **options: Any) -> None:
-        from tqdm import tqdm
-
         if self._bar is not None:
             self._bar.close()
         self._bar = tqdm(
@@ -308,31 +298,29 @@ class ConsoleView(View):
 
     def _state(self) -> str:
         """What the line in place says, which a terminal must not have to break."""
-        status = self._status
-        if status.total_steps and not status.has_ended:
-            return self._prefix() + status.state
-        seconds = status.seconds_in_phase()
-        time_text = f" {clock_text(seconds)}" if seconds >= _SHORT_SECONDS else ""
+        if self.total_steps and not self.has_ended:
+            return self._prefix() + self.state
+        seconds = self.seconds_in_phase()
+        time_text = f" {tqdm.format_interval(seconds)}" if seconds >= _SHORT_SECONDS else ""
         width = (terminal_columns() or _USUAL_COLUMNS) - 2  # tqdm cuts off all but columns - 1
-        text = (self._prefix() + status.phase_text)[: width - len(time_text)] + time_text
+        text = (self._prefix() + self.phase_text)[: width - len(time_text)] + time_text
         # What others print then begins where the line does; of one width tqdm fills nothing up.
         return f"{text:<{width}}\r"
 
     def planned(self, plan: TrainPlan) -> None:
-        """Draw the bar, which is empty yet."""
-        self._status.planned(plan)
+        super().planned(plan)
         if self._has_bar:
             # 80 columns have room for it.
-            self._draw_line(self._bar_format(), total=self._status.total_steps, unit="step")
+            self._draw_line(self._bar_format(), total=self.total_steps, unit="step")
 
     def _bar_format(self) -> str:
-        left = self._status.time_left()
-        times = clock_text(time.monotonic() - self._began) + f"<{left}" * bool(left)
+        left = self.time_left()
+        times = tqdm.format_interval(time.monotonic() - self._began) + f"<{left}" * bool(left)
         return f"{{desc}} |{{bar}}| {{n_fmt}}/{{total_fmt}} [{times}{{postfix}}]"
 
     def _redraw(self) -> None:
         """Show the newest words and times, if they are new."""
-        has_steps = self._status.total_steps and not self._status.has_ended
+        has_steps = self.total_steps and not self.has_ended
         bar_format = self._bar_format() if has_steps else "{desc}"
         state = self._state()
         if (state, bar_format) != self._drawn:
@@ -342,10 +330,9 @@ class ConsoleView(View):
 
     def activity(self, what: str, detail: str) -> None:
         """Say it in place; without a terminal `tick` does, if it takes long enough."""
-        if not self._status.phase(what, detail):
+        if not self.phase(what, detail):
             return
-        self._pending = what
-        if self._bar is not None and (what or self._status.total_steps):
+        if self._bar is not None and (what or self.total_steps):
             self._redraw()
         elif self._has_bar and what:
             self._draw_line("{desc}", leave=False)
@@ -353,15 +340,13 @@ class ConsoleView(View):
             self._end_line()
 
     def tick(self) -> None:
-        """Show that time goes by."""
         if self._bar is not None:
             self._redraw()
             return
-        status = self._status
-        is_new = self._pending != self._said and not self._has_bar and not status.is_training
-        if is_new and status.seconds_in_phase() >= _SHORT_SECONDS:
-            self._said = self._pending
-            self._write(status.phase_text)
+        is_new = self._phase != self._said and not self._has_bar and not self.is_training
+        if is_new and self.seconds_in_phase() >= _SHORT_SECONDS:
+            self._said = self._phase
+            self._write(self.phase_text)
 
     def _end_line(self) -> None:
         if self._bar is not None:
@@ -370,52 +355,43 @@ class ConsoleView(View):
 
     def attempt(self, number: int, start_step: int) -> None:
         """Put the bar where the gang starts, or print where a restart goes on."""
-        self._status.attempt(number, start_step)
-        if self._bar is not None and self._status.total_steps:
-            self._bar.reset(total=self._status.total_steps)
+        super().attempt(number, start_step)
+        if self._bar is not None and self.total_steps:
+            self._bar.reset(total=self.total_steps)
             self._bar.n = self._bar.initial = start_step
             self._redraw()
-        if number > 0 and not (self._has_bar and self._status.epochs):
-            unit = "step" if self._status.epochs else "checkpoint"
+        if number > 0 and not (self._has_bar and self.epochs):
+            unit = "step" if self.epochs else "checkpoint"
             place = f"from {unit} {start_step}" if start_step else "from the beginning"
             self._write(f"restart {number}, {place}")
 
-    def begun_again(self, number: int, step: int | None) -> None:
-        """What is waited for is shown again."""
-        self._status.is_training = False
-
     def progress(self, rank: int, progress: Progress) -> None:
-        """Move the bar with rank 0."""
-        is_new = self._status.progress(rank, progress)
-        if is_new and self._bar is not None:
-            self._bar.set_postfix_str(", ".join(self._status.details()), refresh=False)
+        if self.has_moved(rank, progress) and self._bar is not None:
+            self._bar.set_postfix_str(", ".join(self.details()), refresh=False)
             self._bar.update(max(0, progress.step - self._bar.n))
             self._redraw()
 
     def epoch(self, record: Mapping[str, float]) -> None:
-        """Print the record."""
         self._write(record_text(record))
 
     def log(self, rank: int, line: str, level: int) -> None:
-        """Print a worker's line."""
         if level >= self._least_level:
             self._write(f"[rank {rank}] {line}")
 
     def done(self, steps: int) -> None:
         """Fill the bar, or print whether training ended before its last planned step."""
-        planned = self._status.total_steps
-        self._status.done(steps)
+        planned = self.total_steps
+        super().done(steps)
         if self._bar is not None and planned:
             self._bar.total = steps
             self._bar.update(steps - self._bar.n)
             self._bar.bar_format = self._bar_format()
-            self._bar.set_description_str(self._prefix() + self._status.state)
+            self._bar.set_description_str(self._prefix() + self.state)
             self._end_line()
-        elif self._status.epochs:
+        elif self.epochs:
             state = "stopped early" if steps < planned else "trained"
             self._write(f"{state}: {steps}/{planned} steps")
 
     def close(self) -> None:
-        """Leave the bar on the screen."""
         self._open.discard(self)
         self._end_line()

@@ -1,6 +1,7 @@
-"""The views of one run, or of other work of the driver: what they raise ends nothing but the view.
+"""The views of one run, or of other work of the driver: which there are, and what calls them.
 
-While views are open, a thread has them drawn anew now and then, so that a wait is seen to go on.
+What they raise ends nothing but the view. While views are open, a thread has them drawn anew now
+and then, so that a wait is seen to go on.
 """
 
 from __future__ import annotations
@@ -10,14 +11,54 @@ import logging
 import threading
 from collections.abc import Callable, Iterator
 
-from sparkdl.report.live.progress import SilentView, View
+from sparkdl.report.live.notebook import (
+    CellOutputs,
+    NotebookLine,
+    NotebookView,
+    board_of_cell,
+    in_notebook,
+)
+from sparkdl.report.live.progress import ConsoleView, SilentView, View, terminal_columns
 from sparkdl.runtime.activity import doing, is_shown, shown_by
 
 logger = logging.getLogger(__name__)
 
+_LETTERS = 6
+"""Of a run's id that stand for its name."""
 _TICK_SECONDS = 0.25
 _PATIENCE_SECONDS = 2.0
 """Longest wait, at the end, for what asks Spark."""
+
+
+def choose_view(kind: str, verbose: int, *, run_id: str, name: str = "") -> View:
+    """A view that shows nothing, a notebook's curves, a terminal's bar, or lines.
+
+    Of the run of a function (kind ``run``, not ``fit``) only the reports are known. ``verbose`` is
+    0, 1 or 2, as the Param says. A console tells a run by its name or its id's first letters.
+    """
+    if not verbose:
+        return SilentView()
+    shows_logs = shows_lines(verbose)
+    if in_notebook():
+        return NotebookView(board_of_cell(), shows_logs=shows_logs, kind=kind, name=name)
+    has_bar = terminal_columns() is not None
+    return ConsoleView(has_bar=has_bar, shows_logs=shows_logs, name=name or run_id[:_LETTERS])
+
+
+def activity_view(*, has_lines: bool = True) -> View:
+    """A view of work that has phases, but no steps; nothing of it stays in a terminal or cell.
+
+    Without ``has_lines`` it is shown there only, and not in a file.
+    """
+    if in_notebook():
+        return NotebookLine(CellOutputs())
+    has_bar = terminal_columns() is not None
+    return ConsoleView(has_bar=has_bar, shows_logs=False) if has_bar or has_lines else SilentView()
+
+
+def shows_lines(verbose: int) -> bool:
+    """True if the view shows all that workers print."""
+    return verbose > 1
 
 
 class Views:
@@ -29,11 +70,9 @@ class Views:
     """
 
     def __init__(self, ask_tasks: Callable[[], str] | None = None) -> None:
-        """There are none yet.
+        """There are none yet. ``ask_tasks`` gives how far Spark's tasks are, in words.
 
-        Args:
-            ask_tasks: called four times a second while views are open; gives how far Spark's tasks
-                are, in words.
+        It is called four times a second while views are open.
         """
         self._views: list[View] = []
         self._lock = threading.RLock()
@@ -117,15 +156,12 @@ def _say(error: Exception) -> None:
 @contextlib.contextmanager
 def showing(
     what: str,
-    make: Callable[[], View],
+    make: Callable[[], View] = activity_view,
     ask_tasks: Callable[[], str] | None = None,
 ) -> Iterator[None]:
     """Show what the block does, while it lasts; in a block that is shown it is a part of that.
 
-    Args:
-        what: is done first; `doing` says what comes then.
-        make: makes the view, see `choose_view.activity_view`.
-        ask_tasks: as for `Views`.
+    ``what`` is done first; `doing` says what comes then. ``ask_tasks`` is as for `Views`.
     """
     if is_shown():
         doing(what)

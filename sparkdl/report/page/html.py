@@ -38,13 +38,10 @@ def joined(*parts: Content) -> Markup:
 
 
 def tag(name: str, /, *children: Content, **attributes: Content | bool) -> Markup:
-    """An element.
+    """An element with its children.
 
-    Args:
-        name: of the element.
-        children: what is in it.
-        attributes: by name, where ``_`` stands for ``-`` and one at the end for nothing
-            (``class_``); those that are None or False are left out.
+    In names of attributes ``_`` stands for ``-``, and one at the end for nothing (``class_``);
+    those that are None or False are left out.
     """
     shown = "".join(
         f" {key.rstrip('_').replace('_', '-')}" + ("" if value is True else f'="{markup(value)}"')
@@ -59,14 +56,10 @@ def tag(name: str, /, *children: Content, **attributes: Content | bool) -> Marku
 def row(
     *cells: Content, kind: str = "td", names: Sequence[str] = (), **attributes: Content | bool
 ) -> Markup:
-    """A row of a table.
+    """A row of a table whose cells are ``kind``; ``th`` makes it a head.
 
-    Args:
-        cells: what is in it.
-        kind: of the cells; ``th`` makes it a head.
-        names: of the columns, in a table of class ``rows``: where that is too wide for the screen,
-            its rows become paragraphs, which have these names in them.
-        attributes: of all cells.
+    In a table of class ``rows`` give the ``names`` of the columns: where it is too wide for the
+    screen, its rows become paragraphs with these names in them.
     """
     named = zip_longest(cells, names)
     return tag("tr", *(tag(kind, c, data_name=name or None, **attributes) for c, name in named))

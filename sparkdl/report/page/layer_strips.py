@@ -33,7 +33,9 @@ def layer_section(looks: Sequence[Look]) -> Markup:
     """The section of the looks in `RunRecord.layers`; nothing if there are none."""
     if not looks:
         return Markup("")
-    newest = _newest(looks)
+    # Of a step that moved anything: at its end a schedule may stand still.
+    moved = (look["ratios"] for look in reversed(looks) if any(look["ratios"].values()))
+    newest: Mapping[str, float | None] = next(moved, looks[-1]["ratios"])
     marked = {layer: mark for layer, ratio in newest.items() if (mark := _mark(ratio))}
     shown = [*marked, *(layer for layer in newest if layer not in marked)][:_MOST_LAYERS]
     skip = math.ceil(len(looks) / _MOST_LOOKS)
@@ -56,13 +58,6 @@ def layer_section(looks: Sequence[Look]) -> Markup:
     )
 
 
-def _newest(looks: Sequence[Look]) -> Mapping[str, float | None]:
-    """The last ratios of a step that moved anything: at its end a schedule may stand still."""
-    moved = (look["ratios"] for look in reversed(looks) if any(look["ratios"].values()))
-    found: Mapping[str, float | None] = next(moved, looks[-1]["ratios"])
-    return found
-
-
 def _mark(ratio: float | None) -> str | None:
     """What is wrong with a layer of this ratio; None: nothing."""
     if ratio is None:
@@ -77,7 +72,9 @@ def _row(layer: str, looks: Sequence[Look], newest: float | None, mark: str | No
     for place, look in enumerate(looks):
         ratio = look["ratios"].get(layer)
         text = tag("title", f"step {look['step']:,}: {_shown(ratio)}")
-        cells.append(tag("rect", text, x=place, y=0, width=1.02, height=1, class_=_band(ratio)))
+        reached = math.inf if ratio is None else ratio
+        band = next(name for name, end, _ in BANDS if reached <= end)
+        cells.append(tag("rect", text, x=place, y=0, width=1.02, height=1, class_=f"u-{band}"))
     strip = drawing(
         f"updates of {layer}", len(looks), 1, *cells, class_="strip", preserveAspectRatio="none"
     )
@@ -88,11 +85,6 @@ def _row(layer: str, looks: Sequence[Look], newest: float | None, mark: str | No
         tag("td", strip),
         tag("td", _shown(newest), class_="n"),
     )
-
-
-def _band(ratio: float | None) -> str:
-    ratio = math.inf if ratio is None else ratio
-    return next(f"u-{name}" for name, end, _ in BANDS if ratio <= end)
 
 
 def _shown(ratio: float | None) -> str:

@@ -6,12 +6,12 @@ Each section is a function of the record, and is left out where there is nothing
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from importlib import resources
 from typing import Any
 
 from sparkdl.report.page import html
 from sparkdl.report.page.html import Content, Markup, joined, row, section, tag
 from sparkdl.report.page.layer_strips import layer_section
-from sparkdl.report.page.style import CSS
 from sparkdl.report.page.svg import line_chart, model_graph
 from sparkdl.report.page.timeline import MOST_LANES, SPENT_ON, shown_ranks, timeline
 from sparkdl.report.record.module_graph import condensed
@@ -25,6 +25,8 @@ _FACTS = {
     "module": "module", "parameters": "parameters", "trained_parameters": "of these, trained",
     "parameter_bytes": "size of the parameters", "function": "function",
 }  # fmt: skip
+_CSS = resources.files(__package__).joinpath("style.css").read_text(encoding="utf-8")
+"""Of a page; all of it, since a report brings everything along."""
 _MOST_WITH_NUMBERS = 24
 """Classes of a confusion matrix whose cells have their numbers in them."""
 
@@ -41,7 +43,7 @@ def document(title: str, content: Markup, head: Markup | None = None) -> str:
         tag("meta", name="viewport", content="width=device-width, initial-scale=1"),
         tag("title", title),
         head,
-        tag("style", Markup(CSS)),
+        tag("style", Markup(_CSS)),
     )
     whole = tag("html", tag("head", top), tag("body", tag("main", content)), lang="en")
     return f"<!DOCTYPE html>\n{whole}\n"
@@ -96,7 +98,8 @@ def _tiles(record: RunRecord) -> Markup:
     tiles = [_tile("duration", html.duration(record.seconds), training)]
     if record.history:
         last = record.history[-1]
-        for key in _headline(last):
+        names = sorted(curve_names([last]), key=lambda name: name.startswith("val_"))
+        for key in names[:4]:
             tiles.append(_tile(key, html.value(last[key]), _best(record.history, key)))
     speed = _rows_per_second(record)
     if speed is not None:
@@ -117,10 +120,6 @@ def _tile(name: str, value: Content, small: Content) -> Markup:
         "div", tag("span", name), tag("b", value), tag("small", small) if small else None,
         class_="tile",
     )  # fmt: skip
-
-
-def _headline(last: Mapping[str, Any]) -> list[str]:
-    return sorted(curve_names([last]), key=lambda name: name.startswith("val_"))[:4]
 
 
 def _best(history: Sequence[Mapping[str, Any]], key: str) -> str | None:
@@ -221,16 +220,12 @@ def _failures(record: RunRecord) -> Markup:
         what = "the run ended"
         if attempt is not None:
             after = html.duration(attempt["at"] - failure["at"])
-            what = f"started again after {after}{_from(attempt['start_step'])}"
+            what = f"started again after {after}"
+            if (step := attempt["start_step"]) is not None:
+                what += f", from step {step:,}" if step else ", from the beginning"
         rows.append(row(html.duration(failure["at"]), failure["reason"], what, class_="text"))
-    head = row("after", "what was lost", "what followed", kind="th")
-    return section("Failures and restarts", tag("table", head, *rows))
-
-
-def _from(step: int | None) -> str:
-    if step is None:
-        return ""
-    return f", from step {step:,}" if step else ", from the beginning"
+    names = ("after", "what was lost", "what followed")
+    return section("Failures and restarts", tag("table", row(*names, kind="th"), *rows))
 
 
 def _confusion(record: RunRecord) -> Markup:

@@ -164,9 +164,7 @@ _COSTS = ("gradient_norm", "learning_rate", "seconds")
 def curve_names(history: Iterable[Mapping[str, Any]], *, has_costs: bool = False) -> list[str]:
     """The values of a history that are drawn as curves, in the order in which they came.
 
-    Args:
-        history: the records.
-        has_costs: whether the gradient's norm, learning rate and seconds come too, at the end.
+    With ``has_costs`` the gradient's norm, learning rate and seconds come too, at the end.
     """
     names = dict.fromkeys(name for record in history for name in record if name not in _COUNTS)
     own = [name for name in names if name not in _COSTS]

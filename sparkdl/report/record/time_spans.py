@@ -40,12 +40,9 @@ class Spans:
         self._ranks: dict[int, _Rank] = {}
 
     def take(self, rank: int, totals: Mapping[str, float], now: float) -> Iterator[Event]:
-        """Take a rank's totals; give a span if enough time has passed since the last.
+        """Take a rank's totals, by what it did, at ``now``; a span if the last is long ago.
 
-        Args:
-            rank: whose.
-            totals: what -> seconds since the rank began; nothing that it did is left out.
-            now: when they came.
+        Totals are seconds since the rank began; nothing that it did is left out.
         """
         seen = self._ranks.setdefault(rank, _Rank(start=now))
         # Reports come late, by different times: the earliest start is the least wrong.

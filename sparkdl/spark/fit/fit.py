@@ -19,8 +19,8 @@ from sparkdl.config import EarlyStopping
 from sparkdl.data.column_stats import SpooledShard
 from sparkdl.data.plan import TrainPlan
 from sparkdl.report.listeners.listener import wanted_looks
-from sparkdl.report.live.choose_view import shows_lines
 from sparkdl.report.live.progress import EpochCallback
+from sparkdl.report.live.views import shows_lines
 from sparkdl.report.recorder import Recorder
 from sparkdl.report.summary import TrainingSummary, WeightsOf
 from sparkdl.runtime.activity import doing
@@ -150,7 +150,7 @@ def _fit(
         plan = _make_plan(checked, table, shards, found, link, key)
         recorder.planned(plan)
         if request.on_epoch is not None:
-            recorder.show(EpochCallback(request.on_epoch))
+            recorder.show(partial(EpochCallback, request.on_epoch))
         link.hub.shows_lines = shows_lines(request.verbose) and shares_console(checked.spark)
         run = Run(
             begins_from=checked.begins_from,

@@ -18,7 +18,7 @@ from pyspark.sql import SparkSession
 
 from sparkdl.errors import CheckpointLost, ConfigError, ShardLost
 from sparkdl.inputs import Specification
-from sparkdl.report.live.choose_view import shows_lines
+from sparkdl.report.live.views import shows_lines
 from sparkdl.report.recorder import Recorder
 from sparkdl.spark.cluster.attempt import Attempt, Rows
 from sparkdl.spark.cluster.launch import Launch

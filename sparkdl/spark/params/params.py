@@ -22,7 +22,8 @@ from pyspark.ml.param.shared import (
 )
 
 from sparkdl.config import CheckpointConfig, Task, TrainConfig, require
-from sparkdl.errors import ConfigError, did_you_mean
+from sparkdl.errors import ConfigError, ParamError, did_you_mean
+from sparkdl.runtime.tracebacks import plainly
 from sparkdl.spark.params.converters import NAMES, to_type
 from sparkdl.spark.params.param_table import AUTO, NOT_SET, Option, options
 
@@ -52,16 +53,16 @@ class CheckedParams(HasFeaturesCol, HasInputCols, HasWeightCol, HasPredictionCol
     def _set(self: P, **kwargs: Any) -> P:
         for name, value in kwargs.items():
             if name not in self._names():
-                raise TypeError(f"{type(self).__name__} has no Param {name!r}{self._hint(name)}")
+                raise ParamError(f"{type(self).__name__} has no Param {name!r}{self._hint(name)}")
             param = self.getParam(name)
             has_default = self._defaultParamMap.get(param) is not None
             if value is None and has_default and not self._accepts_none(name):
-                raise TypeError(f'Invalid param value given for param "{name}": None')
+                raise ParamError(f'Invalid param value given for param "{name}": None')
             try:
                 self._paramMap[param] = None if value is None else param.typeConverter(value)
             except TypeError as error:  # Spark's own _set tells the converter's frames too
                 message = f'Invalid param value given for param "{name}": {error}'
-                raise TypeError(message) from None
+                raise ParamError(message) from None
         return self
 
     def _accepts_none(self, name: str) -> bool:
@@ -142,6 +143,7 @@ def _convert_as_spark(kind: Any, value: Any) -> Any:
 
 
 def _setter(option: Option) -> Callable[..., Any]:
+    @plainly
     def setter(self: P, value: Any) -> P:
         return self._set(**{option.name: value})
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from pyspark.ml.param import Params
 from pyspark.sql import SparkSession
 
-from sparkdl.report.live.choose_view import choose_view
+from sparkdl.report.live.views import choose_view
 from sparkdl.report.recorder import Recorder, recording
 from sparkdl.runtime.hardware import hardware
 from sparkdl.runtime.versions import versions
@@ -58,9 +58,7 @@ def record_run(spark: SparkSession | None, run_id: str, request: Request) -> Ite
         called = f" ({request.run_name})" if request.run_name else ""
         logger.info("run %s of %s%s begins", run_id, request.name, called)
         name = request.run_name or ""
-        recorder.show_in(
-            lambda: choose_view(request.kind, request.verbose, run_id=run_id, name=name)
-        )
+        recorder.show(lambda: choose_view(request.kind, request.verbose, run_id=run_id, name=name))
         recorder.phase("preflight")
         yield recorder
 

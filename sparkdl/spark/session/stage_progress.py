@@ -12,8 +12,9 @@ from typing import Any
 from py4j.protocol import Py4JError
 from pyspark.sql import SparkSession
 
-from sparkdl.report.live.choose_view import activity_view
-from sparkdl.report.live.views import showing
+from sparkdl.report.live.notebook import in_notebook
+from sparkdl.report.live.progress import terminal_columns
+from sparkdl.report.live.views import activity_view, showing
 from sparkdl.spark.session.compat import is_connect
 
 logger = logging.getLogger(__name__)
@@ -39,13 +40,15 @@ class StageProgress:
 
     Spark draws its bar over whatever stands in the terminal's last line, for each stage that takes
     longer than half a second, unless a job has ended within that time. So it is told that one has:
-    nothing of the session is changed, and the user's own jobs have their bar again afterwards.
+    nothing of the session is changed, and the user's own jobs have their bar again afterwards. In a
+    file, where nobody gains by it, the bar is ended for good.
     """
 
     def __init__(self, spark: SparkSession) -> None:
         """Of this session; Spark Connect has neither a bar nor an answer."""
         self._context: Any = None if is_connect(spark) else spark.sparkContext
         self._bar: Any = None
+        self._has_screen = in_notebook() or terminal_columns() is not None
         self._found, self._next = "", -math.inf
         self._times_idle = 0
 
@@ -58,8 +61,10 @@ class StageProgress:
             if now >= self._next:
                 self._next = now + _ASK_SECONDS
                 self._found = self._tasks()
-            if self._bar is not None:
+            if self._bar is not None and self._has_screen:
                 self._bar.finishAll()
+            elif self._bar is not None:
+                self._bar.stop()
         # The session has ended, or its cluster allows no such calls.
         except (Py4JError, OSError, AttributeError):
             logger.debug("how tasks get on is not shown any more", exc_info=True)

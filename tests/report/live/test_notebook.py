@@ -66,7 +66,7 @@ def test_a_fit_from_start_to_end(board: Board, cell: FakeCell, clock: Clock) -> 
     assert cell.text("progress") == "fit 1: waiting for slots (0 of 2 are there)"
     clock.now += 5
     view.tick()
-    assert cell.text("progress").endswith("slots (0 of 2 are there), 0:05")
+    assert cell.text("progress").endswith("slots (0 of 2 are there), 00:05")
     view.planned(PLAN)
     view.attempt(0, 0)
     for rank in (0, 1):
@@ -80,7 +80,7 @@ def test_a_fit_from_start_to_end(board: Board, cell: FakeCell, clock: Clock) -> 
     for step in (4, 5):
         clock.now += 4
         view.progress(0, at(step, 20 * step))
-    assert "5 of 20 steps, 1:00 left" in cell.text("progress")
+    assert "5 of 20 steps, 01:00 left" in cell.text("progress")
     assert "<progress value='5' max='20'></progress>" in cell.outputs["progress"]["text/html"]
     view.epoch(RECORD)
     view.done(20)
@@ -276,6 +276,6 @@ def test_a_line_is_gone_when_the_work_is_over(cell: FakeCell, clock: Clock) -> N
     assert cell.times["phase"] == 1
     clock.now += 2
     line.tick()
-    assert cell.text("phase").endswith("done), 0:02")
+    assert cell.text("phase").endswith("done), 00:02")
     line.close()
     assert cell.text("phase") == ""

@@ -281,13 +281,13 @@ def test_phases_stand_in_one_line_of_a_terminal(console: Console, clock: Clock) 
     view.activity("writing", "1 of 4 tasks done")
     text = console.text()
     assert "\n" not in text
-    assert text.count("1:05") == 2  # time goes by, and nothing is written that stands there
+    assert text.count("01:05") == 2  # time goes by, and nothing is written that stands there
     assert max(len(part) for part in text.split("\r")) < 80
     view.planned(PLAN)
     view.attempt(0, 0)
     view.activity("starting workers", "1 of 2 are there")
     assert "starting workers (1 of 2 are there) |" in console.bar()
-    assert "0/20 [1:05]" in console.bar()
+    assert "0/20 [01:05]" in console.bar()
     view.progress(0, at(3, 30))
     view.activity("waiting for slots", "")  # of another round: training says more
     view.tick()

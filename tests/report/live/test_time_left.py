@@ -6,7 +6,7 @@ from collections.abc import Iterable
 
 import pytest
 
-from sparkdl.report.live.time_left import TimeLeft, clock_text
+from sparkdl.report.live.time_left import TimeLeft
 
 
 def said(pauses: Iterable[float], report_seconds: float = 0.5) -> list[tuple[float, float]]:
@@ -86,8 +86,8 @@ def test_between_reports_time_goes_on() -> None:
     assert time_left.seconds(5.0, 105) is None  # the end is there
 
 
-@pytest.mark.parametrize(
-    ("seconds", "text"), [(4.6, "0:05"), (750.0, "12:30"), (7200.0, "2:00:00"), (59.7, "1:00")]
-)
-def test_clock_text(seconds: float, text: str) -> None:
-    assert clock_text(seconds) == text
+def test_after_a_long_pause_it_counts_as_one_of_all_steps() -> None:
+    time_left = TimeLeft()
+    for now, step in [(0.0, 1), (1.0, 2), (2.0, 3), (3.0, 4), (903.0, 5)]:
+        time_left.take(now, step)
+    assert time_left.seconds(903.0, 9) == pytest.approx(4 * 900.0, rel=0.1)

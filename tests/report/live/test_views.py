@@ -12,10 +12,14 @@ from typing import Any
 import pytest
 
 from sparkdl.errors import TrainingFailed
-from sparkdl.report.live.progress import ConsoleView, EpochCallback, View
-from sparkdl.report.live.views import showing
+from sparkdl.report.live import views as module
+from sparkdl.report.live.notebook import Board, NotebookView
+from sparkdl.report.live.progress import ConsoleView, EpochCallback, SilentView, View
+from sparkdl.report.live.views import choose_view, showing, shows_lines
 from sparkdl.report.recorder import recording
 from sparkdl.runtime.activity import doing
+from tests.report.live.test_notebook import FakeCell
+from tests.report.live.test_progress import PLAN
 
 RECORD = {"epoch": 1, "steps": 4, "loss": 2.0}
 
@@ -52,7 +56,7 @@ def run(*views: Callable[[], View]) -> Any:
     recorded = recording(run_id="r", name="Test", params=[], storage=None, listeners=())
     with recorded as recorder:
         for view in views:
-            recorder.show_in(view)
+            recorder.show(view)
         recorder.phase("train")
         recorder.epoch(RECORD)
         recorder.log(1, "beware", logging.WARNING)
@@ -127,3 +131,30 @@ def test_tasks_are_shown_where_nothing_better_is_known() -> None:
         ("", ""),
         "closed",
     ]
+
+
+@pytest.mark.parametrize("terminal", [True, False])
+def test_on_a_console(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], terminal: bool
+) -> None:
+    """On a terminal there is a line at once, and of a fit a bar when its steps are known."""
+    monkeypatch.setattr(module, "terminal_columns", lambda: 80 if terminal else None)
+    for verbose, expected in ((0, SilentView), (1, ConsoleView), (2, ConsoleView)):
+        view = choose_view("fit", verbose, run_id="0123456789ab")
+        assert type(view) is expected
+        view.activity("waiting for slots", "0 of 2 are there")
+        is_shown = terminal and verbose > 0
+        assert ("slots (0 of 2" in capsys.readouterr().err) == is_shown
+        view.planned(PLAN)
+        view.close()
+        assert ("0/20 [" in capsys.readouterr().err) == is_shown
+    assert [shows_lines(n) for n in range(3)] == [False, False, True]
+
+
+def test_in_a_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "in_notebook", lambda: True)
+    board = Board(FakeCell())
+    monkeypatch.setattr(module, "board_of_cell", lambda: board)
+    expected = [SilentView, NotebookView, NotebookView]
+    assert [type(choose_view("fit", n, run_id="0")) for n in range(3)] == expected
+    assert [type(choose_view("run", n, run_id="0")) for n in range(3)] == expected

@@ -9,7 +9,7 @@ import pytest
 
 from sparkdl.report.page import html
 from sparkdl.report.page.html import Markup, joined, tag
-from sparkdl.report.page.layer_strips import layer_section
+from sparkdl.report.page.layer_strips import BANDS, layer_section
 from sparkdl.report.page.report_page import page
 from sparkdl.report.page.svg import layers_of, line_chart, ticks
 from sparkdl.report.page.timeline import MOST_LANES, SPENT_ON, grouped
@@ -171,6 +171,12 @@ def test_of_many_ranks_the_lanes_are_few_and_the_table_has_all() -> None:
 
 def test_the_words_for_time_are_those_of_training() -> None:
     assert SPENT_ON == time_spent.SPENT_ON
+
+
+def test_what_has_a_colour_of_its_own_is_in_the_style_sheet() -> None:
+    css = page(record()).partition("</style>")[0]
+    named = [f"on-{word}" for word in SPENT_ON] + [f"u-{band}" for band, *_ in BANDS]
+    assert [name for name in named if f".{name} {{ --own: var(--{name})" not in css] == []
 
 
 def test_of_a_long_run_neighbouring_spans_are_drawn_as_one() -> None:

@@ -4,6 +4,7 @@ import dataclasses
 import inspect
 import pickle
 import re
+import traceback
 from typing import Any
 
 import pytest
@@ -13,7 +14,7 @@ from pyspark.ml.param import Param
 from torch import nn
 
 from sparkdl.config import CheckpointConfig, EarlyStopping, TrainConfig
-from sparkdl.errors import ConfigError
+from sparkdl.errors import ConfigError, ParamError
 from sparkdl.estimator import TorchClassifier, TorchEstimator, TorchRegressor
 from sparkdl.inputs import Named, Sequence, Specification, Tensor
 from sparkdl.model import TorchClassifierModel, TorchModel, TorchRegressorModel
@@ -271,6 +272,19 @@ def test_unknown_params_are_refused_with_a_hint() -> None:
         TorchRegressor(probabilityCol="p")  # type: ignore[call-arg]
     with pytest.raises(TypeError, match="keyword"):
         TorchClassifier(nn.Identity)  # type: ignore[call-arg]
+
+
+def test_a_refused_value_ends_in_the_users_line_and_one_sentence() -> None:
+    for refused in (
+        lambda: TorchClassifier(epoch=3),  # type: ignore[call-arg]
+        lambda: TorchClassifier(epochs="3"),  # type: ignore[typeddict-item]
+        lambda: TorchClassifier().setParams(epoch=3),  # type: ignore[call-arg]
+        lambda: TorchClassifier().setEpochs("3"),  # type: ignore[arg-type]
+    ):
+        with pytest.raises(ParamError) as caught:
+            refused()
+        frames = traceback.extract_tb(caught.value.__traceback__)
+        assert [frame.name for frame in frames[2:]] == ["call"]  # of `plainly`
 
 
 def test_shapes_per_input_column() -> None:

@@ -78,6 +78,7 @@ class FakeSpark:
 
 def test_tasks_in_words(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(stage_progress, "_ASK_SECONDS", 0.0)
+    monkeypatch.setattr(stage_progress, "terminal_columns", lambda: 80)
     spark: Any = FakeSpark()
     ask = StageProgress(spark)
     said = []
@@ -91,6 +92,13 @@ def test_tasks_in_words(monkeypatch: pytest.MonkeyPatch) -> None:
     assert spark.bar.finishAll.call_count == 5
     spark.scala.statusTracker().getActiveStageIds.return_value = []
     assert ask() == ""
+
+
+def test_of_a_log_file_sparks_own_bar_is_kept_away(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(stage_progress, "terminal_columns", lambda: None)
+    spark: Any = FakeSpark()
+    StageProgress(spark)()
+    assert spark.bar.stop.called  # however late we look again
 
 
 def test_a_session_that_has_ended_is_asked_no_more() -> None:

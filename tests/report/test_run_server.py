@@ -14,7 +14,7 @@ import pytest
 from sparkdl.report.page.report_page import page
 from sparkdl.report.record.run_folder import RunFolder, RunReader, folder_name
 from sparkdl.report.record.run_record import RunRecord
-from sparkdl.report.server.report_server import RunServer
+from sparkdl.report.run_server import RunServer
 from sparkdl.storage.storage import LocalStorage
 from tests.browser import dom
 from tests.report.runs import events, record

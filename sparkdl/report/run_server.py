@@ -12,6 +12,7 @@ import threading
 from collections.abc import Mapping, Sequence
 from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from importlib import resources
 from typing import Any
 from urllib.parse import quote, unquote, urlsplit
 
@@ -25,35 +26,9 @@ from sparkdl.runtime.json_values import finite
 
 logger = logging.getLogger(__name__)
 
-_SECONDS = 2
-"""Between two looks of an open page at what is new."""
-_SCRIPT = """"use strict";
-const main = document.querySelector("main");
-let shown = "";
-async function renew() {
-  try {
-    const answer = await fetch(location.href, {cache: "no-store"});
-    const text = await answer.text();
-    if (answer.ok && text !== shown) {
-      const open = [...main.querySelectorAll("details")].map((part) => part.open);
-      const boxes = [...main.querySelectorAll(".scroll")].map((box) => box.scrollTop);
-      const page = new DOMParser().parseFromString(text, "text/html");
-      main.replaceChildren(...page.querySelector("main").childNodes);
-      main.querySelectorAll("details").forEach((part, k) => { part.open = open[k] || false; });
-      main.querySelectorAll(".scroll").forEach((box, k) => { box.scrollTop = boxes[k] || 0; });
-      shown = text;
-    }
-  } catch (error) {
-    console.debug("no answer: " + error);
-  }
-  watch();
-}
-function watch() {
-  if (main.querySelector("[data-live]")) { setTimeout(renew, %d); }
-}
-watch();
-"""
-"""Keeps an open page up to date, as long as it is one of something that goes on."""
+_SECONDS = 4
+"""After which a browser without scripts loads a page again."""
+_SCRIPT = resources.files(__package__).joinpath("live.js").read_text(encoding="utf-8")
 
 
 def run_list(runs: Sequence[tuple[str, RunRecord | SparkDLError]]) -> Markup:
@@ -99,13 +74,18 @@ def _readable_row(name: str, record: RunRecord) -> Markup:
     epochs = f"{count_of(last) or 0:.4g}"
     if "epochs" in facts:
         epochs += f" of {facts['epochs']}"
+    measured = [
+        f"{key[4:].replace('_', ' ')} {html.value(value)}"
+        for key, value in last.items()
+        if key.startswith("val_")
+    ]
     values = [
         html.moment(record.started)[: len("2026-01-01 00:00")],
         html.duration(record.seconds),
         epochs,
         html.value(last["loss"]) if "loss" in last else "",
         _sparkline([entry.get("loss") for entry in record.history]),
-        _validation(last),
+        ", ".join(measured[:3]),
         str(facts.get("workers", "")),
         str(record.restarts),
     ]
@@ -124,11 +104,6 @@ def _sparkline(values: Sequence[float | None]) -> Markup:
     places = [f"{number(2 + x * across)} {number(20 - (y - low) * up)}" for x, y in known]
     line = tag("path", d="M" + "L".join(places), class_="line c0")
     return tag("svg", line, viewBox="0 0 80 22", width=80, height=22, role="img")
-
-
-def _validation(last: Mapping[str, Any]) -> str:
-    found = [(key, value) for key, value in last.items() if key.startswith("val_")]
-    return ", ".join(f"{key[4:].replace('_', ' ')} {html.value(value)}" for key, value in found[:3])
 
 
 _COLUMNS = (
@@ -194,7 +169,9 @@ class _Handler(BaseHTTPRequestHandler):
 
     def do_GET(self) -> None:
         """Answer a request."""
-        if not self._is_for_us():
+        # Whether the browser means this machine: other sites may let their names point here.
+        host = urlsplit(f"//{self.headers.get('Host', '')}").hostname
+        if self.server.is_local and host not in _LOOPBACK:
             self._send(HTTPStatus.MISDIRECTED_REQUEST, "text/plain", "wrong host\n")
             return
         parts = [unquote(part) for part in urlsplit(self.path).path.split("/") if part]
@@ -211,7 +188,7 @@ class _Handler(BaseHTTPRequestHandler):
             case []:
                 self._page("sparkdl runs", run_list(self.server.records()), is_live=True)
             case ["live.js"]:
-                self._send(HTTPStatus.OK, "text/javascript", _SCRIPT % (1000 * _SECONDS))
+                self._send(HTTPStatus.OK, "text/javascript", _SCRIPT)
             case ["runs", name] if record := self.server.record(name):
                 try:
                     content = joined(_BACK, body(record))
@@ -235,16 +212,9 @@ class _Handler(BaseHTTPRequestHandler):
         if is_live:
             content = tag("div", content, data_live=True)
             # Without scripts the browser loads the page again.
-            refresh = tag("meta", http_equiv="refresh", content=str(2 * _SECONDS))
+            refresh = tag("meta", http_equiv="refresh", content=str(_SECONDS))
             head = joined(tag("noscript", refresh), tag("script", src="/live.js", defer=True))
         self._send(status, "text/html", document(title, content, head))
-
-    def _is_for_us(self) -> bool:
-        """Whether the browser means this machine: other sites may let their names point here."""
-        if not self.server.is_local:
-            return True
-        host = urlsplit(f"//{self.headers.get('Host', '')}").hostname
-        return host in _LOOPBACK
 
     def _send(self, status: HTTPStatus, kind: str, text: str) -> None:
         data = text.encode("utf-8", "replace")
