@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import socket
 import time
 from collections.abc import Iterator, Sequence
 from datetime import timedelta
@@ -38,14 +39,15 @@ def process_group(
     """Initialize torch's default process group, and destroy it at the end, also after a failure.
 
     ``timeout_seconds`` is the longest wait in one collective, ``address`` one of this host that the
-    peers can reach. None, or ``GLOO_SOCKET_IFNAME`` in the environment, lets gloo look it up.
+    peers can reach. Gloo looks one up itself where that is None or no interface of this host has it
+    (a network may translate addresses), or where the environment has ``GLOO_SOCKET_IFNAME``.
 
     Raises:
         CommunicationError: the peers did not meet in time.
     """
     c10d = dist.distributed_c10d
     torchs = c10d.ProcessGroupGloo
-    if address is not None and "GLOO_SOCKET_IFNAME" not in os.environ:
+    if address is not None and "GLOO_SOCKET_IFNAME" not in os.environ and is_own(address):
         c10d.ProcessGroupGloo = gloo_at(address)  # type: ignore[misc]
     # torch names keys of the store by a number of the group, and counts groups that could not be
     # made: after a failure this process would wait for other keys than those that its peers set.
@@ -72,6 +74,17 @@ def process_group(
         # and the threads get the time.
         time.sleep(_SETTLE_SECONDS)
         del group
+
+
+def is_own(address: str) -> bool:
+    """Whether this host can listen at ``address``."""
+    try:
+        (family, *_, where), *_ = socket.getaddrinfo(address, 0, type=socket.SOCK_STREAM)
+        with socket.socket(family, socket.SOCK_STREAM) as listener:
+            listener.bind(where)
+    except OSError:
+        return False
+    return True
 
 
 def gloo_at(address: str) -> Any:

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from sparkdl.comm.communicator import LocalCommunicator, ProcessGroupCommunicator
-from sparkdl.comm.process_group import process_group
+from sparkdl.comm.process_group import is_own, process_group
 from tests.gang import Gang
 
 
@@ -149,6 +149,12 @@ def test_all_groups_have_the_address_and_the_time_out(monkeypatch: pytest.Monkey
             assert backend.options._timeout.total_seconds() == 7
         assert listening() == {"127.0.0.2"}
     assert dist.distributed_c10d.ProcessGroupGloo is before
+
+
+def test_an_address_of_another_host_is_not_ones_own() -> None:
+    """What Spark calls this host may be an address that a network translates."""
+    assert is_own("127.0.0.1") and is_own("localhost")
+    assert not is_own("198.51.100.7")
 
 
 def listening() -> set[str]:
