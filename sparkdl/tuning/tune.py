@@ -165,7 +165,9 @@ def tune_made(
 
     def fit(attempt: Attempt, on_epoch: OnEpoch) -> Fitted:
         estimator = trial_estimator(make(attempt.values), attempt, options)
-        model = estimator.fit_sharing(dataset, spools, on_epoch)
+        initial = estimator.value("initialState")
+        begun = 0 if initial is None else initial.read()[1].epoch
+        model = estimator.fit_sharing(dataset, spools, partial(on_epoch, begun=begun))
         if path is not None:
             model.write().overwrite().save(_model_path(path, attempt.number))
         summary = model.summary

@@ -2,21 +2,17 @@
 
 from __future__ import annotations
 
-import logging
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING
 
-from sparkdl.comm import compression
 from sparkdl.data.plan import TrainPlan
-from sparkdl.errors import ConfigError
 from sparkdl.explain.cost_model import Calibration, Gang
 from sparkdl.explain.predict_times import Predictor
 from sparkdl.spark.explain.estimate import Found
 from sparkdl.spark.explain.measure_gang import num_ranks
 from sparkdl.spark.fit.check_request import CheckedRequest, check_sync_batch_norm
 from sparkdl.spark.fit.check_rows import replica_bytes
-from sparkdl.sync.collective import CollectiveStrategy
 from sparkdl.sync.exchange_pattern import ModelSize
 from sparkdl.sync.frozen_layers import moving_buffers
 from sparkdl.sync.strategy import SyncStrategy
@@ -24,16 +20,10 @@ from sparkdl.sync.strategy import SyncStrategy
 if TYPE_CHECKING:
     from torch import nn
 
-    from sparkdl.comm.compression.compression import Compression
 
-logger = logging.getLogger(__name__)
-
-_COMPARED = ("bf16", "powersgd")
-"""Compressions that are timed besides the strategy's own."""
-
-
-def predictor_of(checked: CheckedRequest, found: Found, calibration: Calibration) -> Predictor:
+def predictor_of(found: Found, calibration: Calibration) -> Predictor:
     """What predicts the fit with other strategies and other numbers of workers."""
+    checked = found.checked
     return Predictor(
         calibration=calibration,
         plan=found.plan,
@@ -44,24 +34,6 @@ def predictor_of(checked: CheckedRequest, found: Found, calibration: Calibration
         largest_rows=found.largest_rows,
         check=partial(_check, checked, found.plan),
     )
-
-
-def compressions_of(checked: CheckedRequest) -> list[Compression]:
-    """Compressions whose time is wanted and that fit the configuration."""
-    named = [compression.resolve(name) for name in _COMPARED]
-    if isinstance(checked.strategy, CollectiveStrategy):
-        named.append(checked.strategy.resolved_compression())
-    found: dict[str, Compression] = {}
-    for one in named:
-        if one is None or checked.config.device == "cuda":
-            continue
-        try:
-            one.check(checked.config, num_ranks(checked))
-        except ConfigError as error:
-            logger.debug("not timed: %s", error)
-            continue
-        found[type(one).__name__] = one
-    return list(found.values())
 
 
 def model_size(module: nn.Module, gang: Gang | None) -> ModelSize:

@@ -14,7 +14,7 @@ from pyspark.ml.tuning import CrossValidator
 from torch import nn
 
 from sparkdl import ConfigError, StorageError, TorchClassifier, TorchRegressor
-from sparkdl.explain.choose import Choice
+from sparkdl.explain.comparison import Choice
 from sparkdl.spark.cluster import cluster_info
 from sparkdl.spark.explain import choose_values
 from sparkdl.spark.explain.choose_values import Kept
