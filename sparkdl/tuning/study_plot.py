@@ -26,6 +26,7 @@ def plot(options: StudyOptions, trials: Sequence[FrozenTrial]) -> bytes:
         trials: those that came to their end, and those that were pruned.
     """
     from matplotlib.figure import Figure
+    from matplotlib.ticker import MaxNLocator
 
     shown = [t for t in trials if (value := value_of(t)) is not None and math.isfinite(value)]
     keys = list(dict.fromkeys(key for trial in shown for key in trial.params))
@@ -35,11 +36,12 @@ def plot(options: StudyOptions, trials: Sequence[FrozenTrial]) -> bytes:
     panels = [figure.add_subplot(rows, columns, place + 1) for place in range(1 + len(keys))]
     _points(panels[0], options, shown, "trial", [trial.number for trial in shown])
     done = [trial for trial in shown if trial.state.name == "COMPLETE"]
-    better, line = min if options.modes[0] == "min" else max, []
+    better = min if options.modes[0] == "min" else max
+    line: list[float] = []
     for trial in done:
         line.append(better([*line[-1:], trial.values[0]]))
     panels[0].step([t.number for t in done], line, where="post", color="#c8501e", label="best")
-    panels[0].xaxis.get_major_locator().set_params(integer=True)
+    panels[0].xaxis.set_major_locator(MaxNLocator(integer=True))
     panels[0].legend(frameon=False, fontsize="small")
     for panel, key in zip(panels[1:], keys, strict=True):
         having = [trial for trial in shown if key in trial.params]
@@ -68,9 +70,9 @@ def _points(
 ) -> None:
     for state, (color, marker) in _MARKS.items():
         found = [place for place, trial in enumerate(trials) if trial.state.name == state]
-        x, y = [at[place] for place in found], [value_of(trials[place]) for place in found]
-        if found:
-            panel.scatter(x, y, c=color, marker=marker, s=28, label=state.lower())
+        x: list[Any] = [at[place] for place in found]
+        y: list[Any] = [value_of(trials[place]) for place in found]
+        panel.scatter(x, y, c=color, marker=marker, s=28, label=state.lower())
     panel.set(xlabel=name, ylabel=options.monitors[0])
     panel.grid(alpha=0.25)
     panel.spines[["top", "right"]].set_visible(False)

@@ -28,8 +28,7 @@ from sparkdl.runtime.public_names import import_object
 from sparkdl.serialization.json_objects import describe, restore
 from sparkdl.spark.cluster.cluster_info import inspect_cluster, require_gang_support
 from sparkdl.spark.explain.estimate import Found, look
-from sparkdl.spark.explain.measure_gang import measure, num_ranks, try_out
-from sparkdl.spark.explain.predict_fit import predictor_of
+from sparkdl.spark.explain.measure_gang import measure, num_ranks, predictor_of, try_out
 from sparkdl.spark.frames.shared_spools import Spools
 from sparkdl.spark.frames.user_data import UserData
 from sparkdl.spark.run.resume import run_key
@@ -196,10 +195,10 @@ def _tried(found: Found, seconds: float, stack: ExitStack) -> list[Choice]:
     return try_out(
         found,
         sizes,
+        seconds,
+        stack,
         tries_rates="learningRate" in wanted,
         workers_per_machine=-(-at_once // max(1, slots.cluster.num_executors or 1)),
-        seconds=seconds,
-        stack=stack,
     )
 
 

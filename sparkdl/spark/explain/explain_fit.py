@@ -21,8 +21,13 @@ from sparkdl.report.page.html import size
 from sparkdl.spark.cluster.cluster_info import INTERPRETER_BYTES
 from sparkdl.spark.explain.choose_values import chosen_values, start_of, with_choices
 from sparkdl.spark.explain.estimate import Found, look
-from sparkdl.spark.explain.measure_gang import measure, num_ranks, why_no_gang
-from sparkdl.spark.explain.predict_fit import model_size, predictor_of
+from sparkdl.spark.explain.measure_gang import (
+    measure,
+    model_size,
+    num_ranks,
+    predictor_of,
+    why_no_gang,
+)
 from sparkdl.spark.fit.check_rows import check_plan
 from sparkdl.spark.frames.user_data import Data, UserData, user_data
 from sparkdl.spark.run.run import FitRequest

@@ -15,17 +15,18 @@ import uuid
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import cloudpickle
 
 from sparkdl.comm import compression
-from sparkdl.data.plan import TrainPlan, make_plan
+from sparkdl.data.plan import make_plan
 from sparkdl.errors import ClusterError, ConfigError
 from sparkdl.explain import measure_worker, trials
 from sparkdl.explain.calibrate import found_by
 from sparkdl.explain.comparison import Choice
-from sparkdl.explain.cost_model import Calibration, Compute
+from sparkdl.explain.cost_model import Calibration, Compute, Gang
+from sparkdl.explain.predict_times import Predictor
 from sparkdl.explain.trials import BatchSizes
 from sparkdl.report.live.progress import SilentView
 from sparkdl.runtime.activity import doing
@@ -37,17 +38,23 @@ from sparkdl.spark.cluster.slots import Slots, plan_slots, threads_per_worker, w
 from sparkdl.spark.cluster.supervisor import persistently, supervise
 from sparkdl.spark.explain.estimate import Found
 from sparkdl.spark.explain.measure_rounds import measure_rounds
-from sparkdl.spark.fit.check_request import CheckedRequest
+from sparkdl.spark.fit.check_request import CheckedRequest, check_sync_batch_norm
+from sparkdl.spark.fit.check_rows import replica_bytes
 from sparkdl.spark.frames.frame_sample import Sample
 from sparkdl.spark.frames.row_table import RowTable
 from sparkdl.spark.frames.shard_table import ShardTable
 from sparkdl.spark.run.run import Run
 from sparkdl.spark.session.compat import conf
 from sparkdl.sync.collective import CollectiveStrategy
+from sparkdl.sync.exchange_pattern import ModelSize
+from sparkdl.sync.frozen_layers import moving_buffers
+from sparkdl.sync.strategy import SyncStrategy
 from sparkdl.worker import training
 from sparkdl.worker.lifecycle import Member
 
 if TYPE_CHECKING:
+    from torch import nn
+
     from sparkdl.comm.compression.compression import Compression
 
 logger = logging.getLogger(__name__)
@@ -116,15 +123,13 @@ def measure(
     is_gang = why_no_gang(checked) is None
     with_rounds = checked.in_rounds or not only_choices
     place = _Place.open(found, _gang_slots(checked, ranks) if is_gang else tasks, stack)
-    spool, row_seconds = place.spool(1), 0.0
-    few_seconds = spool.seconds
+    (run, few_seconds), row_seconds = place.run(1), 0.0
     if found.sample is not None:  # timed by the difference to the sample alone
         times = _repeats(found.sample, ranks * checked.config.batch_size)
-        spool = place.spool(times)
+        run, seconds_of_all = place.run(times)
         more_rows = (times - 1) * found.sample.num_rows
-        row_seconds = max(0.0, spool.seconds - few_seconds) * ranks / more_rows
+        row_seconds = max(0.0, seconds_of_all - few_seconds) * ranks / more_rows
         row_seconds += found.sample.read_row_seconds
-    run = place.run(spool)
     gang, levels, task_levels, stages = None, {}, {}, None
     next_attempt = 0
     if is_gang:
@@ -132,9 +137,8 @@ def measure(
         places = list(dict.fromkeys([*of_gang, *(of_tasks if with_rounds else ())]))
         timed = _compressions(checked, _CHOSEN if only_choices else _COMPARED)
         task = partial(measure_worker.measure_costs, places=places, compressions=timed)
-        answers = _asked(run, task, seconds)
-        gang = found_by(answers.reports, places, answers.seconds)
-        next_attempt = answers.restarts + 1
+        reports, next_attempt, taken = _asked(run, task, seconds)
+        gang = found_by(reports, places, taken)
         levels = {place[0]: gang.levels[place] for place in of_gang}
         task_levels = {place[0]: gang.levels[place] for place in of_tasks if with_rounds}
     if with_rounds:
@@ -157,39 +161,22 @@ def measure(
 def try_out(
     found: Found,
     sizes: BatchSizes | None,
-    *,
-    tries_rates: bool,
-    workers_per_machine: int,
     seconds: float,
     stack: contextlib.ExitStack,
+    **wanted: Any,
 ) -> list[Choice]:
-    """Have one worker try sizes of batches, then learning rates; see `trials.try_out`.
+    """Have one worker try sizes of batches, then learning rates.
 
-    Args:
-        found: the request, its sample and columns; without a sample the source's rows are used.
-        sizes: the sizes; None: that of the request holds.
-        tries_rates: whether rates are tried.
-        workers_per_machine: among whom the memory will be divided.
-        seconds: about how long one measurement may take.
-        stack: removes everything in the end.
-
-    Raises:
-        WorkerError: the user's code failed on the worker.
-        SparkDLError: as in a fit.
+    ``sizes`` and ``wanted`` are arguments of `trials.try_out`; the others, and what is raised, are
+    those of `measure`.
     """
     checked = found.checked
     # With the threads that workers will have in the fit.
     slots = replace(_gang_slots(checked, 1), threads=checked.slots.threads)
     place = _Place.open(found, slots, stack)
     batch_size = checked.config.batch_size if sizes is None else sizes.most
-    spool = place.spool(1 if found.sample is None else _repeats(found.sample, batch_size))
-    task = partial(
-        trials.try_out,
-        sizes=sizes,
-        workers_per_machine=workers_per_machine,
-        tries_rates=tries_rates,
-    )
-    report = _asked(place.run(spool), task, seconds).reports[0]
+    run, _ = place.run(1 if found.sample is None else _repeats(found.sample, batch_size))
+    (report,), *_ = _asked(run, partial(trials.try_out, sizes=sizes, **wanted), seconds)
     return [Choice(**choice) for choice in report["choices"]]
 
 
@@ -222,15 +209,6 @@ def _compressions(checked: CheckedRequest, names: Sequence[str]) -> list[Compres
     return list(found.values())
 
 
-class _Spool(NamedTuple):
-    """Rows to measure on."""
-
-    table: RowTable
-    plan: TrainPlan
-    seconds: float
-    """What it took."""
-
-
 @dataclass(frozen=True, kw_only=True)
 class _Place:
     """Workers that can be reached, and rows for them."""
@@ -259,20 +237,22 @@ class _Place:
             found=found, slots=slots, link=link, link_seconds=taken, run_id=run_id, stack=stack
         )
 
-    def spool(self, times: int) -> _Spool:
-        """A shard for each worker, of the sample so many times over, or of the source."""
+    def run(self, times: int) -> tuple[Run, float]:
+        """What trains on rows and keeps nothing, and the seconds that spooling the rows took.
+
+        Each worker has a shard, of the sample so many times over, or of the source.
+        """
         checked, sample, slots = self.found.checked, self.found.sample, self.slots
         spec = replace(
             checked.table_spec, num_shards=slots.num_workers, shares=None, is_gang=slots.is_gang,
             profile=slots.profile,
         )  # fmt: skip
-        run_id = f"{self.run_id}-{times}"
         table: RowTable
         if sample is None:
-            table = checked.data.table(spec, run_id)
+            table = checked.data.table(spec, f"{self.run_id}-{times}")
         else:
             spec = replace(spec, columns=sample.prepared, validation=None)
-            table = ShardTable(sample.repeated(times), spec, run_id=run_id)
+            table = ShardTable(sample.repeated(times), spec, run_id=f"{self.run_id}-{times}")
         self.stack.callback(table.close)
         doing("writing a sample of the rows for the workers")
         began = time.perf_counter()
@@ -282,34 +262,29 @@ class _Place:
             prepare=partial(wait_again, checked.spark, slots, checked.settings),
         )
         seconds = time.perf_counter() - began
-        plan = make_plan(
-            columns=self.found.columns,
-            shards=[replace(part.shard, num_validation_rows=0) for part in spooled],
-            world_size=len(spooled),
-            batch_size=checked.config.batch_size,
-            epochs=1,
-        )
-        return _Spool(table, plan, seconds)
-
-    def run(self, spool: _Spool) -> Run:
-        """What trains on the rows, and keeps nothing."""
-        checked = self.found.checked
-        return Run(
+        run = Run(
             spark=checked.spark,
             run_id=self.run_id,
             run_key=self.run_id,
-            plan=spool.plan,
+            plan=make_plan(
+                columns=self.found.columns,
+                shards=[replace(part.shard, num_validation_rows=0) for part in spooled],
+                world_size=len(spooled),
+                batch_size=checked.config.batch_size,
+                epochs=1,
+            ),
             config=measure_worker.for_measuring(checked.config),
             module=checked.module,
             packed=pack(checked.module),
             objective=checked.objective,
-            table=spool.table,
-            slots=self.slots,
+            table=table,
+            slots=slots,
             link=self.link,
             settings=checked.settings,
             view=SilentView(),
             max_restarts=checked.request.max_restarts,
         )
+        return run, seconds
 
 
 def _repeats(sample: Sample, global_batch: int) -> int:
@@ -331,20 +306,15 @@ def _places(tasks: Slots) -> tuple[list[Place], list[Place]]:
     return gang, [(per_machine, tasks.threads) for per_machine, _ in gang]
 
 
-class _Answers(NamedTuple):
-    """What came of a gang."""
-
-    reports: list[Any]
-    """By rank."""
-    restarts: int
-    seconds: float
-    """What the last submission took."""
-
-
 def _asked(
     run: Run, task: Callable[[measure_worker.StepTimer, Member], dict[str, Any]], seconds: float
-) -> _Answers:
-    """Have a gang do a task; see `measure_worker.SampleOrder`."""
+) -> tuple[list[Any], int, float]:
+    """Have a gang do a task; see `measure_worker.SampleOrder`.
+
+    Returns:
+        What each rank reports, the number of the next attempt on the run's link, and the seconds
+        of the submission that succeeded.
+    """
     weights = run.link.send(
         training.INITIAL,
         run.packed.tensors,
@@ -375,4 +345,53 @@ def _asked(
     result = supervise(run, submit, once_there="measuring steps and messages")
     taken = time.perf_counter() - submitted
     reports = {rank: json.loads(data) for rank, kind, data in result.rows if kind == "result"}
-    return _Answers([reports[rank] for rank in sorted(reports)], result.restarts, taken)
+    return [reports[rank] for rank in sorted(reports)], result.restarts + 1, taken
+
+
+def predictor_of(found: Found, calibration: Calibration) -> Predictor:
+    """What predicts the fit with other strategies and other numbers of workers."""
+    checked = found.checked
+    return Predictor(
+        calibration=calibration,
+        plan=found.plan,
+        config=checked.config,
+        size=model_size(checked.module, calibration.gang),
+        num_nodes=_num_nodes(checked, calibration),
+        slots=checked.slots.total,
+        largest_rows=found.largest_rows,
+        check=partial(_check, found),
+    )
+
+
+def model_size(module: nn.Module, gang: Gang | None) -> ModelSize:
+    """Sizes of tensors; of the optimizer's state the measured one, else that of Adam."""
+    trained = [p for p in module.parameters() if p.requires_grad]
+    buffers = [b for b in moving_buffers(module) if b.is_floating_point()]
+    return ModelSize(
+        shapes=tuple(tuple(p.shape) for p in trained),
+        element_size=max((p.element_size() for p in trained), default=4),
+        replica_bytes=replica_bytes(module),
+        buffer_bytes=sum(buffer.nbytes for buffer in buffers),
+        optimizer_bytes=(
+            2 * sum(p.nbytes for p in trained) if gang is None else gang.optimizer_bytes
+        ),
+    )
+
+
+def _num_nodes(checked: CheckedRequest, calibration: Calibration) -> int:
+    """Machines: those that the gang has met, or as many more as there are executors unmet."""
+    executors = max(1, checked.slots.cluster.num_executors or 1)
+    if calibration.gang is None:
+        return executors
+    met = min(executors, num_ranks(checked))
+    return max(1, round(calibration.gang.num_nodes * executors / met))
+
+
+def _check(found: Found, strategy: SyncStrategy, world_size: int) -> None:
+    """Refuse a strategy as a fit with so many workers would; raises ConfigError."""
+    checked = found.checked
+    config = replace(checked.config, sync_strategy=strategy)
+    checked.data.check_training(config, checked.request.validation, has_logs=checked.has_logs)
+    checked.data.check_plan(found.plan, strategy)
+    strategy.check(config, world_size)
+    check_sync_batch_norm(checked.module, config, world_size)
