@@ -218,11 +218,6 @@ def choose_workers(option: Option) -> Choice:
 def recommend(ladder: Sequence[Option], planned: Option, num_workers: int) -> Recommendation:
     """What `choose_strategy` and `choose_workers` take, with what else speaks for it.
 
-    Args:
-        ladder: see `choose_strategy`.
-        planned: the strategy that was asked for.
-        num_workers: workers that were asked for.
-
     Raises:
         ConfigError: no strategy can be used.
     """

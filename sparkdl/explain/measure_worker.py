@@ -103,11 +103,7 @@ def measure_costs(
 ) -> dict[str, Any]:
     """Measure on one rank what the cost model needs; all ranks take part.
 
-    Args:
-        steps: takes the steps.
-        member: the rank.
-        places: ranks of each machine that are at work at the same time, and their threads, in turn.
-        compressions: what is timed besides plain sums.
+    ``places`` says how many ranks of each machine are at work at a time, and with how many threads.
     """
     comm = member.comm
     report: dict[str, Any] = {

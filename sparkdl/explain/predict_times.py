@@ -193,14 +193,7 @@ class Predictor:
         in_rounds: bool,
         batch_size: int | None = None,
     ) -> Prediction:
-        """One fit.
-
-        Args:
-            strategy: one that can be used.
-            world_size: workers of a gang, or shards of rounds.
-            in_rounds: whether it runs in rounds on Spark's stages.
-            batch_size: rows of a worker's batch; None: the plan's.
-        """
+        """One fit with a strategy that can be used; without ``batch_size`` with the plan's."""
         plan, found = self.plan, self.calibration
         pattern = (
             strategy.stages_pattern(self.size)

@@ -66,13 +66,6 @@ def try_out(
 ) -> dict[str, Any]:
     """Try sizes of batches, then learning rates.
 
-    Args:
-        steps: takes the steps.
-        member: the only worker.
-        sizes: those to try; None: the plan's holds.
-        workers_per_machine: among whom the memory will be divided.
-        tries_rates: whether rates are tried.
-
     Returns:
         The fields of the `Choice`s.
     """
@@ -100,9 +93,7 @@ class BatchSizes(NamedTuple):
 def batch_sizes(rows_per_worker: int, num_parts: int) -> BatchSizes:
     """Sizes of which an epoch keeps some steps, up to one from which on nothing is gained.
 
-    Args:
-        rows_per_worker: training rows of a worker.
-        num_parts: micro-batches of a batch, each of which has a row at least.
+    Each of the ``num_parts`` micro-batches of a batch has a row at least.
     """
     whole = _power_of_two(max(1, rows_per_worker))
     most = min(whole, _MOST_BATCH, max(_LEAST_BATCH, _power_of_two(rows_per_worker // _STEPS)))
@@ -200,11 +191,6 @@ def try_batches(steps: StepTimer, sizes: BatchSizes, workers_per_machine: int) -
 
     The next size is not begun if it would take more than half of the worker's part of the memory
     that is free.
-
-    Args:
-        steps: takes the steps.
-        sizes: those to try.
-        workers_per_machine: among whom the free memory is divided.
     """
     import torch
 
@@ -285,10 +271,6 @@ def try_rates(steps: StepTimer, batch_size: int) -> list[float]:
     Source: L. N. Smith, "Cyclical Learning Rates for Training Neural Networks", section 3.3
     (arXiv:1506.01186).
 
-    Args:
-        steps: has the module, the configuration and the rows.
-        batch_size: rows of a batch.
-
     Returns:
         The finite loss of each step, before its update.
     """
@@ -361,9 +343,6 @@ def choose_rate(losses: Sequence[float]) -> Choice:
     """A tenth of the rate at which the loss, as the mean of its neighbours, is lowest.
 
     Where no rate lowers the loss by more than it varies, the optimizer's own default is left.
-
-    Args:
-        losses: of the steps of the range test, finite, until it ended.
     """
     means = [
         statistics.fmean(losses[max(0, place - _AROUND) : place + _AROUND + 1])

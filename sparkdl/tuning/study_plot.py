@@ -19,12 +19,7 @@ _COLUMNS = 3
 
 
 def plot(options: StudyOptions, trials: Sequence[FrozenTrial]) -> bytes:
-    """A PNG of the trials that have a value; matplotlib draws it.
-
-    Args:
-        options: what was searched for; of several values the first is drawn.
-        trials: those that came to their end, and those that were pruned.
-    """
+    """A PNG of the trials that have a value; matplotlib draws it."""
     from matplotlib.figure import Figure
     from matplotlib.ticker import MaxNLocator
 

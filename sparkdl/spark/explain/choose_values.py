@@ -116,12 +116,7 @@ def _runs_gangs(rows: UserData) -> bool:
 
 
 def choose(rows: UserData, request: FitRequest, spools: Spools | None) -> FitRequest:
-    """The request of a fit with values in place of every ``"auto"``.
-
-    Args:
-        rows: what is trained on.
-        request: with Params that are ``"auto"``.
-        spools: shared with other fits, which leave this one slots to measure in.
+    """The request of a fit with values in place of every ``"auto"``; ``spools`` as for `fit`.
 
     Raises:
         ConfigError: nothing can be chosen here.
@@ -152,14 +147,7 @@ def choose(rows: UserData, request: FitRequest, spools: Spools | None) -> FitReq
 def chosen_values(
     found: Found, options: ExplainOptions, stack: ExitStack, *, only_choices: bool = False
 ) -> tuple[list[Choice], Calibration | None]:
-    """Measure, and choose the Params that are ``"auto"``; the measurements come along, if any.
-
-    Args:
-        found: the request begun with; see `start_of`.
-        options: how long one measurement may take.
-        stack: removes everything in the end.
-        only_choices: see `measure`.
-    """
+    """Measure, and choose the Params that are ``"auto"``; the measurements come along, if any."""
     wanted, choices = found.checked.request.automatic, []
     if {"batchSize", "learningRate"} & set(wanted):
         choices += _tried(found, options.measure_seconds, stack)

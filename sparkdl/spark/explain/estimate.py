@@ -58,12 +58,7 @@ def look(
 ) -> Found:
     """Check a request as a fit does, look at some rows, and count them.
 
-    Args:
-        rows: what is trained on.
-        request: what the estimator asks for.
-        options: say how many rows there are, or how long they may be counted.
-        stack: removes the sample's spool.
-        earlier: of the same rows with other workers or batches; they are not read again.
+    The ``stack`` removes the spool. The rows of what was found ``earlier``, with other workers or batches, are not read again.
 
     Raises:
         SparkDLError: what a fit raises before it trains.

@@ -44,12 +44,6 @@ def explain(
 ) -> Explanation:
     """The plan of a fit, what it would take, and what would be better.
 
-    Args:
-        data: the rows, or a source that workers read by themselves.
-        request: what the estimator asks for.
-        options: how much is measured.
-        estimator_with: makes an estimator like the one that asks, with some Params changed.
-
     Raises:
         ConfigError: as in `fit.fit`.
         DataError: as in `fit.fit`, as far as a sample tells; or counting took too long.
