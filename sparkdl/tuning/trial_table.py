@@ -8,11 +8,12 @@ import sys
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 from sparkdl.report.live.notebook import CellOutputs, Show, in_notebook
+from sparkdl.tuning.study import StudyOptions
 
 _PAUSE_SECONDS = 0.5
 _MOST_ROWS = 30
@@ -36,17 +37,13 @@ class TrialTable:
 
     def __init__(
         self,
+        options: StudyOptions,
         *,
-        trials: int,
-        monitors: Sequence[str],
-        modes: Sequence[str],
         show: Show | None = None,
         write: Callable[[str], None] | None = None,
     ) -> None:
         """``show`` draws the table in place, ``write`` prints a line; without both it is silent."""
-        self._trials = trials
-        self._monitors = monitors
-        self._better = (min if modes[0] == "min" else max) if len(monitors) == 1 else None
+        self._options = options
         self._show = show
         self._write = write
         self._rows: dict[int, TrialRow] = {}
@@ -56,7 +53,7 @@ class TrialTable:
 
     def earlier(self, number: int, params: Mapping[str, Any], state: str, value: Any) -> None:
         """A trial of an earlier run of the same study; ``value`` is the only one, or None."""
-        values = {} if value is None else {self._monitors[0]: value}
+        values = {} if value is None else {self._options.monitors[0]: value}
         with self._lock:
             self._rows[number] = row = TrialRow(params, state, values=values)
             self._is_best(row)
@@ -95,16 +92,16 @@ class TrialTable:
         counts = Counter(row.state for row in self._rows.values())
         ended = sum(number for state, number in counts.items() if state != "running")
         states = ", ".join(f"{number} {state}" for state, number in sorted(counts.items()))
-        return f"{ended} of {self._trials} trials ended ({states})"
+        return f"{ended} of {self._options.trials} trials ended ({states})"
 
     def _is_best(self, row: TrialRow) -> bool:
         """True if a trial's only value is better than all before; then it is kept in mind."""
-        if self._better is None or row.state != "complete":
+        name = self._options.monitor
+        if name is None or row.state != "complete":
             return False
-        value = row.values[self._monitors[0]]
         if self._best is not None:
-            best = self._best.values[self._monitors[0]]
-            if self._better(value, best) == best:
+            sign = 1 if self._options.modes[0] == "min" else -1
+            if sign * row.values[name] >= sign * self._best.values[name]:
                 return False
         self._best = row
         return True
@@ -121,7 +118,7 @@ class TrialTable:
                 "trial": number,
                 "state": row.state + ", best" * (row is self._best),
                 "epochs": row.epochs,
-                **{name: row.values.get(name) for name in self._monitors},
+                **{name: row.values.get(name) for name in self._options.monitors},
                 **row.params,
             }
             for number, row in sorted(self._rows.items())[-_MOST_ROWS:]
@@ -134,13 +131,10 @@ class TrialTable:
         )
 
 
-def make_table(
-    *, verbose: int, trials: int, monitors: Sequence[str], modes: Sequence[str]
-) -> TrialTable:
+def make_table(options: StudyOptions, *, verbose: int) -> TrialTable:
     """The table of a search, as the Param ``verbose`` and the place where it is read ask for it."""
     show: Show | None = CellOutputs() if verbose and in_notebook() else None
-    write = _print if verbose and show is None else None
-    return TrialTable(trials=trials, monitors=monitors, modes=modes, show=show, write=write)
+    return TrialTable(options, show=show, write=_print if verbose and show is None else None)
 
 
 def _print(line: str) -> None:

@@ -174,12 +174,7 @@ def tune_made(
         assert summary.weights_of is not None  # the run has at least one epoch
         return Fitted(model=model, history=summary.history, kept=summary.weights_of.values)
 
-    table = make_table(
-        verbose=sample.value("verbose"),
-        trials=options.trials,
-        monitors=options.monitors,
-        modes=options.modes,
-    )
+    table = make_table(options, verbose=sample.value("verbose"))
     for old in finished(study):
         value = None if options.monitor is None else old.value
         table.earlier(old.number, old.user_attrs.get(SHOWN, {}), _state(old), value)

@@ -60,9 +60,7 @@ def search(
         study=open_study(chosen, choose.described(), storage),
         choose=choose,
         fit=fit,
-        table=TrialTable(
-            trials=chosen.trials, monitors=chosen.monitors, modes=chosen.modes, write=write
-        ),
+        table=TrialTable(chosen, write=write),
         place=storage,
     )
 

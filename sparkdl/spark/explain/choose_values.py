@@ -18,7 +18,7 @@ from typing import Any
 
 from sparkdl.config import ExplainOptions
 from sparkdl.data.plan import steps_per_epoch
-from sparkdl.errors import ClusterError, ConfigError, StorageError
+from sparkdl.errors import ConfigError, StorageError
 from sparkdl.explain import comparison
 from sparkdl.explain.comparison import Choice, choose_strategy, choose_workers
 from sparkdl.explain.cost_model import Calibration
@@ -26,9 +26,15 @@ from sparkdl.explain.explanation import seconds_text
 from sparkdl.explain.trials import batch_sizes
 from sparkdl.runtime.public_names import import_object
 from sparkdl.serialization.json_objects import describe, restore
-from sparkdl.spark.cluster.cluster_info import inspect_cluster, require_gang_support
+from sparkdl.spark.cluster.cluster_info import inspect_cluster
 from sparkdl.spark.explain.estimate import Found, look
-from sparkdl.spark.explain.measure_gang import measure, num_ranks, predictor_of, try_out
+from sparkdl.spark.explain.measure_gang import (
+    measure,
+    num_ranks,
+    obstacle_to_gangs,
+    predictor_of,
+    try_out,
+)
 from sparkdl.spark.frames.shared_spools import Spools
 from sparkdl.spark.frames.user_data import UserData
 from sparkdl.spark.run.resume import run_key
@@ -72,8 +78,13 @@ def start_of(rows: UserData, request: FitRequest) -> FitRequest:
         choice = Choice(param="syncStrategy", value=strategy_of(method.strategy), reason=reason)
         return with_choices(request, [choice])
     strategy: SyncStrategy = AllReduce()
-    if request.execution_mode == "rounds" or (
-        request.execution_mode == "auto" and not _runs_gangs(rows)
+    mode, spark, settings = (
+        request.execution_mode,
+        rows.spark,
+        read_settings(partial(conf, rows.spark)),
+    )
+    if mode == "rounds" or (
+        mode == "auto" and obstacle_to_gangs(spark, inspect_cluster(spark), settings) is not None
     ):
         strategy = ParameterAveraging(averaging_period="auto", target_share=comparison.SMALL_SHARE)
     return replace(request, config=replace(request.config, sync_strategy=strategy))
@@ -103,16 +114,6 @@ def _made(node: ast.expr) -> Any:
         return ast.literal_eval(node)
     options = {str(option.arg): _made(option.value) for option in node.keywords}
     return import_object(f"sparkdl:{ast.unparse(node.func)}")(**options)
-
-
-def _runs_gangs(rows: UserData) -> bool:
-    get = partial(conf, rows.spark)
-    try:
-        require_gang_support(inspect_cluster(rows.spark), get, read_settings(get))
-    except ClusterError as error:
-        logger.debug("the strategy is chosen for rounds: %s", error)
-        return False
-    return True
 
 
 def choose(rows: UserData, request: FitRequest, spools: Spools | None) -> FitRequest:
@@ -164,14 +165,12 @@ def _tried(found: Found, seconds: float, stack: ExitStack) -> list[Choice]:
     """The size of a batch and the learning rate, as far as they are wanted."""
     checked = found.checked
     slots, wanted = checked.slots, checked.request.automatic
-    try:
-        get = partial(conf, checked.spark)
-        require_gang_support(slots.cluster, get, checked.settings)
-    except ClusterError as error:
+    obstacle = obstacle_to_gangs(checked.spark, slots.cluster, checked.settings)
+    if obstacle is not None:
         raise ConfigError(
             "batchSize and learningRate cannot be 'auto' on this cluster, since they are tried in "
-            f"a gang of one worker: {error}; or set them to values of your own"
-        ) from error
+            f"a gang of one worker: {obstacle}; or set them to values of your own"
+        )
     most = slots.num_workers
     if "numWorkers" in wanted:
         most = slots.total or num_ranks(checked)

@@ -58,7 +58,8 @@ def look(
 ) -> Found:
     """Check a request as a fit does, look at some rows, and count them.
 
-    The ``stack`` removes the spool. The rows of what was found ``earlier``, with other workers or batches, are not read again.
+    The ``stack`` removes the spool. The rows of what was found ``earlier``, with other workers or
+    batches, are not read again.
 
     Raises:
         SparkDLError: what a fit raises before it trains.

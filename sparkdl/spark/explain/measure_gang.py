@@ -32,7 +32,7 @@ from sparkdl.report.live.progress import SilentView
 from sparkdl.runtime.activity import doing
 from sparkdl.serialization.packed_module import pack
 from sparkdl.spark.cluster.attempt import Attempt, Rows
-from sparkdl.spark.cluster.cluster_info import require_gang_support
+from sparkdl.spark.cluster.cluster_info import ClusterInfo, require_gang_support
 from sparkdl.spark.cluster.link import Link, open_link
 from sparkdl.spark.cluster.slots import Slots, plan_slots, threads_per_worker, wait_again
 from sparkdl.spark.cluster.supervisor import persistently, supervise
@@ -45,6 +45,7 @@ from sparkdl.spark.frames.row_table import RowTable
 from sparkdl.spark.frames.shard_table import ShardTable
 from sparkdl.spark.run.run import Run
 from sparkdl.spark.session.compat import conf
+from sparkdl.spark.session.settings import Settings
 from sparkdl.sync.collective import CollectiveStrategy
 from sparkdl.sync.exchange_pattern import ModelSize
 from sparkdl.sync.frozen_layers import moving_buffers
@@ -53,6 +54,7 @@ from sparkdl.worker import training
 from sparkdl.worker.lifecycle import Member
 
 if TYPE_CHECKING:
+    from pyspark.sql import SparkSession
     from torch import nn
 
     from sparkdl.comm.compression.compression import Compression
@@ -82,12 +84,20 @@ def num_ranks(checked: CheckedRequest) -> int:
     return min(_RANKS_IN_THE_DARK if checked.in_rounds else _MOST_RANKS, slots.num_workers)
 
 
+def obstacle_to_gangs(spark: SparkSession, cluster: ClusterInfo, settings: Settings) -> str | None:
+    """What `require_gang_support` refuses; None: nothing."""
+    try:
+        require_gang_support(cluster, partial(conf, spark), settings)
+    except ClusterError as error:
+        return str(error)
+    return None
+
+
 def why_no_gang(checked: CheckedRequest) -> str | None:
     """Why no gang can be measured, as a sentence; None if one can."""
-    try:
-        require_gang_support(checked.slots.cluster, partial(conf, checked.spark), checked.settings)
-    except ClusterError as error:
-        return f"this cluster runs no gang: {error}"
+    obstacle = obstacle_to_gangs(checked.spark, checked.slots.cluster, checked.settings)
+    if obstacle is not None:
+        return f"this cluster runs no gang: {obstacle}"
     if checked.in_rounds and checked.slots.total is None:
         return (
             "the cluster does not tell how many slots it has, so only rounds were measured, with "
