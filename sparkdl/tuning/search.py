@@ -176,15 +176,15 @@ class Search:
         from optuna.trial import TrialState
 
         state, error = record["state"], record.get("error", "")
-        # Before Optuna knows, so that each trial that has ended has its record.
-        if self.place is not None:
-            text = json.dumps(finite(record), indent=2, allow_nan=False)
-            self.place.write(f"{folder_of(trial.number)}/trial.json", text.encode())
         epochs = [float(entry["epoch"]) for entry in record["history"]]
         trial.set_user_attr(SHOWN, finite(record["params"]))
         trial.set_user_attr(EPOCHS, sum(map(float.is_integer, epochs)))
         if error:
             trial.set_user_attr(ERROR, error)
+        # Before Optuna knows that it has ended, so that each trial that has ended has its record.
+        if self.place is not None:
+            text = json.dumps(finite(record), indent=2, allow_nan=False)
+            self.place.write(f"{folder_of(trial.number)}/trial.json", text.encode())
         optunas, values = _STATES[state], None
         if state == "complete":
             values = [record["values"][name] for name in self.options.monitors]

@@ -107,11 +107,11 @@ class TrialTable:
         return True
 
     def _draw(self, at_once: bool = False) -> None:
-        import pandas as pd
-
         now = time.monotonic()
         if self._show is None or not (at_once or now >= self._due):
             return
+        import pandas as pd
+
         self._due = now + _PAUSE_SECONDS
         rows = [
             {

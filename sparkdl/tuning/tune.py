@@ -165,9 +165,8 @@ def tune_made(
 
     def fit(attempt: Attempt, on_epoch: OnEpoch) -> Fitted:
         estimator = trial_estimator(make(attempt.values), attempt, options)
-        initial = estimator.value("initialState")
-        begun = 0 if initial is None else initial.read()[1].epoch
-        model = estimator.fit_sharing(dataset, spools, partial(on_epoch, begun=begun))
+        watched = partial(on_epoch, begun=epochs_before(estimator))
+        model = estimator.fit_sharing(dataset, spools, watched)
         if path is not None:
             model.write().overwrite().save(_model_path(path, attempt.number))
         summary = model.summary
@@ -414,6 +413,12 @@ def _check_validation(estimator: _TorchEstimator, options: StudyOptions) -> None
             f"trials are judged by {wanted[0]!r}, which needs validation rows; set "
             "validationFraction=0.1, mark some with validationIndicatorCol, or set monitor='loss'"
         )
+
+
+def epochs_before(estimator: _TorchEstimator) -> int:
+    """Epochs of the fit that ``initialState`` goes on from; the history counts on from there."""
+    initial = estimator.value("initialState")
+    return 0 if initial is None else int(initial.read()[1].epoch)
 
 
 def trial_estimator(estimator: E, attempt: Attempt, options: StudyOptions) -> E:
