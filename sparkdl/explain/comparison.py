@@ -127,24 +127,24 @@ def strategies(
     forms = [(own, in_rounds)]
     for kind in known_strategies():
         forms += [(one, one.prefers_rounds) for one in kind.examples()]
-    return tuple(
-        _strategy_row(predictor, one, world_size, in_rounds=mode)
-        for place, (one, mode) in enumerate(forms)
-        if place == 0 or (one, mode) != forms[0]
-    )
-
-
-def _strategy_row(
-    predictor: Predictor, strategy: SyncStrategy, world_size: int, *, in_rounds: bool
-) -> StrategyRow:
-    why_not = predictor.why_not(strategy, world_size, in_rounds=in_rounds)
-    numbers = {}
-    if why_not is None:
-        found = vars(predictor.predict(strategy, world_size, in_rounds=in_rounds))
-        of_row = {field.name for field in dataclasses.fields(StrategyRow)}
-        numbers = {name: value for name, value in found.items() if name in of_row}
-    mode = "rounds" if in_rounds else "gang"
-    return StrategyRow(strategy=strategy_text(strategy), mode=mode, why_not=why_not, **numbers)
+    of_row = {field.name for field in dataclasses.fields(StrategyRow)}
+    rows = []
+    for place, (strategy, mode) in enumerate(forms):
+        if place and (strategy, mode) == forms[0]:
+            continue
+        why_not, numbers = predictor.why_not(strategy, world_size, in_rounds=mode), {}
+        if why_not is None:
+            found = vars(predictor.predict(strategy, world_size, in_rounds=mode))
+            numbers = {name: value for name, value in found.items() if name in of_row}
+        rows.append(
+            StrategyRow(
+                strategy=strategy_text(strategy),
+                mode="rounds" if mode else "gang",
+                why_not=why_not,
+                **numbers,
+            )
+        )
+    return tuple(rows)
 
 
 def world_sizes(slots: int | None, ranks: int, planned: int, wanted: Iterable[int]) -> list[int]:

@@ -44,12 +44,10 @@ def explain(
 ) -> Explanation:
     """The plan of a fit, what it would take, and what would be better.
 
+    ``estimator_with`` makes an estimator like the one that asks, with some Params changed.
+
     Raises:
-        ConfigError: as in `fit.fit`.
-        DataError: as in `fit.fit`, as far as a sample tells; or counting took too long.
-        ClusterError: as in `fit.fit`.
-        StorageError: as in `fit.fit`.
-        WorkerError: the user's code failed on a worker that measured it.
+        SparkDLError: what the estimators' ``explain`` raises.
         KeyboardInterrupt: the user has interrupted; nothing is left behind.
     """
     rows = user_data(data)

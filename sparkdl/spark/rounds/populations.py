@@ -17,7 +17,6 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
-import numpy as np
 import torch
 
 from sparkdl.data.plan import RoundPart
@@ -207,10 +206,12 @@ class Population:
                 "another checkpointDir to begin anew"
             )
         self.members = [
-            Member(
-                **{**member, "model": _as_bytes(member["model"]), "rest": _as_bytes(member["rest"])}
+            replace(
+                Member(**one),
+                model=one["model"].numpy().tobytes(),
+                rest=one["rest"].numpy().tobytes(),
             )
-            for member in found
+            for one in found
         ]
         self._notes = {(note["step"], note["member"]): note for note in state["notes"]}
 
@@ -468,8 +469,3 @@ def _as_tensor(data: bytes) -> torch.Tensor:
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "The given buffer is not writable")
         return torch.frombuffer(data, dtype=torch.uint8)
-
-
-def _as_bytes(tensor: torch.Tensor) -> bytes:
-    array: np.ndarray[Any, Any] = tensor.numpy()
-    return array.tobytes()
