@@ -27,13 +27,7 @@ _NORMAL = 1.4826
 
 
 def found_by(reports: Sequence[Report], places: Sequence[tuple[int, int]], seconds: float) -> Gang:
-    """Put the reports of all ranks together.
-
-    Args:
-        reports: in the order of ranks.
-        places: workers of a machine that were at work, and their threads, of each level.
-        seconds: what the whole job took.
-    """
+    """Put the reports of all ranks, in their order, together; the whole job took ``seconds``."""
     layout = Layout(world_size=len(reports), num_nodes=len({report["node"] for report in reports}))
     network = _network(reports[0], layout)
     least = 0.0 if network is None else (network.shared or network.messages).latency_seconds
@@ -138,11 +132,6 @@ def shard_rows(hashes: Sequence[int], num_rows: int, num_shards: int) -> list[in
     Frequent rows go where Spark puts them, by the hash modulo the number of shards; the others are
     spread evenly, but that chance makes the fullest shard about ``sqrt(2 m ln W)`` larger than the
     mean ``m``, as of balls that are thrown into bins (Raab & Steger 1998).
-
-    Args:
-        hashes: of the sample's rows.
-        num_rows: of all rows.
-        num_shards: among which they are divided.
     """
     loads = [0.0] * num_shards
     for value, count in Counter(hashes).items():

@@ -1,11 +1,16 @@
-"""Compares other numbers of workers and other strategies, and recommends some of them."""
+"""Compares other numbers of workers and other strategies, and chooses among them.
+
+Pure: predictions in, values with their reasons out. docs/explain.md states the rules.
+"""
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
+from sparkdl.errors import ConfigError
 from sparkdl.explain.explanation import Recommendation, ScalingRow, StrategyRow, seconds_text
 from sparkdl.explain.predict_times import Prediction, Predictor
 from sparkdl.sync import known_strategies
@@ -20,6 +25,16 @@ LARGE_SHARE = 1 / 3
 """Part of a step from which on agreeing is worth another strategy, as docs/strategies.md says."""
 SMALL_SHARE = 0.05
 """Part of the time that agreeing takes in rounds whose length is chosen for it: H2O's."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Choice:
+    """The value that a Param has got in place of ``"auto"``."""
+
+    param: str
+    value: Any
+    reason: str
+    """One sentence, with the numbers."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -112,33 +127,24 @@ def strategies(
     forms = [(own, in_rounds)]
     for kind in known_strategies():
         forms += [(one, one.prefers_rounds) for one in kind.examples()]
-    return tuple(
-        _strategy_row(predictor, one, world_size, in_rounds=mode)
-        for place, (one, mode) in enumerate(forms)
-        if place == 0 or (one, mode) != forms[0]
-    )
-
-
-def _strategy_row(
-    predictor: Predictor, strategy: SyncStrategy, world_size: int, *, in_rounds: bool
-) -> StrategyRow:
-    row = StrategyRow(
-        strategy=strategy_text(strategy),
-        mode="rounds" if in_rounds else "gang",
-        why_not=predictor.why_not(strategy, world_size, in_rounds=in_rounds),
-    )
-    if row.why_not is not None:
-        return row
-    found = predictor.predict(strategy, world_size, in_rounds=in_rounds)
-    return dataclasses.replace(
-        row,
-        period=found.period,
-        step_seconds=found.step_seconds,
-        exchange_share=found.exchange_share,
-        sent_bytes_per_step=found.sent_bytes_per_step,
-        epoch_seconds=found.epoch_seconds,
-        total_seconds=found.total_seconds,
-    )
+    of_row = {field.name for field in dataclasses.fields(StrategyRow)}
+    rows = []
+    for place, (strategy, mode) in enumerate(forms):
+        if place and (strategy, mode) == forms[0]:
+            continue
+        why_not, numbers = predictor.why_not(strategy, world_size, in_rounds=mode), {}
+        if why_not is None:
+            found = vars(predictor.predict(strategy, world_size, in_rounds=mode))
+            numbers = {name: value for name, value in found.items() if name in of_row}
+        rows.append(
+            StrategyRow(
+                strategy=strategy_text(strategy),
+                mode="rounds" if mode else "gang",
+                why_not=why_not,
+                **numbers,
+            )
+        )
+    return tuple(rows)
 
 
 def world_sizes(slots: int | None, ranks: int, planned: int, wanted: Iterable[int]) -> list[int]:
@@ -158,40 +164,69 @@ def strategy_text(strategy: SyncStrategy) -> str:
     return f"{type(strategy).__name__}({', '.join(given)})"
 
 
-def first_good(ladder: Sequence[Option]) -> tuple[Option, list[str]]:
-    """Go down the ladder as far as communication makes it necessary; the reasons come along.
+def choose_strategy(ladder: Sequence[Option]) -> tuple[Choice, Option]:
+    """The strategy that changes training least of those that agree quickly enough, and its option.
 
     Args:
         ladder: strategies from the one that changes training least to the one that agrees most
-            seldom; one of them can be used.
+            seldom.
+
+    Raises:
+        ConfigError: none can be used.
     """
-    usable = [option for option in ladder if option.predictions]
+    usable = _usable(ladder)
     chosen, reasons = _first_cheap(usable)
     first, best = usable[0], chosen.best
     # To agree more seldom is worth its change of training only if the fit is shorter by it.
     if chosen is not first and best.total_seconds > (1 - TOLERANCE) * first.best.total_seconds:
-        chosen = first
+        chosen, best = first, first.best
         reasons.append(
-            f"with {workers_text(first.best)} {first.name} is as quick all the same: nothing that "
+            f"with {workers_text(best)} {first.name} is as quick all the same: nothing that "
             "agrees more seldom makes the fit shorter"
         )
-    return chosen, reasons
+    own = "1 worker has nobody to agree with"
+    if best.workers > 1:
+        share = f"{best.exchange_share:.0%} of a step"
+        own = f"{chosen.name} spends {share} on agreeing with {workers_text(best)}"
+    reason = "; ".join([own, *reasons])
+    return Choice(param="syncStrategy", value=chosen.strategy, reason=reason), chosen
+
+
+def choose_workers(option: Option) -> Choice:
+    """The fewest workers with which the fit is at most 5 % longer than at best.
+
+    Raises:
+        ConfigError: the strategy can be used with no number of workers.
+    """
+    _usable([option])
+    best = option.best
+    others = sorted(
+        (p for p in option.predictions if p is not best),
+        key=lambda p: (abs(p.workers - best.workers), p.workers),
+    )[:2]
+    shortest = min(option.predictions, key=lambda p: p.total_seconds)
+    if shortest is not best and shortest not in others:
+        others = [*others[:1], shortest]
+    told = "".join(
+        f", {seconds_text(p.total_seconds)} with {p.workers}"
+        for p in sorted(others, key=lambda p: p.workers)
+    )
+    reason = f"the fit takes about {seconds_text(best.total_seconds)} with {workers_text(best)}"
+    return Choice(param="numWorkers", value=best.workers, reason=reason + told)
 
 
 def recommend(ladder: Sequence[Option], planned: Option, num_workers: int) -> Recommendation:
-    """The first good option of the ladder, with as few workers as are nearly as fast as more.
+    """What `choose_strategy` and `choose_workers` take, with what else speaks for it.
 
-    Args:
-        ladder: see `first_good`.
-        planned: the strategy that was asked for.
-        num_workers: workers that were asked for.
+    Raises:
+        ConfigError: no strategy can be used.
     """
-    chosen, reasons = first_good(ladder)
-    best = chosen.best
+    strategy, chosen = choose_strategy(ladder)
+    workers, best = choose_workers(chosen), chosen.best
     is_one_machine = best.nodes == 1 and any(
         p.workers > best.workers and (best.workers == 1 or p.nodes > 1) for p in chosen.predictions
     )
-    reasons.insert(0, _why_one(chosen, best) if is_one_machine else _why_so_many(chosen, best))
+    reasons = [_why_one(chosen, best) if is_one_machine else workers.reason, strategy.reason]
     period = round(best.period) if 1 < best.period < best.steps_per_epoch else None
     if period is not None:
         reasons.append(
@@ -216,6 +251,21 @@ def recommend(ladder: Sequence[Option], planned: Option, num_workers: int) -> Re
     )
 
 
+def _usable(options: Sequence[Option]) -> list[Option]:
+    """Those that can be used.
+
+    Raises:
+        ConfigError: there is none.
+    """
+    if usable := [option for option in options if option.predictions]:
+        return usable
+    names = " or ".join(option.name for option in options)
+    raise ConfigError(
+        f"{names} cannot be used with any number of workers that the cluster has room for; "
+        "explain(df) says why; set numWorkers and syncStrategy to values of your own"
+    )
+
+
 def _first_cheap(usable: Sequence[Option]) -> tuple[Option, list[str]]:
     """The first that spends little on agreeing with all workers, else the last; why not others."""
     widest = max(usable[0].predictions, key=lambda p: p.workers).workers
@@ -229,20 +279,6 @@ def _first_cheap(usable: Sequence[Option]) -> tuple[Option, list[str]]:
             f"with {workers_text(wide)}"
         )
     return usable[-1], reasons
-
-
-def _why_so_many(option: Option, best: Prediction) -> str:
-    least = min(option.predictions, key=lambda p: p.total_seconds)
-    if least.workers == best.workers:
-        return (
-            f"with {option.name} the fit is shortest with {workers_text(best)}: "
-            f"{seconds_text(best.total_seconds)}"
-        )
-    return (
-        f"with {option.name} and {workers_text(best)} the fit takes "
-        f"{seconds_text(best.total_seconds)}, with {least.workers} at best "
-        f"{seconds_text(least.total_seconds)}: not worth the slots"
-    )
 
 
 def _why_one(option: Option, best: Prediction) -> str:

@@ -197,7 +197,8 @@ class Calibration:
     """Workers of a gang that are on one machine -> their steps."""
     task_levels: Mapping[int, Compute]
     """Tasks of rounds that run on one machine at a time -> their steps."""
-    stages: Stages
+    stages: Stages | None
+    """None: rounds were not measured."""
     link_seconds: float = 0.0
     """Of the checks before anything is launched."""
     spool_seconds: float = 0.0
@@ -213,7 +214,7 @@ class Calibration:
     def start_seconds(self, *, in_rounds: bool) -> float:
         """What a fit takes before its first step, and at its end, the spool apart."""
         if in_rounds:
-            return self.link_seconds + self.stages.first_seconds
+            return self.link_seconds + (0.0 if self.stages is None else self.stages.first_seconds)
         return self.link_seconds + (0.0 if self.gang is None else self.gang.launch_seconds)
 
 

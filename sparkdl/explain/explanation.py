@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import textwrap
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -11,6 +12,9 @@ from sparkdl.explain.predict_times import Prediction
 from sparkdl.report.page.html import joined, row, size, tag
 from sparkdl.runtime.json_values import finite
 from sparkdl.sync.strategy import SyncStrategy
+
+_WIDTH = 80
+"""Columns of a terminal."""
 
 Table = Sequence[tuple[str, ...]]
 """Rows of cells."""
@@ -149,12 +153,13 @@ class Explanation:
         return plain
 
     def lines(self) -> list[str]:
-        """The explanation as text."""
+        """The explanation as text of at most 80 columns."""
         found: list[str] = []
         for section in self._sections():
             rows = _table(section.rows) if section.has_head else _aligned(section.rows)
-            points = [f"  - {point}" for point in section.points]
-            found += ["", section.title, *rows, *points]
+            found += ["", *_wrapped(section.title, "  ", ""), *rows]
+            for point in section.points:
+                found += _wrapped(point, "    ", "  - ")
         return found[1:]
 
     def __str__(self) -> str:
@@ -223,7 +228,7 @@ class Explanation:
         ]  # fmt: skip
 
     def _scaling(self) -> Table:
-        head = ("workers", "nodes", "steps", "step", "agreeing", "waiting", "epoch", "speed-up",
+        head = ("workers", "nodes", "steps", "step", "agree", "wait", "epoch", "speed-up",
                 "epoch, same global batch", "whole fit")  # fmt: skip
         rows = [
             (
@@ -243,7 +248,7 @@ class Explanation:
         return [head, *rows]
 
     def _strategies(self) -> Table:
-        head = ("strategy", "mode", "round", "step", "agreeing", "sent per step", "epoch",
+        head = ("strategy", "mode", "round", "step", "agree", "sent per step", "epoch",
                 "whole fit")  # fmt: skip
         return [head, *map(_strategy_cells, self.strategies)]
 
@@ -287,20 +292,49 @@ def _or_dash(seconds: float | None) -> str:
     return "-" if seconds is None else seconds_text(seconds)
 
 
+def _wrapped(text: str, indent: str, first: str | None = None) -> list[str]:
+    """Text in lines of a terminal; the ``first`` begins otherwise than the others."""
+    begin = indent if first is None else first
+    return textwrap.wrap(text, _WIDTH, initial_indent=begin, subsequent_indent=indent)
+
+
 def _aligned(rows: Table) -> list[str]:
     width = max((len(name) for name, _ in rows), default=0)
-    return [f"  {name:<{width}}  {text}" for name, text in rows]
+    lines = []
+    for name, text in rows:
+        lines += _wrapped(text, " " * (width + 4), f"  {name:<{width}}  ")
+    return lines
 
 
 def _table(rows: Table) -> list[str]:
     """Columns of text, the first to the left, the others to the right.
 
-    The last cell of a row that has fewer runs on.
+    A first cell that leaves the others no room has a line of its own. The last cell of a row that
+    has fewer runs on.
     """
-    full = [cells for cells in rows if len(cells) == len(rows[0])]
-    widths = [max(map(len, column)) for column in zip(*full, strict=True)]
-    left = max(len(cells[0]) for cells in rows)
-    return [
-        "  ".join(["", first.ljust(left), *map(str.rjust, others, widths[1:])])
-        for first, *others in rows
-    ]
+    head, *body = rows
+    full = [cells[1:] for cells in body if len(cells) == len(head)]
+    longest = [max(map(len, title.replace("-", "- ").split())) for title in head[1:]]
+    widths = [max(map(len, column)) for column in zip(*full, strict=True)] or longest
+    widths = [max(pair) for pair in zip(widths, longest, strict=True)]
+    gap = "  " if sum(widths) + 2 * len(head) + len(head[0]) <= _WIDTH else " "
+    room = _WIDTH - 2 - sum(widths) - len(gap) * len(widths)
+    left = max(len(cells[0]) for cells in rows if len(cells[0]) <= room)
+
+    def line(first: str, others: Sequence[str]) -> str:
+        cells = map(str.rjust, others, widths)
+        return gap.join([f"  {first:<{left}}", *cells]).rstrip()
+
+    titles = [textwrap.wrap(title, width) for title, width in zip(head[1:], widths, strict=True)]
+    height = max(map(len, titles))
+    titles = [[""] * (height - len(title)) + title for title in titles]
+    *above, last = zip(*titles, strict=True)
+    lines = [*(line("", title) for title in above), line(head[0], last)]
+    for first, *others in body:
+        if len(others) < len(widths):
+            lines += _wrapped("  ".join([first, *others]), " " * 6, "  ")
+        elif len(first) <= left:
+            lines.append(line(first, others))
+        else:
+            lines += [*_wrapped(first, "      ", "  "), line("", others)]
+    return lines

@@ -63,57 +63,61 @@ class SampleOrder(GangOrder):
     """As in `worker.WorkOrder`."""
     seconds: float
     """About how long one measurement may take."""
+    task: Callable[[StepTimer, Member], dict[str, Any]]
+    """What is done; a function of a module, with some arguments. It returns values of JSON."""
     source: ShardSource = field(default_factory=SpoolSource)
 
 
-@dataclass(frozen=True, kw_only=True)
-class MeasureOrder(SampleOrder):
-    """What the driver asks of every rank that measures for the cost model."""
-
-    places: tuple[tuple[int, int], ...]
-    """Ranks of each machine that are at work at the same time, and their threads, in turn."""
-    compressions: tuple[Compression, ...]
-
-
-def run(environment: WorkerEnvironment, order: MeasureOrder) -> Iterator[tuple[str, bytes]]:
-    """Measure on one rank.
+def run(environment: WorkerEnvironment, order: SampleOrder) -> Iterator[tuple[str, bytes]]:
+    """Do the task of one rank.
 
     Yields:
-        ``("error", JSON)`` alone, or ``("result", JSON)``.
+        ``("error", JSON)`` alone, or ``("result", JSON)``: what the task returned, and ``seconds``.
     """
-    yield from live(environment, order, partial(_measure, order))
+    yield from live(environment, order, partial(_done, order))
 
 
-def _measure(order: MeasureOrder, member: Member) -> Results:
-    began, comm = time.perf_counter(), member.comm
-    steps = step_timer(order, member)
+def _done(order: SampleOrder, member: Member) -> Results:
+    from sparkdl.worker.training import initial_module
+
+    began = time.perf_counter()
+    config, structure = cloudpickle.loads(order.payload)
+    member.reporter.phase("setup")
+    module = initial_module(order.weights, structure, member.files, member.comm)
+    steps = StepTimer(
+        module, config, order.plan, order.plan.shards_of(member.comm.rank), order.source,
+        member.device, order.seconds,
+    )  # fmt: skip
+    report = order.task(steps, member)
+    report["seconds"] = time.perf_counter() - began
+    return [("result", json.dumps(report).encode())]
+
+
+def measure_costs(
+    steps: StepTimer,
+    member: Member,
+    *,
+    places: Sequence[tuple[int, int]],
+    compressions: Sequence[Compression],
+) -> dict[str, Any]:
+    """Measure on one rank what the cost model needs; all ranks take part.
+
+    ``places`` says how many ranks of each machine are at work at a time, and with how many threads.
+    """
+    comm = member.comm
     report: dict[str, Any] = {
         "node": comm.nodes[comm.rank],
         "device": member.device.type,
-        "levels": _levels(steps, order, member),
+        "levels": _levels(steps, places, member),
         "optimizer_bytes": steps.optimizer_bytes,
         "peak_bytes": peak_bytes(member.device),
         "copy": copy_seconds(member.device),
     }
     if comm.world_size > 1:
         shapes = [tuple(p.shape) for p in steps.module.parameters() if p.requires_grad]
-        exchanges = ExchangeTimer(comm, member.device, shapes, order.seconds)
-        report.update(exchanges.measure(order.compressions))
-    report["seconds"] = time.perf_counter() - began
-    return [("result", json.dumps(report).encode())]
-
-
-def step_timer(order: SampleOrder, member: Member) -> StepTimer:
-    """What takes steps on the rank's rows."""
-    from sparkdl.worker.training import initial_module
-
-    config, structure = cloudpickle.loads(order.payload)
-    member.reporter.phase("setup")
-    module = initial_module(order.weights, structure, member.files, member.comm)
-    return StepTimer(
-        module, config, order.plan, order.plan.shards_of(member.comm.rank), order.source,
-        member.device, order.seconds,
-    )  # fmt: skip
+        exchanges = ExchangeTimer(comm, member.device, shapes, steps.seconds)
+        report.update(exchanges.measure(compressions))
+    return report
 
 
 def for_measuring(config: TrainConfig) -> TrainConfig:
@@ -138,18 +142,20 @@ def at_work(plan: TrainPlan, nodes: Sequence[int], rank: int, ranks_per_node: in
     return rank in with_rows[:ranks_per_node]
 
 
-def _levels(steps: StepTimer, order: MeasureOrder, member: Member) -> list[list[dict[str, Any]]]:
+def _levels(
+    steps: StepTimer, places: Sequence[tuple[int, int]], member: Member
+) -> list[list[dict[str, Any]]]:
     """Of each place the steps by size of the batch; none on ranks that rest, or have no rows.
 
     In the first place batches of three sizes are timed, in others the largest of them.
     """
     from sparkdl.runtime.process import torch_threads
 
-    comm, size = member.comm, order.plan.batch_size
+    comm, size = member.comm, steps.plan.batch_size
     sizes = tuple(dict.fromkeys((size, max(1, size // 2), max(1, size // 4))))
     found: list[list[dict[str, Any]]] = []
-    for number, (ranks_per_node, threads) in enumerate(order.places):
-        works = at_work(order.plan, comm.nodes, comm.rank, ranks_per_node)
+    for number, (ranks_per_node, threads) in enumerate(places):
+        works = at_work(steps.plan, comm.nodes, comm.rank, ranks_per_node)
         found.append([])
         for batch_size in sizes if number == 0 else sizes[:1]:
             with torch_threads(threads):

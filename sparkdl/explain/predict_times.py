@@ -98,6 +98,7 @@ class Steps:
         pattern, layout, calibration = self.pattern, self.layout, self.calibration
         if pattern.kind == "stages":
             stages = calibration.stages
+            assert stages is not None, "no rounds were measured"
             carried = layout.world_size * pattern.num_bytes
             return stages.fixed_seconds + carried * stages.byte_seconds
         if pattern.between_nodes:
@@ -165,7 +166,8 @@ class Predictor:
         except ConfigError as error:
             return str(error)
         if in_rounds:
-            return strategy.why_not_rounds()
+            is_measured = self.calibration.stages is not None
+            return strategy.why_not_rounds() if is_measured else "no rounds were measured"
         gang = self.calibration.gang
         if gang is None:
             return "no gang was measured, see the notes"
@@ -191,14 +193,7 @@ class Predictor:
         in_rounds: bool,
         batch_size: int | None = None,
     ) -> Prediction:
-        """One fit.
-
-        Args:
-            strategy: one that can be used.
-            world_size: workers of a gang, or shards of rounds.
-            in_rounds: whether it runs in rounds on Spark's stages.
-            batch_size: rows of a worker's batch; None: the plan's.
-        """
+        """One fit with a strategy that can be used; without ``batch_size`` with the plan's."""
         plan, found = self.plan, self.calibration
         pattern = (
             strategy.stages_pattern(self.size)

@@ -1,7 +1,7 @@
-"""What one worker tries out before a fit: sizes of batches, and learning rates.
+"""What one worker tries out before a fit, and what is chosen by it: size of a batch, learning rate.
 
-Runs like `measure_worker` on a sample of the rows, with the user's module, loss and optimizer. The
-initial weights are not changed by it.
+Runs like `measure_costs` on a sample of the rows, with the user's module, loss and optimizer. The
+initial weights are not changed by it. docs/explain.md states the rules.
 """
 
 from __future__ import annotations
@@ -9,72 +9,181 @@ from __future__ import annotations
 import contextlib
 import copy
 import itertools
-import json
 import math
-from collections.abc import Generator, Iterator
-from dataclasses import asdict, dataclass, replace
-from functools import partial
+import statistics
+from collections.abc import Generator, Sequence
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-from sparkdl.comm.worker_environment import WorkerEnvironment
 from sparkdl.explain import measure_worker
-from sparkdl.explain.choose import (
-    LOWEST_RATE,
-    NUM_RATES,
-    BatchSizes,
-    BatchTrial,
-    TriedBatch,
-    choose_rate,
-    rate_at,
-)
-from sparkdl.explain.measure_worker import SampleOrder, StepTimer, step_timer
+from sparkdl.explain.comparison import Choice
+from sparkdl.explain.measure_worker import StepTimer
+from sparkdl.report.page.html import size
 from sparkdl.runtime.process import free_memory_bytes
-from sparkdl.worker.lifecycle import Member, Results, live
 
 if TYPE_CHECKING:
     import torch
 
+    from sparkdl.worker.lifecycle import Member
+
+_FASTER = 1.1
+"""By which factor twice the batch must make a worker faster."""
+_STEPS = 32
+"""That an epoch shall keep at least: from few steps nothing is learnt."""
+_LEAST_BATCH, _MOST_BATCH = 32, 4096
+"""The smallest size that is chosen for speed, and the largest."""
+_FIRST_BATCH = 8
+"""The first size that is tried, so that memory is taken in small steps."""
 _FREE_SHARE = 0.5
 """Part of the free memory that trials may take."""
-_DIVERGED = 4.0
-"""How many times the lowest loss a loss ends the trial of rates."""
-_SMOOTH = 0.9
 _UNKNOWN_BYTES = 2 << 30
 """Taken to be free where that is not known, as on macOS."""
 _STATUS, _RESET = Path("/proc/self/status"), Path("/proc/self/clear_refs")
 """Where Linux tells a process's memory, and forgets its peak when 5 is written; see proc(5)."""
 
+NUM_RATES = 100
+LOWEST_RATE, HIGHEST_RATE = 1e-7, 10.0
+"""Learning rates that are tried, as by fastai's ``lr_find``."""
+_DIVERGED = 4.0
+"""How many times the lowest loss a loss ends the trial of rates."""
+_SMOOTH = 0.9
+_AROUND = 5
+"""Losses on each side of one over which the mean is taken."""
+_ERRORS = 4
+"""Standard errors by which the lowest mean must be below the first: lower ones come by chance."""
+_BELOW = 10
+"""By which factor the chosen rate is below that of the lowest loss."""
 
-@dataclass(frozen=True, kw_only=True)
-class TrialOrder(SampleOrder):
-    """What the driver asks of the one worker."""
 
-    sizes: BatchSizes | None
-    """Sizes of batches to try; None: none, the plan's holds."""
-    workers_per_machine: int
-    """Among whom the memory will be divided."""
-    tries_rates: bool
+def try_out(
+    steps: StepTimer,
+    member: Member,
+    *,
+    sizes: BatchSizes | None,
+    workers_per_machine: int,
+    tries_rates: bool,
+) -> dict[str, Any]:
+    """Try sizes of batches, then learning rates.
 
-
-def run(environment: WorkerEnvironment, order: TrialOrder) -> Iterator[tuple[str, bytes]]:
-    """Try on one rank.
-
-    Yields:
-        ``("error", JSON)`` alone, or ``("result", JSON)``: a list of `Choice`.
+    Returns:
+        The fields of the `Choice`s.
     """
-    yield from live(environment, order, partial(_try, order))
-
-
-def _try(order: TrialOrder, member: Member) -> Results:
-    steps, batch_size = step_timer(order, member), order.plan.batch_size
-    choices = []
-    if order.sizes is not None:
-        choices.append(try_batches(steps, order.sizes, order.workers_per_machine).choice())
+    batch_size, choices = steps.plan.batch_size, []
+    if sizes is not None:
+        choices.append(try_batches(steps, sizes, workers_per_machine).choice())
         batch_size = choices[0].value
-    if order.tries_rates:
+    if tries_rates:
         choices.append(choose_rate(try_rates(steps, batch_size)))
-    return [("result", json.dumps([asdict(choice) for choice in choices]).encode())]
+    return {"choices": [asdict(choice) for choice in choices]}
+
+
+# --- the size of a batch -------------------------------------------------------------------------
+
+
+class BatchSizes(NamedTuple):
+    """The sizes that are tried: powers of two from ``first`` to ``most``."""
+
+    first: int
+    least: int
+    """The smallest one that is chosen if it fits into memory."""
+    most: int
+
+
+def batch_sizes(rows_per_worker: int, num_parts: int) -> BatchSizes:
+    """Sizes of which an epoch keeps some steps, up to one from which on nothing is gained.
+
+    Each of the ``num_parts`` micro-batches of a batch has a row at least.
+    """
+    whole = _power_of_two(max(1, rows_per_worker))
+    most = min(whole, _MOST_BATCH, max(_LEAST_BATCH, _power_of_two(rows_per_worker // _STEPS)))
+    parts = 1 << (num_parts - 1).bit_length()
+    most = max(most, parts)
+    least = max(min(_LEAST_BATCH, most), parts)
+    return BatchSizes(first=max(min(_FIRST_BATCH, most), parts), least=least, most=most)
+
+
+def _power_of_two(number: int) -> int:
+    """The largest one that is not more than ``number``; 1 at least."""
+    return 1 << max(0, number.bit_length() - 1)
+
+
+class TriedBatch(NamedTuple):
+    """What a size of batches takes a worker."""
+
+    rows: int
+    rows_per_second: float
+    num_bytes: int
+    """That the steps took, beyond what the process held before."""
+
+
+@dataclass(kw_only=True)
+class BatchTrial:
+    """Sizes of batches that were tried, each twice the one before it."""
+
+    sizes: BatchSizes
+    limit_bytes: int
+    """That a step may take: half of a worker's part of what is free."""
+    tried: list[TriedBatch] = field(default_factory=list)
+    refused: str = ""
+    """What the device said to the size after them; empty: nothing."""
+
+    @property
+    def next_rows(self) -> int | None:
+        """The size to try next; None if there is no reason to."""
+        if not self.tried:
+            return self.sizes.first
+        rows = 2 * self.tried[-1].rows
+        return None if self._why_no_more(rows) else rows
+
+    @property
+    def best(self) -> TriedBatch:
+        """The largest one that fits into memory and makes a worker faster."""
+        *before, last = self.tried
+        if before and (self._is_no_faster or last.num_bytes > self.limit_bytes):
+            return before[-1]
+        return last
+
+    def choice(self) -> Choice:
+        """The best size, and why it is no other."""
+        best = self.best
+        rates = ", ".join(
+            f"{one.rows_per_second:,.0f} with {one.rows}"
+            for one in self.tried
+            if one is not best and one.rows in (best.rows // 2, 2 * best.rows)
+        )
+        reason = (
+            f"a worker trains {best.rows_per_second:,.0f} rows/s with {best.rows} rows"
+            + f" ({rates})" * bool(rates)
+            + f", for which a step takes {size(best.num_bytes)} of the {size(self.limit_bytes)} "
+            f"that it may; {self._why_no_more(2 * self.tried[-1].rows)}"
+        )
+        return Choice(param="batchSize", value=best.rows, reason=reason)
+
+    @property
+    def _is_no_faster(self) -> bool:
+        """True if the last size makes a worker not much faster than the one before it."""
+        if len(self.tried) < 2 or self.tried[-1].rows <= self.sizes.least:
+            return False
+        before, last = self.tried[-2:]
+        return last.rows_per_second < _FASTER * before.rows_per_second
+
+    def _why_no_more(self, rows: int) -> str:
+        """Why so many rows, twice the last, are not tried; empty if they are."""
+        if self.refused:
+            return f"{rows} did not fit: {self.refused}"
+        taken = self.tried[-1].num_bytes
+        grown = taken - self.tried[-2].num_bytes if len(self.tried) > 1 else taken / 2
+        expected = taken + 2 * max(0.0, grown)
+        if expected > self.limit_bytes:
+            return f"{rows} would take about {size(expected)}"
+        if self._is_no_faster:
+            return f"{rows // 2} is faster by less than {_FASTER - 1:.0%}"
+        if rows > self.sizes.most:
+            return f"with {rows} an epoch would have fewer than {_STEPS} steps" if (
+                rows <= _MOST_BATCH
+            ) else "more is not tried"  # fmt: skip
+        return ""
 
 
 def try_batches(steps: StepTimer, sizes: BatchSizes, workers_per_machine: int) -> BatchTrial:
@@ -82,11 +191,6 @@ def try_batches(steps: StepTimer, sizes: BatchSizes, workers_per_machine: int) -
 
     The next size is not begun if it would take more than half of the worker's part of the memory
     that is free.
-
-    Args:
-        steps: takes the steps.
-        sizes: those to try.
-        workers_per_machine: among whom the free memory is divided.
     """
     import torch
 
@@ -100,12 +204,61 @@ def try_batches(steps: StepTimer, sizes: BatchSizes, workers_per_machine: int) -
         except torch.OutOfMemoryError as error:  # of a GPU, which goes on after it
             if not trial.tried:
                 raise
-            return replace(trial, refused=str(error).split(". ")[0])
+            trial.refused = str(error).split(". ")[0]
+            return trial
         taken = max(0, peak_bytes(steps.device) - before)
         # The quickest step: sizes are compared, and other programs only ever slow a step down.
         speed = measured["rows"] / min(measured["seconds"])
-        trial = trial.with_size(TriedBatch(rows=rows, rows_per_second=speed, num_bytes=taken))
+        trial.tried.append(TriedBatch(rows=rows, rows_per_second=speed, num_bytes=taken))
     return trial
+
+
+def free_bytes(device: torch.device) -> int:
+    """Memory that a process can still take, of the GPU or of the machine or container."""
+    if device.type == "cuda":
+        import torch
+
+        return int(torch.cuda.mem_get_info(device)[0])
+    free = free_memory_bytes()
+    return _UNKNOWN_BYTES if free is None else free
+
+
+def used_bytes(device: torch.device) -> int:
+    """What this process holds now, of the GPU or of memory."""
+    if device.type == "cuda":
+        import torch
+
+        return int(torch.cuda.memory_allocated(device))
+    return _status_bytes("VmRSS") or measure_worker.peak_bytes(device)
+
+
+def peak_bytes(device: torch.device) -> int:
+    """The most that this process held since `forget_peak`; where that is not known, ever."""
+    in_memory = None if device.type == "cuda" else _status_bytes("VmHWM")
+    return in_memory or measure_worker.peak_bytes(device)
+
+
+def forget_peak(device: torch.device) -> None:
+    """Have `peak_bytes` tell of what comes from now on, where the system can."""
+    if device.type == "cuda":
+        import torch
+
+        torch.cuda.reset_peak_memory_stats(device)
+        return
+    with contextlib.suppress(OSError):
+        _RESET.write_text("5", encoding="utf-8")
+
+
+def _status_bytes(name: str) -> int | None:
+    """A size that Linux tells of this process; None: it is another system."""
+    with contextlib.suppress(OSError):
+        for line in _STATUS.read_text(encoding="utf-8").splitlines():
+            if line.startswith(f"{name}:"):
+                return int(line.split()[1]) << 10
+    return None
+
+
+# --- the learning rate ---------------------------------------------------------------------------
 
 
 def try_rates(steps: StepTimer, batch_size: int) -> list[float]:
@@ -117,10 +270,6 @@ def try_rates(steps: StepTimer, batch_size: int) -> list[float]:
 
     Source: L. N. Smith, "Cyclical Learning Rates for Training Neural Networks", section 3.3
     (arXiv:1506.01186).
-
-    Args:
-        steps: has the module, the configuration and the rows.
-        batch_size: rows of a batch.
 
     Returns:
         The finite loss of each step, before its update.
@@ -185,46 +334,33 @@ def _losses(steps: StepTimer, batch_size: int) -> Generator[float, None, None]:
             yield loss / weight
 
 
-def free_bytes(device: torch.device) -> int:
-    """Memory that a process can still take, of the GPU or of the machine or container."""
-    if device.type == "cuda":
-        import torch
-
-        return int(torch.cuda.mem_get_info(device)[0])
-    free = free_memory_bytes()
-    return _UNKNOWN_BYTES if free is None else free
+def rate_at(number: int) -> float:
+    """The learning rate of a step of the range test, from 0."""
+    return float(LOWEST_RATE * (HIGHEST_RATE / LOWEST_RATE) ** (number / (NUM_RATES - 1)))
 
 
-def used_bytes(device: torch.device) -> int:
-    """What this process holds now, of the GPU or of memory."""
-    if device.type == "cuda":
-        import torch
+def choose_rate(losses: Sequence[float]) -> Choice:
+    """A tenth of the rate at which the loss, as the mean of its neighbours, is lowest.
 
-        return int(torch.cuda.memory_allocated(device))
-    return _status_bytes("VmRSS") or measure_worker.peak_bytes(device)
-
-
-def peak_bytes(device: torch.device) -> int:
-    """The most that this process held since `forget_peak`; where that is not known, ever."""
-    in_memory = None if device.type == "cuda" else _status_bytes("VmHWM")
-    return in_memory or measure_worker.peak_bytes(device)
-
-
-def forget_peak(device: torch.device) -> None:
-    """Have `peak_bytes` tell of what comes from now on, where the system can."""
-    if device.type == "cuda":
-        import torch
-
-        torch.cuda.reset_peak_memory_stats(device)
-        return
-    with contextlib.suppress(OSError):
-        _RESET.write_text("5", encoding="utf-8")
-
-
-def _status_bytes(name: str) -> int | None:
-    """A size that Linux tells of this process; None: it is another system."""
-    with contextlib.suppress(OSError):
-        for line in _STATUS.read_text(encoding="utf-8").splitlines():
-            if line.startswith(f"{name}:"):
-                return int(line.split()[1]) << 10
-    return None
+    Where no rate lowers the loss by more than it varies, the optimizer's own default is left.
+    """
+    means = [
+        statistics.fmean(losses[max(0, place - _AROUND) : place + _AROUND + 1])
+        for place in range(len(losses))
+    ]
+    first = losses[: 2 * _AROUND + 1]
+    lowest = min(range(len(means)), key=means.__getitem__, default=0)
+    error = statistics.stdev(first) / len(first) ** 0.5 if len(first) > 1 else 0.0
+    if not means or means[lowest] >= statistics.fmean(first) - _ERRORS * error:
+        reason = (
+            f"no rate from {LOWEST_RATE:g} to {HIGHEST_RATE:g} lowered the loss, so the "
+            "optimizer's own default is left"
+        )
+        return Choice(param="learningRate", value=None, reason=reason)
+    rate = float(f"{rate_at(lowest) / _BELOW:.2g}")
+    reason = (
+        f"over {len(losses)} steps with growing rates the loss fell from "
+        f"{statistics.fmean(first):.4g} to {means[lowest]:.4g} at a rate of {rate_at(lowest):.2g}, "
+        f"of which this is a tenth"
+    )
+    return Choice(param="learningRate", value=rate, reason=reason)

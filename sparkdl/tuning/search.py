@@ -16,7 +16,7 @@ from sparkdl.runtime.json_values import finite, plain
 from sparkdl.spark.frames.shared_spools import SlotQueue
 from sparkdl.spark.session import interrupts, termination
 from sparkdl.storage.storage import Storage, without_password
-from sparkdl.tuning.study import StudyOptions, finished, first_number, import_optuna
+from sparkdl.tuning.study import StudyOptions, finished, first_number
 from sparkdl.tuning.trial_table import TrialTable
 
 if TYPE_CHECKING:
@@ -33,7 +33,8 @@ _FIRST_FAILURES = 3
 """So many failed trials, and no other, end a search: the fault is not in the values."""
 
 Record: TypeAlias = Mapping[str, float]
-OnEpoch: TypeAlias = Callable[[Record], None]
+OnEpoch: TypeAlias = Callable[..., None]
+"""Is given the record of an epoch, and ``begun``, the epochs of the fit that it goes on from."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,6 +59,10 @@ class Fitted:
 
 
 Fit: TypeAlias = Callable[[Attempt, OnEpoch], Fitted]
+
+
+class Pruned(Exception):
+    """The other trials are better, so this one ends."""
 
 
 class CutOff(Exception):
@@ -95,8 +100,8 @@ class Search:
         """Number -> model, of the best trial, or of all that no other beats in all values."""
         self._is_ending = threading.Event()
         self._lock = threading.Lock()
-        self._errors = 0
-        self._has_other_ends = False
+        self._failures: float = 0
+        """Failed trials, as long as no other has ended; then minus infinity."""
 
     def run(self) -> None:
         """Try as many values as are left to be tried, so many at a time as the options say.
@@ -112,7 +117,8 @@ class Search:
         termination.listen()
         self._presses = interrupts.presses()
         done = finished(self.study)
-        self._has_other_ends = any(trial.state.name != "FAIL" for trial in done)
+        if any(trial.state.name != "FAIL" for trial in done):
+            self._failures = -math.inf
         left = self.options.trials - len(done)
         if self.options.parallel == 1:
             for _ in range(left):
@@ -145,83 +151,95 @@ class Search:
             raise
 
     def _next(self) -> None:
-        """Ask for values, try them, and tell what came of it."""
-        from optuna.trial import TrialState
+        """Ask for values, try them, and tell what came of it.
+
+        Raises:
+            ConfigError: another process works on the study, and has taken the trial over.
+        """
+        from optuna.exceptions import UpdateFinishedTrialError
 
         if self._is_over:
             raise CutOff
         trial = self.study.ask()
+        try:
+            record, model = self._try(trial)
+            self._tell(trial, record, model)
+        except UpdateFinishedTrialError as error:
+            raise ConfigError(
+                f"another process works on the study {self.options.name!r} as well, and has taken "
+                f"over trial {trial.number}; only one at a time may: wait until that has ended, or "
+                "give this search another name or storage"
+            ) from error
+
+    def _tell(self, trial: optuna.Trial, record: Mapping[str, Any], model: Any) -> None:
+        """Keep what came of a trial, and show it."""
+        from optuna.trial import TrialState
+
+        state, error = record["state"], record.get("error", "")
+        epochs = [float(entry["epoch"]) for entry in record["history"]]
+        trial.set_user_attr(SHOWN, finite(record["params"]))
+        trial.set_user_attr(EPOCHS, sum(map(float.is_integer, epochs)))
+        if error:
+            trial.set_user_attr(ERROR, error)
+        # Before Optuna knows that it has ended, so that each trial that has ended has its record.
+        if self.place is not None:
+            text = json.dumps(finite(record), indent=2, allow_nan=False)
+            self.place.write(f"{folder_of(trial.number)}/trial.json", text.encode())
+        optunas, values = _STATES[state], None
+        if state == "complete":
+            values = [record["values"][name] for name in self.options.monitors]
+        elif self.options.monitor is None:
+            optunas = "FAIL"  # Optuna prunes by one value only
+        self.study.tell(trial, values, state=TrialState[optunas])
+        with self._lock:
+            if state == "complete":
+                self.models[trial.number] = model
+                best = {trial.number for trial in self.study.best_trials}
+                self.models = {n: kept for n, kept in self.models.items() if n in best}
+            self._failures = self._failures + 1 if state == "failed" else -math.inf
+        self.table.end(trial.number, state, record["values"], error)
+        if self._failures >= _FIRST_FAILURES:
+            raise TrainingFailed(
+                f"the first {self._failures:.0f} trials have all failed, so the search ends; the "
+                f"last one: {error}"
+            )
+
+    def _try(self, trial: optuna.Trial) -> tuple[dict[str, Any], Any]:
+        """Train with the values of one trial; its record, and its model if it came to its end."""
+        from optuna.exceptions import UpdateFinishedTrialError
+
         attempt = Attempt(
             number=trial.number,
             name=f"{self.options.name}-{trial.number}",
             folder=folder_of(first_number(trial)),
             values=self.choose(trial),
         )
-        shown = plain(attempt.values)
-        self.table.begin(attempt.number, shown)
-        model, record = self._try(trial, attempt)
-        state = record["state"]
-        # Before Optuna knows, so that each trial that has ended has its record.
-        if self.place is not None:
-            text = json.dumps(finite({"params": shown, **record}), indent=2, allow_nan=False)
-            self.place.write(f"{folder_of(trial.number)}/trial.json", text.encode())
-        trial.set_user_attr(SHOWN, finite(shown))
-        epochs = [float(entry["epoch"]) for entry in record["history"]]
-        trial.set_user_attr(EPOCHS, sum(map(float.is_integer, epochs)))
-        if "error" in record:
-            trial.set_user_attr(ERROR, record["error"])
-        is_complete = state == "complete"
-        values = [record["values"][name] for name in self.options.monitors] if is_complete else None
-        optunas = _STATES[state]
-        if optunas == "PRUNED" and self.options.monitor is None:
-            optunas = "FAIL"  # Optuna prunes by one value only
-        self.study.tell(trial, values, state=TrialState[optunas])
-        if is_complete:
-            with self._lock:
-                self.models[trial.number] = model
-                best = {trial.number for trial in self.study.best_trials}
-                self.models = {n: kept for n, kept in self.models.items() if n in best}
-        self.table.end(attempt.number, state, record["values"], record.get("error", ""))
-        self._end_if_all_fail(record)
-
-    def _end_if_all_fail(self, record: Mapping[str, Any]) -> None:
-        with self._lock:
-            self._has_other_ends |= record["state"] != "failed"
-            self._errors += record["state"] == "failed"
-            is_hopeless = not self._has_other_ends and self._errors >= _FIRST_FAILURES
-        if is_hopeless:
-            raise TrainingFailed(
-                f"the first {self._errors} trials have all failed, so the search ends; the last "
-                f"one: {record['error']}"
-            )
-
-    def _try(self, trial: optuna.Trial, attempt: Attempt) -> tuple[Any, dict[str, Any]]:
-        """Train with the values of one trial; its model if it came to its end, and its record."""
+        params = plain(attempt.values)
+        self.table.begin(attempt.number, params)
         watch = _Watch(self, trial)
+        error = ""
         try:
             fitted = self.fit(attempt, watch)
             values = {name: watch.value(fitted.kept, name) for name in self.options.monitors}
             if not all(map(math.isfinite, values.values())):
                 raise TrainingDiverged(f"the trial has no finite {' and '.join(values)}")
-            return fitted.model, {
-                "state": "complete",
-                "values": values,
-                "history": list(fitted.history),
-            }
-        except import_optuna().TrialPruned:
-            return None, {"state": "pruned", **watch.seen()}
-        except (UnknownMonitor, CutOff):
+            found = {"values": values, "history": list(fitted.history)}
+            return {"params": params, "state": "complete", **found}, fitted.model
+        except Pruned:
+            state = "pruned"
+        except (UnknownMonitor, CutOff, UpdateFinishedTrialError):
             raise
-        except Exception as error:  # whatever the user's code raises for some values
+        except Exception as raised:  # whatever the user's code raises for some values
             if self._is_over:
-                raise CutOff from error
-            self.check_alive(error)
+                raise CutOff from raised
+            self.check_alive(raised)
             # One that is not ours with its type, which says more.
-            of = "" if isinstance(error, SparkDLError) else f"{type(error).__name__}: "
-            said = without_password(f"{of}{error}")
-            state = "diverged" if isinstance(error, TrainingDiverged) else "failed"
-            logger.warning("trial %d %s: %s", trial.number, state, said.splitlines()[0])
-            return None, {"state": state, "error": said, **watch.seen()}
+            of = "" if isinstance(raised, SparkDLError) else f"{type(raised).__name__}: "
+            error = without_password(f"{of}{raised}")
+            state = "diverged" if isinstance(raised, TrainingDiverged) else "failed"
+            logger.warning("trial %d %s: %s", trial.number, state, error.splitlines()[0])
+        ended = {"state": state, **({"error": error} if error else {}), **watch.seen()}
+        return {"params": params, **ended}, None
 
 
 class _Watch:
@@ -261,11 +279,15 @@ class _Watch:
         values = [self.value(record, monitor) for record in self._records.values()]
         return better(filter(math.isfinite, values), default=math.nan)
 
-    def __call__(self, record: Record) -> None:
+    def __call__(self, record: Record, begun: int = 0) -> None:
         """Take note of an epoch, or of an evaluation within one, which prunes nothing.
 
+        Args:
+            record: its entries of the history.
+            begun: epochs of the fit that this one goes on from.
+
         Raises:
-            optuna.TrialPruned: the other trials are better.
+            Pruned: the other trials are better.
             UnknownMonitor: the history does not have what trials are judged by.
             CutOff: the search is ending.
         """
@@ -273,8 +295,8 @@ class _Watch:
         if search._is_over:
             raise CutOff
         if self._is_pruned:
-            raise import_optuna().TrialPruned
-        epoch = record["epoch"]
+            raise Pruned
+        epoch = record["epoch"] - begun
         is_repeated = epoch in self._records  # the gang was started again, from a checkpoint
         self._records[epoch] = dict(record)
         values = {name: self.value(record, name) for name in search.options.monitors}
@@ -285,4 +307,4 @@ class _Watch:
             self._trial.report(best, step=int(epoch))
             if self._trial.should_prune():
                 self._is_pruned = True
-                raise import_optuna().TrialPruned
+                raise Pruned

@@ -148,13 +148,7 @@ class Chooser:
 
 def _checked(key: str, domain: Any, estimator: _TorchEstimator | None) -> Range | Sequence[Any]:
     if isinstance(domain, Around):
-        own = None if estimator is None else own_value(estimator, key)
-        if isinstance(own, bool) or not isinstance(own, int | float) or own <= 0:
-            raise ConfigError(
-                f"the values of {key!r} are Around its own, which is {own}, and not a number above "
-                "0; set it, or give a Range or a list of values"
-            )
-        return domain.range_of(own)
+        return domain.range_of(None if estimator is None else own_value(estimator, key), key)
     if isinstance(domain, Range):
         return domain
     if not isinstance(domain, Sequence) or isinstance(domain, str) or not domain:

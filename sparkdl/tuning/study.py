@@ -82,13 +82,7 @@ def import_optuna() -> Any:
 
 
 def make_pruner(given: Any, *, startup_trials: int = 5, warmup_epochs: int = 1) -> Any:
-    """One of Optuna's pruners, by its name; it sees the best value of a trial up to each epoch.
-
-    Args:
-        given: the name, or a pruner, which is returned as it is.
-        startup_trials: trials before the median counts.
-        warmup_epochs: epochs of a trial before it may be ended.
-    """
+    """One of Optuna's pruners, by its name; the user's own is returned as it is."""
     if not isinstance(given, str):
         return given
     pruners = import_optuna().pruners
@@ -104,11 +98,6 @@ def make_pruner(given: Any, *, startup_trials: int = 5, warmup_epochs: int = 1) 
 
 def open_study(options: StudyOptions, space: Any, place: Storage | None) -> Study:
     """The study, new, or as an earlier run left it with its unfinished trials in the queue.
-
-    Args:
-        options: how to search.
-        space: what is varied, as JSON holds it.
-        place: where the trials are kept, if anywhere.
 
     Raises:
         ConfigError: it was begun with another search, or there is no place to keep it.

@@ -13,31 +13,40 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from optuna.trial import FrozenTrial
 
-_DONE, _PRUNED, _BEST = "#1f5fa8", "#b0b7c3", "#c8501e"
+_MARKS = {"COMPLETE": ("#1f5fa8", "o"), "PRUNED": ("#b0b7c3", "x")}
+"""Color and marker of the trials that ended so."""
 _COLUMNS = 3
 
 
 def plot(options: StudyOptions, trials: Sequence[FrozenTrial]) -> bytes:
-    """A PNG of the trials that have a value; matplotlib draws it.
-
-    Args:
-        options: what was searched for; of several values the first is drawn.
-        trials: those that came to their end, and those that were pruned.
-    """
+    """A PNG of the trials that have a value; matplotlib draws it."""
     from matplotlib.figure import Figure
+    from matplotlib.ticker import MaxNLocator
 
     shown = [t for t in trials if (value := value_of(t)) is not None and math.isfinite(value)]
     keys = list(dict.fromkeys(key for trial in shown for key in trial.params))
-    num_panels = 1 + len(keys)
-    rows = -(-num_panels // _COLUMNS)
-    columns = min(num_panels, _COLUMNS)
+    columns = min(1 + len(keys), _COLUMNS)
+    rows = -(-(1 + len(keys)) // columns)
     figure = Figure(figsize=(4.2 * columns, 3.2 * rows), layout="constrained", dpi=120)
-    panels = figure.subplots(rows, columns, squeeze=False).flatten().tolist()
-    _progress(panels[0], options, shown)
-    for panel, key in zip(panels[1:], keys, strict=False):
-        _values(panel, options, key, [t for t in shown if key in t.params])
-    for panel in panels[num_panels:]:
-        panel.set_visible(False)
+    panels = [figure.add_subplot(rows, columns, place + 1) for place in range(1 + len(keys))]
+    _points(panels[0], options, shown, "trial", [trial.number for trial in shown])
+    done = [trial for trial in shown if trial.state.name == "COMPLETE"]
+    better = min if options.modes[0] == "min" else max
+    line: list[float] = []
+    for trial in done:
+        line.append(better([*line[-1:], trial.values[0]]))
+    panels[0].step([t.number for t in done], line, where="post", color="#c8501e", label="best")
+    panels[0].xaxis.set_major_locator(MaxNLocator(integer=True))
+    panels[0].legend(frameon=False, fontsize="small")
+    for panel, key in zip(panels[1:], keys, strict=True):
+        having = [trial for trial in shown if key in trial.params]
+        values: list[Any] = [trial.params[key] for trial in having]
+        domain = having[0].distributions[key]
+        if hasattr(domain, "choices"):
+            values = [str(value) for value in values]  # matplotlib gives each text a place
+        _points(panel, options, having, key, values)
+        if getattr(domain, "log", False):
+            panel.set_xscale("log")
     out = io.BytesIO()
     figure.savefig(out, format="png")
     return out.getvalue()
@@ -51,45 +60,14 @@ def value_of(trial: FrozenTrial) -> float | None:
     return reported[max(reported)] if reported else None
 
 
-def _progress(panel: Axes, options: StudyOptions, trials: Sequence[FrozenTrial]) -> None:
-    from matplotlib.ticker import MaxNLocator
-
-    _points(panel, [t.number for t in trials], trials)
-    done = [t for t in trials if t.state.name == "COMPLETE"]
-    best, line = None, []
-    better = min if options.modes[0] == "min" else max
-    for trial in done:
-        best = trial.values[0] if best is None else better(best, trial.values[0])
-        line.append(best)
-    panel.step([t.number for t in done], line, where="post", color=_BEST, label="best so far")
-    panel.set(xlabel="trial", ylabel=options.monitors[0])
-    panel.xaxis.set_major_locator(MaxNLocator(integer=True))
-    panel.legend(frameon=False, fontsize="small")
-
-
-def _values(panel: Axes, options: StudyOptions, key: str, trials: Sequence[FrozenTrial]) -> None:
-    domains = [trial.distributions[key] for trial in trials]
-    choices = getattr(domains[0], "choices", None)
-    if choices is None:
-        _points(panel, [t.params[key] for t in trials], trials)
-    else:
-        names = [str(choice) for choice in choices]
-        _points(panel, [names.index(str(t.params[key])) for t in trials], trials)
-        panel.set_xticks(range(len(names)), names)
-    if getattr(domains[0], "log", False):
-        panel.set_xscale("log")
-    panel.set(xlabel=key, ylabel=options.monitors[0])
-
-
-def _points(panel: Axes, places: Sequence[Any], trials: Sequence[FrozenTrial]) -> None:
-    for state, color, marker, label in (
-        ("COMPLETE", _DONE, "o", "complete"),
-        ("PRUNED", _PRUNED, "x", "pruned"),
-    ):
-        pairs = [(p, value_of(t)) for p, t in zip(places, trials, strict=True)
-                 if t.state.name == state]  # fmt: skip
-        if pairs:
-            x, y = zip(*pairs, strict=True)
-            panel.scatter(x, y, c=color, marker=marker, s=28, label=label)
+def _points(
+    panel: Axes, options: StudyOptions, trials: Sequence[FrozenTrial], name: str, at: Sequence[Any]
+) -> None:
+    for state, (color, marker) in _MARKS.items():
+        found = [place for place, trial in enumerate(trials) if trial.state.name == state]
+        x: list[Any] = [at[place] for place in found]
+        y: list[Any] = [value_of(trials[place]) for place in found]
+        panel.scatter(x, y, c=color, marker=marker, s=28, label=state.lower())
+    panel.set(xlabel=name, ylabel=options.monitors[0])
     panel.grid(alpha=0.25)
     panel.spines[["top", "right"]].set_visible(False)

@@ -8,11 +8,12 @@ import sys
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 from sparkdl.report.live.notebook import CellOutputs, Show, in_notebook
+from sparkdl.tuning.study import StudyOptions
 
 _PAUSE_SECONDS = 0.5
 _MOST_ROWS = 30
@@ -23,10 +24,10 @@ _MOST_ROWS = 30
 class TrialRow:
     """One trial."""
 
-    number: int
     params: Mapping[str, Any]
     state: str = "running"
-    epoch: float = 0
+    epochs: float = math.nan
+    """Trained so far."""
     values: Mapping[str, float] = field(default_factory=dict)
     began: float = field(default_factory=time.monotonic)
 
@@ -36,17 +37,13 @@ class TrialTable:
 
     def __init__(
         self,
+        options: StudyOptions,
         *,
-        trials: int,
-        monitors: Sequence[str],
-        modes: Sequence[str],
         show: Show | None = None,
         write: Callable[[str], None] | None = None,
     ) -> None:
         """``show`` draws the table in place, ``write`` prints a line; without both it is silent."""
-        self._trials = trials
-        self._monitors = monitors
-        self._better = (min if modes[0] == "min" else max) if len(monitors) == 1 else None
+        self._options = options
         self._show = show
         self._write = write
         self._rows: dict[int, TrialRow] = {}
@@ -56,24 +53,24 @@ class TrialTable:
 
     def earlier(self, number: int, params: Mapping[str, Any], state: str, value: Any) -> None:
         """A trial of an earlier run of the same study; ``value`` is the only one, or None."""
-        values = {} if value is None else {self._monitors[0]: value}
+        values = {} if value is None else {self._options.monitors[0]: value}
         with self._lock:
-            self._rows[number] = row = TrialRow(number, params, state, values=values)
+            self._rows[number] = row = TrialRow(params, state, values=values)
             self._is_best(row)
 
     def begin(self, number: int, params: Mapping[str, Any]) -> None:
         """A trial begins."""
         with self._lock:
-            self._rows[number] = TrialRow(number, params)
+            self._rows[number] = TrialRow(params)
             if self._write is not None:
                 self._write(f"trial {number} begins{f': {_listed(params)}' * bool(params)}")
             self._draw(at_once=True)
 
-    def epoch(self, number: int, epoch: float, values: Mapping[str, float]) -> None:
-        """A trial has ended an epoch."""
+    def epoch(self, number: int, epochs: float, values: Mapping[str, float]) -> None:
+        """A trial has trained so many epochs."""
         with self._lock:
             row = self._rows[number]
-            row.epoch, row.values = epoch, values
+            row.epochs, row.values = epochs, values
             self._draw()
 
     def end(self, number: int, state: str, values: Mapping[str, float], error: str) -> None:
@@ -83,11 +80,10 @@ class TrialTable:
             row.state, row.values = state, values
             note = " (best so far)" if self._is_best(row) else ""
             if self._write is not None and not error:
-                seconds = time.monotonic() - row.began
-                epochs = f" after {row.epoch:.4g} epoch{'s' * (row.epoch != 1)}" * bool(row.epoch)
+                epochs = f" after {row.epochs:.4g} epoch{'s' * (row.epochs != 1)}"
                 self._write(
-                    f"trial {number} {state}{epochs}: {_listed(values)}{note}; "
-                    f"{_listed(row.params)}; {seconds:.1f} s; {self.summary()}"
+                    f"trial {number} {state}{epochs * (row.epochs > 0)}: {_listed(values)}{note}; "
+                    f"{_listed(row.params)}; {time.monotonic() - row.began:.1f} s; {self.summary()}"
                 )
             self._draw(at_once=True)
 
@@ -96,16 +92,16 @@ class TrialTable:
         counts = Counter(row.state for row in self._rows.values())
         ended = sum(number for state, number in counts.items() if state != "running")
         states = ", ".join(f"{number} {state}" for state, number in sorted(counts.items()))
-        return f"{ended} of {self._trials} trials ended ({states})"
+        return f"{ended} of {self._options.trials} trials ended ({states})"
 
     def _is_best(self, row: TrialRow) -> bool:
         """True if a trial's only value is better than all before; then it is kept in mind."""
-        if self._better is None or row.state != "complete":
+        name = self._options.monitor
+        if name is None or row.state != "complete":
             return False
-        name = self._monitors[0]
         if self._best is not None:
-            best = self._best.values[name]
-            if self._better(row.values[name], best) == best:
+            sign = 1 if self._options.modes[0] == "min" else -1
+            if sign * row.values[name] >= sign * self._best.values[name]:
                 return False
         self._best = row
         return True
@@ -114,37 +110,31 @@ class TrialTable:
         now = time.monotonic()
         if self._show is None or not (at_once or now >= self._due):
             return
+        import pandas as pd
+
         self._due = now + _PAUSE_SECONDS
-        rows = sorted(self._rows.values(), key=lambda row: row.number)
-        params = list(dict.fromkeys(name for row in rows for name in row.params))
-        head = ["trial", "state", "epoch", *self._monitors, *params]
-        cells = {
-            row.number: [
-                str(row.number),
-                row.state,
-                f"{row.epoch:.4g}" if row.epoch else "",
-                *(_number(row.values.get(name, math.nan)) for name in self._monitors),
-                *(_number(row.params.get(name, "")) for name in params),
-            ]
-            for row in rows[-_MOST_ROWS:]
-        }
-        text = [self.summary(), "\t".join(head), *map("\t".join, cells.values())]
-        best = -1 if self._best is None else self._best.number
-        table = "".join(
-            _html_row(line, "td", " style='font-weight:bold'" * (number == best))
-            for number, line in cells.items()
+        rows = [
+            {
+                "trial": number,
+                "state": row.state + ", best" * (row is self._best),
+                "epochs": row.epochs,
+                **{name: row.values.get(name) for name in self._options.monitors},
+                **row.params,
+            }
+            for number, row in sorted(self._rows.items())[-_MOST_ROWS:]
+        ]
+        table, text = pd.DataFrame(rows), self.summary()
+        shown: dict[str, Any] = {"index": False, "float_format": "{:.5g}".format, "na_rep": ""}
+        page = f"<div>{html.escape(text)}</div>{table.to_html(**shown)}"
+        self._show(
+            "trials", {"text/html": page, "text/plain": f"{text}\n{table.to_string(**shown)}"}
         )
-        shown = f"<div>{html.escape(text[0])}</div><table>{_html_row(head, 'th')}{table}</table>"
-        self._show("trials", {"text/html": shown, "text/plain": "\n".join(text)})
 
 
-def make_table(
-    *, verbose: int, trials: int, monitors: Sequence[str], modes: Sequence[str]
-) -> TrialTable:
+def make_table(options: StudyOptions, *, verbose: int) -> TrialTable:
     """The table of a search, as the Param ``verbose`` and the place where it is read ask for it."""
     show: Show | None = CellOutputs() if verbose and in_notebook() else None
-    write = _print if verbose and show is None else None
-    return TrialTable(trials=trials, monitors=monitors, modes=modes, show=show, write=write)
+    return TrialTable(options, show=show, write=_print if verbose and show is None else None)
 
 
 def _print(line: str) -> None:
@@ -152,14 +142,7 @@ def _print(line: str) -> None:
 
 
 def _listed(values: Mapping[str, Any]) -> str:
-    return ", ".join(f"{name} {_number(value)}" for name, value in values.items())
-
-
-def _number(value: Any) -> str:
-    if isinstance(value, float):
-        return "" if math.isnan(value) else f"{value:.5g}"
-    return str(value)
-
-
-def _html_row(cells: Sequence[str], tag: str, style: str = "") -> str:
-    return f"<tr{style}>{''.join(f'<{tag}>{html.escape(c)}</{tag}>' for c in cells)}</tr>"
+    return ", ".join(
+        f"{name} {value:.5g}" if isinstance(value, float) else f"{name} {value}"
+        for name, value in values.items()
+    )

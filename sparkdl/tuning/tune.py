@@ -165,19 +165,15 @@ def tune_made(
 
     def fit(attempt: Attempt, on_epoch: OnEpoch) -> Fitted:
         estimator = trial_estimator(make(attempt.values), attempt, options)
-        model = estimator.fit_sharing(dataset, spools, on_epoch)
+        watched = partial(on_epoch, begun=epochs_before(estimator))
+        model = estimator.fit_sharing(dataset, spools, watched)
         if path is not None:
             model.write().overwrite().save(_model_path(path, attempt.number))
         summary = model.summary
         assert summary.weights_of is not None  # the run has at least one epoch
         return Fitted(model=model, history=summary.history, kept=summary.weights_of.values)
 
-    table = make_table(
-        verbose=sample.value("verbose"),
-        trials=options.trials,
-        monitors=options.monitors,
-        modes=options.modes,
-    )
+    table = make_table(options, verbose=sample.value("verbose"))
     for old in finished(study):
         value = None if options.monitor is None else old.value
         table.earlier(old.number, old.user_attrs.get(SHOWN, {}), _state(old), value)
@@ -417,6 +413,12 @@ def _check_validation(estimator: _TorchEstimator, options: StudyOptions) -> None
             f"trials are judged by {wanted[0]!r}, which needs validation rows; set "
             "validationFraction=0.1, mark some with validationIndicatorCol, or set monitor='loss'"
         )
+
+
+def epochs_before(estimator: _TorchEstimator) -> int:
+    """Epochs of the fit that ``initialState`` goes on from; the history counts on from there."""
+    initial = estimator.value("initialState")
+    return 0 if initial is None else int(initial.read()[1].epoch)
 
 
 def trial_estimator(estimator: E, attempt: Attempt, options: StudyOptions) -> E:

@@ -10,7 +10,11 @@ import pytest
 
 from sparkdl.config import CheckpointConfig, TrainConfig
 from sparkdl.data.plan import Shard, make_plan
+from sparkdl.errors import ConfigError
 from sparkdl.explain.comparison import (
+    Option,
+    choose_strategy,
+    choose_workers,
     ladder,
     option,
     recommend,
@@ -21,6 +25,8 @@ from sparkdl.explain.comparison import (
 from sparkdl.explain.cost_model import Calibration, Compute, Gang, Link, Network, Stages
 from sparkdl.explain.explanation import Explanation, PlanFacts, Recommendation, seconds_text
 from sparkdl.explain.predict_times import Predictor
+from sparkdl.sync.averaging.local_sgd import LocalSGD
+from sparkdl.sync.averaging.parameter_averaging import ParameterAveraging
 from sparkdl.sync.exchange_pattern import ModelSize
 from sparkdl.sync.gradients.allreduce import AllReduce
 from sparkdl.sync.strategy import SyncStrategy
@@ -194,10 +200,83 @@ def test_text_html_and_json_say_the_same() -> None:
         values = json.loads(json.dumps(shown.to_dict(), allow_nan=False))
         assert values["plan"]["rows"] == 1000
         assert values["recommendation"]["num_workers"] == 8
-        assert max(len(line) for line in shown.lines()) < 200
 
 
-def test_the_columns_of_a_table_stand_below_each_other() -> None:
-    lines = explanation(predictor()).lines()
+def test_the_columns_of_a_table_stand_below_each_other_in_a_terminal() -> None:
+    shown = explanation(predictor())
+    lines = shown.lines()
     at = lines.index("AllReduce(), by number of workers")
-    assert len({len(line) for line in lines[at + 1 : at + 4]}) == 1
+    head = next(n for n in range(at, len(lines)) if lines[n].startswith("  workers"))
+    assert len({len(line) for line in lines[head : head + 3]}) == 1
+    long = dataclasses.replace(
+        shown,
+        plan=dataclasses.replace(shown.plan, master="spark://" + "very-long-name" * 3),
+        chosen={"numWorkers": {"value": 8, "reason": "a reason of many words " * 9}},
+        scaling=tuple(
+            dataclasses.replace(row, steps_per_epoch=12_345_678, total_seconds=5999.0)
+            for row in shown.scaling
+        ),
+        notes=("a note of many words " * 9,),
+    )
+    without_gang = explanation(predictor(can_gang=False))
+    for one in (*lines, *long.lines(), *without_gang.lines()):
+        assert len(one) <= 80
+    assert any(line.startswith("  - a note of many") for line in long.lines())
+
+
+def workers(totals: dict[int, float]) -> Option:
+    """Fits of all-reduce with so many workers that take so many seconds."""
+    found = option(predictor(), AllReduce(), list(totals), in_rounds=False)
+    predictions = [
+        dataclasses.replace(one, total_seconds=total)
+        for one, total in zip(found.predictions, totals.values(), strict=True)
+    ]
+    return dataclasses.replace(found, predictions=tuple(predictions))
+
+
+def test_the_number_of_workers_with_its_neighbours() -> None:
+    choice = choose_workers(workers({1: 30.0, 2: 17.0, 3: 12.0, 4: 14.0}))
+    assert (choice.param, choice.value) == ("numWorkers", 3)
+    assert choice.reason == "the fit takes about 12 s with 3 workers, 17 s with 2, 14 s with 4"
+
+
+def test_more_workers_must_help_by_more_than_five_per_cent() -> None:
+    choice = choose_workers(workers({1: 30.0, 2: 12.5, 3: 12.4, 4: 12.0}))
+    assert choice.value == 2
+    assert "12.5 s with 2 workers, 30 s with 1, 12 s with 4" in choice.reason  # with the shortest
+    assert choose_workers(workers({1: 30.0, 2: 12.7, 4: 12.0})).value == 4
+
+
+def test_one_number_is_taken() -> None:
+    assert choose_workers(workers({1: 30.0})).reason.endswith("30 s with 1 worker")
+
+
+def test_all_reduce_unless_agreeing_takes_too_long() -> None:
+    quick, slow = (
+        predictor(byte_seconds=GIGABIT / 10),
+        predictor(byte_seconds=SLOW, parameters=5_000_000),
+    )
+    choice, chosen = choose_strategy(ladder(quick, [8]))
+    assert choice.value == AllReduce()
+    assert choice.reason.startswith("AllReduce() spends ")
+    assert chosen.best.workers == 8
+    choice, chosen = choose_strategy(ladder(slow, [1, 2, 4, 8]))
+    assert isinstance(choice.value, LocalSGD)
+    assert "AllReduce() would spend" in choice.reason
+    assert choose_workers(chosen).value == 8
+    alone = choose_strategy(ladder(slow, [1]))[0]
+    assert (alone.value, alone.reason) == (
+        AllReduce(),
+        "1 worker has nobody to agree with",
+    )
+    assert isinstance(
+        choose_strategy(ladder(predictor(can_gang=False), [8]))[0].value, ParameterAveraging
+    )
+
+
+def test_nothing_to_choose_from() -> None:
+    none = option(predictor(can_gang=False), AllReduce(), [1, 2], in_rounds=False)
+    with pytest.raises(ConfigError, match=r"AllReduce\(\) cannot be used with any number"):
+        choose_workers(none)
+    with pytest.raises(ConfigError, match="set numWorkers and syncStrategy"):
+        choose_strategy([none])

@@ -1,20 +1,30 @@
-"""What one worker tries before a fit, on rows in memory."""
+"""What one worker tries before a fit, on rows in memory, and what is chosen by it."""
 
 from __future__ import annotations
 
 import copy
+import math
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
 
 from sparkdl.config import TrainConfig
 from sparkdl.explain import trials
-from sparkdl.explain.choose import NUM_RATES, BatchSizes, choose_rate
 from sparkdl.explain.measure_worker import StepTimer, for_measuring
+from sparkdl.explain.trials import (
+    NUM_RATES,
+    BatchSizes,
+    BatchTrial,
+    TriedBatch,
+    batch_sizes,
+    choose_rate,
+    rate_at,
+)
 from sparkdl.train.optimizers.warmup import warmup
 from tests.explain.test_measure_worker import Kept
 from tests.train.runs import NUM_FEATURES, plan_for
@@ -139,4 +149,107 @@ def test_a_gpu_that_is_full_ends_it(monkeypatch: pytest.MonkeyPatch) -> None:
     assert trial.best.rows == 16
     assert trial.refused == "CUDA out of memory"
     with pytest.raises(torch.OutOfMemoryError):  # not even the first
-        trials.try_batches(steps(), replace(sizes, first=32), workers_per_machine=1)
+        trials.try_batches(steps(), sizes._replace(first=32), workers_per_machine=1)
+
+
+@pytest.mark.parametrize(
+    ("rows", "num_parts", "first", "least", "most"),
+    [
+        (1, 1, 1, 1, 1),
+        (5, 1, 4, 4, 4),
+        (60, 1, 8, 32, 32),
+        (10_000, 1, 8, 32, 256),
+        (10_000_000, 1, 8, 32, 4096),
+        (10_000, 24, 32, 32, 256),
+        (5, 64, 64, 64, 64),
+    ],
+)
+def test_sizes_leave_an_epoch_its_steps(
+    rows: int, num_parts: int, first: int, least: int, most: int
+) -> None:
+    assert batch_sizes(rows, num_parts) == BatchSizes(first=first, least=least, most=most)
+
+
+def tried(rates: list[float], row_bytes: int = 1000, limit: int = 1 << 30) -> BatchTrial:
+    """A trial that goes on as long as it wants to; the rows per second of each size."""
+    trial = BatchTrial(sizes=BatchSizes(first=8, least=32, most=512), limit_bytes=limit)
+    for rate in rates:
+        rows = trial.next_rows
+        if rows is None:
+            break
+        size = TriedBatch(rows=rows, rows_per_second=rate, num_bytes=rows * row_bytes)
+        trial.tried.append(size)
+    return trial
+
+
+def test_batches_grow_while_a_worker_becomes_faster() -> None:
+    trial = tried([100.0, 101.0, 102.0, 180.0, 300.0, 320.0, 1000.0])
+    assert [one.rows for one in trial.tried] == [8, 16, 32, 64, 128, 256]  # 8 and 16 do not count
+    assert trial.best.rows == 128
+    choice = trial.choice()
+    assert (choice.param, choice.value) == ("batchSize", 128)
+    assert "300 rows/s with 128 rows (180 with 64, 320 with 256)" in choice.reason
+    assert "256 is faster by less than 10%" in choice.reason
+
+
+def test_batches_end_where_an_epoch_would_have_few_steps() -> None:
+    trial = tried([2.0**i for i in range(10)])
+    assert trial.best.rows == 512
+    assert "with 1024 an epoch would have fewer than 32 steps" in trial.choice().reason
+
+
+def test_the_next_size_is_not_begun_if_it_would_take_more_than_it_may() -> None:
+    trial = tried([2.0**i for i in range(10)], limit=100_000)
+    assert trial.best.rows == 64
+    assert trial.next_rows is None
+    assert "128 would take about 125 KiB" in trial.choice().reason
+    first = tried([1.0, 2.0], row_bytes=1 << 20, limit=8 << 20)
+    assert [one.rows for one in first.tried] == [8]
+    assert first.best.rows == 8  # smaller than is chosen for speed
+
+
+def test_what_has_taken_too_much_is_not_chosen() -> None:
+    trial = tried([1.0, 2.0])
+    trial.tried.append(TriedBatch(rows=32, rows_per_second=4.0, num_bytes=2 << 30))
+    assert trial.best.rows == 16
+    refused = replace(tried([1.0, 2.0, 4.0, 8.0]), refused="CUDA out of memory")
+    assert refused.next_rows is None
+    assert (
+        refused.best.rows,
+        "128 did not fit: CUDA out of memory" in refused.choice().reason,
+    ) == (
+        64,
+        True,
+    )
+
+
+def curve(lowest: float, noise: float) -> list[float]:
+    """Losses that fall to the step of a rate, then rise."""
+    generator = np.random.default_rng(0)
+    place = min(range(NUM_RATES), key=lambda i: abs(math.log(rate_at(i) / lowest)))
+    falls = 1 / (1 + np.exp((np.arange(NUM_RATES) - place + 12) / 3))
+    rises = np.maximum(0, np.arange(NUM_RATES) - place) * 0.05
+    return list(0.5 + falls + rises + noise * generator.standard_normal(NUM_RATES))
+
+
+@pytest.mark.parametrize("lowest", [1e-3, 0.03, 0.5])
+def test_the_rate_is_a_tenth_of_that_of_the_lowest_loss(lowest: float) -> None:
+    choice = choose_rate(curve(lowest, noise=0.05))
+    assert choice.param == "learningRate"
+    assert lowest / 25 < choice.value < lowest / 4
+    assert choice.value == float(f"{choice.value:.2g}")
+    assert "the loss fell from 1.5" in choice.reason
+
+
+def test_where_nothing_is_learnt_the_default_is_left() -> None:
+    flat = list(1 + 0.1 * np.random.default_rng(1).standard_normal(NUM_RATES))
+    for losses in (flat, [1.0] * 20, [1.0], []):
+        choice = choose_rate(losses)
+        assert choice.value is None
+        assert "no rate from 1e-07 to 10 lowered the loss" in choice.reason
+
+
+def test_rates_grow_exponentially() -> None:
+    rates = [rate_at(number) for number in range(NUM_RATES)]
+    assert (rates[0], rates[-1]) == (1e-7, pytest.approx(10.0))
+    assert np.ptp(np.diff(np.log(rates))) < 1e-9

@@ -7,6 +7,7 @@ import math
 import threading
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -47,6 +48,7 @@ def search(
     *,
     place: Path | None = None,
     space: Any = SPACE,
+    write: Callable[[str], None] | None = None,
     **options: Any,
 ) -> Search:
     settings = {"trials": 8, "sampler": "random", "pruner": "none", **options}
@@ -58,7 +60,7 @@ def search(
         study=open_study(chosen, choose.described(), storage),
         choose=choose,
         fit=fit,
-        table=TrialTable(trials=chosen.trials, monitors=chosen.monitors, modes=chosen.modes),
+        table=TrialTable(chosen, write=write),
         place=storage,
     )
 
@@ -224,3 +226,40 @@ def test_samplers_and_pruners_of_optunas_may_be_given() -> None:
     found.run()
     assert found.study.sampler is sampler
     assert states(found) == ["PRUNED", "PRUNED"]
+
+
+def test_another_process_that_works_on_the_study_is_named(tmp_path: Path) -> None:
+    def fit(attempt: Attempt, on_epoch: OnEpoch) -> Fitted:
+        if attempt.number == 1:
+            search(place=tmp_path)  # takes over what it finds unfinished
+        return line(attempt, on_epoch)
+
+    with pytest.raises(ConfigError, match=r"another process works on the study 'tune' as well.*1;"):
+        search(fit, place=tmp_path).run()
+    search(place=tmp_path).run()  # the other goes on unharmed
+    with pytest.raises(ConfigError, match="another process works on the study"):
+        search(partial(fit_while_another_begins, tmp_path / "p"), place=tmp_path / "p").run()
+
+
+def fit_while_another_begins(place: Path, attempt: Attempt, on_epoch: OnEpoch) -> Fitted:
+    """The study is taken over after the last epoch."""
+    fitted = line(attempt, on_epoch)
+    search(place=place)
+    return fitted
+
+
+def test_epochs_of_the_fit_that_a_trial_goes_on_from_do_not_count() -> None:
+    lines: list[str] = []
+
+    def fit(attempt: Attempt, on_epoch: OnEpoch) -> Fitted:
+        history = [{"epoch": epoch, "val_loss": 1.0} for epoch in (3, 4)]
+        for record in history:
+            on_epoch(record, begun=2)
+        return Fitted(model=None, history=history, kept=history[-1])
+
+    found = search(fit, trials=1, write=lines.append)
+    found.run()
+    assert lines[1].startswith("trial 0 complete after 2 epochs: ")
+    (trial,) = found.study.trials
+    assert trial.user_attrs[EPOCHS] == 2
+    assert set(trial.intermediate_values) == {1, 2}  # what a pruner goes by

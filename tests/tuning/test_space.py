@@ -106,7 +106,9 @@ def test_around_goes_by_the_value_that_the_estimator_has() -> None:
     found = drawn(space, own)
     assert all(0.05 <= values["learningRate"] <= 0.2 for values in found)
     assert all(1e-4 <= values["optimizerParams.weight_decay"] <= 1e-2 for values in found)
-    with pytest.raises(ConfigError, match="'learningRate' are Around its own, which is None"):
+    with pytest.raises(
+        ConfigError, match="'learningRate' has values Around its own, which is None"
+    ):
         Chooser(space, estimator())
 
 

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from torch import nn
 
 from sparkdl import EarlyStopping, TorchRegressor, Tournament
+from sparkdl.train.training_state import TrainingMethod, TrainingState
 from sparkdl.tuning.search import Attempt
 from sparkdl.tuning.study import StudyOptions
-from sparkdl.tuning.tune import trial_estimator
+from sparkdl.tuning.tune import epochs_before, trial_estimator
 
 ATTEMPT = Attempt(number=3, name="mine-3", folder="trial-00001", values={})
 
@@ -51,3 +53,13 @@ def test_trials_have_folders_for_checkpoints_and_show_nothing_themselves() -> No
     assert found.getCheckpointDir() == "runs/trial-00001"  # of the trial that it repeats
     assert found.getVerbose() == 0
     assert made({}).getCheckpointDir() is None
+
+
+def test_epochs_of_an_earlier_fit_are_known() -> None:
+    method = TrainingMethod(
+        mode="gang", strategy="", optimizer="", scheduler=None, trained=(), options=()
+    )
+    state = TrainingState(epoch=2, step=8, rows_seen=64, method=method, parts={})
+    earlier = SimpleNamespace(trainingState=state, module=nn.Identity())
+    assert epochs_before(made({"initialState": earlier})) == 2
+    assert epochs_before(made({})) == 0

@@ -8,12 +8,15 @@ from typing import Any
 import pytest
 
 from sparkdl.tuning import trial_table
+from sparkdl.tuning.study import StudyOptions
 from sparkdl.tuning.trial_table import TrialTable, make_table
 
 
 def test_each_trial_that_begins_or_ends_is_a_line() -> None:
     lines: list[str] = []
-    table = TrialTable(trials=3, monitors=["val_loss"], modes=["min"], write=lines.append)
+    table = TrialTable(
+        StudyOptions(trials=3, monitors=("val_loss",), modes=("min",)), write=lines.append
+    )
     table.earlier(0, {"learningRate": 0.1}, "complete", 0.5)
     for number, loss in ((1, 0.6), (2, 0.25)):
         table.begin(number, {"learningRate": 0.01, "optimizer": "adam"})
@@ -29,7 +32,9 @@ def test_each_trial_that_begins_or_ends_is_a_line() -> None:
 
 def test_a_failure_has_no_line_as_it_is_logged_already() -> None:
     lines: list[str] = []
-    table = TrialTable(trials=3, monitors=["val_loss"], modes=["min"], write=lines.append)
+    table = TrialTable(
+        StudyOptions(trials=3, monitors=("val_loss",), modes=("min",)), write=lines.append
+    )
     table.begin(1, {})
     table.end(1, "failed", {"val_loss": float("nan")}, "no such column")
     assert lines == ["trial 1 begins"]
@@ -42,25 +47,26 @@ def test_a_notebook_has_one_table_in_which_the_best_trial_stands_out() -> None:
         assert name == "trials"
         shown.append(bundle)
 
-    table = TrialTable(trials=4, monitors=["val_acc"], modes=["max"], show=show)
+    table = TrialTable(StudyOptions(trials=4, monitors=("val_acc",), modes=("max",)), show=show)
     for number, accuracy in ((0, 0.5), (1, 0.75), (2, 0.75)):
         table.begin(number, {"optimizer": "<adam>"})
         table.end(number, "complete", {"val_acc": accuracy}, "")
     table.begin(3, {"batchSize": 16})
     text, page = shown[-1]["text/plain"], shown[-1]["text/html"]
-    assert text.splitlines()[:2] == [
-        "3 of 4 trials ended (3 complete, 1 running)",
-        "trial\tstate\tepoch\tval_acc\toptimizer\tbatchSize",
-    ]
-    assert text.splitlines()[-1] == "3\trunning\t\t\t\t16"
-    assert page.count("font-weight:bold") == 1
-    assert "<tr style='font-weight:bold'><td>1</td>" in page
+    lines = [line.split() for line in text.splitlines()]
+    assert text.startswith("3 of 4 trials ended (3 complete, 1 running)\n")
+    assert lines[1] == ["trial", "state", "epochs", "val_acc", "optimizer", "batchSize"]
+    assert lines[3] == ["1", "complete,", "best", "0.75", "<adam>"]
+    assert lines[-1] == ["3", "running", "16"]
+    assert page.count(", best") == 1
     assert "&lt;adam&gt;" in page
 
 
 def test_several_values_have_no_best_trial() -> None:
     lines: list[str] = []
-    table = TrialTable(trials=1, monitors=["a", "b"], modes=["min", "max"], write=lines.append)
+    table = TrialTable(
+        StudyOptions(trials=1, monitors=("a", "b"), modes=("min", "max")), write=lines.append
+    )
     table.begin(0, {})
     table.end(0, "complete", {"a": 1.0, "b": 2.0}, "")
     assert "a 1, b 2" in lines[1]
@@ -71,7 +77,7 @@ def test_several_values_have_no_best_trial() -> None:
 def test_without_a_notebook_lines_go_to_the_console_unless_the_user_wants_none(
     verbose: int, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    table = make_table(verbose=verbose, trials=1, monitors=["loss"], modes=["min"])
+    table = make_table(StudyOptions(trials=1, monitors=("loss",)), verbose=verbose)
     table.begin(0, {})
     table.end(0, "pruned", {"loss": 1.0}, "")
     said = capsys.readouterr()
@@ -83,6 +89,6 @@ def test_a_notebook_has_the_table_in_place_of_lines(monkeypatch: pytest.MonkeyPa
     shown: list[Any] = []
     monkeypatch.setattr(trial_table, "in_notebook", lambda: True)
     monkeypatch.setattr(trial_table, "CellOutputs", lambda: lambda *bundle: shown.append(bundle))
-    table = make_table(verbose=1, trials=1, monitors=["loss"], modes=["min"])
+    table = make_table(StudyOptions(trials=1, monitors=("loss",)), verbose=1)
     table.begin(0, {})
     assert len(shown) == 1

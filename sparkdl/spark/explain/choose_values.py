@@ -6,6 +6,7 @@ batch size, rate or strategy would be another run.
 
 from __future__ import annotations
 
+import ast
 import json
 import logging
 import time
@@ -17,18 +18,23 @@ from typing import Any
 
 from sparkdl.config import ExplainOptions
 from sparkdl.data.plan import steps_per_epoch
-from sparkdl.errors import ClusterError, ConfigError, StorageError
+from sparkdl.errors import ConfigError, StorageError
 from sparkdl.explain import comparison
-from sparkdl.explain.choose import Choice, batch_sizes, choose_strategy, choose_workers
+from sparkdl.explain.comparison import Choice, choose_strategy, choose_workers
 from sparkdl.explain.cost_model import Calibration
 from sparkdl.explain.explanation import seconds_text
+from sparkdl.explain.trials import batch_sizes
+from sparkdl.runtime.public_names import import_object
 from sparkdl.serialization.json_objects import describe, restore
-from sparkdl.spark.cluster.cluster_info import inspect_cluster, require_gang_support
-from sparkdl.spark.explain.estimate import Found, estimate
-from sparkdl.spark.explain.measure_gang import measure, num_ranks, try_out
-from sparkdl.spark.explain.predict_fit import compressions_of, predictor_of
-from sparkdl.spark.fit.check_request import CheckedRequest, check_request
-from sparkdl.spark.frames.frame_sample import Sample
+from sparkdl.spark.cluster.cluster_info import inspect_cluster
+from sparkdl.spark.explain.estimate import Found, look
+from sparkdl.spark.explain.measure_gang import (
+    measure,
+    num_ranks,
+    obstacle_to_gangs,
+    predictor_of,
+    try_out,
+)
 from sparkdl.spark.frames.shared_spools import Spools
 from sparkdl.spark.frames.user_data import UserData
 from sparkdl.spark.run.resume import run_key
@@ -53,74 +59,65 @@ _FOLDER = "chosen"
 """In the place for checkpoints."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Looked:
-    """A request that was checked, and what is known of its rows."""
+def start_of(rows: UserData, request: FitRequest) -> FitRequest:
+    """The request with the strategy that choosing begins with, if it is ``"auto"``.
 
-    checked: CheckedRequest
-    sample: Sample | None
-    found: Found
-
-
-def look(
-    rows: UserData,
-    request: FitRequest,
-    options: ExplainOptions,
-    stack: ExitStack,
-    earlier: Looked | None = None,
-) -> Looked:
-    """Check a request as a fit does, look at some rows, and count them.
-
-    Args:
-        rows: what is trained on.
-        request: what the estimator asks for.
-        options: how much is looked at.
-        stack: removes the sample's spool.
-        earlier: of the same rows with other workers or batches; they are not read again.
+    A fit that goes on from another has the strategy of that: it is chosen already.
 
     Raises:
-        SparkDLError: what a fit raises before it trains.
+        ConfigError: the strategy of the earlier fit is none of the package's own.
+        StorageError: the earlier fit cannot be read.
     """
-    checked = check_request(rows, request)
-    if earlier is None:
-        sample, counted = rows.sample(checked.table_spec, options.count_seconds), None
-    else:
-        sample, counted = earlier.sample, earlier.found.counted
-    # Now that jobs have run, executors are there whose number was not known before.
-    checked = replace(checked, slots=checked.slots.asked_again(checked.spark))
-    found = estimate(checked, sample, options, stack, counted)
-    return Looked(checked=checked, sample=sample, found=found)
-
-
-def start_of(rows: UserData, request: FitRequest) -> FitRequest:
-    """The request with a strategy to begin with where it is to be chosen."""
     if "syncStrategy" not in request.automatic:
         return request
+    if request.initial_state is not None:
+        method = request.initial_state.read()[1].method
+        reason = "the fit that initialState goes on from has it, and so has its state"
+        if request.execution_mode == "auto":
+            request = replace(request, execution_mode=method.mode)
+        choice = Choice(param="syncStrategy", value=strategy_of(method.strategy), reason=reason)
+        return with_choices(request, [choice])
     strategy: SyncStrategy = AllReduce()
-    if request.execution_mode == "rounds" or (
-        request.execution_mode == "auto" and not _runs_gangs(rows)
+    mode, spark, settings = (
+        request.execution_mode,
+        rows.spark,
+        read_settings(partial(conf, rows.spark)),
+    )
+    if mode == "rounds" or (
+        mode == "auto" and obstacle_to_gangs(spark, inspect_cluster(spark), settings) is not None
     ):
         strategy = ParameterAveraging(averaging_period="auto", target_share=comparison.SMALL_SHARE)
     return replace(request, config=replace(request.config, sync_strategy=strategy))
 
 
-def _runs_gangs(rows: UserData) -> bool:
-    get = partial(conf, rows.spark)
+def strategy_of(text: str) -> SyncStrategy:
+    """The strategy whose ``repr`` a training state has kept.
+
+    Raises:
+        ConfigError: it, or an option of it, is none of the package's own.
+    """
     try:
-        require_gang_support(inspect_cluster(rows.spark), get, read_settings(get))
-    except ClusterError as error:
-        logger.debug("the strategy is chosen for rounds: %s", error)
-        return False
-    return True
+        made = _made(ast.parse(text, mode="eval").body)
+    except (ConfigError, SyntaxError, ValueError, TypeError):
+        made = None
+    if not isinstance(made, SyncStrategy) or repr(made) != text:
+        raise ConfigError(
+            f"syncStrategy cannot be 'auto' with this initialState, whose strategy {text} is none "
+            "of the package's own; set syncStrategy to the strategy of the earlier fit"
+        )
+    return made
+
+
+def _made(node: ast.expr) -> Any:
+    """What an expression says: plain values, and public classes with keyword arguments."""
+    if not isinstance(node, ast.Call):
+        return ast.literal_eval(node)
+    options = {str(option.arg): _made(option.value) for option in node.keywords}
+    return import_object(f"sparkdl:{ast.unparse(node.func)}")(**options)
 
 
 def choose(rows: UserData, request: FitRequest, spools: Spools | None) -> FitRequest:
-    """The request of a fit with values in place of every ``"auto"``.
-
-    Args:
-        rows: what is trained on.
-        request: with Params that are ``"auto"``.
-        spools: shared with other fits, which leave this one slots to measure in.
+    """The request of a fit with values in place of every ``"auto"``; ``spools`` as for `fit`.
 
     Raises:
         ConfigError: nothing can be chosen here.
@@ -128,60 +125,52 @@ def choose(rows: UserData, request: FitRequest, spools: Spools | None) -> FitReq
         WorkerError: the user's code failed on a worker that measured it.
     """
     began = time.perf_counter()
-    with Cleanup() as stack:
-        looked = look(rows, start_of(rows, request), FIT_OPTIONS, stack)
-        kept = Kept.of(looked)
-        choices = None if kept is None else kept.read()
-        if choices is None:
-            if spools is not None:
-                slots = looked.checked.slots
-                stack.enter_context(spools.queue.slots(num_ranks(looked.checked), slots.total))
-            choices, _ = chosen_values(looked, FIT_OPTIONS, stack)
-            if kept is not None:
-                kept.write(choices)
-    for choice in choices:
-        logger.info("%s=%s was chosen: %s", choice.param, shown(choice.value), choice.reason)
+    started = start_of(rows, request)
+    if started.automatic:
+        with Cleanup() as stack:
+            found = look(rows, started, FIT_OPTIONS, stack)
+            kept = Kept.of(found)
+            choices = None if kept is None else kept.read()
+            if choices is None:
+                if spools is not None:
+                    slots = found.checked.slots
+                    stack.enter_context(spools.queue.slots(num_ranks(found.checked), slots.total))
+                choices, _ = chosen_values(found, FIT_OPTIONS, stack, only_choices=True)
+                if kept is not None:
+                    kept.write(choices)
+        started = with_choices(started, choices)
+    for name, choice in started.chosen.items():
+        logger.info("%s=%s was chosen: %s", name, choice["value"], choice["reason"])
     logger.info("choosing took %s", seconds_text(time.perf_counter() - began))
-    return with_choices(request, choices)
+    return started
 
 
 def chosen_values(
-    looked: Looked, options: ExplainOptions, stack: ExitStack
+    found: Found, options: ExplainOptions, stack: ExitStack, *, only_choices: bool = False
 ) -> tuple[list[Choice], Calibration | None]:
-    """Measure, and choose the Params that are ``"auto"``; the measurements come along, if any.
-
-    Args:
-        looked: the request begun with; see `start_of`.
-        options: how long one measurement may take.
-        stack: removes everything in the end.
-    """
-    checked, found = looked.checked, looked.found
-    wanted, choices = checked.request.automatic, []
+    """Measure, and choose the Params that are ``"auto"``; the measurements come along, if any."""
+    wanted, choices = found.checked.request.automatic, []
     if {"batchSize", "learningRate"} & set(wanted):
-        choices += _tried(checked, found, options.measure_seconds, stack)
-        request = with_choices(checked.request, choices)
-        checked = replace(checked, request=request)
-        found = _with_batches(found, request.config.batch_size)
+        choices += _tried(found, options.measure_seconds, stack)
+        request = with_choices(found.checked.request, choices)
+        found = _with_batches(replace(found, checked=replace(found.checked, request=request)))
     calibration = None
     if {"numWorkers", "syncStrategy"} & set(wanted):
-        calibration = measure(
-            checked, found, compressions_of(checked), options.measure_seconds, stack
-        )
-        choices += _predicted(checked, found, calibration)
+        calibration = measure(found, options.measure_seconds, stack, only_choices=only_choices)
+        choices += _predicted(found, calibration)
     return choices, calibration
 
 
-def _tried(checked: CheckedRequest, found: Found, seconds: float, stack: ExitStack) -> list[Choice]:
+def _tried(found: Found, seconds: float, stack: ExitStack) -> list[Choice]:
     """The size of a batch and the learning rate, as far as they are wanted."""
+    checked = found.checked
     slots, wanted = checked.slots, checked.request.automatic
-    try:
-        get = partial(conf, checked.spark)
-        require_gang_support(slots.cluster, get, checked.settings)
-    except ClusterError as error:
+    obstacle = obstacle_to_gangs(checked.spark, slots.cluster, checked.settings)
+    if obstacle is not None:
         raise ConfigError(
             "batchSize and learningRate cannot be 'auto' on this cluster, since they are tried in "
-            f"a gang of one worker: {error}; or set them to values of your own"
-        ) from error
+            f"a gang of one worker: {obstacle}; or set them to values of your own"
+        )
     most = slots.num_workers
     if "numWorkers" in wanted:
         most = slots.total or num_ranks(checked)
@@ -191,27 +180,28 @@ def _tried(checked: CheckedRequest, found: Found, seconds: float, stack: ExitSta
         num_parts = checked.config.gradient_accumulation_steps
         sizes = batch_sizes(found.num_rows // most, num_parts)
     return try_out(
-        checked,
         found,
         sizes,
+        seconds,
+        stack,
         tries_rates="learningRate" in wanted,
         workers_per_machine=-(-at_once // max(1, slots.cluster.num_executors or 1)),
-        seconds=seconds,
-        stack=stack,
     )
 
 
-def _with_batches(found: Found, batch_size: int) -> Found:
-    plan = found.plan
+def _with_batches(found: Found) -> Found:
+    """The same with the plan of batches of the size that was chosen."""
+    plan, batch_size = found.plan, found.checked.config.batch_size
     rows = [plan.rows_of(rank) for rank in range(plan.world_size)]
     num_steps = steps_per_epoch(rows, batch_size)
     return replace(found, plan=replace(plan, batch_size=batch_size, steps_per_epoch=num_steps))
 
 
-def _predicted(checked: CheckedRequest, found: Found, calibration: Calibration) -> list[Choice]:
+def _predicted(found: Found, calibration: Calibration) -> list[Choice]:
     """The strategy and the number of workers, as far as they are wanted."""
+    checked = found.checked
     slots, request = checked.slots, checked.request
-    predictor = predictor_of(checked, found, calibration)
+    predictor = predictor_of(found, calibration)
     sizes = [slots.num_workers]
     if "numWorkers" in request.automatic:
         most = slots.total or num_ranks(checked)
@@ -266,12 +256,12 @@ class Kept:
     """Workers of a gang that the cluster has room for now; None: as many as are wanted."""
 
     @classmethod
-    def of(cls, looked: Looked) -> Kept | None:
+    def of(cls, found: Found) -> Kept | None:
         """The place of this request's choice; None: it has no ``checkpointDir``.
 
         What counts is what names a run (`resume.run_key`), but of the rows their number only.
         """
-        checked, found = looked.checked, looked.found
+        checked = found.checked
         request, directory = checked.request, checked.config.checkpoint.directory
         if directory is None:
             return None

@@ -1,4 +1,7 @@
-"""The plan that a fit would make, from a sample and a count, or from what a source tells."""
+"""A request that was checked, with the plan that a fit would make.
+
+The plan comes from a sample and a count, or from what a source tells.
+"""
 
 from __future__ import annotations
 
@@ -9,11 +12,13 @@ from dataclasses import dataclass, replace
 from sparkdl.config import ExplainOptions
 from sparkdl.data.plan import Column, Shard, TrainPlan
 from sparkdl.explain.calibrate import shard_rows, shared_rows
-from sparkdl.spark.fit.check_request import CheckedRequest
+from sparkdl.spark.fit.check_request import CheckedRequest, check_request
 from sparkdl.spark.fit.check_rows import check_rows
 from sparkdl.spark.frames.frame_sample import Sample, count_rows
 from sparkdl.spark.frames.row_table import RowTable
 from sparkdl.spark.frames.shard_table import ShardTable
+from sparkdl.spark.frames.user_data import UserData
+from sparkdl.spark.run.run import FitRequest
 
 Counted = tuple[tuple[int, int], tuple[str, ...]]
 """Rows for training and for validation, and notes on where these numbers come from."""
@@ -21,8 +26,9 @@ Counted = tuple[tuple[int, int], tuple[str, ...]]
 
 @dataclass(frozen=True, kw_only=True)
 class Found:
-    """What is known of the data."""
+    """A request that was checked, and what is known of its rows."""
 
+    checked: CheckedRequest
     columns: tuple[Column, ...]
     plan: TrainPlan
     sample: Sample | None
@@ -43,27 +49,28 @@ class Found:
         return -(-largest * self.plan.num_rows // self.num_rows)
 
 
-def estimate(
-    checked: CheckedRequest,
-    sample: Sample | None,
+def look(
+    rows: UserData,
+    request: FitRequest,
     options: ExplainOptions,
     stack: ExitStack,
-    counted: Counted | None = None,
+    earlier: Found | None = None,
 ) -> Found:
-    """Columns by a few rows and numbers by a count, or all of it by what a source tells.
+    """Check a request as a fit does, look at some rows, and count them.
 
-    Args:
-        checked: the request.
-        sample: some rows of the DataFrame; None: there is a source.
-        options: say how many rows there are, or how long they may be counted.
-        stack: removes the sample's spool.
-        counted: what an earlier estimate has counted; None: rows are counted now.
+    The ``stack`` removes the spool. The rows of what was found ``earlier``, with other workers or
+    batches, are not read again.
 
     Raises:
-        DataError: the rows cannot be trained on, or counting them takes too long.
-        ConfigError: see `check_rows`.
-        StorageError: a source cannot be read.
+        SparkDLError: what a fit raises before it trains.
     """
+    checked = check_request(rows, request)
+    if earlier is None:
+        sample, counted = rows.sample(checked.table_spec, options.count_seconds), None
+    else:
+        sample, counted = earlier.sample, earlier.counted
+    # Now that jobs have run, executors are there whose number was not known before.
+    checked = replace(checked, slots=checked.slots.asked_again(checked.spark))
     spec, run_id = checked.table_spec, uuid.uuid4().hex[:12]
     table: RowTable
     if sample is None:
@@ -97,6 +104,7 @@ def estimate(
     window_bytes = checked.config.shuffle_window_bytes
     windows = table.windows(plan, as_spooled, checked.slots.cluster, window_bytes)
     return Found(
+        checked=checked,
         columns=columns,
         plan=replace(plan, windows=windows),
         sample=sample,

@@ -14,17 +14,20 @@ from dataclasses import replace
 from typing import Any
 
 from sparkdl.config import ExplainOptions
-from sparkdl.data.plan import TrainPlan
 from sparkdl.explain import comparison
 from sparkdl.explain.cost_model import Calibration, Gang
 from sparkdl.explain.explanation import Explanation, PlanFacts, seconds_text
 from sparkdl.report.page.html import size
 from sparkdl.spark.cluster.cluster_info import INTERPRETER_BYTES
-from sparkdl.spark.explain.choose_values import chosen_values, look, start_of, with_choices
-from sparkdl.spark.explain.estimate import Found
-from sparkdl.spark.explain.measure_gang import measure, num_ranks, why_no_gang
-from sparkdl.spark.explain.predict_fit import compressions_of, model_size, predictor_of
-from sparkdl.spark.fit.check_request import CheckedRequest
+from sparkdl.spark.explain.choose_values import chosen_values, start_of, with_choices
+from sparkdl.spark.explain.estimate import Found, look
+from sparkdl.spark.explain.measure_gang import (
+    measure,
+    model_size,
+    num_ranks,
+    predictor_of,
+    why_no_gang,
+)
 from sparkdl.spark.fit.check_rows import check_plan
 from sparkdl.spark.frames.user_data import Data, UserData, user_data
 from sparkdl.spark.run.run import FitRequest
@@ -41,18 +44,10 @@ def explain(
 ) -> Explanation:
     """The plan of a fit, what it would take, and what would be better.
 
-    Args:
-        data: the rows, or a source that workers read by themselves.
-        request: what the estimator asks for.
-        options: how much is measured.
-        estimator_with: makes an estimator like the one that asks, with some Params changed.
+    ``estimator_with`` makes an estimator like the one that asks, with some Params changed.
 
     Raises:
-        ConfigError: as in `fit.fit`.
-        DataError: as in `fit.fit`, as far as a sample tells; or counting took too long.
-        ClusterError: as in `fit.fit`.
-        StorageError: as in `fit.fit`.
-        WorkerError: the user's code failed on a worker that measured it.
+        SparkDLError: what the estimators' ``explain`` raises.
         KeyboardInterrupt: the user has interrupted; nothing is left behind.
     """
     rows = user_data(data)
@@ -77,13 +72,13 @@ def _explain(
     rows: UserData, request: FitRequest, options: ExplainOptions, stack: ExitStack
 ) -> Explanation:
     """See `explain`. ``stack`` removes what is left on the cluster."""
-    looked, calibration = look(rows, start_of(rows, request), options, stack), None
+    request = start_of(rows, request)
+    found, calibration = look(rows, request, options, stack), None
     if request.automatic and options.calibrate:
-        choices, calibration = chosen_values(looked, options, stack)
+        choices, calibration = chosen_values(found, options, stack)
         request = with_choices(request, choices)
-        looked = look(rows, request, options, stack, looked)
-    checked, found = looked.checked, looked.found
-    check_plan(checked, found.plan, has_validation=found.may_validate)
+        found = look(rows, request, options, stack, found)
+    check_plan(found.checked, found.plan, has_validation=found.may_validate)
     if not options.calibrate:
         notes = [
             "nothing was measured, so there are no times, and the optimizer's state is taken to be "
@@ -93,25 +88,24 @@ def _explain(
             names = ", ".join(request.automatic)
             notes.append(f"nothing was chosen for {names}; the plan has what choosing begins with")
         return Explanation(
-            plan=_facts(checked, found.plan, model_size(checked.module, None), None),
+            plan=_facts(found, model_size(found.checked.module, None), None),
+            chosen=request.chosen,
             notes=(*found.notes, *notes),
         )
     if calibration is None:
-        seconds = options.measure_seconds
-        calibration = measure(checked, found, compressions_of(checked), seconds, stack)
-    return _with_times(checked, found, calibration, options.num_workers)
+        calibration = measure(found, options.measure_seconds, stack)
+    return _with_times(found, calibration, options.num_workers)
 
 
-def _with_times(
-    checked: CheckedRequest, found: Found, calibration: Calibration, wanted: Iterable[int]
-) -> Explanation:
+def _with_times(found: Found, calibration: Calibration, wanted: Iterable[int]) -> Explanation:
     """The plan with tables, recommendation and notes; ``wanted`` are more numbers of workers."""
+    checked = found.checked
     slots, strategy, in_rounds = checked.slots, checked.strategy, checked.in_rounds
-    predictor = predictor_of(checked, found, calibration)
+    predictor = predictor_of(found, calibration)
     sizes = comparison.world_sizes(slots.total, num_ranks(checked), slots.num_workers, wanted)
     available = [one for one in sizes if slots.total is None or one <= slots.total]
     planned = predictor.predict(strategy, slots.num_workers, in_rounds=in_rounds)
-    facts = _facts(checked, found.plan, predictor.size, calibration.gang)
+    facts = _facts(found, predictor.size, calibration.gang)
     return Explanation(
         plan=replace(facts, sent_bytes_per_step=planned.sent_bytes_per_step),
         scaling=comparison.scaling(predictor, strategy, sizes, in_rounds=in_rounds),
@@ -124,7 +118,7 @@ def _with_times(
             slots.num_workers,
         ),
         chosen=checked.request.chosen,
-        notes=(*found.notes, *_caveats(checked, found, calibration, sizes)),
+        notes=(*found.notes, *_caveats(found, calibration, sizes)),
         measured=tuple(_measured(calibration)),
     )
 
@@ -132,9 +126,8 @@ def _with_times(
 # --- what is told -------------------------------------------------------------------------------
 
 
-def _facts(
-    checked: CheckedRequest, plan: TrainPlan, model: ModelSize, gang: Gang | None
-) -> PlanFacts:
+def _facts(found: Found, model: ModelSize, gang: Gang | None) -> PlanFacts:
+    checked, plan = found.checked, found.plan
     slots, config = checked.slots, checked.config
     return PlanFacts(
         master=slots.cluster.master,
@@ -166,10 +159,9 @@ def _facts(
     )
 
 
-def _caveats(
-    checked: CheckedRequest, found: Found, calibration: Calibration, sizes: Iterable[int]
-) -> Iterator[str]:
+def _caveats(found: Found, calibration: Calibration, sizes: Iterable[int]) -> Iterator[str]:
     """What the numbers do not hold for."""
+    checked = found.checked
     yield (
         "times are of the machines as they were while explain measured; they say nothing of how "
         "many epochs a strategy needs"
@@ -215,6 +207,7 @@ def _measured(calibration: Calibration) -> Iterator[tuple[str, str]]:
                 )  # fmt: skip
                 yield name, f"{seconds_text(link.latency_seconds)}, {rate}"
     stages = calibration.stages
+    assert stages is not None
     yield (
         "round on stages",
         f"{seconds_text(stages.fixed_seconds)} and {1e6 * stages.byte_seconds:.2g} s per MB of "

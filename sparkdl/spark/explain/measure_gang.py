@@ -9,43 +9,57 @@ from __future__ import annotations
 
 import contextlib
 import json
+import logging
 import time
 import uuid
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import cloudpickle
 
-from sparkdl.data.plan import TrainPlan, make_plan
-from sparkdl.errors import ClusterError
+from sparkdl.comm import compression
+from sparkdl.data.plan import make_plan
+from sparkdl.errors import ClusterError, ConfigError
 from sparkdl.explain import measure_worker, trials
 from sparkdl.explain.calibrate import found_by
-from sparkdl.explain.choose import BatchSizes, Choice
+from sparkdl.explain.comparison import Choice
 from sparkdl.explain.cost_model import Calibration, Compute, Gang
-from sparkdl.explain.measure_worker import SampleOrder
+from sparkdl.explain.predict_times import Predictor
+from sparkdl.explain.trials import BatchSizes
 from sparkdl.report.live.progress import SilentView
 from sparkdl.runtime.activity import doing
 from sparkdl.serialization.packed_module import pack
 from sparkdl.spark.cluster.attempt import Attempt, Rows
-from sparkdl.spark.cluster.cluster_info import require_gang_support
-from sparkdl.spark.cluster.gang import Work
+from sparkdl.spark.cluster.cluster_info import ClusterInfo, require_gang_support
 from sparkdl.spark.cluster.link import Link, open_link
 from sparkdl.spark.cluster.slots import Slots, plan_slots, threads_per_worker, wait_again
 from sparkdl.spark.cluster.supervisor import persistently, supervise
 from sparkdl.spark.explain.estimate import Found
 from sparkdl.spark.explain.measure_rounds import measure_rounds
-from sparkdl.spark.fit.check_request import CheckedRequest
+from sparkdl.spark.fit.check_request import CheckedRequest, check_sync_batch_norm
+from sparkdl.spark.fit.check_rows import replica_bytes
 from sparkdl.spark.frames.frame_sample import Sample
 from sparkdl.spark.frames.row_table import RowTable
 from sparkdl.spark.frames.shard_table import ShardTable
 from sparkdl.spark.run.run import Run
 from sparkdl.spark.session.compat import conf
+from sparkdl.spark.session.settings import Settings
+from sparkdl.sync.collective import CollectiveStrategy
+from sparkdl.sync.exchange_pattern import ModelSize
+from sparkdl.sync.frozen_layers import moving_buffers
+from sparkdl.sync.strategy import SyncStrategy
 from sparkdl.worker import training
+from sparkdl.worker.lifecycle import Member
 
 if TYPE_CHECKING:
+    from pyspark.sql import SparkSession
+    from torch import nn
+
     from sparkdl.comm.compression.compression import Compression
+
+logger = logging.getLogger(__name__)
 
 _STEPS = 6
 """Batches that each rank shall have in the repeated sample."""
@@ -55,6 +69,8 @@ _MOST_RANKS = 16
 """Of the gang that measures."""
 _RANKS_IN_THE_DARK = 2
 """Tasks at a time, where the cluster does not tell how many it has room for."""
+_CHOSEN, _COMPARED = ("bf16",), ("bf16", "powersgd")
+"""Compressions of strategies that are chosen, and of those that are shown."""
 
 Place = tuple[int, int]
 """Workers of a machine that are at work at the same time, and the threads of each."""
@@ -68,12 +84,20 @@ def num_ranks(checked: CheckedRequest) -> int:
     return min(_RANKS_IN_THE_DARK if checked.in_rounds else _MOST_RANKS, slots.num_workers)
 
 
+def obstacle_to_gangs(spark: SparkSession, cluster: ClusterInfo, settings: Settings) -> str | None:
+    """What `require_gang_support` refuses; None: nothing."""
+    try:
+        require_gang_support(cluster, partial(conf, spark), settings)
+    except ClusterError as error:
+        return str(error)
+    return None
+
+
 def why_no_gang(checked: CheckedRequest) -> str | None:
     """Why no gang can be measured, as a sentence; None if one can."""
-    try:
-        require_gang_support(checked.slots.cluster, partial(conf, checked.spark), checked.settings)
-    except ClusterError as error:
-        return f"this cluster runs no gang: {error}"
+    obstacle = obstacle_to_gangs(checked.spark, checked.slots.cluster, checked.settings)
+    if obstacle is not None:
+        return f"this cluster runs no gang: {obstacle}"
     if checked.in_rounds and checked.slots.total is None:
         return (
             "the cluster does not tell how many slots it has, so only rounds were measured, with "
@@ -84,194 +108,193 @@ def why_no_gang(checked: CheckedRequest) -> str | None:
 
 
 def measure(
-    checked: CheckedRequest,
-    found: Found,
-    compressions: Sequence[Compression],
-    seconds: float,
-    stack: contextlib.ExitStack,
+    found: Found, seconds: float, stack: contextlib.ExitStack, *, only_choices: bool = False
 ) -> Calibration:
     """Measure with as many ranks as there are slots, up to a limit.
 
     Args:
-        checked: the request.
-        found: the sample and its columns; without a sample the source's rows are used.
-        compressions: what is timed besides plain sums.
+        found: the request, its sample and columns; without a sample the source's rows are used.
         seconds: about how long one measurement may take.
         stack: removes everything in the end.
+        only_choices: True to leave out what no strategy needs that is chosen for a fit: rounds
+            where gangs can run, and compressions but bf16.
 
     Raises:
         WorkerError: the user's code failed on a worker.
         SparkDLError: as in a fit.
     """
-    ranks, run_id = num_ranks(checked), uuid.uuid4().hex[:12]
-    request = checked.request
+    checked, ranks = found.checked, num_ranks(found.checked)
     tasks = replace(
         checked.slots,
         num_workers=ranks,
-        threads=request.cpus_per_worker or checked.slots.cluster.task_threads,
+        threads=checked.request.cpus_per_worker or checked.slots.cluster.task_threads,
         is_gang=False,
     )
     is_gang = why_no_gang(checked) is None
-    slots = tasks
-    if is_gang:
-        slots = plan_slots(
-            checked.spark, checked.settings, num_workers=ranks,
-            cpus_per_worker=request.cpus_per_worker, gpus_per_worker=request.gpus_per_worker,
-        )  # fmt: skip
-    began = time.perf_counter()
-    link = _link(checked, slots, run_id, stack)
-    link_seconds = time.perf_counter() - began
-    spool = _spool(checked, found, slots, f"{run_id}-1", 1, stack)
-    few_seconds, row_seconds = spool.seconds, 0.0
+    with_rounds = checked.in_rounds or not only_choices
+    place = _Place.open(found, _gang_slots(checked, ranks) if is_gang else tasks, stack)
+    (run, few_seconds), row_seconds = place.run(1), 0.0
     if found.sample is not None:  # timed by the difference to the sample alone
         times = _repeats(found.sample, ranks * checked.config.batch_size)
-        spool = _spool(checked, found, slots, f"{run_id}-2", times, stack)
+        run, seconds_of_all = place.run(times)
         more_rows = (times - 1) * found.sample.num_rows
-        row_seconds = max(0.0, spool.seconds - few_seconds) * ranks / more_rows
+        row_seconds = max(0.0, seconds_of_all - few_seconds) * ranks / more_rows
         row_seconds += found.sample.read_row_seconds
-    run = _run(checked, spool, slots, link, run_id)
-    gang, levels, task_levels = None, {}, {}
+    gang, levels, task_levels, stages = None, {}, {}, None
     next_attempt = 0
     if is_gang:
         of_gang, of_tasks = _places(tasks)
-        places = tuple(dict.fromkeys([*of_gang, *of_tasks]))
-        gang, next_attempt = _measure_gang(run, places, compressions, seconds)
+        places = list(dict.fromkeys([*of_gang, *(of_tasks if with_rounds else ())]))
+        timed = _compressions(checked, _CHOSEN if only_choices else _COMPARED)
+        task = partial(measure_worker.measure_costs, places=places, compressions=timed)
+        reports, next_attempt, taken = _asked(run, task, seconds)
+        gang = found_by(reports, places, taken)
         levels = {place[0]: gang.levels[place] for place in of_gang}
-        task_levels = {place[0]: gang.levels[place] for place in of_tasks}
-    doing("measuring rounds of averaging")
-    stages = measure_rounds(replace(run, slots=tasks), next_attempt)
-    if gang is None:
-        row = stages.step_seconds / checked.config.batch_size
-        task_levels[1] = Compute(threads=tasks.threads, fixed_seconds=0.0, row_seconds=row)
+        task_levels = {place[0]: gang.levels[place] for place in of_tasks if with_rounds}
+    if with_rounds:
+        doing("measuring rounds of averaging")
+        stages = measure_rounds(replace(run, slots=tasks), next_attempt)
+        if gang is None:
+            row = stages.step_seconds / checked.config.batch_size
+            task_levels[1] = Compute(threads=tasks.threads, fixed_seconds=0.0, row_seconds=row)
     return Calibration(
         gang=gang,
         levels=levels,
         task_levels=task_levels,
         stages=stages,
-        link_seconds=link_seconds,
+        link_seconds=place.link_seconds,
         spool_seconds=few_seconds,
         spool_row_seconds=row_seconds,
     )
 
 
 def try_out(
-    checked: CheckedRequest,
     found: Found,
     sizes: BatchSizes | None,
-    *,
-    tries_rates: bool,
-    workers_per_machine: int,
     seconds: float,
     stack: contextlib.ExitStack,
+    **wanted: Any,
 ) -> list[Choice]:
-    """Have one worker try sizes of batches, then learning rates; see `trials`.
+    """Have one worker try sizes of batches, then learning rates.
 
-    Args:
-        checked: the request.
-        found: the sample and its columns; without a sample the source's rows are used.
-        sizes: the sizes; None: that of the request holds.
-        tries_rates: whether rates are tried.
-        workers_per_machine: among whom the memory will be divided.
-        seconds: about how long one measurement may take.
-        stack: removes everything in the end.
-
-    Raises:
-        WorkerError: the user's code failed on the worker.
-        SparkDLError: as in a fit.
+    ``sizes`` and ``wanted`` are arguments of `trials.try_out`; the others, and what is raised, are
+    those of `measure`.
     """
-    request, run_id = checked.request, uuid.uuid4().hex[:12]
-    slots = plan_slots(
-        checked.spark, checked.settings, num_workers=1,
-        cpus_per_worker=request.cpus_per_worker, gpus_per_worker=request.gpus_per_worker,
-    )  # fmt: skip
-    slots = replace(slots, threads=checked.slots.threads)  # those that it will have in the fit
-    link = _link(checked, slots, run_id, stack)
+    checked = found.checked
+    # With the threads that workers will have in the fit.
+    slots = replace(_gang_slots(checked, 1), threads=checked.slots.threads)
+    place = _Place.open(found, slots, stack)
     batch_size = checked.config.batch_size if sizes is None else sizes.most
-    times = 1 if found.sample is None else _repeats(found.sample, batch_size)
-    spool = _spool(checked, found, slots, run_id, times, stack)
-    answers = _asked(
-        _run(checked, spool, slots, link, run_id), trials.run, trials.TrialOrder,
-        sizes=sizes, workers_per_machine=workers_per_machine, tries_rates=tries_rates,
-        seconds=seconds,
-    )  # fmt: skip
-    return [Choice(**choice) for choice in answers.reports[0]]
+    run, _ = place.run(1 if found.sample is None else _repeats(found.sample, batch_size))
+    (report,), *_ = _asked(run, partial(trials.try_out, sizes=sizes, **wanted), seconds)
+    return [Choice(**choice) for choice in report["choices"]]
 
 
-def _link(checked: CheckedRequest, slots: Slots, run_id: str, stack: contextlib.ExitStack) -> Link:
-    return open_link(
+def _gang_slots(checked: CheckedRequest, num_workers: int) -> Slots:
+    request = checked.request
+    return plan_slots(
         checked.spark,
-        slots,
         checked.settings,
-        checkpoint_dir=checked.config.checkpoint.directory,
-        run_id=run_id,
-        stack=stack,
+        num_workers=num_workers,
+        cpus_per_worker=request.cpus_per_worker,
+        gpus_per_worker=request.gpus_per_worker,
     )
 
 
-def _run(checked: CheckedRequest, spool: _Spool, slots: Slots, link: Link, run_id: str) -> Run:
-    return Run(
-        spark=checked.spark,
-        run_id=run_id,
-        run_key=run_id,
-        plan=spool.plan,
-        config=measure_worker.for_measuring(checked.config),
-        module=checked.module,
-        packed=pack(checked.module),
-        objective=checked.objective,
-        table=spool.table,
-        slots=slots,
-        link=link,
-        settings=checked.settings,
-        view=SilentView(),
-        max_restarts=checked.request.max_restarts,
-    )
+def _compressions(checked: CheckedRequest, names: Sequence[str]) -> list[Compression]:
+    """Those of the names, and the strategy's own, as far as they fit the configuration."""
+    named = [compression.resolve(name) for name in names]
+    if isinstance(checked.strategy, CollectiveStrategy):
+        named.append(checked.strategy.resolved_compression())
+    found: dict[str, Compression] = {}
+    for one in named:
+        if one is None or checked.config.device == "cuda":
+            continue
+        try:
+            one.check(checked.config, num_ranks(checked))
+        except ConfigError as error:
+            logger.debug("not timed: %s", error)
+            continue
+        found[type(one).__name__] = one
+    return list(found.values())
 
 
-class _Spool(NamedTuple):
-    """Rows to measure on."""
+@dataclass(frozen=True, kw_only=True)
+class _Place:
+    """Workers that can be reached, and rows for them."""
 
-    table: RowTable
-    plan: TrainPlan
-    seconds: float
-    """What it took."""
+    found: Found
+    slots: Slots
+    link: Link
+    link_seconds: float
+    run_id: str
+    stack: contextlib.ExitStack
 
+    @classmethod
+    def open(cls, found: Found, slots: Slots, stack: contextlib.ExitStack) -> _Place:
+        """Have the executors checked."""
+        checked, run_id, began = found.checked, uuid.uuid4().hex[:12], time.perf_counter()
+        link = open_link(
+            checked.spark,
+            slots,
+            checked.settings,
+            checkpoint_dir=checked.config.checkpoint.directory,
+            run_id=run_id,
+            stack=stack,
+        )
+        taken = time.perf_counter() - began
+        return cls(
+            found=found, slots=slots, link=link, link_seconds=taken, run_id=run_id, stack=stack
+        )
 
-def _spool(
-    checked: CheckedRequest,
-    found: Found,
-    slots: Slots,
-    run_id: str,
-    times: int,
-    stack: contextlib.ExitStack,
-) -> _Spool:
-    """A shard for each worker, of the sample so many times over, or of the source."""
-    spec = replace(
-        checked.table_spec, num_shards=slots.num_workers, shares=None, is_gang=slots.is_gang,
-        profile=slots.profile,
-    )  # fmt: skip
-    table: RowTable
-    if found.sample is None:
-        table = checked.data.table(spec, run_id)
-    else:
-        spec = replace(spec, columns=found.sample.prepared, validation=None)
-        table = ShardTable(found.sample.repeated(times), spec, run_id=run_id)
-    stack.callback(table.close)
-    doing("writing a sample of the rows for the workers")
-    began = time.perf_counter()
-    spooled = persistently(
-        table.collect,
-        max_restarts=checked.request.max_restarts,
-        prepare=partial(wait_again, checked.spark, slots, checked.settings),
-    )
-    seconds = time.perf_counter() - began
-    plan = make_plan(
-        columns=found.columns,
-        shards=[replace(part.shard, num_validation_rows=0) for part in spooled],
-        world_size=len(spooled),
-        batch_size=checked.config.batch_size,
-        epochs=1,
-    )
-    return _Spool(table, plan, seconds)
+    def run(self, times: int) -> tuple[Run, float]:
+        """What trains on rows and keeps nothing, and the seconds that spooling the rows took.
+
+        Each worker has a shard, of the sample so many times over, or of the source.
+        """
+        checked, sample, slots = self.found.checked, self.found.sample, self.slots
+        spec = replace(
+            checked.table_spec, num_shards=slots.num_workers, shares=None, is_gang=slots.is_gang,
+            profile=slots.profile,
+        )  # fmt: skip
+        table: RowTable
+        if sample is None:
+            table = checked.data.table(spec, f"{self.run_id}-{times}")
+        else:
+            spec = replace(spec, columns=sample.prepared, validation=None)
+            table = ShardTable(sample.repeated(times), spec, run_id=f"{self.run_id}-{times}")
+        self.stack.callback(table.close)
+        doing("writing a sample of the rows for the workers")
+        began = time.perf_counter()
+        spooled = persistently(
+            table.collect,
+            max_restarts=checked.request.max_restarts,
+            prepare=partial(wait_again, checked.spark, slots, checked.settings),
+        )
+        seconds = time.perf_counter() - began
+        run = Run(
+            spark=checked.spark,
+            run_id=self.run_id,
+            run_key=self.run_id,
+            plan=make_plan(
+                columns=self.found.columns,
+                shards=[replace(part.shard, num_validation_rows=0) for part in spooled],
+                world_size=len(spooled),
+                batch_size=checked.config.batch_size,
+                epochs=1,
+            ),
+            config=measure_worker.for_measuring(checked.config),
+            module=checked.module,
+            packed=pack(checked.module),
+            objective=checked.objective,
+            table=table,
+            slots=slots,
+            link=self.link,
+            settings=checked.settings,
+            view=SilentView(),
+            max_restarts=checked.request.max_restarts,
+        )
+        return run, seconds
 
 
 def _repeats(sample: Sample, global_batch: int) -> int:
@@ -293,29 +316,15 @@ def _places(tasks: Slots) -> tuple[list[Place], list[Place]]:
     return gang, [(per_machine, tasks.threads) for per_machine, _ in gang]
 
 
-def _measure_gang(
-    run: Run, places: tuple[Place, ...], compressions: Sequence[Compression], seconds: float
-) -> tuple[Gang, int]:
-    """What the gang has measured, and the number of the next attempt on the run's link."""
-    answers = _asked(
-        run, measure_worker.run, measure_worker.MeasureOrder,
-        places=places, compressions=tuple(compressions), seconds=seconds,
-    )  # fmt: skip
-    return found_by(answers.reports, places, answers.seconds), answers.restarts + 1
+def _asked(
+    run: Run, task: Callable[[measure_worker.StepTimer, Member], dict[str, Any]], seconds: float
+) -> tuple[list[Any], int, float]:
+    """Have a gang do a task; see `measure_worker.SampleOrder`.
 
-
-class _Answers(NamedTuple):
-    """What came of a gang."""
-
-    reports: list[Any]
-    """By rank."""
-    restarts: int
-    seconds: float
-    """What the last submission took."""
-
-
-def _asked(run: Run, work: Work, kind: type[SampleOrder], **asked: Any) -> _Answers:
-    """Have a gang do ``work``; ``asked`` is what its order has besides that of all."""
+    Returns:
+        What each rank reports, the number of the next attempt on the run's link, and the seconds
+        of the submission that succeeded.
+    """
     weights = run.link.send(
         training.INITIAL,
         run.packed.tensors,
@@ -329,20 +338,70 @@ def _asked(run: Run, work: Work, kind: type[SampleOrder], **asked: Any) -> _Answ
         nonlocal submitted
         submitted = time.perf_counter()
         order = run.gang_order(
-            kind,
+            measure_worker.SampleOrder,
             attempt=attempt.number,
             run_key=run.run_key,
             device=run.config.device,
             plan=run.plan,
             payload=cloudpickle.dumps((run.config, run.packed.skeleton)),
             weights=weights,
+            seconds=seconds,
+            task=task,
             source=run.table.reader,
             resume_path=None,
-            **asked,
         )
-        return run.gang_job(run.table.df, work, order)
+        return run.gang_job(run.table.df, measure_worker.run, order)
 
     result = supervise(run, submit, once_there="measuring steps and messages")
     taken = time.perf_counter() - submitted
     reports = {rank: json.loads(data) for rank, kind, data in result.rows if kind == "result"}
-    return _Answers([reports[rank] for rank in sorted(reports)], result.restarts, taken)
+    return [reports[rank] for rank in sorted(reports)], result.restarts + 1, taken
+
+
+def predictor_of(found: Found, calibration: Calibration) -> Predictor:
+    """What predicts the fit with other strategies and other numbers of workers."""
+    checked = found.checked
+    return Predictor(
+        calibration=calibration,
+        plan=found.plan,
+        config=checked.config,
+        size=model_size(checked.module, calibration.gang),
+        num_nodes=_num_nodes(checked, calibration),
+        slots=checked.slots.total,
+        largest_rows=found.largest_rows,
+        check=partial(_check, found),
+    )
+
+
+def model_size(module: nn.Module, gang: Gang | None) -> ModelSize:
+    """Sizes of tensors; of the optimizer's state the measured one, else that of Adam."""
+    trained = [p for p in module.parameters() if p.requires_grad]
+    buffers = [b for b in moving_buffers(module) if b.is_floating_point()]
+    return ModelSize(
+        shapes=tuple(tuple(p.shape) for p in trained),
+        element_size=max((p.element_size() for p in trained), default=4),
+        replica_bytes=replica_bytes(module),
+        buffer_bytes=sum(buffer.nbytes for buffer in buffers),
+        optimizer_bytes=(
+            2 * sum(p.nbytes for p in trained) if gang is None else gang.optimizer_bytes
+        ),
+    )
+
+
+def _num_nodes(checked: CheckedRequest, calibration: Calibration) -> int:
+    """Machines: those that the gang has met, or as many more as there are executors unmet."""
+    executors = max(1, checked.slots.cluster.num_executors or 1)
+    if calibration.gang is None:
+        return executors
+    met = min(executors, num_ranks(checked))
+    return max(1, round(calibration.gang.num_nodes * executors / met))
+
+
+def _check(found: Found, strategy: SyncStrategy, world_size: int) -> None:
+    """Refuse a strategy as a fit with so many workers would; raises ConfigError."""
+    checked = found.checked
+    config = replace(checked.config, sync_strategy=strategy)
+    checked.data.check_training(config, checked.request.validation, has_logs=checked.has_logs)
+    checked.data.check_plan(found.plan, strategy)
+    strategy.check(config, world_size)
+    check_sync_batch_norm(checked.module, config, world_size)

@@ -39,9 +39,7 @@ class TimedRound:
 def measure_rounds(run: Run, first_attempt: int) -> Stages:
     """Run some rounds of averaging as a fit does, and jobs that do nothing.
 
-    Args:
-        run: whose shards are trained on.
-        first_attempt: number of the first job, which no other on the run's link may have.
+    No other job on the run's link may have the number ``first_attempt`` or a larger one.
 
     Raises:
         ClusterError: an executor does not answer.
@@ -72,11 +70,7 @@ def stages_of(timed: Sequence[TimedRound], empty_seconds: float) -> Stages:
     """The costs of a round by rounds of one step and of more; the very first of them is left out.
 
     Of what they take beyond their steps the least counts: the driver's JVM is compiling what it
-    runs, and becomes faster by the round, as in a fit.
-
-    Args:
-        timed: rounds in their order, the longest at the end.
-        empty_seconds: a job that does nothing.
+    runs, and becomes faster by the round, as in a fit. The longest rounds are at the end.
     """
     first, *others = timed
     by_length: dict[int, list[float]] = {}

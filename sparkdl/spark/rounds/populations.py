@@ -14,10 +14,9 @@ import sys
 import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
-import numpy as np
 import torch
 
 from sparkdl.data.plan import RoundPart
@@ -89,22 +88,6 @@ class Member:
     learning_rate: float = math.nan
 
 
-@dataclass(frozen=True, kw_only=True)
-class MemberTask:
-    """What one member does in a round."""
-
-    shard: int
-    """Where it trains."""
-    hyperparameters: Mapping[str, float] = field(default_factory=dict)
-    """What it trains with where it is not what the user set."""
-    rivals: Mapping[str, float] = field(default_factory=dict)
-    """What it trains with if it loses to its rival."""
-    may_diverge: bool = False
-    """Whether it may, and goes on from where its round began."""
-    rival: Parts = field(default_factory=dict)
-    """State of the member with which it competes first, by part."""
-
-
 class Population:
     """The members of a run, and the jobs that train and measure them.
 
@@ -122,33 +105,36 @@ class Population:
         self._notes: dict[tuple[int, int], Record] = {}
         """(step, member) -> what was seen of the member when it had taken so many steps."""
 
-    def train(self, part: RoundPart, tasks: Sequence[MemberTask]) -> RoundDone:
-        """Let each member train the steps of ``part``, as its task says.
+    def train_members(
+        self, part: RoundPart, shards: Sequence[int], parts: Sequence[Parts]
+    ) -> RoundDone:
+        """Let each member train the steps of ``part``.
+
+        Args:
+            part: the steps.
+            shards: where each member trains.
+            parts: what its task gets; see `parts_of`.
 
         Raises:
             TrainingDiverged: all members have diverged.
         """
-        run = self._run
-        parts = {
-            task.shard: _parts(member, task)
-            for member, task in zip(self.members, tasks, strict=True)
-        }
+        run, by_shard = self._run, dict(zip(shards, parts, strict=True))
 
         def stage(order: RoundOrder) -> Rows:
             return run_member_stage(
-                run.table.df, order, parts, link=run.link, profile=run.slots.profile
+                run.table.df, order, by_shard, link=run.link, profile=run.slots.profile
             )
 
-        results: dict[int, Parts] = {shard: {} for shard in parts}
+        results: dict[int, Parts] = {shard: {} for shard in by_shard}
         for shard, kind, data in self._jobs.run(part, population_member.work, stage):
             results[shard][kind] = data
         reports = {shard: json.loads(found["result"]) for shard, found in results.items()}
         self.members = [
-            _after(member, results[task.shard], reports[task.shard])
-            for member, task in zip(self.members, tasks, strict=True)
+            _after(member, results[shard], reports[shard])
+            for member, shard in zip(self.members, shards, strict=True)
         ]
         if all("diverged" in report for report in reports.values()):
-            raise TrainingDiverged(f"all members: {reports[tasks[0].shard]['diverged']}")
+            raise TrainingDiverged(f"all members: {reports[shards[0]]['diverged']}")
         return RoundDone(
             reports=reports,
             bytes_sent={
@@ -220,42 +206,36 @@ class Population:
                 "another checkpointDir to begin anew"
             )
         self.members = [
-            Member(
-                **{**member, "model": _as_bytes(member["model"]), "rest": _as_bytes(member["rest"])}
+            replace(
+                Member(**one),
+                model=one["model"].numpy().tobytes(),
+                rest=one["rest"].numpy().tobytes(),
             )
-            for member in found
+            for one in found
         ]
         self._notes = {(note["step"], note["member"]): note for note in state["notes"]}
 
 
-class _OneShot:
+class _OneShot(Population):
     """`Replicas` for `OneShotAveraging`. A round is what is left of an epoch."""
 
     def __init__(self, run: Run, strategy: OneShotAveraging, jobs: RoundJobs) -> None:
+        super().__init__(run, jobs)
         self._strategy = strategy
-        self._jobs = jobs
-        self._population = Population(run, jobs)
-        self.notes = self._population.notes
-        self.set_learning_rate = self._population.set_learning_rate
-        self.state_dict = self._population.state_dict
-        self.load_state_dict = self._population.load_state_dict
 
     @property
     def learning_rate(self) -> float:
-        members = self._population.members
-        rates = [member.learning_rate for member in members if member.weight > 0]
+        rates = [member.learning_rate for member in self.members if member.weight > 0]
         return rates[0] if rates else math.nan
 
     def train(self, part: RoundPart) -> RoundDone:
-        tasks = [MemberTask(shard=shard) for shard in self._population.shards]
-        return self._population.train(part, tasks)
+        return self.train_members(part, self.shards, [parts_of(one) for one in self.members])
 
     def model(self) -> dict[str, Any]:
-        members = self._population.members
-        weights = [member.weight for member in members]
+        weights = [member.weight for member in self.members]
         if self._strategy.weighting == "equal":
             weights = [float(weight > 0) for weight in weights]
-        models = [decoded(member.model)["model"] for member in members]
+        models = [decoded(member.model)["model"] for member in self.members]
         merged: dict[str, Any] = merge(models, weights) if any(weights) else models[0]
         return merged
 
@@ -263,15 +243,14 @@ class _OneShot:
         return self._jobs.measure(self.model())
 
 
-class _Competition(Stateful, ABC):
+class _Competition(Population, Stateful, ABC):
     """`Replicas` whose members are measured against each other; the best is the result."""
 
     shared_state: ClassVar[tuple[str, ...]] = ("best_member", "values")
 
     def __init__(self, run: Run, strategy: Competition, jobs: RoundJobs) -> None:
-        self._run = run
+        super().__init__(run, jobs)
         self._judge = strategy
-        self._population = Population(run, jobs)
         self._best_member = 0
         module = copy.deepcopy(run.module)
         optimizer = resolve_optimizer(run.config, module)(
@@ -280,18 +259,16 @@ class _Competition(Stateful, ABC):
         self._own = first_values(optimizer, strategy.mutations)
         self._values = [
             strategy.first(member, self._own, run.config.seed)
-            for member in range(len(self._population.members))
+            for member in range(len(self.members))
         ]
         """Hyperparameters of each member."""
         self._measured: tuple[int, list[Record]] | None = None
         """Steps, and what the members were worth after them."""
-        self.notes = self._population.notes
-        self.set_learning_rate = self._population.set_learning_rate
 
     @property
     def learning_rate(self) -> float:
         """See `Replicas.learning_rate`; that of the best member."""
-        return self._population.members[self._best_member].learning_rate
+        return self.members[self._best_member].learning_rate
 
     @abstractmethod
     def train(self, part: RoundPart) -> RoundDone:
@@ -304,14 +281,14 @@ class _Competition(Stateful, ABC):
     def scores(self, step: int) -> list[Record]:
         """Every member's entries of the history after ``step`` steps, which are the present."""
         if self._measured is None or self._measured[0] != step:
-            records = self._population.measure()
+            records = self.measure()
             self._measured = step, records
             for number, record in enumerate(records):
-                self._population.note(step, number, **record, **self.describe(number, step))
+                self.note(step, number, **record, **self.describe(number, step))
         return self._measured[1]
 
     def model(self) -> dict[str, Any]:
-        best = self._population.members[self._best_member]
+        best = self.members[self._best_member]
         model: dict[str, Any] = decoded(best.model)["model"]
         return model
 
@@ -329,11 +306,11 @@ class _Competition(Stateful, ABC):
         return Evaluation(record=record, confusion=None)
 
     def state_dict(self) -> dict[str, Any]:
-        return {**self._population.state_dict(), **super().state_dict()}
+        return {**Population.state_dict(self), **Stateful.state_dict(self)}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        self._population.load_state_dict(state)
-        super().load_state_dict(state)
+        Population.load_state_dict(self, state)
+        Stateful.load_state_dict(self, state)
 
 
 class _Tournament(_Competition):
@@ -344,21 +321,20 @@ class _Tournament(_Competition):
         self._strategy = strategy
 
     def train(self, part: RoundPart) -> RoundDone:
-        run, population = self._run, self._population
+        run, members = self._run, self.members
         rivals = self._strategy.rivals(run.plan, run.config.seed, part.step)
-        tasks = [
-            MemberTask(shard=shard, hyperparameters=values)
-            for shard, values in zip(population.shards, self._values, strict=True)
-        ]
+        parts = [parts_of(*one) for one in zip(members, self._values, strict=True)]
         for member, rival in rivals.items():
-            state = {RIVAL_MODEL: population.members[rival].model}
+            parts[member] = {
+                **parts_of(members[member], self._values[member], rival=self._values[rival]),
+                RIVAL_MODEL: members[rival].model,
+            }
             if self._strategy.exchange == "all":
-                state[RIVAL_REST] = population.members[rival].rest
-            tasks[member] = replace(tasks[member], rival=state, rivals=self._values[rival])
-        done = population.train(part, tasks)
+                parts[member][RIVAL_REST] = members[rival].rest
+        done = self.train_members(part, self.shards, parts)
         name, before = self._strategy.monitor.removeprefix("val_"), list(self._values)
         for member, rival in rivals.items():
-            contest = done.reports[tasks[member].shard]["contest"]
+            contest = done.reports[self.shards[member]]["contest"]
             if contest["is_lost"]:
                 self._values[member] = before[rival]
             values = {
@@ -367,7 +343,7 @@ class _Tournament(_Competition):
                 f"rival_{name}": contest["rival_value"],
                 "is_lost": float(contest["is_lost"]),
             }
-            population.note(part.step, member, **values)
+            self.note(part.step, member, **values)
         return done
 
     def evaluate(self, state: TrainState) -> Evaluation:
@@ -385,34 +361,34 @@ class _PopulationBased(_Competition):
     def __init__(self, run: Run, strategy: PopulationBasedTraining, jobs: RoundJobs) -> None:
         super().__init__(run, strategy, jobs)
         self._strategy = strategy
-        self._has_diverged = [False] * len(self._population.members)
+        self._has_diverged = [False] * len(self.members)
 
     def train(self, part: RoundPart) -> RoundDone:
         """See `Replicas.train`; bad members first copy good ones."""
         if self._strategy.is_due(part.step):
             self._exploit(part.step)
-        tasks = [
-            MemberTask(
-                shard=self._strategy.shard_of(self._run.plan, member, part.step),
-                hyperparameters=values,
-                may_diverge=True,
-            )
-            for member, values in enumerate(self._values)
+        shards = [
+            self._strategy.shard_of(self._run.plan, member, part.step)
+            for member in range(len(self.members))
         ]
-        done = self._population.train(part, tasks)
-        for member, task in enumerate(tasks):
-            self._has_diverged[member] |= "diverged" in done.reports[task.shard]
+        parts = [
+            parts_of(member, values, may_diverge=True)
+            for member, values in zip(self.members, self._values, strict=True)
+        ]
+        done = self.train_members(part, shards, parts)
+        for member, shard in enumerate(shards):
+            self._has_diverged[member] |= "diverged" in done.reports[shard]
         return done
 
     def _exploit(self, step: int) -> None:
         """Let bad members go on from good ones, with other hyperparameters."""
-        strategy, seed, members = self._strategy, self._run.config.seed, self._population.members
+        strategy, seed, members = self._strategy, self._run.config.seed, self.members
         costs = [
             math.nan if diverged else strategy.cost(record)
             for record, diverged in zip(self.scores(step), self._has_diverged, strict=True)
         ]
         for member, donor in strategy.donors(costs, seed, step).items():
-            self._population.note(step, member, donor=donor)
+            self.note(step, member, donor=donor)
             members[member] = members[donor]
             self._values[member] = strategy.explored(
                 self._values[donor], self._own, seed=seed, step=step, member=member
@@ -450,19 +426,27 @@ def grouped(sizes: Iterable[int], limit: int) -> list[list[int]]:
     return groups
 
 
-def _parts(member: Member, task: MemberTask) -> Parts:
-    """What a member's task gets."""
+def parts_of(
+    member: Member,
+    hyperparameters: Mapping[str, float] | None = None,
+    *,
+    rival: Mapping[str, float] | None = None,
+    may_diverge: bool = False,
+) -> Parts:
+    """What a member's task gets.
+
+    Args:
+        member: its state.
+        hyperparameters: what it trains with where it is not what the user set.
+        rival: what it trains with if it loses to the member with which it competes first.
+        may_diverge: whether it may, and goes on from where its round began.
+    """
     options = {
-        "hyperparameters": dict(task.hyperparameters),
-        "rival": dict(task.rivals),
-        "may_diverge": task.may_diverge,
+        "hyperparameters": dict(hyperparameters or {}),
+        "rival": dict(rival or {}),
+        "may_diverge": may_diverge,
     }
-    return {
-        MODEL: member.model,
-        REST: member.rest,
-        OPTIONS: json.dumps(options).encode(),
-        **task.rival,
-    }
+    return {MODEL: member.model, REST: member.rest, OPTIONS: json.dumps(options).encode()}
 
 
 def _after(member: Member, found: Parts, report: Any) -> Member:
@@ -485,8 +469,3 @@ def _as_tensor(data: bytes) -> torch.Tensor:
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "The given buffer is not writable")
         return torch.frombuffer(data, dtype=torch.uint8)
-
-
-def _as_bytes(tensor: torch.Tensor) -> bytes:
-    array: np.ndarray[Any, Any] = tensor.numpy()
-    return array.tobytes()

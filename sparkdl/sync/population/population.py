@@ -118,17 +118,10 @@ class Competition(PopulationStrategy):
         Raises:
             ConfigError: there is nothing around an own value of zero.
         """
-        found: dict[str, Range | Sequence[float]] = {}
-        for name, mutation in self.mutations.items():
-            if isinstance(mutation, Around):
-                if not own[name] > 0:
-                    raise ConfigError(
-                        f"mutations['{name}'] is Around the optimizer's own value, which is "
-                        f"{own[name]:g}; give a Range or a list of values"
-                    )
-                mutation = mutation.range_of(own[name])
-            found[name] = mutation
-        return found
+        return {
+            name: values.range_of(own[name], name) if isinstance(values, Around) else values
+            for name, values in self.mutations.items()
+        }
 
     def first(self, member: int, own: Mapping[str, float], seed: int) -> dict[str, float]:
         """What a member begins with."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import KW_ONLY, dataclass
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from sparkdl.config import require
 from sparkdl.errors import ConfigError
@@ -84,8 +84,17 @@ class Around:
         if not (math.isfinite(self.factor) and self.factor > 1):
             raise ConfigError(f"factor must be more than 1; received {self.factor}")
 
-    def range_of(self, own: float) -> Range:
-        """The range around the user's own value, which is above 0."""
+    def range_of(self, own: Any, name: str) -> Range:
+        """The range around the user's own value of what has the name.
+
+        Raises:
+            ConfigError: it is no number above 0.
+        """
+        if isinstance(own, bool) or not isinstance(own, int | float) or not own > 0:
+            raise ConfigError(
+                f"{name!r} has values Around its own, which is {own}, and not a number above 0; "
+                "set it, or give a Range or a list of values"
+            )
         return Range(low=own / self.factor, high=own * self.factor, log=True)
 
 

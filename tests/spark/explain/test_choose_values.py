@@ -13,8 +13,8 @@ import pytest
 from pyspark.ml.tuning import CrossValidator
 from torch import nn
 
-from sparkdl import ConfigError, StorageError, TorchClassifier, TorchRegressor
-from sparkdl.explain.choose import Choice
+from sparkdl import ConfigError, LocalSGD, StorageError, TorchClassifier, TorchRegressor
+from sparkdl.explain.comparison import Choice
 from sparkdl.spark.cluster import cluster_info
 from sparkdl.spark.explain import choose_values
 from sparkdl.spark.explain.choose_values import Kept
@@ -136,6 +136,15 @@ def test_a_choice_comes_back_as_it_was_kept(tmp_path: Path) -> None:
     (tmp_path / "chosen" / "a.json").write_text("{", encoding="utf-8")
     with pytest.raises(StorageError, match=r"damaged.*remove it"):
         kept.read()
+
+
+@pytest.mark.slow
+def test_a_fit_that_goes_on_has_the_strategy_of_the_earlier_one(df: DataFrame) -> None:
+    values = {"batchSize": 32, "learningRate": 0.01, "numWorkers": 1, "keepTrainingState": True}
+    first = classifier(**values, syncStrategy=LocalSGD(averaging_period=6)).fit(df)
+    second = classifier(**values, syncStrategy="auto", initialState=first).fit(df)
+    assert second.summary.chosen["syncStrategy"]["value"] == "LocalSGD(averaging_period=6)"
+    assert second.summary.history[-1]["epoch"] == 2 * first.summary.history[-1]["epoch"]
 
 
 @pytest.mark.slow

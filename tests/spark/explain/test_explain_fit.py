@@ -19,7 +19,7 @@ from sparkdl.errors import ClusterError, ConfigError, DataError, WorkerError
 from sparkdl.runtime.activity import shown_by
 from sparkdl.spark.cluster import cluster_info
 from sparkdl.spark.cluster.slots import Slots
-from sparkdl.spark.explain import choose_values, measure_gang
+from sparkdl.spark.explain import estimate, measure_gang
 from sparkdl.spark.explain.explain_fit import explain
 from sparkdl.spark.fit.check_request import check_request
 from sparkdl.spark.fit.fit import fit
@@ -250,7 +250,7 @@ def with_executors(monkeypatch: pytest.MonkeyPatch, number: int | None) -> None:
         cluster = replace(found.slots.cluster, num_executors=number)
         return replace(found, slots=replace(found.slots, cluster=cluster))
 
-    monkeypatch.setattr(choose_values, "check_request", checked)
+    monkeypatch.setattr(estimate, "check_request", checked)
 
 
 def test_a_cluster_whose_executors_come_with_the_first_job(

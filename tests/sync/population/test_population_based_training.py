@@ -106,7 +106,7 @@ def test_a_value_that_is_not_in_the_list_is_left_for_one_that_is() -> None:
 def test_around_is_about_the_users_own_value() -> None:
     strategy = PopulationBasedTraining(mutations={"learning_rate": Around(factor=4)})
     assert strategy.domains(OWN) == {"learning_rate": Range(0.025, 0.4, log=True)}
-    with pytest.raises(ConfigError, match="Around the optimizer's own value, which is 0; give a"):
+    with pytest.raises(ConfigError, match=r"Around its own, which is 0\.0, .* give a"):
         strategy.domains({"learning_rate": 0.0})
 
 
@@ -137,7 +137,7 @@ def test_check_knows_the_optimizers_numbers() -> None:
         STRATEGY.check_optimizer(adam)
     with pytest.raises(ConfigError, match="has no number called 'nesterov'"):
         but(mutations={"nesterov": [0, 1]}).check_optimizer(sgd)
-    with pytest.raises(ConfigError, match="which is 0; give a Range"):
+    with pytest.raises(ConfigError, match=r"which is 0(\.0)?, .* give a Range"):
         but(mutations={"weight_decay": Around()}).check_optimizer(sgd)
 
 

@@ -45,6 +45,6 @@ def test_whole_numbers_need_whole_ends_and_a_whole_step() -> None:
 
 
 def test_around_is_a_range_of_logarithms() -> None:
-    assert Around(factor=4).range_of(0.1) == Range(0.025, 0.4, log=True)
+    assert Around(factor=4).range_of(0.1, "lr") == Range(0.025, 0.4, log=True)
     with pytest.raises(ConfigError, match="factor must be more than 1; received 1"):
         Around(factor=1)
