@@ -114,7 +114,15 @@ def check_plan(checked: CheckedRequest, plan: TrainPlan, *, has_validation: bool
             batches that the plan has.
         ClusterError: the replicas do not fit into the executors' containers.
     """
-    check_monitored(checked.config, has_validation=has_validation, has_logs=checked.has_logs)
+    try:
+        check_monitored(checked.config, has_validation=has_validation, has_logs=checked.has_logs)
+    except ConfigError as error:
+        if has_validation or checked.request.validation is None:
+            raise
+        raise ConfigError(
+            f"{none_for_validation(checked.request, plan.num_rows)}: earlyStopping, metrics and "
+            "validationInterval need some"
+        ) from error
     check_empty_batches(checked.module, plan, checked.config)
     if checked.has_logs:
         check_manual_plan(checked.module, plan, apart=checked.strategy.trains_apart)
@@ -128,6 +136,16 @@ def check_plan(checked: CheckedRequest, plan: TrainPlan, *, has_validation: bool
         state_bytes=trained + 2 * trained + replica_bytes(module) + 2 * trained,
         spool_bytes=max(shard.num_bytes for shard in plan.shards),
         num_workers=slots.num_workers,
+    )
+
+
+def none_for_validation(request: FitRequest, num_rows: int) -> str:
+    """What has become of the rows for validation that were asked for, where there are none."""
+    if request.validation_fraction is None:
+        return f'column "{request.validation_col}" marks none of the {num_rows} rows for validation'
+    return (
+        f"validationFraction={request.validation_fraction:g} has drawn none of the {num_rows} rows "
+        "for validation; raise it, or mark rows by validationIndicatorCol"
     )
 
 

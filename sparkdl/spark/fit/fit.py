@@ -29,7 +29,12 @@ from sparkdl.spark.cluster.link import Link, open_link
 from sparkdl.spark.cluster.slots import Slots, wait_again
 from sparkdl.spark.cluster.supervisor import persistently
 from sparkdl.spark.fit.check_request import CheckedRequest, check_request
-from sparkdl.spark.fit.check_rows import CheckedRows, check_plan, check_rows
+from sparkdl.spark.fit.check_rows import (
+    CheckedRows,
+    check_plan,
+    check_rows,
+    none_for_validation,
+)
 from sparkdl.spark.fit.gang_fit import train_in_gang
 from sparkdl.spark.frames.row_table import RowTable, content_of
 from sparkdl.spark.frames.shared_spools import Spools
@@ -270,15 +275,9 @@ def _make_plan(
     choose = partial(table.windows, plan, shards, checked.slots.cluster, window_bytes)
     plan = replace(plan, windows=windows_to_go_on(link.checkpoints, key, choose))
     _log_plan(plan, checked.slots, checked.shares)
-    fraction = checked.request.validation_fraction
-    if fraction is not None and not plan.num_validation_rows:
-        logger.warning(
-            "validationFraction=%g has drawn none of the %d rows, so nothing is validated; raise "
-            "it, or mark rows by validationIndicatorCol",
-            fraction,
-            plan.num_rows,
-        )
     check_plan(checked, plan, has_validation=plan.num_validation_rows > 0)
+    if checked.request.validation is not None and not plan.num_validation_rows:
+        logger.warning("%s", none_for_validation(checked.request, plan.num_rows))
     return plan
 
 

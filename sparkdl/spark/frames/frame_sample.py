@@ -22,6 +22,7 @@ from sparkdl.runtime.activity import doing
 from sparkdl.spark.frames.shard_table import selected
 from sparkdl.spark.session.background_job import BackgroundJob
 from sparkdl.spark.session.compat import is_connect
+from sparkdl.spark.session.failures import raise_unless_loss
 
 if TYPE_CHECKING:
     from pyspark.sql import Column as SparkColumn
@@ -229,4 +230,6 @@ def bounded(spark: SparkSession, work: Callable[[], T], seconds: float, name: st
         is_in_time = job.wait(seconds)
     finally:  # also if the user interrupts
         job.end()
+    if job.error is not None:
+        raise_unless_loss(job.error)
     return job.result() if is_in_time else None

@@ -184,7 +184,8 @@ def arrow_table(data: pd.DataFrame) -> pa.Table:
     """A pandas DataFrame as a table of types that Spark has: none is unsigned, or of 16-bit floats.
 
     Raises:
-        DataError: a column's values have no type that Arrow knows, or two columns one name.
+        DataError: a column's values have no type that Arrow knows, two columns have one name, or
+            there are no rows from which the type of a column could be told.
     """
     try:
         table = pa.Table.from_pandas(data, preserve_index=False)
@@ -196,6 +197,12 @@ def arrow_table(data: pd.DataFrame) -> pa.Table:
             f"a column of the pandas DataFrame cannot be read: {error}; give each column a name of "
             "its own, and values of one type that Arrow and Spark know, or leave it out"
         ) from None
+    untyped = [f'"{field.name}"' for field in table.schema if pa.types.is_null(field.type)]
+    if untyped and not table.num_rows:
+        raise DataError(
+            f"the pandas DataFrame has no rows, so the type of column {', '.join(untyped)} is not "
+            "known; check where it comes from, or give its columns types (astype)"
+        )
     return table
 
 

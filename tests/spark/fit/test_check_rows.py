@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
 from torch import nn
 
-from sparkdl.config import TrainConfig
+from sparkdl.config import EarlyStopping, TrainConfig
 from sparkdl.data.column_stats import ColumnStats, SpooledShard
 from sparkdl.data.plan import Column, Shard, TrainPlan, make_plan
 from sparkdl.errors import ConfigError, DataError
@@ -17,6 +18,7 @@ from sparkdl.inputs import Sequence
 from sparkdl.spark.fit.check_rows import (
     check_empty_batches,
     check_labels,
+    check_plan,
     dry_run,
     shaped,
     traced_run,
@@ -33,6 +35,21 @@ if TYPE_CHECKING:
 
 X = Column(name="x", role="feature", dtype="float32", shape=(4,))
 Y = Column(name="y", role="label", dtype="int64", shape=())
+
+
+def test_rows_for_validation_that_were_asked_for_and_are_not_there() -> None:
+    def check(**changes: Any) -> None:
+        asked = request(early_stopping=EarlyStopping(), **changes)
+        checked: Any = SimpleNamespace(config=asked.config, request=asked, has_logs=False)
+        plan: Any = SimpleNamespace(num_rows=40)
+        check_plan(checked, plan, has_validation=False)
+
+    with pytest.raises(ConfigError, match=r"=0.001 has drawn none of the 40 rows .*; raise it, or"):
+        check(validation_fraction=0.001)
+    with pytest.raises(ConfigError, match=r'column "v" marks none of the 40 rows for validation: '):
+        check(validation_col="v")
+    with pytest.raises(ConfigError, match=r"validationFraction=0.1"):
+        check()
 
 
 def num_classes(module: nn.Module, columns: list[Column], asked: FitRequest) -> int | None:
