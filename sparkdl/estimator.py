@@ -27,16 +27,11 @@ from sparkdl.model import TorchClassifierModel, TorchModel, TorchRegressorModel
 from sparkdl.runtime.tracebacks import plainly
 from sparkdl.spark.frames.shared_spools import Spools
 from sparkdl.spark.frames.user_data import spark_frame
+from sparkdl.spark.params import param_table
 from sparkdl.spark.params.accessors import (
     ClassifierAccessors,
     LabelsAccessors,
     RegressorAccessors,
-)
-from sparkdl.spark.params.param_table import (
-    INFERENCE_BATCH_SIZE,
-    ClassifierArguments,
-    LabelsArguments,
-    RegressorArguments,
 )
 from sparkdl.spark.params.params import (
     ClassOutputParams,
@@ -189,11 +184,11 @@ class _TorchEstimator(
         for name in ("featuresCol", "inputCols", "inputs"):
             model.clear(model.getParam(name))  # as the estimator has them, set or not
         # A training batch is sized for learning, a prediction batch for speed.
-        self._copyValues(model, {self.getParam("batchSize"): INFERENCE_BATCH_SIZE})
+        self._copyValues(model, {self.getParam("batchSize"): param_table.INFERENCE_BATCH_SIZE})
         if result.prediction_key is not None:
             model._set(predictionOutput=result.prediction_key)
         model.clear(model.getParam("batchSize"))
-        model._setDefault(batchSize=INFERENCE_BATCH_SIZE)
+        model._setDefault(batchSize=param_table.INFERENCE_BATCH_SIZE)
         return model
 
     def write(self) -> MLWriter:
@@ -215,7 +210,7 @@ class _TorchEstimator(
         def load(cls, path: str) -> Self: ...
 
 
-@with_params(LabelsArguments)
+@with_params(param_table.LabelsArguments)
 class TorchEstimator(_TorchEstimator, LabelsAccessors):
     """Trains any module with any loss; the label column is optional, and there may be several.
 
@@ -232,18 +227,18 @@ class TorchEstimator(_TorchEstimator, LabelsAccessors):
     _model_class = TorchModel
 
     @keyword_only
-    def __init__(self, **params: Unpack[LabelsArguments]) -> None:
+    def __init__(self, **params: Unpack[param_table.LabelsArguments]) -> None:
         super().__init__()
         self._setDefault(loss="mse")
         self.setParams(**params)
 
     @keyword_only
-    def setParams(self, **params: Unpack[LabelsArguments]) -> TorchEstimator:
+    def setParams(self, **params: Unpack[param_table.LabelsArguments]) -> TorchEstimator:
         """Set several Params at once."""
         return self._set(**params)
 
 
-@with_params(RegressorArguments)
+@with_params(param_table.RegressorArguments)
 class TorchRegressor(_TorchEstimator, HasLabelCol, RegressorAccessors):
     """Trains a module that predicts one number per row; the default loss is the squared error.
 
@@ -256,18 +251,18 @@ class TorchRegressor(_TorchEstimator, HasLabelCol, RegressorAccessors):
     _model_class = TorchRegressorModel
 
     @keyword_only
-    def __init__(self, **params: Unpack[RegressorArguments]) -> None:
+    def __init__(self, **params: Unpack[param_table.RegressorArguments]) -> None:
         super().__init__()
         self._setDefault(loss="mse")
         self.setParams(**params)
 
     @keyword_only
-    def setParams(self, **params: Unpack[RegressorArguments]) -> TorchRegressor:
+    def setParams(self, **params: Unpack[param_table.RegressorArguments]) -> TorchRegressor:
         """Set several Params at once."""
         return self._set(**params)
 
 
-@with_params(ClassifierArguments)
+@with_params(param_table.ClassifierArguments)
 class TorchClassifier(_TorchEstimator, HasLabelCol, ClassOutputParams, ClassifierAccessors):
     """Trains a module that tells classes apart; the default loss is the cross entropy.
 
@@ -284,13 +279,13 @@ class TorchClassifier(_TorchEstimator, HasLabelCol, ClassOutputParams, Classifie
     _model_class = TorchClassifierModel
 
     @keyword_only
-    def __init__(self, **params: Unpack[ClassifierArguments]) -> None:
+    def __init__(self, **params: Unpack[param_table.ClassifierArguments]) -> None:
         super().__init__()
         self._setDefault(loss="cross_entropy")
         self.setParams(**params)
 
     @keyword_only
-    def setParams(self, **params: Unpack[ClassifierArguments]) -> TorchClassifier:
+    def setParams(self, **params: Unpack[param_table.ClassifierArguments]) -> TorchClassifier:
         """Set several Params at once."""
         return self._set(**params)
 

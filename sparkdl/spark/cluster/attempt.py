@@ -36,8 +36,6 @@ class Attempt:
     """What is shown when all workers are there, until they say how far they are."""
     first_event: float = 0.0
     """When the first event of a worker arrived."""
-    times_said: int = 0
-    """How often the user was told that no worker has started yet."""
     last_event: dict[int, float] = field(default_factory=dict)
     """When the last event of each rank arrived, by the driver's clock."""
     done: set[int] = field(default_factory=set)

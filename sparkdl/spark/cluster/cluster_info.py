@@ -278,12 +278,7 @@ def wait_for_slots(
     Those of a new application come soon or not at all. After a loss the cluster manager may take
     long to find another node, so that wait is as long as the one for slots that others hold.
 
-    Args:
-        spark: the session.
-        workers: slots that are needed.
-        profile: resources of a worker.
-        settings: how long to wait.
-        restarts_left: after a loss, how many restarts are left; None: nothing was lost.
+    ``restarts_left`` counts what is left after a loss; None: nothing was lost.
 
     Returns:
         True if they had not been there from the beginning.
@@ -354,13 +349,7 @@ def check_memory(
     ``spark.executor.pyspark.memory``); YARN and Kubernetes kill the container that exceeds it.
     The mapped spool is page cache, which the kernel can reclaim: it is named, not counted.
 
-    Args:
-        info: the cluster.
-        get: reads Spark's configuration.
-        replica_bytes: parameters and buffers of one replica.
-        state_bytes: gradients, optimizer state and the copies for a checkpoint.
-        spool_bytes: largest spool of a worker.
-        num_workers: size of the gang.
+    ``state_bytes`` are gradients, optimizer state and the copies for a checkpoint.
 
     Raises:
         ClusterError: with the setting to raise.

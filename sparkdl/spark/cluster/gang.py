@@ -63,11 +63,6 @@ def launch(
 ) -> list[tuple[int, str, bytes]]:
     """Run a task on one worker per partition of ``table``, all at once.
 
-    Args:
-        table: a row per partition.
-        task: what each worker does.
-        profile: resources of a worker.
-
     Returns:
         (rank, kind, payload) of everything the workers yielded, chunks joined.
 

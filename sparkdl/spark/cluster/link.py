@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import builtins
 import contextlib
 import logging
+import shutil
+import tempfile
+import threading
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 import pyarrow as pa
@@ -13,15 +18,17 @@ from sparkdl.comm.access import Address
 from sparkdl.comm.channel import ChannelServer, Hub
 from sparkdl.errors import ClusterError, StorageError
 from sparkdl.runtime.activity import doing
-from sparkdl.spark.cluster.driver_folder import DriverFolder, driver_folder
 from sparkdl.spark.cluster.probe import probe
 from sparkdl.spark.cluster.slots import Slots
 from sparkdl.spark.session.compat import driver_address, is_connect
 from sparkdl.spark.session.settings import Settings
+from sparkdl.spark.session.termination import removed_at_termination
+from sparkdl.storage.checkpoint_format import MANIFEST, folders, run_keys
 from sparkdl.storage.hadoop_storage import HadoopStorage, open_on_driver
 from sparkdl.storage.mounted import Mounted
+from sparkdl.storage.pruning import remove
 from sparkdl.storage.retried import Retried
-from sparkdl.storage.storage import Storage, absolute, check_writable
+from sparkdl.storage.storage import Data, Storage, absolute, check_writable, is_full, open_storage
 from sparkdl.worker.lifecycle import RELAYED
 
 logger = logging.getLogger(__name__)
@@ -93,13 +100,7 @@ def open_link(
 ) -> Link:
     """Open the channel and the place for checkpoints, and try both from the executors.
 
-    Args:
-        spark: the session.
-        slots: the run's workers.
-        settings: says who hosts the channel, and where.
-        checkpoint_dir: path or URL; None: the driver keeps the checkpoints.
-        run_id: names the probe's job.
-        stack: closes everything in the end.
+    ``stack`` closes everything in the end. ``checkpoint_dir`` None: the driver keeps checkpoints.
     """
     files = stack.enter_context(driver_folder())
     url, place = _open_checkpoints(spark, checkpoint_dir)
@@ -195,3 +196,100 @@ def _unreachable(address: Address) -> ClusterError:
         "spark.sparkdl.channel=workers to train without progress, logs and driver-kept "
         "checkpoints"
     )
+
+
+_REMEDY = "set checkpointDir, or TMPDIR to a folder with more space"
+
+
+@contextlib.contextmanager
+def driver_folder() -> Iterator[DriverFolder]:
+    """A new one, which is removed in the end, also by SIGTERM and SIGHUP."""
+    with tempfile.TemporaryDirectory(prefix="sparkdl-") as path, removed_at_termination(path):
+        yield DriverFolder(open_storage(path))
+
+
+class DriverFolder:
+    """A storage that gives up all but the newest whole checkpoint when it is full.
+
+    Args:
+        storage: the folder, on local disk.
+    """
+
+    def __init__(self, storage: Storage) -> None:
+        self._storage = storage
+        self._lock = threading.Lock()
+        self._has_warned = False
+
+    def __str__(self) -> str:
+        return str(self._storage)
+
+    def check_space(
+        self, *, weights_bytes: int, checkpoint_bytes: int, num_checkpoints: int
+    ) -> None:
+        """Warn if a run will not find the space that it needs.
+
+        ``weights_bytes`` are here at the beginning and at the end; one checkpoint is being written.
+        """
+        needed = 2 * weights_bytes + num_checkpoints * checkpoint_bytes
+        free = shutil.disk_usage(str(self)).free
+        if free < needed:
+            logger.warning(
+                "the driver's temporary folder %s has %s free; this run needs about %s there: "
+                "%d checkpoint(s) of about %s, and the weights twice. It keeps fewer if the "
+                "folder is full; %s",
+                self,
+                _mib(free),
+                _mib(needed),
+                num_checkpoints,
+                _mib(checkpoint_bytes),
+                _REMEDY,
+            )
+
+    def write(self, path: str, data: Data) -> None:
+        for is_last_try in (False, True):
+            try:
+                return self._storage.write(path, data)
+            except StorageError as error:
+                if not is_full(error):
+                    raise
+                has_room = not is_last_try and self._made_room(path)
+                # Pieces are gone; who has sent them sends them again.
+                if not has_room or not isinstance(data, bytes | bytearray | memoryview):
+                    raise StorageError(f"{error}; {_REMEDY}") from error.__cause__
+
+    def read(self, path: str) -> bytes:
+        return self._storage.read(path)
+
+    def list(self, path: str) -> builtins.list[str]:
+        return self._storage.list(path)
+
+    def remove(self, path: str) -> None:
+        self._storage.remove(path)
+
+    def exists(self, path: str) -> bool:
+        return self._storage.exists(path)
+
+    def _made_room(self, path: str) -> bool:
+        """Remove checkpoints, but the newest whole one and the one that is being written."""
+        with self._lock:
+            gone = 0
+            for key in run_keys(self._storage):
+                steps = folders(self._storage, key)
+                whole = [s for s in steps if self._storage.exists(f"{s.path}/{MANIFEST}")]
+                written = [s for s in steps if path.startswith(f"{s.path}/")] or steps[-1:]
+                for step in steps:
+                    if step not in whole[-1:] + written:
+                        remove(self._storage, step)
+                        gone += 1
+            if not self._has_warned:
+                self._has_warned = True
+                logger.warning(
+                    "the driver's temporary folder %s is full, so it keeps one checkpoint only; %s",
+                    self,
+                    _REMEDY,
+                )
+            return gone > 0
+
+
+def _mib(num_bytes: int) -> str:
+    return f"{num_bytes / 2**20:.0f} MiB"

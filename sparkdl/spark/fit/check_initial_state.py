@@ -22,10 +22,7 @@ def check_initial_state(
 ) -> tuple[TrainingMethod | None, TrainingState | None]:
     """Give the module the weights of the earlier fit, and check that its training can go on.
 
-    Args:
-        module: frozen as it will be trained.
-        request: what the estimator asks for; its strategy is an object.
-        mode: how workers run.
+    ``module`` is frozen as it will be trained, and the strategy of ``request`` an object.
 
     Returns:
         How the module is trained, if the fit goes on or another may go on from it, and what the

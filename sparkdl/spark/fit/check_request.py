@@ -33,13 +33,7 @@ from sparkdl.spark.frames.row_table import TableSpec
 from sparkdl.spark.frames.user_data import UserData
 from sparkdl.spark.rounds.driver_memory import check_driver_memory, round_state_bytes
 from sparkdl.spark.run.run import FitRequest
-from sparkdl.spark.session.compat import (
-    conf,
-    driver_heap_bytes,
-    is_case_sensitive,
-    run_workers_here,
-    shares_console,
-)
+from sparkdl.spark.session import compat
 from sparkdl.spark.session.settings import Settings, read_settings
 from sparkdl.sync.averaging.averaging import AveragingStrategy
 from sparkdl.sync.frozen_layers import freeze
@@ -60,19 +54,41 @@ _CONNECT_SESSION = "pyspark.sql.connect.session"
 
 
 @dataclass(frozen=True, kw_only=True)
-class CheckedRequest:
-    """What a fit has decided before its first job."""
+class CheckedValues:
+    """What follows from the Params alone."""
 
     request: FitRequest
     """As it was asked for; ``config.sync_strategy`` is an object."""
-    data: UserData
-    settings: Settings
+    mode: Literal["gang", "rounds"]
     module: nn.Module
     """Of our own, on the CPU; what does not train is frozen."""
+    float_dtype: str
+    """Of floating features."""
     frozen: Items[str]
     """What `freeze` has frozen, for `thaw`."""
     objective: LossFunction
     """What the run minimizes; built once on the driver."""
+    has_logs: bool
+    """True if the module may log values for the history."""
+
+    @property
+    def config(self) -> TrainConfig:
+        """How every worker trains."""
+        return self.request.config
+
+    @property
+    def strategy(self) -> SyncStrategy:
+        """How replicas are brought to agree."""
+        strategy: SyncStrategy = self.config.sync_strategy
+        return strategy
+
+
+@dataclass(frozen=True, kw_only=True)
+class CheckedRequest(CheckedValues):
+    """What a fit has decided before its first job."""
+
+    data: UserData
+    settings: Settings
     columns: tuple[SpoolColumn, ...]
     """Features, labels and weight, in this order."""
     validation: SparkColumn | None
@@ -87,24 +103,6 @@ class CheckedRequest:
     def spark(self) -> SparkSession:
         """The session of the data."""
         return self.data.spark
-
-    @property
-    def config(self) -> TrainConfig:
-        """How every worker trains."""
-        return self.request.config
-
-    @property
-    def strategy(self) -> SyncStrategy:
-        """How replicas are brought to agree."""
-        strategy: SyncStrategy = self.config.sync_strategy
-        return strategy
-
-    @property
-    def has_logs(self) -> bool:
-        """True if the module may log values for the history."""
-        from sparkdl.train.objective.training_step import logs
-
-        return logs(self.config, self.module)
 
     @property
     def begins_from_text(self) -> str:
@@ -159,10 +157,6 @@ class CheckedRequest:
 def check_request(data: UserData, request: FitRequest) -> CheckedRequest:
     """Check all that needs no job, and wait for the cluster's slots.
 
-    Args:
-        data: what is trained on.
-        request: what the estimator asks for.
-
     Raises:
         ConfigError: a parameter is wrong.
         DataError: a column is missing, or of a type of which no tensor can be made.
@@ -170,13 +164,17 @@ def check_request(data: UserData, request: FitRequest) -> CheckedRequest:
             of rounds.
         StorageError: the initial weights or the source cannot be read.
     """
-    run_workers_here(data.spark)
-    settings = read_settings(partial(conf, data.spark))
+    compat.run_workers_here(data.spark)
+    settings = read_settings(partial(compat.conf, data.spark))
     data.check_files(settings)
     check_travels({"source": data.source})
     values = check_values(request)
-    request, module = values.request, values.module
-    config, strategy = request.config, values.strategy
+    request, module, config, strategy = (
+        values.request,
+        values.module,
+        values.config,
+        values.strategy,
+    )
     method, begins_from = check_initial_state(module, request, values.mode)
     data.check_inputs((*request.specified, *request.labels))
     data.check_training(config, request.validation, has_logs=values.has_logs)
@@ -197,49 +195,24 @@ def check_request(data: UserData, request: FitRequest) -> CheckedRequest:
     strategy.check(config, slots.num_workers)
     if not slots.is_gang and isinstance(strategy, AveragingStrategy):
         check_driver_memory(
-            partial(conf, data.spark),
+            partial(compat.conf, data.spark),
             state_bytes=round_state_bytes(module, config, strategy),
             num_shards=slots.num_workers,
             strategy=strategy,
-            heap_bytes=driver_heap_bytes(data.spark),
-            is_local=shares_console(data.spark),
+            heap_bytes=compat.driver_heap_bytes(data.spark),
+            is_local=compat.shares_console(data.spark),
         )
     check_sync_batch_norm(module, config, slots.num_workers)
     return CheckedRequest(
-        request=request,
+        **vars(values),
         data=data,
         settings=settings,
-        module=module,
-        frozen=values.frozen,
-        objective=values.objective,
         columns=tuple(columns),
         validation=validation,
         slots=slots,
         method=method,
         begins_from=begins_from,
     )
-
-
-@dataclass(frozen=True, kw_only=True)
-class CheckedValues:
-    """What follows from the Params alone."""
-
-    request: FitRequest
-    """With a strategy that is an object."""
-    mode: Literal["gang", "rounds"]
-    module: nn.Module
-    float_dtype: str
-    """Of floating features."""
-    frozen: Items[str]
-    objective: LossFunction
-    has_logs: bool
-    """True if the module may log values for the history."""
-
-    @property
-    def strategy(self) -> SyncStrategy:
-        """How replicas are brought to agree."""
-        strategy: SyncStrategy = self.request.config.sync_strategy
-        return strategy
 
 
 def check_values(request: FitRequest) -> CheckedValues:
@@ -422,11 +395,7 @@ def check_training(
     from sparkdl.train.callbacks import steps_between
     from sparkdl.train.objective.metrics import check_metrics
     from sparkdl.train.objective.training_step import objective_of
-    from sparkdl.train.optimizers.optimizers import (
-        make_scheduler,
-        require_steps,
-        resolve_optimizer,
-    )
+    from sparkdl.train.optimizers import optimizers
 
     config = request.config
     strategy: SyncStrategy = config.sync_strategy
@@ -441,22 +410,22 @@ def check_training(
             )
         is_lazy = any(nn.parameter.is_lazy(parameter) for parameter in module.parameters())
         if config.device == "cuda" or is_lazy:
-            resolve_optimizer(config, module)
+            optimizers.resolve_optimizer(config, module)
             if isinstance(config.optimizer, str | type):
                 stand_in = nn.Parameter(torch.zeros(1))
-                strategy.check_optimizer(resolve_optimizer(config)([stand_in]))
+                strategy.check_optimizer(optimizers.resolve_optimizer(config)([stand_in]))
         else:
             copied = _copied(module)
             if not any(parameter.requires_grad for parameter in copied.parameters()):
                 raise ConfigError(
                     "the module has no parameters that train; check it, and frozenLayers"
                 )
-            make = resolve_optimizer(config, copied)
+            make = optimizers.resolve_optimizer(config, copied)
             optimizer = make(p for p in copied.parameters() if p.requires_grad)
             strategy.check_optimizer(optimizer)
-            schedule = make_scheduler(config, optimizer, make, steps_per_epoch=1)
+            schedule = optimizers.make_scheduler(config, optimizer, make, steps_per_epoch=1)
             if in_rounds:
-                require_steps(schedule)
+                optimizers.require_steps(schedule)
     return objective
 
 
@@ -496,7 +465,7 @@ def prepare_columns(
     Raises:
         DataError: a column is missing or of a type of which no tensor can be made.
     """
-    schema, case = df.schema, is_case_sensitive(df.sparkSession)
+    schema, case = df.schema, compat.is_case_sensitive(df.sparkSession)
     inputs: list[str | Named] = [*request.feature_cols, *request.specified]
     prepared = [
         prepare(schema, wanted, "feature", float_dtype=float_dtype, is_case_sensitive=case)

@@ -60,11 +60,7 @@ def check_rows(
 ) -> CheckedRows:
     """See that the rows can be used, that the module takes them, and the loss its output.
 
-    Args:
-        checked: the request.
-        table: the run's shards.
-        shards: what it lists.
-        sink: gets the graph of what the module did, see `report.module_graph`; None: nobody.
+    ``sink`` gets the graph of what the module did, see `report.module_graph`; None: nobody.
 
     Raises:
         ConfigError: see `dry_run`.
@@ -103,11 +99,6 @@ def check_labels(
 
 def check_plan(checked: CheckedRequest, plan: TrainPlan, *, has_validation: bool) -> None:
     """See that the plan can be carried out.
-
-    Args:
-        checked: the request, with the cluster as it is now.
-        plan: the run's plan.
-        has_validation: True if there are rows for validation.
 
     Raises:
         ConfigError: what shall be measured needs validation rows, or the module does not take

@@ -28,13 +28,8 @@ from sparkdl.serialization.packed_module import pack
 from sparkdl.spark.cluster.link import Link, open_link
 from sparkdl.spark.cluster.slots import Slots, wait_again
 from sparkdl.spark.cluster.supervisor import persistently
+from sparkdl.spark.fit import check_rows
 from sparkdl.spark.fit.check_request import CheckedRequest, check_request
-from sparkdl.spark.fit.check_rows import (
-    CheckedRows,
-    check_plan,
-    check_rows,
-    none_for_validation,
-)
 from sparkdl.spark.fit.gang_fit import train_in_gang
 from sparkdl.spark.frames.row_table import RowTable, content_of
 from sparkdl.spark.frames.shared_spools import Spools
@@ -145,7 +140,7 @@ def _fit(
         )
         checked = replace(checked, slots=checked.slots.asked_again(checked.spark))
         doing("checking the rows")
-        found = check_rows(checked, table, shards, recorder.graph)
+        found = check_rows.check_rows(checked, table, shards, recorder.graph)
         config = replace(checked.config, metrics=found.metrics)
         checked = replace(checked, request=replace(checked.request, config=config))
         num_skipped = _warn_of_skipped(table, shards)
@@ -265,7 +260,7 @@ def _make_plan(
     checked: CheckedRequest,
     table: RowTable,
     shards: Sequence[SpooledShard],
-    found: CheckedRows,
+    found: check_rows.CheckedRows,
     link: Link,
     key: str,
 ) -> TrainPlan:
@@ -275,9 +270,9 @@ def _make_plan(
     choose = partial(table.windows, plan, shards, checked.slots.cluster, window_bytes)
     plan = replace(plan, windows=windows_to_go_on(link.checkpoints, key, choose))
     _log_plan(plan, checked.slots, checked.shares)
-    check_plan(checked, plan, has_validation=plan.num_validation_rows > 0)
+    check_rows.check_plan(checked, plan, has_validation=plan.num_validation_rows > 0)
     if checked.request.validation is not None and not plan.num_validation_rows:
-        logger.warning("%s", none_for_validation(checked.request, plan.num_rows))
+        logger.warning("%s", check_rows.none_for_validation(checked.request, plan.num_rows))
     return plan
 
 

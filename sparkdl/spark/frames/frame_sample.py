@@ -7,29 +7,25 @@ from __future__ import annotations
 
 import logging
 import time
-import uuid
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
-from pyspark.sql import DataFrame, SparkSession
+from pyspark.sql import DataFrame
 from pyspark.sql import functions as F
 
 from sparkdl.data.plan import SpoolColumn
 from sparkdl.errors import DataError
 from sparkdl.runtime.activity import doing
 from sparkdl.spark.frames.shard_table import selected
-from sparkdl.spark.session.background_job import BackgroundJob
+from sparkdl.spark.session.background_job import bounded
 from sparkdl.spark.session.compat import is_connect
-from sparkdl.spark.session.failures import raise_unless_loss
 
 if TYPE_CHECKING:
     from pyspark.sql import Column as SparkColumn
 
 logger = logging.getLogger(__name__)
-
-T = TypeVar("T")
 
 _GROWTH = 64
 """How many times the rows of one look the next one takes: 1, 64, 4,096."""
@@ -88,11 +84,7 @@ def take_sample(
 ) -> Sample:
     """Take the first rows that Spark finds, as they would be spooled.
 
-    Args:
-        df: the rows.
-        prepared: their columns.
-        validation: says which rows are for validation; None: none.
-        seconds: longest that it may take. What was found until then is the sample.
+    After ``seconds`` what was found until then is the sample.
 
     Raises:
         DataError: not even the first row was found in time, or other jobs hold the slots.
@@ -209,27 +201,3 @@ def count_rows(df: DataFrame, validation: SparkColumn | None, seconds: float) ->
             f"{option_text('num_rows')}; or give it more time by count_seconds, likewise"
         )
     return found[0] - found[1], found[1]
-
-
-def bounded(spark: SparkSession, work: Callable[[], T], seconds: float, name: str) -> T | None:
-    """What ``work`` returns, or None if it is not done in time; then its Spark jobs are cancelled.
-
-    Args:
-        spark: the session.
-        work: submits the jobs.
-        seconds: longest that it may take.
-        name: of the jobs in Spark's UI.
-
-    Raises:
-        Exception: what ``work`` raises.
-    """
-    tag = f"sparkdl-explain-{uuid.uuid4().hex[:12]}"
-    job = BackgroundJob(spark, work, tag=tag, name=name)
-    try:
-        job.begin()
-        is_in_time = job.wait(seconds)
-    finally:  # also if the user interrupts
-        job.end()
-    if job.error is not None:
-        raise_unless_loss(job.error)
-    return job.result() if is_in_time else None

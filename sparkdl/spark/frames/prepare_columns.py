@@ -149,17 +149,6 @@ def prepare_labels(
 ) -> list[SpoolColumn]:
     """Several labels, the only label, and the weight, as far as there are any, in this order.
 
-    Args:
-        schema: schema of the DataFrame.
-        task: what is learnt: a classifier's label is a class number, a regression's a float.
-        loss: what compares with the labels, which says which of several are class numbers.
-        labels: several labels.
-        label_col: the column of the only label.
-        weight_col: the column of the rows' weights.
-        float_dtype: dtype of floating labels.
-        weight_dtype: dtype of the weights.
-        is_case_sensitive: see `columns.find`.
-
     Raises:
         DataError: a column is missing, or of a type of which no tensor can be made.
     """

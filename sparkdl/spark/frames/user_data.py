@@ -28,9 +28,8 @@ from sparkdl.errors import ClusterError, ConfigError, DataError
 from sparkdl.inputs import Named
 from sparkdl.spark.cluster.cluster_info import require_plain_files
 from sparkdl.spark.frames.frame_sample import Sample, take_sample
-from sparkdl.spark.frames.row_table import RowTable, TableSpec
+from sparkdl.spark.frames.row_table import RowTable, SourceTable, TableSpec
 from sparkdl.spark.frames.shard_table import LocalTable, ShardTable
-from sparkdl.spark.frames.source_table import SourceTable
 from sparkdl.spark.session.compat import conf
 from sparkdl.spark.session.failures import raise_if_ended
 from sparkdl.spark.session.settings import Settings
@@ -88,10 +87,7 @@ class UserData:
     ) -> None:
         """Refuse what needs rows for validation that are not there, or what only spools can do.
 
-        Args:
-            config: how workers train.
-            validation: the column that marks rows for validation, or their fraction.
-            has_logs: True if the module may log values for the history.
+        ``validation`` is the column that marks rows for validation, or their fraction.
 
         Raises:
             ConfigError: names it.

@@ -21,16 +21,11 @@ from sparkdl.data.plan import SpoolColumn
 from sparkdl.errors import ConfigError, DataError
 from sparkdl.inputs import Specification, Tensor, named
 from sparkdl.spark.cluster.slots import Slots
-from sparkdl.spark.frames.choose_windows import windows_of_spool
+from sparkdl.spark.frames import shard_table
+from sparkdl.spark.frames.example_rows import UserRows
 from sparkdl.spark.frames.prepare_columns import prepare
-from sparkdl.spark.frames.row_table import TableSpec, spool_columns
-from sparkdl.spark.frames.shard_table import (
-    SpooledRows,
-    SpoolTable,
-    selected,
-    spread,
-)
-from sparkdl.spark.frames.source_table import SourceTable
+from sparkdl.spark.frames.row_table import SourceTable, TableSpec, spool_columns
+from sparkdl.spark.frames.shard_table import windows_of_spool
 from sparkdl.spark.frames.spool_task import SpoolTask
 from sparkdl.spark.frames.user_data import UserData, spooled_and_read
 from sparkdl.spark.session.compat import conf, is_case_sensitive
@@ -56,9 +51,7 @@ def prepare_sets(
 ) -> dict[str, tuple[SpoolColumn, ...]]:
     """The columns of each data set, with the names that they have in a batch.
 
-    Args:
-        data: the data sets by name.
-        inputs: columns of a batch by name; None: all columns of each data set.
+    ``inputs`` None: all columns of each data set.
 
     Raises:
         DataError: a data set lacks a column, or no tensor can be made of one.
@@ -88,7 +81,7 @@ def _prepare(rows: UserData, inputs: Inputs | None) -> tuple[SpoolColumn, ...]:
 
 def data_set(
     name: str,
-    table: SpooledRows | SourceTable,
+    table: shard_table.SpooledRows | SourceTable,
     shards: Sequence[SpooledShard],
     *,
     warns: bool = True,
@@ -115,7 +108,7 @@ def local_data_sets(
     return found
 
 
-class DataSets(SpoolTable):
+class DataSets(shard_table.SpoolTable):
     """The run's data sets, in shards that lie where their worker will be."""
 
     def __init__(
@@ -143,7 +136,10 @@ class DataSets(SpoolTable):
             for name, columns in prepared.items()
         }
         frames, sources = spooled_and_read(data)
-        self._spools = {name: SpooledRows(specs[name]) for name in frames}
+        self._spools = {
+            name: shard_table.SpooledRows(specs[name], UserRows(df, prepared[name]))
+            for name, df in frames.items()
+        }
         self._sources = {
             name: SourceTable(spark, source, specs[name]) for name, source in sources.items()
         }
@@ -195,8 +191,8 @@ def _spread(data: Mapping[str, DataFrame], specs: Mapping[str, TableSpec]) -> Da
     """
     if len(data) == 1:
         ((name, df),) = data.items()
-        return spread(df, specs[name])
-    frames = [selected(df, specs[name].columns) for name, df in data.items()]
+        return shard_table.spread(df, specs[name])
+    frames = [shard_table.selected(df, specs[name].columns) for name, df in data.items()]
     types = [df.select(F.struct(*df.columns).alias("row")).schema["row"].dataType for df in frames]
     parts = []
     for number, df in enumerate(frames):

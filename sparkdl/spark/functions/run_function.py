@@ -6,36 +6,34 @@ happens, nothing is left behind.
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import uuid
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
 
 from pyspark.sql import SparkSession
 
-from sparkdl.errors import CheckpointLost, ConfigError, ShardLost
+from sparkdl.errors import ConfigError
 from sparkdl.inputs import Specification
 from sparkdl.report.live.choose_view import shows_lines
 from sparkdl.report.recorder import Recorder
 from sparkdl.spark.cluster.attempt import Attempt, Rows
-from sparkdl.spark.cluster.launch import Launch
 from sparkdl.spark.cluster.link import open_link
 from sparkdl.spark.cluster.slots import plan_slots, wait_again
-from sparkdl.spark.cluster.supervisor import GangResult, persistently, supervise
+from sparkdl.spark.cluster.supervisor import GangResult, Launch, persistently, supervise
 from sparkdl.spark.fit.check_request import travelling
 from sparkdl.spark.frames.user_data import Data, user_data
 from sparkdl.spark.functions.function_data import DataSets, prepare_sets
-from sparkdl.spark.run.resume import newest, patiently
+from sparkdl.spark.run.resume import Attempts, gang_attempts, newest, patiently
 from sparkdl.spark.run.run import Request
 from sparkdl.spark.run.run_facts import record_run
 from sparkdl.spark.session.compat import conf, run_workers_here, shares_console
 from sparkdl.spark.session.interrupts import Cleanup
 from sparkdl.spark.session.settings import read_settings
 from sparkdl.storage.checkpoint_format import StepFolder, folders
-from sparkdl.storage.lease import Lease, Note, read_leases
+from sparkdl.storage.lease import Note, read_leases
 from sparkdl.storage.storage import Storage
 from sparkdl.worker import function_rank
 
@@ -200,41 +198,20 @@ class FunctionJob(Launch):
     request: FunctionRequest
     payload: bytes
     sets: DataSets
-    begun_from: list[str | None] = field(default_factory=list)
-    """The checkpoint of each submission."""
-    passed_over: set[str] = field(default_factory=set)
-    """Checkpoints that workers could not read."""
 
     def run(self) -> FunctionResult:
         """Run the gang to its end, however many submissions that takes."""
-        checkpoints, lease = self.link.checkpoints, None
-        with contextlib.ExitStack() as stack:
-            if checkpoints is not None:
-                lease = stack.enter_context(Lease(checkpoints, RUN_KEY, self.run_id))
-            submit = partial(self._submit, lease)
-            return self._result(
-                supervise(self, submit, heal=self._heal, what="run a function", once_there="")
+        with gang_attempts(self, RUN_KEY, self.sets.rebuild) as attempts:
+            submit = partial(self._submit, attempts)
+            result = supervise(
+                self, submit, heal=attempts.heal, what="run a function", once_there=""
             )
+            return self._result(result)
 
-    def _heal(self, failed: Attempt) -> None:
-        if failed.has_reported(ShardLost):
-            self.sets.rebuild()
-        path = self.begun_from[-1] if self.begun_from else None
-        if failed.has_reported(CheckpointLost) and path is not None:
-            self.passed_over.add(path)
-
-    def _submit(self, lease: Lease | None, attempt: Attempt) -> Callable[[], Rows]:
-        link, request, number = self.link, self.request, attempt.number
-        if number > 0:
-            self.view.begun_again(number, None)
-            wait_again(self.spark, self.slots, self.settings, attempt.restarts_left)
-        found = self._newest(lease)
-        self.begun_from.append(None if found is None else found.path)
-        if lease is not None:
-            lease.begin(number, self.begun_from[-1])
-        attempt.start = 0 if found is None else found.step
-        self.view.attempt(number, attempt.start)
-        in_task = link.send(
+    def _submit(self, attempts: Attempts, attempt: Attempt) -> Callable[[], Rows]:
+        path = attempts.begin(attempt, partial(self._newest, attempts))
+        request = self.request
+        in_task = self.link.send(
             function_rank.FUNCTION,
             self.payload,
             what="the function and its arguments have",
@@ -243,39 +220,38 @@ class FunctionJob(Launch):
         )
         order = self.gang_order(
             function_rank.FunctionOrder,
-            attempt=number,
+            attempt=attempt.number,
             run_key=RUN_KEY,
             device=request.device,
             payload=in_task or b"",
             sets=self.sets.collect(),
             results=request.results,
             keep=request.keep_checkpoints,
-            resume_path=None if found is None else found.path,
+            resume_path=path,
         )
         return self.gang_job(self.sets.df, function_rank.run, order, keeps_process=False)
 
-    def _newest(self, lease: Lease | None) -> CheckpointInfo | None:
-        if self.link.checkpoints is None:
-            return None
+    def _newest(self, attempts: Attempts, storage: Storage) -> CheckpointInfo | None:
+        """The newest checkpoint that is this run's: another run has another function.
+
+        At the beginning that is whatever is there, if the user has asked to resume it.
+        """
+        begun_from = attempts.begun_from
+
+        def is_own(folder: StepFolder) -> bool:
+            is_asked = self.request.resume and not begun_from
+            return is_asked or folder.writer.run_id == self.run_id or folder.path in begun_from
+
         found = newest(
-            self.link.checkpoints,
+            storage,
             RUN_KEY,
-            is_wanted=self._is_own,
-            passed_over=self.passed_over,
-            lease=lease,
+            is_wanted=is_own,
+            passed_over=attempts.passed_over,
+            lease=attempts.lease,
         )
         if found is not None:
             logger.info("going on from checkpoint %d (%s)", found.step, found.path)
         return found
-
-    def _is_own(self, folder: StepFolder) -> bool:
-        """True for what this run may go on from: another run has another function.
-
-        At the beginning that is whatever is there, if the user has asked to resume it.
-        """
-        is_asked = self.request.resume and not self.begun_from
-        is_mine = folder.writer.run_id == self.run_id or folder.path in self.begun_from
-        return is_mine or is_asked
 
     def _result(self, result: GangResult) -> FunctionResult:
         values: dict[int, Any] = {}

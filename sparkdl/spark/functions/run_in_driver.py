@@ -45,9 +45,7 @@ _SECONDS = 600.0
 def run_here(spark: SparkSession | None, request: FunctionRequest) -> FunctionResult:
     """Run a function in this process.
 
-    Args:
-        spark: the session; None: there is none, and none is needed.
-        request: what is asked for; what concerns several workers has no effect.
+    ``spark`` None: no session is needed. What concerns several workers has no effect.
 
     Raises:
         DataError: a data set cannot be used.

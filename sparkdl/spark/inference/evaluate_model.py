@@ -43,11 +43,6 @@ _SCHEMA = "part int, payload binary"
 def evaluate(task: EvaluateTask, dataset: DataFrame, columns: Sequence[SparkColumn]) -> Evaluation:
     """Evaluate all rows; see `TorchModel.evaluate`.
 
-    Args:
-        task: what to do.
-        dataset: the rows.
-        columns: inputs, labels and weight, as the task takes them.
-
     Raises:
         ClusterError: a worker was lost, and Spark has not healed it.
     """

@@ -10,16 +10,7 @@ from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any, ClassVar, TypeVar
 
-from pyspark.ml.param import Param, Params, TypeConverters
-from pyspark.ml.param.shared import (
-    HasFeaturesCol,
-    HasInputCols,
-    HasPredictionCol,
-    HasProbabilityCol,
-    HasRawPredictionCol,
-    HasSeed,
-    HasWeightCol,
-)
+from pyspark.ml.param import Param, Params, TypeConverters, shared
 
 from sparkdl.config import CheckpointConfig, Task, TrainConfig, require
 from sparkdl.errors import ConfigError, did_you_mean
@@ -38,7 +29,9 @@ _SPARKS_CONVERTERS: Mapping[Any, Callable[[Any], Any]] = {
 }
 
 
-class CheckedParams(HasFeaturesCol, HasInputCols, HasWeightCol, HasPredictionCol):
+class CheckedParams(
+    shared.HasFeaturesCol, shared.HasInputCols, shared.HasWeightCol, shared.HasPredictionCol
+):
     """Params that refuse unknown names, and None where a value is needed."""
 
     _options: ClassVar[Mapping[str, Option]] = {}
@@ -82,11 +75,11 @@ class CheckedParams(HasFeaturesCol, HasInputCols, HasWeightCol, HasPredictionCol
         return None if value == "" and name.endswith("Col") else value
 
 
-class TrainParams(CheckedParams, HasSeed):
+class TrainParams(CheckedParams, shared.HasSeed):
     """What all estimators are."""
 
 
-class ClassOutputParams(HasProbabilityCol, HasRawPredictionCol):
+class ClassOutputParams(shared.HasProbabilityCol, shared.HasRawPredictionCol):
     """What Spark asks by these classes: that there are the output columns of a classifier."""
 
 

@@ -37,13 +37,7 @@ def check_driver_memory(
     Counted is what it holds at least: each state that comes back, one of them a second time while
     it is unpacked, and the one that goes out. In local mode the tasks run there too.
 
-    Args:
-        get: reads Spark's configuration.
-        state_bytes: as `round_state_bytes` gives it.
-        num_shards: replicas.
-        strategy: says how many levels of executors merge states before the driver does.
-        heap_bytes: what the driver's JVM may use; None: not known.
-        is_local: True if the executor is part of the driver.
+    ``heap_bytes`` None: not known. ``is_local``: the executor is part of the driver.
 
     Raises:
         ClusterError: with what to raise or lower.

@@ -66,11 +66,7 @@ class Replicas(Protocol):
         """The ``state_dict`` that would be the result if the run ended now."""
 
     def evaluate(self, state: TrainState) -> Evaluation:
-        """Measure on the validation rows of all shards what `model` gives.
-
-        Args:
-            state: how far the run has come.
-        """
+        """Measure on the validation rows of all shards what `model` gives."""
 
     def notes(self) -> list[Record]:
         """What was seen of each member of a population."""
@@ -87,11 +83,7 @@ def run_rounds(
 ) -> Trained:
     """Train, and give the weights to the run's module.
 
-    Args:
-        run: what to train.
-        period: the steps of each round.
-        make: makes the strategy's part, given what runs its jobs.
-        watch: judges the mean loss of each round.
+    ``watch`` judges the mean loss of each round; ``make`` makes the strategy's part.
 
     Raises:
         WorkerError: the user's code failed in a task.

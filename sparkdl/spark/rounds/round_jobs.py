@@ -64,10 +64,7 @@ class RoundJobs:
     def __init__(self, run: Run, book: EpochBook, *, first_attempt: int = 0) -> None:
         """Prepare what all jobs need.
 
-        Args:
-            run: the run.
-            book: says how far it has come.
-            first_attempt: number of the first job on the run's link.
+        ``first_attempt`` is the number of the first job on the run's link.
         """
         self.restarts = 0
         self._run = run
@@ -81,10 +78,7 @@ class RoundJobs:
     def run(self, part: RoundPart | None, work: RoundWork, stage: Stage) -> Rows:
         """Run one job; it may be run again ``max_restarts`` times, whatever came before it.
 
-        Args:
-            part: the steps that it trains; None: it measures.
-            work: what its tasks do.
-            stage: runs it.
+        ``part`` None: it measures.
 
         Raises:
             WorkerError: the user's code failed in a task.

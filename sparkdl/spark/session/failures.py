@@ -157,8 +157,8 @@ def _meant_by(error: Exception) -> SparkDLError | None:
     for entry, told in _TOO_LARGE.items():
         if is_spark_error(error) and entry in _text_of(error):
             return ClusterError(f"{told} ({spark_message(error)})")
-    if isinstance(error, spark_errors.PythonException) and (told := _other_python(error)):
-        return ClusterError(told)
+    if isinstance(error, spark_errors.PythonException) and (other := _other_python(error)):
+        return other
     condition = condition_of(error) or ""
     if condition in _CANCELLED:
         return TrainingFailed(
@@ -179,18 +179,18 @@ def python_cause(error: spark_errors.PythonException) -> str:
     return traceback.strip().rpartition("\n")[2].strip()
 
 
-def _other_python(error: spark_errors.PythonException) -> str | None:
+def _other_python(error: spark_errors.PythonException) -> ClusterError | None:
     """What to say where a function of the user's fails because workers run another Python."""
     cause, named = python_cause(error), os.environ.get("PYSPARK_PYTHON")
     if not cause.startswith("ModuleNotFoundError") and "PYTHON_VERSION_MISMATCH" not in cause:
         return None
-    theirs = shutil.which(named or "python3") or named or "python3"
+    theirs: str = shutil.which(named or "python3") or named or "python3"
     how = "which PYSPARK_PYTHON names" if named else "since PYSPARK_PYTHON was not set"
     if "connect" in type(error).__module__:
         theirs, how = "the Python", "that PYSPARK_PYTHON named where the server was started"
     elif theirs == sys.executable:
         return None
-    return (
+    return ClusterError(
         f"a Python function that the DataFrame's rows need fails on a worker: {cause}; its worker "
         f"runs {theirs}, {how}, and this program runs {sys.executable}; set "
         f"PYSPARK_PYTHON={sys.executable} before the session and the function are made, or install "

@@ -166,10 +166,6 @@ def interruptible(spark: SparkSession, checkpoint_dir: str | None = None) -> Ite
     In the main thread the block then ends in KeyboardInterrupt; in others, which run fits for it,
     in TrainingFailed. Cleaning up belongs into a `Cleanup` within.
 
-    Args:
-        spark: the session.
-        checkpoint_dir: where the user has checkpoints kept, if anywhere.
-
     Raises:
         KeyboardInterrupt: the user wants it.
         ClusterError: the session has ended.

@@ -86,9 +86,6 @@ _ENTRIES: dict[str, tuple[str, Callable[[str], object]]] = {
 def read_settings(get: Callable[[str], str | None]) -> Settings:
     """Read the entries.
 
-    Args:
-        get: gives the value of a Spark configuration entry, or None.
-
     Raises:
         ConfigError: a value is not of the entry's type.
     """

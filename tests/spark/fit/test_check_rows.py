@@ -23,6 +23,7 @@ from sparkdl.spark.fit.check_rows import (
     shaped,
     traced_run,
 )
+from sparkdl.spark.frames.example_rows import UserRows
 from sparkdl.spark.frames.prepare_columns import prepare
 from sparkdl.spark.frames.row_table import TableSpec
 from sparkdl.spark.frames.shard_table import ShardTable
@@ -318,7 +319,7 @@ def test_labels_outside_the_classes(spark: SparkSession) -> None:
     spec = TableSpec(
         columns=(prepare(df.schema, "id", "feature", float_dtype="float32"),), num_shards=1
     )
-    table = ShardTable(df.limit(1), spec, run_id="labels", shown=df)
+    table = ShardTable(df.limit(1), spec, run_id="labels", shown=UserRows(df, ()))
     with pytest.raises(DataError) as caught:
         check_labels(table, "the label", 3, 1, with_maximum(2.0, 4.0))
     table.close()

@@ -478,7 +478,7 @@ def test_a_run_goes_on_in_the_windows_in_which_it_was_begun(
             return [HostLoad(num_shards=2, num_bytes=size, memory_bytes=memory_bytes)]
 
         with monkeypatch.context() as patch:
-            patch.setattr("sparkdl.spark.frames.choose_windows.host_loads", loads)
+            patch.setattr("sparkdl.spark.frames.shard_table.host_loads", loads)
             # So small that the few rows of this test need several of them.
             patch.setattr("sparkdl.data.shuffle_windows._LEAST_WINDOW", 200)
             directory = str(tmp_path / directory)
