@@ -169,10 +169,9 @@ def choose_num_workers(
     cpus_per_worker: int | None = None,
     gpus_per_worker: float | None = None,
 ) -> int:
-    """Number of workers: as requested, else one per GPU if the cluster has them, else per executor.
+    """As many workers as requested, else one per GPU if the cluster has them, else per executor.
 
-    Raises:
-        ClusterError: there are too few slots for the request, or the number cannot be known.
+    Raises ClusterError if there are too few slots, or if the number cannot be known.
     """
     if info.num_executors is None or info.cores_per_executor is None:
         if requested is None:
@@ -209,11 +208,7 @@ def _too_few(
 
 
 def require_gang_support(info: ClusterInfo, get: Get, settings: Settings) -> None:
-    """Refuse what Spark's barrier stages cannot do, and what would go over the network in clear.
-
-    Raises:
-        ClusterError: with the remedy.
-    """
+    """Refuse what barrier stages cannot do, and gradients in clear; raises ClusterError."""
     if info.dynamic_allocation:
         raise ClusterError(
             "training needs all workers at the same time, which Spark refuses under dynamic "
@@ -239,11 +234,7 @@ def require_gang_support(info: ClusterInfo, get: Get, settings: Settings) -> Non
 
 
 def require_plain_files(get: Get, settings: Settings) -> None:
-    """Refuse to spool in clear where Spark is told to encrypt what it writes to local disks.
-
-    Raises:
-        ClusterError: with the remedy.
-    """
+    """Refuse to spool in clear where Spark encrypts its local files; raises ClusterError."""
     key = "spark.io.encryption.enabled"
     if _is_set(get, key) and not settings.allow_unencrypted:
         raise ClusterError(

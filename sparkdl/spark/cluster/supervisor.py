@@ -298,11 +298,7 @@ def _say_how_many(attempt: Attempt, job: BackgroundJob[Rows], *, reaches_driver:
 def _check_start(
     attempt: Attempt, now: float, settings: Settings, job: BackgroundJob[Rows]
 ) -> None:
-    """Wait long for slots, which other jobs may hold, but not for workers that have them.
-
-    Raises:
-        ClusterError: no slots became free.
-    """
+    """Wait long for slots, but not for workers that have them; raises ClusterError."""
     missing = attempt.world_size - len(attempt.last_event)
     if missing == attempt.world_size:
         silence, started = job.progress.seconds_without(), "since Spark runs their tasks"

@@ -218,10 +218,7 @@ def check_request(data: UserData, request: FitRequest) -> CheckedRequest:
 def check_values(request: FitRequest) -> CheckedValues:
     """Check what needs neither rows nor, without initial weights, a session.
 
-    Raises:
-        ConfigError: a parameter is wrong.
-        StorageError: the initial weights cannot be read.
-        Exception: what the user's own callables raise.
+    Raises what `make_module` and `check_training` raise.
     """
     config = request.config
     travelling_values = {field.name: getattr(config, field.name) for field in fields(config)}
@@ -243,11 +240,7 @@ def check_values(request: FitRequest) -> CheckedValues:
 
 
 def choose_mode(requested: str, strategy: SyncStrategy) -> Literal["gang", "rounds"]:
-    """The mode that the user asked for; ``auto`` leaves it to the strategy.
-
-    Raises:
-        ConfigError: there is no such mode, or the strategy cannot run in it.
-    """
+    """The mode that the user asked for; ``auto`` leaves it to the strategy; raises ConfigError."""
     if requested not in MODES:
         raise ConfigError(f"executionMode must be one of {MODES}; received {requested!r}")
     if requested == "gang":
@@ -269,11 +262,7 @@ def choose_mode(requested: str, strategy: SyncStrategy) -> Literal["gang", "roun
 
 
 def check_travels(values: Mapping[str, Any]) -> None:
-    """Refuse what cannot be sent to other processes, such as a callback that holds a lock.
-
-    Raises:
-        ConfigError: names the parameter.
-    """
+    """Refuse what cannot be sent to other processes, such as a lock; raises ConfigError."""
     for name, value in values.items():
         try:
             travelling(value)
@@ -285,11 +274,7 @@ def check_travels(values: Mapping[str, Any]) -> None:
 
 
 def travelling(value: Any) -> bytes:
-    """What other processes get of a value.
-
-    Raises:
-        Exception: whatever the user's classes raise when they are pickled.
-    """
+    """What other processes get of a value; raises Exception."""
     with io.BytesIO() as file:
         _Pickler(file).dump(value)
         return file.getvalue()
@@ -347,11 +332,7 @@ def make_module(request: FitRequest) -> tuple[nn.Module, str]:
 
 
 def _copied(module: nn.Module) -> nn.Module:
-    """A copy, such as every worker gets.
-
-    Raises:
-        ConfigError: the module has something that only this process can have.
-    """
+    """A copy, such as every worker gets; raises ConfigError."""
     try:
         return copy.deepcopy(module)
     except Exception as error:  # whatever the user's classes raise when they are copied
@@ -460,11 +441,7 @@ def check_lightning(module: nn.Module, config: TrainConfig, *, in_rounds: bool) 
 def prepare_columns(
     df: DataFrame, request: FitRequest, float_dtype: str
 ) -> tuple[list[SpoolColumn], SparkColumn | None]:
-    """Features, labels and weight in this order, and which rows are for validation, if some are.
-
-    Raises:
-        DataError: a column is missing or of a type of which no tensor can be made.
-    """
+    """Features, labels and weight, and which rows are for validation; raises DataError."""
     schema, case = df.schema, compat.is_case_sensitive(df.sparkSession)
     inputs: list[str | Named] = [*request.feature_cols, *request.specified]
     prepared = [
@@ -506,11 +483,7 @@ def _check_apart(prepared: Items[SpoolColumn]) -> None:
 
 
 def check_sync_batch_norm(module: nn.Module, config: TrainConfig, num_workers: int) -> None:
-    """Refuse ``syncBatchNorm`` with a module or a strategy that it does not fit.
-
-    Raises:
-        ConfigError: see `batch_norms` and `check_strategy` of `sync_batch_norm`.
-    """
+    """Refuse ``syncBatchNorm`` with what it does not fit; raises ConfigError."""
     from sparkdl.train.modules import sync_batch_norm
 
     if config.sync_batch_norm:

@@ -83,11 +83,7 @@ def check_rows(
 def check_labels(
     table: RowTable, label_col: str, num_classes: int, index: int, shards: Items[SpooledShard]
 ) -> None:
-    """Refuse labels outside the classes, as far as they are known before training.
-
-    Raises:
-        DataError: with count and an example.
-    """
+    """Refuse labels outside the classes, as far as they are known; raises DataError."""
     found = table.labels_outside(label_col, num_classes, index, shards)
     if found is not None:
         raise DataError(
@@ -141,11 +137,7 @@ def none_for_validation(request: FitRequest, num_rows: int) -> str:
 
 
 def check_manual_plan(module: nn.Module, plan: TrainPlan, *, apart: bool) -> None:
-    """Refuse rows on which a module that updates its weights itself cannot be trained.
-
-    Raises:
-        ConfigError: with the remedy.
-    """
+    """Refuse rows that manual optimization cannot be trained on; raises ConfigError."""
     from sparkdl.train.objective.lightning import is_overridden
     from sparkdl.train.objective.manual import is_manual
 
@@ -171,11 +163,7 @@ def replica_bytes(module: nn.Module) -> int:
 def shaped(
     columns: Items[Column], input_shapes: Items[tuple[int, ...] | None]
 ) -> tuple[Column, ...]:
-    """The spool's columns, features reshaped as asked for.
-
-    Raises:
-        DataError: a column has another number of values than its shape.
-    """
+    """The spool's columns, features reshaped as asked for; raises DataError."""
     shapes = [*input_shapes, *(None for _ in columns[len(input_shapes) :])]
     return tuple(_shaped(column, shape) for column, shape in zip(columns, shapes, strict=True))
 

@@ -22,13 +22,7 @@ from sparkdl.worker import training
 
 
 def train_in_gang(run: Run) -> Trained:
-    """Train, and give the weights to the run's module.
-
-    Raises:
-        WorkerError: the user's code failed on a worker.
-        TrainingFailed: workers were lost more than ``max_restarts`` times.
-        SparkDLError: what a worker raised on purpose.
-    """
+    """Train, and give the weights to the run's module; raises what `supervise` raises."""
     payload = cloudpickle.dumps((run.config, run.packed.skeleton))
     _warn_of_space(run)
     with gang_attempts(run, run.run_key, run.table.rebuild) as attempts:

@@ -25,11 +25,7 @@ def find(schema: T.StructType, name: str, *, is_case_sensitive: bool) -> list[T.
 
 
 def require(schema: T.StructType, name: str, *, is_case_sensitive: bool = False) -> T.StructField:
-    """The field that Spark takes for ``name``; see `find`.
-
-    Raises:
-        DataError: there is none, and which there are; or there are several.
-    """
+    """The field that Spark takes for ``name``; see `find`; raises DataError."""
     found = find(schema, name, is_case_sensitive=is_case_sensitive)
     if len(found) > 1:
         names = ", ".join(f'"{field.name}"' for field in found)
@@ -87,11 +83,7 @@ def _field_of(
 def validation_indicator(
     schema: T.StructType, name: str, *, is_case_sensitive: bool = False
 ) -> SparkColumn:
-    """The boolean column that marks validation rows.
-
-    Raises:
-        DataError: it is missing or not boolean.
-    """
+    """The boolean column that marks validation rows; raises DataError."""
     field, column = resolve(schema, name, is_case_sensitive=is_case_sensitive)
     if not isinstance(field.dataType, T.BooleanType):
         raise DataError(

@@ -115,11 +115,7 @@ def prepare(
 def prepare_trained(
     schema: T.StructType, entry: Named, column: Column, *, is_case_sensitive: bool
 ) -> SpoolColumn:
-    """Prepare an input for a module that was trained on ``column``.
-
-    Raises:
-        DataError: it is missing, or its numbers do not all fit into the trained dtype.
-    """
+    """Prepare an input for a module that was trained on ``column``; raises DataError."""
     trained = column.dtype
     float_dtype = trained if trained.startswith("float") else "float32"
     found = prepare(
@@ -147,11 +143,7 @@ def prepare_labels(
     weight_dtype: str,
     is_case_sensitive: bool,
 ) -> list[SpoolColumn]:
-    """Several labels, the only label, and the weight, as far as there are any, in this order.
-
-    Raises:
-        DataError: a column is missing, or of a type of which no tensor can be made.
-    """
+    """The labels, then the weight, as far as there are any; raises DataError."""
     prepare_one = partial(prepare, schema, is_case_sensitive=is_case_sensitive)
     prepare_label = partial(prepare_one, role="label", float_dtype=float_dtype)
     classes = class_labels(loss) if labels else set()

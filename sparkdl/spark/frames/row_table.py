@@ -127,11 +127,7 @@ def content_of(shards: Sequence[SpooledShard]) -> str:
 
 
 def require_same(before: Sequence[SpooledShard], now: Sequence[SpooledShard]) -> None:
-    """Refuse shards that hold other rows than before.
-
-    Raises:
-        DataError: names them.
-    """
+    """Refuse shards that hold other rows than before; raises DataError."""
     changed = [
         new.shard.shard_id
         for old, new in zip(before, now, strict=True)
@@ -164,23 +160,15 @@ class SourceTable(RowTable):
 
     @property
     def df(self) -> DataFrame:
-        """One row per shard, each in a partition of its own."""
         assert self._df is not None, "collect comes first"
         return self._df
 
     @property
     def reader(self) -> ShardSource:
-        """Opens the shards on workers."""
         assert self._contents is not None, "collect comes first"
         return self._contents.reader
 
     def collect(self) -> tuple[SpooledShard, ...]:
-        """List the shards; each time anew, to see that the source is what it was.
-
-        Raises:
-            DataError: rows cannot be used, or the source has changed since the first call.
-            StorageError: it cannot be read.
-        """
         contents = self._source.contents(self._wanted)
         shards = _spooled(contents)
         if self._contents is None:
@@ -190,7 +178,6 @@ class SourceTable(RowTable):
         return shards
 
     def columns(self, shards: Sequence[SpooledShard]) -> tuple[Column, ...]:
-        """The columns as the source has found them, with the arguments that they go to."""
         assert self._contents is not None, "collect comes first"
         return tuple(
             replace(column, argument=p.argument)
@@ -200,7 +187,6 @@ class SourceTable(RowTable):
     def labels_outside(
         self, label_col: str, num_classes: int, index: int, shards: Sequence[SpooledShard]
     ) -> tuple[int, str] | None:
-        """Labels outside the classes, as far as the source knows them."""
         assert self._contents is not None, "collect comes first"
         found = self._contents.labels_outside(index, num_classes)
         return None if found is None else (found[0], f"first: {found[1]}")

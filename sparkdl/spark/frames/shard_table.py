@@ -111,7 +111,6 @@ class SpoolTable:
         return list(found) or [()] * num_sets
 
     def rebuild(self) -> None:
-        """Forget all spools, so that the next job writes them anew."""
         self.df.unpersist()
         self.df.persist()
 
@@ -224,11 +223,7 @@ class SpooledRows:
         self._first: tuple[SpooledShard, ...] | None = None
 
     def checked(self, shards: tuple[SpooledShard, ...]) -> tuple[SpooledShard, ...]:
-        """The shards, which hold rows, and the same as at the first call.
-
-        Raises:
-            DataError: they do not.
-        """
+        """The shards, which hold rows, and the same as at the first call; raises DataError."""
         if not any(spooled.shard.num_all_rows for spooled in shards):
             raise DataError(no_rows(shards))
         if self._first is not None:
@@ -237,11 +232,6 @@ class SpooledRows:
         return shards
 
     def columns(self, shards: Sequence[SpooledShard]) -> tuple[Column, ...]:
-        """The spool's columns, after checking that all rows of all shards can be used.
-
-        Raises:
-            DataError: with column, count, and an example row, for all columns that have bad rows.
-        """
         spec = self._spec
         found = [merge_stats(stats) for stats in zip(*(s.columns for s in shards), strict=True)]
         for indicator in found[len(spec.columns) :]:
@@ -265,7 +255,6 @@ class SpooledRows:
         return text if self._shown is None else self._shown.named(text, hashes, name)
 
     def skipped(self, shards: Sequence[SpooledShard]) -> tuple[int, str]:
-        """How many rows were left out because an input asked for it, and why, in words."""
         names = [column.name for column in self._spec.columns]
         num_rows, causes = skipped_rows(names, shards)
         return num_rows, self._named(causes, shards, names[0]) if num_rows else causes
@@ -293,13 +282,6 @@ class ShardTable(SpoolTable, SpooledRows):
         self._describe(spread(df, spec), task, spec)
 
     def collect(self) -> tuple[SpooledShard, ...]:
-        """Spool what is not there (everything at first, then what was lost), and list it.
-
-        Raises:
-            SparkDLError: a task could not spool.
-            DataError: rows cannot be used, or the source has changed since the first call.
-            ClusterError: other jobs held the slots for too long.
-        """
         with self._spooling:
             (shards,) = self._spooled()
             return self.checked(shards)
@@ -307,7 +289,6 @@ class ShardTable(SpoolTable, SpooledRows):
     def labels_outside(
         self, label_col: str, num_classes: int, index: int, shards: Sequence[SpooledShard]
     ) -> tuple[int, str] | None:
-        """See `RowTable.labels_outside`; asks Spark for count and example only if there are any."""
         stats = merge_stats([shard.columns[index] for shard in shards])
         if stats.maximum is None or stats.maximum < num_classes:
             return None
@@ -323,7 +304,6 @@ class ShardTable(SpoolTable, SpooledRows):
         cluster: ClusterInfo,
         window_bytes: int | None,
     ) -> Windows | None:
-        """In which windows a run that begins mixes its rows, by the memory of its hosts."""
         return windows_of_spool(plan, shards, cluster, partial(conf, self._spark), window_bytes)
 
 
@@ -336,12 +316,6 @@ class LocalTable(SpooledRows):
         self._directory = directory
 
     def collect(self) -> tuple[SpooledShard, ...]:
-        """Bring the rows here, and spool them.
-
-        Raises:
-            DataError: there are none.
-            StorageError: they cannot be written.
-        """
         rows = spread(self._df, self._spec).toArrow()
         with SpoolWriter(self._directory, self._spec.columns, has_validation=False) as writer:
             for batch in rows.to_batches():
@@ -386,11 +360,7 @@ def shard_of_hash(row_hash: SparkColumn, shares: Sequence[float]) -> SparkColumn
 
 
 def parse_shards(payload: dict[str, Any]) -> list[SpooledShard]:
-    """The shards, one of each data set, that a row of the table describes.
-
-    Raises:
-        SparkDLError: of the type that its task had, which could not spool.
-    """
+    """The shards, one of each data set, that a row of the table describes; raises SparkDLError."""
     if "error" in payload:
         raise getattr(errors, payload["error"])(payload["message"])
     return [SpooledShard.from_dict(values) for values in payload["shards"]]

@@ -62,20 +62,12 @@ class UserData:
     """None: the rows are those of ``frame``, which executors spool to their disks."""
 
     def check_files(self, settings: Settings) -> None:
-        """Refuse to spool where Spark is told to encrypt what it writes to local disks.
-
-        Raises:
-            ClusterError: with the remedy.
-        """
+        """Refuse to spool where Spark encrypts its local files; raises ClusterError."""
         if self.source is None:
             require_plain_files(partial(conf, self.spark), settings)
 
     def check_inputs(self, entries: Iterable[Named]) -> None:
-        """Refuse to leave out rows of a source, which must know their number.
-
-        Raises:
-            ConfigError: with the remedy.
-        """
+        """Refuse to leave out rows of a source, whose number is known; raises ConfigError."""
         if self.source is not None and any(entry.specification.skips for entry in entries):
             raise ConfigError(
                 f"on_error='skip' changes the number of rows, which {type(self.source).__name__} "
@@ -112,11 +104,7 @@ class UserData:
             )
 
     def check_plan(self, plan: TrainPlan, strategy: SyncStrategy) -> None:
-        """Refuse a competition without validation rows in a source, which sets none aside.
-
-        Raises:
-            ConfigError: with the remedy.
-        """
+        """Refuse a competition on a source without validation rows; raises ConfigError."""
         is_blind = self.source is not None and not plan.num_validation_rows
         if is_blind and isinstance(strategy, Competition):
             raise ConfigError(
@@ -226,11 +214,7 @@ def rows_of(data: Any) -> DataFrame:
 
 
 def require_data(data: Any) -> None:
-    """Refuse what is neither a DataFrame nor a source.
-
-    Raises:
-        ConfigError: it is neither.
-    """
+    """Refuse what is neither a DataFrame nor a source; raises ConfigError."""
     if not isinstance(data, DataFrame) and not isinstance(data, Source):
         raise ConfigError(
             "fit takes a DataFrame of Spark or pandas, or a source such as sparkdl.ParquetSource; "
@@ -248,11 +232,7 @@ def spooled_and_read(
 
 
 def session_of(data: Items[Data]) -> SparkSession | None:
-    """The session of the first DataFrame, or the active one; None if there are no data.
-
-    Raises:
-        ClusterError: there are only sources, and no active session.
-    """
+    """The session of the first DataFrame, else the active one if there are data at all."""
     frames = (one.sparkSession for one in data if isinstance(one, DataFrame))
     return next(frames, None) or (active_session() if data else None)
 
@@ -266,11 +246,7 @@ def described(data: Data) -> str:
 
 
 def active_session() -> SparkSession:
-    """The session for a fit that gets no DataFrame.
-
-    Raises:
-        ClusterError: there is none.
-    """
+    """The session for a fit that gets no DataFrame; raises ClusterError."""
     try:
         return SparkSession.active()  # or the default one: each thread has its own active session
     except PySparkRuntimeError as error:

@@ -151,12 +151,7 @@ class DataSets(shard_table.SpoolTable):
             self._describe(rows, task, next(iter(specs.values())))
 
     def collect(self) -> dict[str, DataSet]:
-        """Spool what is not there (everything at first, then what was lost), and list it.
-
-        Raises:
-            SparkDLError: a task could not spool.
-            DataError: rows cannot be used, or have changed since the first call.
-        """
+        """Spool what is not there, and list it, as `RowTable.collect` does."""
         found = {}
         spooled = self._spooled(len(self._spools)) if self._spools else []
         for (name, rows), shards in zip(self._spools.items(), spooled, strict=True):
@@ -174,12 +169,10 @@ class DataSets(shard_table.SpoolTable):
         return replace(data, windows=windows_of_spool(plan, shards, self._slots.cluster, get, None))
 
     def rebuild(self) -> None:
-        """Forget all spools, so that they are written anew."""
         if self._spools:
             super().rebuild()
 
     def close(self) -> None:
-        """Remove all spools."""
         if self._spools:
             super().close()
 

@@ -74,16 +74,7 @@ class FunctionResult:
 
 
 def run_function(spark: SparkSession, request: FunctionRequest) -> FunctionResult:
-    """Run a function on all workers; within `interruptible`.
-
-    Raises:
-        ConfigError: an option is wrong.
-        DataError: a data set cannot be used.
-        ClusterError: the cluster cannot run the gang.
-        StorageError: checkpoints cannot be kept.
-        WorkerError: the function failed on a worker.
-        TrainingFailed: workers were lost more than ``max_restarts`` times.
-    """
+    """Run a function on all workers, within `interruptible`; raises what `TorchRunner.run` says."""
     run_id = uuid.uuid4().hex[:12]
     with record_run(spark, run_id, request) as recorder:
         result = _run(spark, run_id, request, recorder)
@@ -159,11 +150,7 @@ def _pickled(function: Callable[[], Any]) -> bytes:
 
 
 def check_folder(storage: Storage | None, request: FunctionRequest) -> None:
-    """Refuse to mix the checkpoints of two runs; warn of a run that may still be under way.
-
-    Raises:
-        ConfigError: there are some of an earlier one.
-    """
+    """Refuse to mix two runs' checkpoints (ConfigError); warn of a run that may be alive."""
     if request.checkpoint_dir is None:
         return
     assert storage is not None

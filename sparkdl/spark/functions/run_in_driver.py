@@ -46,10 +46,6 @@ def run_here(spark: SparkSession | None, request: FunctionRequest) -> FunctionRe
     """Run a function in this process.
 
     ``spark`` None: no session is needed. What concerns several workers has no effect.
-
-    Raises:
-        DataError: a data set cannot be used.
-        StorageError: checkpoints cannot be kept.
     """
     run_id = uuid.uuid4().hex[:12]
     with record_run(spark, run_id, request) as recorder:

@@ -41,11 +41,7 @@ _SCHEMA = "part int, payload binary"
 
 
 def evaluate(task: EvaluateTask, dataset: DataFrame, columns: Sequence[SparkColumn]) -> Evaluation:
-    """Evaluate all rows; see `TorchModel.evaluate`.
-
-    Raises:
-        ClusterError: a worker was lost, and Spark has not healed it.
-    """
+    """Evaluate all rows; see `TorchModel.evaluate`; raises ClusterError."""
     measures = task.measures
     for name in measures.metrics:
         if name in BUILT_IN:

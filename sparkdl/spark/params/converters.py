@@ -202,11 +202,7 @@ def to_shapes(value: Any) -> list[Any]:
 
 
 def shapes_by_input(shapes: list[Any] | None, num_inputs: int) -> tuple[Any, ...]:
-    """The shape of each input column, from what `to_shapes` returned.
-
-    Raises:
-        ConfigError: the number of shapes is not that of the input columns.
-    """
+    """The shape of each input column, from what `to_shapes` returned; raises ConfigError."""
     if shapes is None:
         return (None,) * num_inputs
     by_input = [shapes] if _is_shape(shapes) else shapes

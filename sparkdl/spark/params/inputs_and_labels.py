@@ -23,11 +23,7 @@ class ParamValues(Protocol):
 
 
 def specified_inputs(params: ParamValues) -> tuple[Named, ...]:
-    """What ``inputs`` names; empty if it is not set.
-
-    Raises:
-        ConfigError: other Params name inputs too, or an argument is named twice.
-    """
+    """What ``inputs`` names; empty if it is not set; raises ConfigError."""
     value = params.value("inputs")
     if value is None:
         return ()
@@ -42,11 +38,7 @@ def specified_inputs(params: ParamValues) -> tuple[Named, ...]:
 
 
 def feature_columns(params: ParamValues) -> tuple[str, ...]:
-    """The input columns, in the order of the module's arguments; none where ``inputs`` is set.
-
-    Raises:
-        ConfigError: both ``featuresCol`` and ``inputCols`` are set.
-    """
+    """The input columns in the module's order; none if ``inputs`` is set; raises ConfigError."""
     if specified_inputs(params):
         return ()
     several = params.value("inputCols")
@@ -60,11 +52,7 @@ def feature_columns(params: ParamValues) -> tuple[str, ...]:
 
 
 def input_shapes(params: ParamValues) -> tuple[Any, ...]:
-    """A shape or None for each input column.
-
-    Raises:
-        ConfigError: their number is not that of the columns.
-    """
+    """A shape or None for each input column; raises ConfigError."""
     shapes = params.value("inputShape")
     if shapes is not None and specified_inputs(params):
         raise ConfigError("inputShape goes with featuresCol and inputCols; use Tensor(shape=...)")
@@ -72,11 +60,7 @@ def input_shapes(params: ParamValues) -> tuple[Any, ...]:
 
 
 def labels_of(params: ParamValues) -> tuple[Named, ...]:
-    """What ``labels`` names; empty if it is not set.
-
-    Raises:
-        ConfigError: another Param names a label too, or a label has a mask.
-    """
+    """What ``labels`` names; empty if it is not set; raises ConfigError."""
     value = params.value("labels")
     if value is None:
         return ()
@@ -90,11 +74,7 @@ def labels_of(params: ParamValues) -> tuple[Named, ...]:
 
 
 def loss_of_labels(params: ParamValues) -> Any:
-    """``loss``, with several labels as a dict by label unless it is a function for all.
-
-    Raises:
-        ConfigError: it has other names than the labels.
-    """
+    """``loss``, of several labels a dict unless it is one for all; raises ConfigError."""
     from sparkdl.train.objective.label_losses import for_each
 
     loss, labels = params.value("loss"), labels_of(params)
@@ -106,11 +86,7 @@ def loss_of_labels(params: ParamValues) -> Any:
 
 
 def loss_weights(params: ParamValues) -> dict[str, float]:
-    """``lossWeights``, checked.
-
-    Raises:
-        ConfigError: it names what is no label, or there is one loss for all.
-    """
+    """``lossWeights``, checked; raises ConfigError."""
     weights = params.value("lossWeights") or {}
     unknown = set(weights) - {entry.argument for entry in labels_of(params)}
     if unknown:

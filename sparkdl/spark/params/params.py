@@ -153,11 +153,7 @@ def _getter(option: Option) -> Callable[..., Any]:
 
 
 def training_values(params: TrainParams, task: Task) -> tuple[TrainConfig, dict[str, Any]]:
-    """Turn Params into the training configuration and the other fields of a FitRequest.
-
-    Raises:
-        ConfigError: a value is wrong, or two contradict each other.
-    """
+    """The training configuration and other fields of a FitRequest; raises ConfigError."""
     values: dict[str, dict[str, Any]] = {"config": {}, "checkpoint": {}, "request": {}}
     automatic: list[str] = []
     for name, option in params._options.items():

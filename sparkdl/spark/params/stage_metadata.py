@@ -44,11 +44,7 @@ _SEALED = ("class", "uid", "paramMap", "defaultParamMap")
 
 
 def make_way(path: str, overwrite: bool, spark: SparkSession) -> None:
-    """Delete what is at ``path``, or refuse if that was not asked for, as Spark ML does.
-
-    Raises:
-        StorageError: something is there (on Spark Connect Spark says so itself).
-    """
+    """Delete what is at ``path``, or raise StorageError if ``overwrite`` is not wanted."""
     if is_connect(spark):
         from pyspark.ml.connect.readwrite import RemoteMLWriter
 
@@ -72,11 +68,7 @@ def make_way(path: str, overwrite: bool, spark: SparkSession) -> None:
 
 
 def check_place(path: str, spark: SparkSession) -> None:
-    """See that an instance can be saved to ``path``, before there is one to lose.
-
-    Raises:
-        StorageError: the place cannot be written; names cause and remedy.
-    """
+    """See, before there is a model to lose, that it can be saved; raises StorageError."""
     # What is not there must not be there afterwards either.
     folder = path if is_there(path, spark) else _parent(path)
     is_python = is_connect(spark) or _is_ours(path, spark)

@@ -191,11 +191,7 @@ class BackgroundJob(Generic[T]):
 
 
 def bounded(spark: SparkSession, work: Callable[[], T], seconds: float, name: str) -> T | None:
-    """What ``work`` returns, or None if it is not done in time; then its Spark jobs are cancelled.
-
-    Raises:
-        Exception: what ``work`` raises.
-    """
+    """What ``work`` returns; None if it is not done in time, then its jobs are cancelled."""
     tag = f"sparkdl-bounded-{uuid.uuid4().hex[:12]}"
     job = BackgroundJob(spark, work, tag=tag, name=name)
     try:

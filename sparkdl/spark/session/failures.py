@@ -101,11 +101,7 @@ def raise_unless_loss(error: Exception) -> None:
 
 
 def raise_if_ended(spark: SparkSession, error: Exception | None = None) -> None:
-    """Return if the session is there, so that what has failed may be tried again.
-
-    Raises:
-        ClusterError: it has ended, and ``error`` is only a consequence.
-    """
+    """Raise ClusterError if the session has ended, of which ``error`` is a consequence."""
     if has_ended(spark):
         raise ClusterError(
             "the Spark session has ended: the program or the cluster manager has stopped it, or "

@@ -207,11 +207,7 @@ def presses() -> int:
 
 
 def raise_if_asked() -> None:
-    """End the work of this thread if it shall end; for threads that wait without being signalled.
-
-    Raises:
-        TrainingFailed: the user has interrupted.
-    """
+    """For threads that wait: raise TrainingFailed if the user has interrupted their work."""
     mine = _mine()
     if mine is not None and mine.is_asked and not mine.is_ending:
         mine.end()

@@ -84,11 +84,7 @@ _ENTRIES: dict[str, tuple[str, Callable[[str], object]]] = {
 
 
 def read_settings(get: Callable[[str], str | None]) -> Settings:
-    """Read the entries.
-
-    Raises:
-        ConfigError: a value is not of the entry's type.
-    """
+    """Read the entries; raises ConfigError."""
     values: dict[str, object] = {}
     for field, (entry, convert) in _ENTRIES.items():
         text = get(f"spark.sparkdl.{entry}")
