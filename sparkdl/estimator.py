@@ -48,8 +48,8 @@ if TYPE_CHECKING:
 
     from sparkdl.data.source import Source
     from sparkdl.explain.explanation import Explanation
-    from sparkdl.spark.fit.fit import FitRequest, FitResult
     from sparkdl.spark.frames.shared_spools import Spools
+    from sparkdl.spark.run.run import FitRequest, FitResult
 
 
 E = TypeVar("E", bound="_TorchEstimator")
@@ -163,7 +163,7 @@ class _TorchEstimator(
 
     def _request(self) -> FitRequest:
         """The Params as the value that `fit` takes; all checks that need no data happen here."""
-        from sparkdl.spark.fit.fit import FitRequest
+        from sparkdl.spark.run.run import FitRequest
         from sparkdl.spark.run.run_facts import shown_params
 
         config, others = training_values(self, self._task)

@@ -17,8 +17,8 @@ from sparkdl.inputs import check_names, named
 from sparkdl.report.listeners.listener import Listener
 from sparkdl.runtime.tracebacks import plainly
 from sparkdl.spark.frames import user_data
-from sparkdl.spark.functions.run_function import FunctionRequest, run_function
-from sparkdl.spark.functions.run_in_driver import run_here
+from sparkdl.spark.functions.run_function import FunctionRequest, on_workers, run_recorded
+from sparkdl.spark.functions.run_in_driver import in_driver
 from sparkdl.spark.params.converters import to_inputs, to_run_name
 from sparkdl.spark.run.run_facts import shown
 from sparkdl.spark.session.interrupts import interruptible
@@ -150,11 +150,12 @@ class TorchRunner:
         with _arguments_named():
             session = user_data.session_of(list(request.data.values()))
             if self._in_driver:
-                result = run_here(session or SparkSession.getActiveSession(), request)
+                session = session or SparkSession.getActiveSession()
+                result = run_recorded(in_driver, session, request)
             else:
                 session = session or user_data.active_session()
                 with interruptible(session, request.checkpoint_dir):
-                    result = run_function(session, request)
+                    result = run_recorded(on_workers, session, request)
         self.history = result.history
         return result.values if request.results == "all" else result.values[0]
 

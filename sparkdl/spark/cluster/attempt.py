@@ -89,9 +89,7 @@ def restart_reason(attempt: Attempt) -> str | None:
         return loss_reason(attempt.spark_error)
     for failure in attempt.failures:
         if failure["kind"] == "user":
-            raise WorkerError(
-                failure["rank"], failure["type"], failure["message"], failure["traceback"]
-            )
+            raise _of_user(failure)
         if failure["kind"] == "sparkdl":
             raise _own_error(failure)
     if attempt.failures:
@@ -146,11 +144,13 @@ def _raise_if_calls_differ(attempt: Attempt) -> None:
         )
 
 
+def _of_user(failure: Mapping[str, Any]) -> WorkerError:
+    return WorkerError(failure["rank"], failure["type"], failure["message"], failure["traceback"])
+
+
 def _own_error(failure: Mapping[str, Any]) -> SparkDLError:
     kind = getattr(errors, failure["type"], None)
     if not (isinstance(kind, type) and issubclass(kind, SparkDLError)) or kind is WorkerError:
-        return WorkerError(
-            failure["rank"], failure["type"], failure["message"], failure["traceback"]
-        )
+        return _of_user(failure)
     error: SparkDLError = kind(failure["message"])
     return error

@@ -352,12 +352,12 @@ def check_memory(
     granted = overhead_bytes(get)
     if needed > granted:
         raise ClusterError(
-            f"{per_executor} worker(s) per executor need about {_mib(needed)} MiB outside the JVM "
-            f"({_mib(replica_bytes)} MiB replica, {_mib(state_bytes)} MiB gradients, optimizer "
-            f"state and checkpoint copies, {_mib(INTERPRETER_BYTES)} MiB Python and torch; the "
-            f"spool of {_mib(spool_bytes)} MiB is page cache on top), but executors grant "
-            f"{_mib(granted)} MiB; set spark.executor.memoryOverhead to at least "
-            f"{_mib(needed)}m"
+            f"{per_executor} worker(s) per executor need about {mib(needed)} MiB outside the JVM "
+            f"({mib(replica_bytes)} MiB replica, {mib(state_bytes)} MiB gradients, optimizer "
+            f"state and checkpoint copies, {mib(INTERPRETER_BYTES)} MiB Python and torch; the "
+            f"spool of {mib(spool_bytes)} MiB is page cache on top), but executors grant "
+            f"{mib(granted)} MiB; set spark.executor.memoryOverhead to at least "
+            f"{mib(needed)}m"
         )
 
 
@@ -395,5 +395,6 @@ def parse_bytes(text: str, *, unit: int) -> int:
     return int(match[1]) * (1 if match[3] else unit)
 
 
-def _mib(size: int) -> int:
+def mib(size: int) -> int:
+    """Bytes as mebibytes, rounded up."""
     return -(-size // 2**20)

@@ -18,6 +18,7 @@ from sparkdl.comm.access import Address
 from sparkdl.comm.channel import ChannelServer, Hub
 from sparkdl.errors import ClusterError, StorageError
 from sparkdl.runtime.activity import doing
+from sparkdl.spark.cluster.cluster_info import mib
 from sparkdl.spark.cluster.probe import probe
 from sparkdl.spark.cluster.slots import Slots
 from sparkdl.spark.session.compat import driver_address, is_connect
@@ -234,14 +235,14 @@ class DriverFolder:
         free = shutil.disk_usage(str(self)).free
         if free < needed:
             logger.warning(
-                "the driver's temporary folder %s has %s free; this run needs about %s there: "
-                "%d checkpoint(s) of about %s, and the weights twice. It keeps fewer if the "
-                "folder is full; %s",
+                "the driver's temporary folder %s has %d MiB free; this run needs about %d MiB "
+                "there: %d checkpoint(s) of about %d MiB, and the weights twice. It keeps fewer if "
+                "the folder is full; %s",
                 self,
-                _mib(free),
-                _mib(needed),
+                mib(free),
+                mib(needed),
                 num_checkpoints,
-                _mib(checkpoint_bytes),
+                mib(checkpoint_bytes),
                 _REMEDY,
             )
 
@@ -289,7 +290,3 @@ class DriverFolder:
                     _REMEDY,
                 )
             return gone > 0
-
-
-def _mib(num_bytes: int) -> str:
-    return f"{num_bytes / 2**20:.0f} MiB"

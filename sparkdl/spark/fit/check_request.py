@@ -27,7 +27,7 @@ from sparkdl.runtime.process import borrowed_generator
 from sparkdl.serialization.identity import identity
 from sparkdl.spark.cluster.slots import Slots, plan_slots
 from sparkdl.spark.fit.check_initial_state import check_initial_state
-from sparkdl.spark.frames.columns import drawn, validation_indicator
+from sparkdl.spark.frames.columns import drawn, schema_of, validation_indicator
 from sparkdl.spark.frames.prepare_columns import prepare, prepare_labels
 from sparkdl.spark.frames.row_table import TableSpec
 from sparkdl.spark.frames.user_data import UserData
@@ -442,12 +442,9 @@ def prepare_columns(
     df: DataFrame, request: FitRequest, float_dtype: str
 ) -> tuple[list[SpoolColumn], SparkColumn | None]:
     """Features, labels and weight, and which rows are for validation; raises DataError."""
-    schema, case = df.schema, compat.is_case_sensitive(df.sparkSession)
+    schema = schema_of(df)
     inputs: list[str | Named] = [*request.feature_cols, *request.specified]
-    prepared = [
-        prepare(schema, wanted, "feature", float_dtype=float_dtype, is_case_sensitive=case)
-        for wanted in inputs
-    ]
+    prepared = [prepare(schema, wanted, "feature", float_dtype=float_dtype) for wanted in inputs]
     prepared += prepare_labels(
         schema,
         request.config.task,
@@ -457,14 +454,13 @@ def prepare_columns(
         weight_col=request.weight_col,
         float_dtype=float_dtype,
         weight_dtype=float_dtype,
-        is_case_sensitive=case,
     )
     if request.config.group_by_length and not any(p.kind.has_length for p in prepared):
         raise ConfigError("groupByLength needs an input that is a sparkdl.Sequence")
     _check_apart(prepared)
     validation = None
     if request.validation_col is not None:
-        validation = validation_indicator(schema, request.validation_col, is_case_sensitive=case)
+        validation = validation_indicator(schema, request.validation_col)
     elif request.validation_fraction is not None:
         expressions = [column.expression for column in prepared]
         validation = drawn(expressions, request.validation_fraction)

@@ -11,7 +11,6 @@ import logging
 import time
 import uuid
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
 
@@ -46,8 +45,6 @@ from sparkdl.sync.frozen_layers import thaw
 from sparkdl.sync.population.population import PopulationStrategy
 from sparkdl.train.state import record_of_weights
 from sparkdl.train.training_state import TrainingState
-
-__all__ = ["FitRequest", "FitResult", "fit"]
 
 logger = logging.getLogger(__name__)
 
@@ -132,7 +129,12 @@ def _fit(
             stack=stack,
         )
         recorder.phase("spool")
-        table = _table(checked, run_id, spools, stack)
+        make = partial(checked.data.table, checked.table_spec, run_id)
+        if spools is not None:
+            table = spools.take(checked.table_spec, checked.slots, make)
+        else:
+            table = make()
+            stack.callback(table.close)
         shards = persistently(
             table.collect,
             max_restarts=request.max_restarts,
@@ -143,7 +145,9 @@ def _fit(
         found = check_rows.check_rows(checked, table, shards, recorder.graph)
         config = replace(checked.config, metrics=found.metrics)
         checked = replace(checked, request=replace(checked.request, config=config))
-        num_skipped = _warn_of_skipped(table, shards)
+        num_skipped, causes = table.skipped(shards)
+        if num_skipped:
+            logger.warning("training goes on without %d row(s): %s", num_skipped, causes)
         mode, train = _mode(checked)
         content = content_of(shards) + mode + checked.begins_from_text
         key = run_key(checked.module, found.columns, checked.config, content)
@@ -225,26 +229,6 @@ def _weights_of(
     )
 
 
-def _table(
-    checked: CheckedRequest, run_id: str, spools: Spools | None, stack: ExitStack
-) -> RowTable:
-    """Where the shards of the run will be listed: its own table, or one that other fits use too."""
-    make = partial(checked.data.table, checked.table_spec, run_id)
-    if spools is not None:
-        return spools.take(checked.table_spec, checked.slots, make)
-    table = make()
-    stack.callback(table.close)
-    return table
-
-
-def _warn_of_skipped(table: RowTable, shards: Sequence[SpooledShard]) -> int:
-    """Tell the user which rows are left out, and return how many."""
-    num_rows, causes = table.skipped(shards)
-    if num_rows:
-        logger.warning("training goes on without %d row(s): %s", num_rows, causes)
-    return num_rows
-
-
 def _mode(checked: CheckedRequest) -> tuple[str, Callable[[Run], Trained]]:
     """What tells the checkpoints of rounds from those of a gang, and the function that trains."""
     if checked.slots.is_gang:
@@ -277,7 +261,7 @@ def _make_plan(
 
 
 def _log_plan(plan: TrainPlan, slots: Slots, shares: Sequence[float] | None) -> None:
-    """Log the plan's numbers."""
+    """Log the plan's numbers; warn if a worker has many more rows than it should have."""
     logger.info(
         "%d rows for training, %d for validation; %d worker(s) of %d thread(s); batches of up to "
         "%d rows per worker, %d for all; %d steps per epoch, %d in all",
@@ -290,11 +274,6 @@ def _log_plan(plan: TrainPlan, slots: Slots, shares: Sequence[float] | None) -> 
         plan.steps_per_epoch,
         plan.total_steps,
     )
-    _warn_of_skew(plan, shares)
-
-
-def _warn_of_skew(plan: TrainPlan, shares: Sequence[float] | None) -> None:
-    """Warn if a worker has many more rows than it should have."""
     shares = shares or [1 / plan.world_size] * plan.world_size
     rows = [plan.rows_of(rank) for rank in range(plan.world_size)]
     worst = max(range(plan.world_size), key=lambda rank: rows[rank] / shares[rank])

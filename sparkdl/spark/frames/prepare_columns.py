@@ -60,7 +60,6 @@ def prepare(
     *,
     float_dtype: str,
     as_classes: bool = False,
-    is_case_sensitive: bool = False,
 ) -> SpoolColumn:
     """Choose expression and dtype of one input, label or weight.
 
@@ -73,7 +72,6 @@ def prepare(
         as_classes: the values are class indices; where there is a specification only those of
             floating columns: whole numbers are class numbers already, and negative ones may be
             there to be ignored.
-        is_case_sensitive: see `columns.find`.
 
     Raises:
         DataError: a column is missing, or of a type of which nothing can be made.
@@ -83,7 +81,7 @@ def prepare(
         Named(argument=None, specification=Tensor(wanted)) if isinstance(wanted, str) else wanted
     )
     kind = entry.specification
-    found = [resolve(schema, c, is_case_sensitive=is_case_sensitive) for c in kind.columns]
+    found = [resolve(schema, c) for c in kind.columns]
     field = found[0][0]
     is_made = kind.transform is not None or kind.own_kind is not None
     if not isinstance(wanted, str) and (is_made or not isinstance(field.dataType, _FLOATS)):
@@ -112,15 +110,11 @@ def prepare(
     )
 
 
-def prepare_trained(
-    schema: T.StructType, entry: Named, column: Column, *, is_case_sensitive: bool
-) -> SpoolColumn:
+def prepare_trained(schema: T.StructType, entry: Named, column: Column) -> SpoolColumn:
     """Prepare an input for a module that was trained on ``column``; raises DataError."""
     trained = column.dtype
     float_dtype = trained if trained.startswith("float") else "float32"
-    found = prepare(
-        schema, entry, "feature", float_dtype=float_dtype, is_case_sensitive=is_case_sensitive
-    )
+    found = prepare(schema, entry, "feature", float_dtype=float_dtype)
     is_checked = isinstance(found.kind, (Tensor, Sequence)) and found.kind.transform is None
     fits = trained.startswith("float") or np.promote_types(found.dtype, trained) == trained
     if is_checked and not fits:
@@ -141,11 +135,9 @@ def prepare_labels(
     weight_col: str | None,
     float_dtype: str,
     weight_dtype: str,
-    is_case_sensitive: bool,
 ) -> list[SpoolColumn]:
     """The labels, then the weight, as far as there are any; raises DataError."""
-    prepare_one = partial(prepare, schema, is_case_sensitive=is_case_sensitive)
-    prepare_label = partial(prepare_one, role="label", float_dtype=float_dtype)
+    prepare_label = partial(prepare, schema, role="label", float_dtype=float_dtype)
     classes = class_labels(loss) if labels else set()
     prepared = [prepare_label(entry, as_classes=entry.argument in classes) for entry in labels]
     if label_col is not None:
@@ -155,7 +147,7 @@ def prepare_labels(
             label = replace(label, expression=values, dtype=float_dtype)
         prepared.append(label)
     if weight_col is not None:
-        prepared.append(prepare_one(weight_col, "weight", float_dtype=weight_dtype))
+        prepared.append(prepare(schema, weight_col, "weight", float_dtype=weight_dtype))
     return prepared
 
 

@@ -165,8 +165,12 @@ class SourceTable(RowTable):
 
     @property
     def reader(self) -> ShardSource:
+        return self._known.reader
+
+    @property
+    def _known(self) -> Contents:
         assert self._contents is not None, "collect comes first"
-        return self._contents.reader
+        return self._contents
 
     def collect(self) -> tuple[SpooledShard, ...]:
         contents = self._source.contents(self._wanted)
@@ -178,17 +182,15 @@ class SourceTable(RowTable):
         return shards
 
     def columns(self, shards: Sequence[SpooledShard]) -> tuple[Column, ...]:
-        assert self._contents is not None, "collect comes first"
         return tuple(
             replace(column, argument=p.argument)
-            for column, p in zip(self._contents.columns, self._spec.columns, strict=True)
+            for column, p in zip(self._known.columns, self._spec.columns, strict=True)
         )
 
     def labels_outside(
         self, label_col: str, num_classes: int, index: int, shards: Sequence[SpooledShard]
     ) -> tuple[int, str] | None:
-        assert self._contents is not None, "collect comes first"
-        found = self._contents.labels_outside(index, num_classes)
+        found = self._known.labels_outside(index, num_classes)
         return None if found is None else (found[0], f"first: {found[1]}")
 
 

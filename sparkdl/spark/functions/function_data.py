@@ -22,13 +22,14 @@ from sparkdl.errors import ConfigError, DataError
 from sparkdl.inputs import Specification, Tensor, named
 from sparkdl.spark.cluster.slots import Slots
 from sparkdl.spark.frames import shard_table
+from sparkdl.spark.frames.columns import schema_of
 from sparkdl.spark.frames.example_rows import UserRows
 from sparkdl.spark.frames.prepare_columns import prepare
 from sparkdl.spark.frames.row_table import SourceTable, TableSpec, spool_columns
 from sparkdl.spark.frames.shard_table import windows_of_spool
 from sparkdl.spark.frames.spool_task import SpoolTask
 from sparkdl.spark.frames.user_data import UserData, spooled_and_read
-from sparkdl.spark.session.compat import conf, is_case_sensitive
+from sparkdl.spark.session.compat import conf
 from sparkdl.spark.session.settings import read_settings
 from sparkdl.worker.loader import DataSet
 
@@ -70,13 +71,8 @@ def _prepare(rows: UserData, inputs: Inputs | None) -> tuple[SpoolColumn, ...]:
         raise DataError("there is no column of which a batch could be made")
     entries = named(wanted)
     rows.check_inputs(entries)
-    sensitive = is_case_sensitive(rows.spark)
-    return tuple(
-        prepare(
-            rows.frame.schema, entry, "feature", float_dtype="float32", is_case_sensitive=sensitive
-        )
-        for entry in entries
-    )
+    schema = schema_of(rows.frame)
+    return tuple(prepare(schema, entry, "feature", float_dtype="float32") for entry in entries)
 
 
 def data_set(

@@ -73,19 +73,23 @@ class FunctionResult:
     restarts: int
 
 
-def run_function(spark: SparkSession, request: FunctionRequest) -> FunctionResult:
-    """Run a function on all workers, within `interruptible`; raises what `TorchRunner.run` says."""
+Run = Callable[[SparkSession, str, FunctionRequest, Recorder], FunctionResult]
+"""Runs a function under an id, within a record; the session may be None in the driver itself."""
+
+
+def run_recorded(run: Run, spark: Any, request: FunctionRequest) -> FunctionResult:
+    """Run a function by `on_workers` or `in_driver`, and leave a record of that."""
     run_id = uuid.uuid4().hex[:12]
     with record_run(spark, run_id, request) as recorder:
-        result = _run(spark, run_id, request, recorder)
+        result = run(spark, run_id, request, recorder)
         recorder.succeeded(result.history)
     return result
 
 
-def _run(
+def on_workers(
     spark: SparkSession, run_id: str, request: FunctionRequest, recorder: Recorder
 ) -> FunctionResult:
-    """See `run_function`."""
+    """Run a function on all workers, within `interruptible`; raises what `TorchRunner.run` says."""
     run_workers_here(spark)
     settings = read_settings(partial(conf, spark))
     payload = _pickled(request.function)

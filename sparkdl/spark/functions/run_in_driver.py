@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import os
 import tempfile
-import uuid
 from functools import partial
 from pathlib import Path
 
@@ -28,7 +27,6 @@ from sparkdl.spark.functions.run_function import (
     check_folder,
 )
 from sparkdl.spark.run.resume import newest, patiently
-from sparkdl.spark.run.run_facts import record_run
 from sparkdl.spark.session.termination import removed_at_termination
 from sparkdl.storage.checkpoint_format import Writer, load_shared
 from sparkdl.storage.hadoop_storage import open_on_driver
@@ -42,22 +40,10 @@ _SECONDS = 600.0
 """Longest wait for a checkpoint to be written."""
 
 
-def run_here(spark: SparkSession | None, request: FunctionRequest) -> FunctionResult:
-    """Run a function in this process.
-
-    ``spark`` None: no session is needed. What concerns several workers has no effect.
-    """
-    run_id = uuid.uuid4().hex[:12]
-    with record_run(spark, run_id, request) as recorder:
-        result = _run(spark, run_id, request, recorder)
-        recorder.succeeded(result.history)
-    return result
-
-
-def _run(
+def in_driver(
     spark: SparkSession | None, run_id: str, request: FunctionRequest, recorder: Recorder
 ) -> FunctionResult:
-    """See `run_here`."""
+    """Run a function in this process; what concerns several workers has no effect."""
     with tempfile.TemporaryDirectory(prefix="sparkdl-") as folder, contextlib.ExitStack() as stack:
         stack.enter_context(removed_at_termination(folder))
         storage = _storage(spark, request, folder)

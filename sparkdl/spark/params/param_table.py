@@ -26,6 +26,7 @@ from typing import (
     get_type_hints,
 )
 
+from sparkdl import sync
 from sparkdl.config import EarlyStopping, TrainConfig
 from sparkdl.inputs import Specification
 from sparkdl.report.listeners.listener import Listener
@@ -231,7 +232,7 @@ class EstimatorArguments(InputArguments, total=False):
         "how replicas are kept in agreement: a SyncStrategy, its name (such as 'allreduce' or "
         "'parameter_averaging'), or 'package.module:Class'; 'auto': all-reduce, or what agrees "
         "less often where all-reduce would take too long.",
-        convert=converters.to_strategy, default="allreduce")]
+        convert=sync.resolve, default="allreduce")]
     syncBatchNorm: Annotated[bool, Option(
         "whether BatchNorm layers train with the statistics of all workers' batches rather than "
         "of each worker's own.")]

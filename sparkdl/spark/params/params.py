@@ -52,7 +52,7 @@ class CheckedParams(
                 raise TypeError(f'Invalid param value given for param "{name}": None')
             try:
                 self._paramMap[param] = None if value is None else param.typeConverter(value)
-            except TypeError as error:  # Spark's own _set tells the converter's frames too
+            except (TypeError, ConfigError) as error:  # without the converter's frames
                 message = f'Invalid param value given for param "{name}": {error}'
                 raise TypeError(message) from None
         return self

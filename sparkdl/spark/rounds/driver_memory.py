@@ -13,7 +13,7 @@ from torch import nn
 
 from sparkdl.config import TrainConfig
 from sparkdl.errors import ClusterError
-from sparkdl.spark.cluster.cluster_info import parse_bytes
+from sparkdl.spark.cluster.cluster_info import mib, parse_bytes
 from sparkdl.spark.rounds.round_stages import tree_levels
 from sparkdl.sync.averaging.averaging import AveragingStrategy
 from sparkdl.sync.frozen_layers import moving_buffers
@@ -43,7 +43,7 @@ def check_driver_memory(
         ClusterError: with what to raise or lower.
     """
     merged = (tree_levels(num_shards, strategy.merge_depth) or [num_shards])[-1]
-    what = f"{merged} states of {_mib(state_bytes)} MiB (weights and optimizer) at a time"
+    what = f"{merged} states of {mib(state_bytes)} MiB (weights and optimizer) at a time"
     remedy = (
         "or use fewer shards (numWorkers), ParameterAveraging(aggregation_depth=2), which merges "
         "on executors where shards are many, or executionMode='gang'"
@@ -52,13 +52,13 @@ def check_driver_memory(
     if limit and merged * state_bytes > limit:
         raise ClusterError(
             f"in rounds the driver would get {what}, more than spark.driver.maxResultSize allows "
-            f"({_mib(limit)} MiB); raise it, and spark.driver.memory with it, {remedy}"
+            f"({mib(limit)} MiB); raise it, and spark.driver.memory with it, {remedy}"
         )
     needed = ((2 * merged if is_local else merged) + 2) * state_bytes
     if heap_bytes is not None and needed > heap_bytes:
         raise ClusterError(
             f"in rounds the driver would get {what}, for which its JVM needs at least "
-            f"{_mib(needed)} MiB; it may use {_mib(heap_bytes)} MiB; raise spark.driver.memory, "
+            f"{mib(needed)} MiB; it may use {mib(heap_bytes)} MiB; raise spark.driver.memory, "
             f"{remedy}"
         )
 
@@ -86,7 +86,3 @@ def _numbers_per_parameter(config: TrainConfig) -> float:
     optimizer.step(lambda: 0.0)
     tensors = [t for t in optimizer.state[parameter].values() if isinstance(t, torch.Tensor)]
     return sum(tensor.numel() for tensor in tensors if tensor.ndim) / parameter.numel()
-
-
-def _mib(size: int) -> int:
-    return -(-size // 2**20)
