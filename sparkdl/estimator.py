@@ -312,12 +312,7 @@ class Fits(Iterator[tuple[int, M]]):
         self._close = weakref.finalize(self, spools.close)
 
     def __next__(self) -> tuple[int, M]:
-        """Train the next one.
-
-        Raises:
-            StopIteration: all have been given out.
-            TrainingFailed: the user has interrupted the search.
-        """
+        """Train the next one; raises TrainingFailed if the user has interrupted the search."""
         try:
             index, fit = self._waiting.popleft()
         except IndexError:

@@ -41,14 +41,16 @@ from sparkdl.spark.inference.output_columns import Wanted, plan_outputs
 from sparkdl.spark.inference.send_module import Sender
 from sparkdl.spark.params.accessors import ClassifierModelAccessors, ModelAccessors
 from sparkdl.spark.params.converters import to_metrics
-from sparkdl.spark.params.inputs_and_labels import (
+from sparkdl.spark.params.param_table import (
+    UNKNOWN_LOSS,
+    ClassifierModelArguments,
+    ModelArguments,
     feature_columns,
     labels_of,
     loss_of_labels,
     loss_weights,
     specified_inputs,
 )
-from sparkdl.spark.params.param_table import UNKNOWN_LOSS, ClassifierModelArguments, ModelArguments
 from sparkdl.spark.params.params import CheckedParams, ClassOutputParams, with_params
 
 if TYPE_CHECKING:

@@ -17,8 +17,12 @@ from sparkdl.inputs import check_names, named
 from sparkdl.report.listeners.listener import Listener
 from sparkdl.runtime.tracebacks import plainly
 from sparkdl.spark.frames import user_data
-from sparkdl.spark.functions.run_function import FunctionRequest, on_workers, run_recorded
-from sparkdl.spark.functions.run_in_driver import in_driver
+from sparkdl.spark.functions.run_function import (
+    FunctionRequest,
+    in_driver,
+    on_workers,
+    run_recorded,
+)
 from sparkdl.spark.params.converters import to_inputs, to_run_name
 from sparkdl.spark.run.run_facts import shown
 from sparkdl.spark.session.interrupts import interruptible

@@ -70,11 +70,7 @@ class Attempt:
 
 
 def restart_reason(attempt: Attempt) -> str | None:
-    """Why the gang must start again; None if it succeeded.
-
-    Raises:
-        WorkerError, SparkDLError: when starting again would not help.
-    """
+    """Why the gang must start again; None if it succeeded. Raises what would come again."""
     if attempt.spark_error is not None and not attempt.cancelled:
         # Workers never raise into Spark, so one was lost. What its peers reported, whatever
         # its type, is a consequence; a mistake of the user's would come again.
@@ -102,12 +98,7 @@ def restart_reason(attempt: Attempt) -> str | None:
 
 
 def _raise_if_sizes_differ(attempt: Attempt) -> None:
-    """Tell a rank that gloo has aborted in a collective from one that was lost.
-
-    Raises:
-        WorkerError: gloo does so if a peer sends more than this rank expects, which it would do
-            again.
-    """
+    """Raise WorkerError if gloo aborted a rank: it does so if a peer sends more than expected."""
     for rank, text in attempt.crashes.items():
         is_abort = "Aborted" in text.partition("\n")[0] and "distributed_c10d.py" in text
         if is_abort and not attempt.on_gpus:
@@ -122,12 +113,7 @@ def _raise_if_sizes_differ(attempt: Attempt) -> None:
 
 
 def _raise_if_calls_differ(attempt: Attempt) -> None:
-    """Tell a rank that nobody answers any more from one whose peers were lost.
-
-    Raises:
-        WorkerError: the function called a collective on some ranks while others had come to their
-            end well, which it would do again.
-    """
+    """Raise WorkerError if ranks were in a collective when all others had come to their end."""
     ended = sorted(attempt.ended_well())
     is_all = len(ended) + len({f["rank"] for f in attempt.failures}) == attempt.world_size
     if not ended or not is_all:

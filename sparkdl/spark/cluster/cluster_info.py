@@ -266,10 +266,8 @@ def wait_for_slots(
 ) -> bool:
     """Return when executors with enough slots have registered; classic Spark only knows that.
 
-    Those of a new application come soon or not at all. After a loss the cluster manager may take
-    long to find another node, so that wait is as long as the one for slots that others hold.
-
-    ``restarts_left`` counts what is left after a loss; None: nothing was lost.
+    After a loss (``restarts_left`` is not None) the cluster manager may take long to find another
+    node, so that wait is as long as the one for slots that others hold.
 
     Returns:
         True if they had not been there from the beginning.
@@ -334,16 +332,11 @@ def check_memory(
     spool_bytes: int,
     num_workers: int,
 ) -> None:
-    """Refuse a gang whose replicas cannot fit into the executors' containers.
+    """Refuse a gang whose replicas cannot fit into the executors' containers; raises ClusterError.
 
     Python workers live outside the JVM heap, in ``spark.executor.memoryOverhead`` (or
     ``spark.executor.pyspark.memory``); YARN and Kubernetes kill the container that exceeds it.
     The mapped spool is page cache, which the kernel can reclaim: it is named, not counted.
-
-    ``state_bytes`` are gradients, optimizer state and the copies for a checkpoint.
-
-    Raises:
-        ClusterError: with the setting to raise.
     """
     if not info.master.startswith(("yarn", "k8s")):
         return

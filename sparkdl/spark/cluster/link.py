@@ -64,15 +64,11 @@ class Link:
     ) -> bytes | None:
         """Make bytes available to all workers of a run, through the channel if there is one.
 
-        Args:
-            name: file in the driver's folder, which workers read through the channel.
-            data: the bytes.
-            what: what they are, for the error.
-            remedy: what to do where they are too large and there is no channel.
-            in_task: True if small ones travel in the task also where there is a channel.
+        ``what`` and ``remedy`` are for the error. With ``in_task`` small ones travel in the task
+        also where there is a channel.
 
         Returns:
-            What must travel in the task; None: workers read the file.
+            What must travel in the task; None: workers read the file ``name``.
 
         Raises:
             ClusterError: there is no channel, and they are too large for the task.

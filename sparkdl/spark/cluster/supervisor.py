@@ -113,9 +113,8 @@ def supervise(
     """Run a gang, or the tasks of a round, to the end, however many submissions that takes.
 
     Only restarts without progress count: an attempt that begins from a newer checkpoint than all
-    before it may be followed by ``max_restarts`` more.
-
-    Where workers do not reach the driver's channel, only their rows tell what happened.
+    before it may be followed by ``max_restarts`` more. Where workers do not reach the driver's
+    channel, only their rows tell what happened.
 
     Args:
         run: whose job it is.
@@ -128,8 +127,7 @@ def supervise(
 
     Raises:
         WorkerError: the user's code failed.
-        TrainingFailed: workers were lost more than ``max_restarts`` times without progress, or the
-            job was cancelled by hand.
+        TrainingFailed: workers were lost too often without progress, or the job was cancelled.
         DataError: the source of the DataFrame can no longer be read.
         ClusterError: no slots became free, or the session has ended.
         SparkDLError: what a worker raised on purpose, such as a version mismatch.
@@ -188,18 +186,8 @@ def persistently(
 ) -> T:
     """Run a Spark job again after the loss of a worker or executor, as `supervise` does.
 
-    Spark does not retry a failed barrier stage, so the spooling job needs this as well.
-
-    Args:
-        action: submits the job.
-        max_restarts: how often it may be submitted again.
-        prepare: called before each new submission, with the number of those that are left after
-            it; waits for executors.
-
-    Raises:
-        TrainingFailed: workers were lost more than ``max_restarts`` times, or the job was
-            cancelled by hand.
-        DataError: the source of the DataFrame cannot be read.
+    Spark does not retry a failed barrier stage, so the spooling job needs this as well. ``prepare``
+    waits for executors; it is told how many submissions are left after this one.
     """
     for number in range(max_restarts + 1):
         if number > 0:

@@ -22,15 +22,12 @@ def check_initial_state(
 ) -> tuple[TrainingMethod | None, TrainingState | None]:
     """Give the module the weights of the earlier fit, and check that its training can go on.
 
-    ``module`` is frozen as it will be trained, and the strategy of ``request`` an object.
-
     Returns:
         How the module is trained, if the fit goes on or another may go on from it, and what the
         earlier fit has left, if there is one.
 
     Raises:
-        ConfigError: the earlier fit was another, or the strategy's members have states of their
-            own.
+        ConfigError: the earlier fit was another, or the strategy has states for each member.
         StorageError: the model cannot be read, or has no training state.
     """
     from sparkdl.train.training_state import method_of

@@ -360,15 +360,10 @@ def check_training(
     """Build once, on a copy of the module, what every worker will build, so that mistakes show now.
 
     Not the optimizer and its schedule where they are for CUDA, which the driver need not have,
-    nor while the module is lazy.
+    nor while the module is lazy. Raises ConfigError, or what the user's own callables raise.
 
     Returns:
         What the run minimizes, for all that the driver asks of it.
-
-    Raises:
-        ConfigError: loss, metrics, optimizer or schedule cannot be used, or the strategy refuses
-            the optimizer.
-        Exception: what the user's own callables raise.
     """
     import torch
     from torch import nn
@@ -411,14 +406,7 @@ def check_training(
 
 
 def check_lightning(module: nn.Module, config: TrainConfig, *, in_rounds: bool) -> bool:
-    """Refuse parts of a LightningModule that do not go with the strategy.
-
-    Returns:
-        True if the module may log values for the history.
-
-    Raises:
-        ConfigError: with the remedy.
-    """
+    """True if the module may log values; raises ConfigError if the strategy does not take it."""
     from sparkdl.train.objective import lightning, manual
     from sparkdl.train.objective.training_step import logs
 

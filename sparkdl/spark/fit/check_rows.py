@@ -60,11 +60,8 @@ def check_rows(
 ) -> CheckedRows:
     """See that the rows can be used, that the module takes them, and the loss its output.
 
-    ``sink`` gets the graph of what the module did, see `report.module_graph`; None: nobody.
-
-    Raises:
-        ConfigError: see `dry_run`.
-        DataError: rows cannot be used, with column, count and an example.
+    ``sink`` gets the graph of what the module did, see `report.module_graph`; None: nobody. Raises
+    DataError about rows, with column, count and an example, and what `dry_run` raises.
     """
     request = checked.request
     columns = shaped(table.columns(shards), request.input_shapes)

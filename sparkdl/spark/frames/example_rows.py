@@ -33,10 +33,7 @@ class UserRows:
     def named(self, text: str, hashes: Mapping[str, int], name: str) -> str:
         """A message about column ``name``, with values and files of rows in place of numbers.
 
-        Args:
-            text: the message.
-            hashes: row as the message calls it -> its hash, see `SpooledShard.hashes`.
-            name: the column.
+        ``hashes`` has the rows as the message calls them, see `SpooledShard.hashes`.
         """
         wanted = {place: value for place, value in hashes.items() if place in text}
         if not wanted:

@@ -177,12 +177,9 @@ def _hashes(table: DataFrame) -> tuple[int, ...]:
 
 
 def count_rows(df: DataFrame, validation: SparkColumn | None, seconds: float) -> tuple[int, int]:
-    """Rows for training and for validation.
+    """Rows for training and for validation; raises DataError if that takes too long.
 
     Of columnar files Spark counts by their footers; of other sources it reads the rows.
-
-    Raises:
-        DataError: it takes longer than ``seconds``.
     """
     doing("counting the rows")
     marked = (

@@ -63,15 +63,10 @@ def prepare(
 ) -> SpoolColumn:
     """Choose expression and dtype of one input, label or weight.
 
-    Args:
-        schema: schema of the DataFrame.
-        wanted: a column, or a field of a struct column, see `columns.resolve`; or a specification
-            and its name.
-        role: what the model does with it.
-        float_dtype: dtype of floating values: ``float32`` or ``float64``.
-        as_classes: the values are class indices; where there is a specification only those of
-            floating columns: whole numbers are class numbers already, and negative ones may be
-            there to be ignored.
+    ``wanted`` is a column, or a field of a struct column, see `columns.resolve`; or a specification
+    and its name. With ``as_classes`` the values are class indices; where there is a specification
+    only those of floating columns: whole numbers are class numbers already, and negative ones may
+    be there to be ignored.
 
     Raises:
         DataError: a column is missing, or of a type of which nothing can be made.

@@ -73,11 +73,7 @@ class RowTable(Protocol):
         """
 
     def columns(self, shards: Sequence[SpooledShard]) -> tuple[Column, ...]:
-        """The columns as workers will find them.
-
-        Raises:
-            DataError: with column, count, and an example row, for all columns with bad rows.
-        """
+        """The columns as workers will find them; raises DataError for all that have bad rows."""
 
     def skipped(self, shards: Sequence[SpooledShard]) -> tuple[int, str]:
         """How many rows are left out because an input asks for it, and why, in words."""

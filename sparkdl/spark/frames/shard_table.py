@@ -84,12 +84,9 @@ class SpoolTable:
         self._queue_timeout_seconds = spec.queue_timeout_seconds
 
     def _spooled(self, num_sets: int = 1) -> list[tuple[SpooledShard, ...]]:
-        """Spool what is not there (everything at first, then what was lost).
+        """Spool what is not there, and give of each data set its shards in their order.
 
         One thread at a time: two jobs would both write what they find missing.
-
-        Returns:
-            Of each data set its shards in their order.
         """
         with self._spooling:
             job = BackgroundJob(
@@ -122,9 +119,8 @@ class SpoolTable:
     def close(self) -> None:
         """Delete all spools of the run on all executors that are there, and forget the table.
 
-        Nor does it keep the result waiting: while other jobs hold all slots, the job that removes
-        the spools waits in the background. Raises nothing: it must not hide what went wrong
-        before, nor spoil what went well.
+        While other jobs hold all slots, the job that does so waits in the background. Raises
+        nothing: it must not hide what went wrong before, nor spoil what went well.
         """
         # What is here needs no job, but for what the driver has not heard of.
         self._seen -= {path for path in self._seen if _removed_here(Path(path))}

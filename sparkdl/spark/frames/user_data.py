@@ -77,12 +77,9 @@ class UserData:
     def check_training(
         self, config: TrainConfig, validation: str | float | None, *, has_logs: bool
     ) -> None:
-        """Refuse what needs rows for validation that are not there, or what only spools can do.
+        """Refuse what needs validation rows that are not there, or a spool; raises ConfigError.
 
         ``validation`` is the column that marks rows for validation, or their fraction.
-
-        Raises:
-            ConfigError: names it.
         """
         if self.source is None:
             check_monitored(config, has_validation=validation is not None, has_logs=has_logs)
@@ -136,12 +133,7 @@ class UserData:
 
 
 def user_data(data: Any) -> UserData:
-    """A DataFrame, or a source, as the data of a run.
-
-    Raises:
-        ConfigError: it is neither.
-        ClusterError: a source needs an active session, and there is none.
-    """
+    """A DataFrame, or a source, as the data of a run; raises ConfigError if it is neither."""
     data = spark_frame(data)
     # DataFrames first: they have an attribute for each column, whatever its name.
     if isinstance(data, DataFrame):
@@ -152,12 +144,7 @@ def user_data(data: Any) -> UserData:
 
 
 def spark_frame(data: Any) -> Any:
-    """A pandas DataFrame as one of the active session's; anything else as it is.
-
-    Raises:
-        DataError: a column's values have no type that Spark knows, or two columns one name.
-        ClusterError: there is no active session.
-    """
+    """A pandas DataFrame as one of the active session's (see `arrow_table`); others as they are."""
     pandas = sys.modules.get("pandas")
     if pandas is None or not isinstance(data, pandas.DataFrame):
         return data
@@ -197,13 +184,7 @@ def _of_spark(kind: pa.DataType) -> pa.DataType:
 
 
 def rows_of(data: Any) -> DataFrame:
-    """The rows to which a model is applied, of a DataFrame of Spark or pandas.
-
-    Raises:
-        ConfigError: it is neither.
-        DataError: a column's values have no type that Arrow knows.
-        ClusterError: the Spark session has ended, or there is none.
-    """
+    """The rows to which a model is applied; raises ConfigError if it is no DataFrame."""
     frame = spark_frame(data)
     if not isinstance(frame, DataFrame):
         raise ConfigError(

@@ -52,11 +52,7 @@ def prepare_sets(
 ) -> dict[str, tuple[SpoolColumn, ...]]:
     """The columns of each data set, with the names that they have in a batch.
 
-    ``inputs`` None: all columns of each data set.
-
-    Raises:
-        DataError: a data set lacks a column, or no tensor can be made of one.
-        ConfigError: a source cannot do what an input asks for.
+    ``inputs`` None: all columns of each data set. Raises DataError, or ConfigError about a source.
     """
     found = {}
     for name, rows in data.items():

@@ -81,14 +81,10 @@ class Replicas(Protocol):
 def run_rounds(
     run: Run, period: Period, make: Callable[[RoundJobs], Replicas], *, watch: LossWatch
 ) -> Trained:
-    """Train, and give the weights to the run's module.
+    """Train, and give the weights to the run's module; raises what `RoundJobs.run` does.
 
-    ``watch`` judges the mean loss of each round; ``make`` makes the strategy's part.
-
-    Raises:
-        WorkerError: the user's code failed in a task.
-        TrainingDiverged: the loss is not finite or has exploded.
-        TrainingFailed: a job failed more than ``max_restarts`` times.
+    ``make`` makes the strategy's part. ``watch`` judges the mean loss of each round, and raises
+    TrainingDiverged.
     """
     rounds = _Rounds(run, period, make, watch)
     with contextlib.ExitStack() as stack:

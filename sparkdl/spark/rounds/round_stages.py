@@ -136,16 +136,12 @@ def run_stage(
     channel: Address | None,
     profile: ResourceProfile | None,
 ) -> Rows:
-    """Run one round's job.
+    """Run one round's job; raises TaskLost if a task cannot find its shard, or Spark's own errors.
 
     ``depth`` counts the levels of the tree that merges states; 1: the driver merges all of them.
 
     Returns:
         (shard id, kind, payload) of everything the tasks yielded, in the order of shards.
-
-    Raises:
-        TaskLost: a task could not find its shard anywhere.
-        Exception: Spark's own, when tasks were lost too often.
     """
     num_shards = order.plan.world_size
     broadcast = None
@@ -206,17 +202,10 @@ def run_member_stage(
     link: Link,
     profile: ResourceProfile | None,
 ) -> Rows:
-    """Run one job in which each shard trains the member that is sent to it.
+    """As `run_stage`, but each shard trains the member that is sent to it.
 
     ``parts`` has the state of each shard's member, as `population_member.work` takes it; other
     shards have nothing to do.
-
-    Returns:
-        (shard id, kind, payload) of everything the tasks yielded.
-
-    Raises:
-        TaskLost: a task could not find its shard anywhere, or not reach the driver.
-        Exception: Spark's own, when tasks were lost too often.
     """
     table = table.where(F.col("shard_id").isin(list(parts)))
     if link.channel is None:
