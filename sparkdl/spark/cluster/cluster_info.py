@@ -12,14 +12,13 @@ import re
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any
 
 from pyspark.resource import ResourceProfile
 from pyspark.sql import SparkSession
 
 from sparkdl.errors import ClusterError
 from sparkdl.runtime.activity import doing
-from sparkdl.spark.session.compat import conf, is_connect, num_slots
+from sparkdl.spark.session.compat import conf, is_connect, num_slots, scala_context
 from sparkdl.spark.session.failures import raise_if_ended
 from sparkdl.spark.session.interrupts import raise_if_asked
 from sparkdl.spark.session.settings import Settings
@@ -115,8 +114,7 @@ def _shape(master: str, get: Get) -> tuple[int | None, int | None]:
 
 def registered_executors(spark: SparkSession) -> int:
     """Executors of the application that are there now (classic Spark)."""
-    context: Any = spark.sparkContext
-    return len(context._jsc.sc().statusTracker().getExecutorInfos()) - 1  # less the driver
+    return len(scala_context(spark).statusTracker().getExecutorInfos()) - 1  # less the driver
 
 
 def _cores_of_an_executor(spark: SparkSession, executors: int) -> int | None:
@@ -278,20 +276,12 @@ def wait_for_slots(
     if is_connect(spark):
         return False
     raise_if_ended(spark)
-    context: Any = spark.sparkContext
-    scala = context._jsc.sc()
-    manager = scala.resourceProfileManager()
-    if profile is None:
-        java_profile = manager.defaultResourceProfile()
-    else:
-        java_profile = profile._java_resource_profile
-        manager.addResourceProfile(java_profile)  # else Spark knows it only from its first job on
     entry, seconds = "spark.sparkdl.startTimeout", settings.start_timeout_seconds
     if restarts_left is not None:
         entry, seconds = "spark.sparkdl.queueTimeout", settings.queue_timeout_seconds
     began = time.monotonic()
     times_said = 0
-    while (slots := int(scala.maxNumConcurrentTasks(java_profile))) < workers:
+    while (slots := num_slots(spark, profile)) < workers:
         raise_if_asked()
         raise_if_ended(spark)
         waited = time.monotonic() - began

@@ -126,7 +126,12 @@ def open_link(
     )
     if address is not None and not found.reaches_driver:
         if needs_channel:
-            raise _unreachable(address)
+            raise ClusterError(
+                f"executors cannot reach the driver at {address.host}:{address.port}; open that "
+                "port (spark.sparkdl.channel.port fixes its number), correct spark.driver.host, or "
+                "set spark.sparkdl.channel=workers to train without progress, logs and driver-kept "
+                "checkpoints"
+            )
         logger.warning("executors cannot reach this client: training shows no progress and no logs")
         address = None
     relays = found.storage_failure is not None
@@ -184,15 +189,6 @@ def _serve(spark: SparkSession, hub: Hub, files: Mounted, settings: Settings) ->
             "choose another spark.sparkdl.channel.port (0 takes a free one; two fits at a time "
             "need two), or correct spark.driver.bindAddress"
         ) from error
-
-
-def _unreachable(address: Address) -> ClusterError:
-    return ClusterError(
-        f"executors cannot reach the driver at {address.host}:{address.port}; open that port "
-        "(spark.sparkdl.channel.port fixes its number), correct spark.driver.host, or set "
-        "spark.sparkdl.channel=workers to train without progress, logs and driver-kept "
-        "checkpoints"
-    )
 
 
 _REMEDY = "set checkpointDir, or TMPDIR to a folder with more space"

@@ -243,22 +243,16 @@ def choose_mode(requested: str, strategy: SyncStrategy) -> Literal["gang", "roun
     """The mode that the user asked for; ``auto`` leaves it to the strategy; raises ConfigError."""
     if requested not in MODES:
         raise ConfigError(f"executionMode must be one of {MODES}; received {requested!r}")
-    if requested == "gang":
-        if (obstacle := strategy.why_not_gang()) is not None:
-            raise ConfigError(
-                f"{type(strategy).__name__} cannot run with executionMode='gang': {obstacle}; use "
-                "executionMode='rounds'"
-            )
-        return "gang"
-    obstacle = strategy.why_not_rounds()
+    obstacles = {"gang": strategy.why_not_gang(), "rounds": strategy.why_not_rounds()}
     if requested == "auto":
-        return "rounds" if strategy.prefers_rounds and obstacle is None else "gang"
-    if obstacle is not None:
+        return "rounds" if strategy.prefers_rounds and obstacles["rounds"] is None else "gang"
+    mode: Literal["gang", "rounds"] = "gang" if requested == "gang" else "rounds"
+    if obstacles[mode] is not None:
         raise ConfigError(
-            f"{type(strategy).__name__} cannot run with executionMode='rounds': {obstacle}; use "
-            "executionMode='gang'"
+            f"{type(strategy).__name__} cannot run with executionMode={mode!r}: {obstacles[mode]}; "
+            f"use executionMode={'rounds' if mode == 'gang' else 'gang'!r}"
         )
-    return "rounds"
+    return mode
 
 
 def check_travels(values: Mapping[str, Any]) -> None:
@@ -445,7 +439,12 @@ def prepare_columns(
     )
     if request.config.group_by_length and not any(p.kind.has_length for p in prepared):
         raise ConfigError("groupByLength needs an input that is a sparkdl.Sequence")
-    _check_apart(prepared)
+    names = [p.name for p in prepared if p.role == "feature" and p.argument is None]
+    if twice := next((name for name in names if names.count(name) > 1), None):
+        raise ConfigError(
+            f'column "{twice}" is an input twice; pass inputs as a dict by argument, so that they '
+            "can be told apart"
+        )
     validation = None
     if request.validation_col is not None:
         validation = validation_indicator(schema, request.validation_col)
@@ -453,17 +452,6 @@ def prepare_columns(
         expressions = [column.expression for column in prepared]
         validation = drawn(expressions, request.validation_fraction)
     return prepared, validation
-
-
-def _check_apart(prepared: Items[SpoolColumn]) -> None:
-    """Refuse a column that is twice an input without a name; a label may be an input too."""
-    names = [p.name for p in prepared if p.role == "feature" and p.argument is None]
-    for name in names:
-        if names.count(name) > 1:
-            raise ConfigError(
-                f'column "{name}" is an input twice; pass inputs as a dict by argument, so that '
-                "they can be told apart"
-            )
 
 
 def check_sync_batch_norm(module: nn.Module, config: TrainConfig, num_workers: int) -> None:

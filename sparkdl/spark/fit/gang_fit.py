@@ -25,8 +25,11 @@ def train_in_gang(run: Run) -> Trained:
     """Train, and give the weights to the run's module; raises what `supervise` raises."""
     payload = cloudpickle.dumps((run.config, run.packed.skeleton))
     _warn_of_space(run)
+    state = None  # safetensors of what an earlier fit has left, if training goes on from there
+    if run.begins_from is not None:
+        state = gathered(encode(Snapshot(*pack(run.begins_from.shared()))))
     with gang_attempts(run, run.run_key, run.table.rebuild) as attempts:
-        submit = partial(_submit, run, attempts, payload, _encoded_state(run))
+        submit = partial(_submit, run, attempts, payload, state)
         result = supervise(run, submit, heal=attempts.heal)
     run.module.load_state_dict(_sent(run, result, "weights", training.FINAL))
     left = _sent(run, result, "left", training.LEFT) if run.keeps_state else None
@@ -60,13 +63,6 @@ def _submit(
         looks=run.looks,
     )
     return run.gang_job(run.table.df, training.run, order)
-
-
-def _encoded_state(run: Run) -> bytes | None:
-    """Safetensors of what an earlier fit has left, if training goes on from there."""
-    if run.begins_from is None:
-        return None
-    return gathered(encode(Snapshot(*pack(run.begins_from.shared()))))
 
 
 def _warn_of_space(run: Run) -> None:

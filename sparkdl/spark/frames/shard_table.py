@@ -123,7 +123,8 @@ class SpoolTable:
         nothing: it must not hide what went wrong before, nor spoil what went well.
         """
         # What is here needs no job, but for what the driver has not heard of.
-        self._seen -= {path for path in self._seen if _removed_here(Path(path))}
+        here = {path for path in self._seen if remove_spool(Path(path))}
+        self._seen -= {path for path in here if not Path(path).exists()}
         if has_ended(self._spark):
             return  # which has removed its own directories
         try:
@@ -199,11 +200,6 @@ class SpoolTable:
                 _left.pop(run_id, None)
             else:
                 _left[run_id] = paths - removed
-
-
-def _removed_here(path: Path) -> bool:
-    """Remove a spool if it is on this host, as in local mode; True if it was, and is gone."""
-    return remove_spool(path) and not path.exists()
 
 
 class SpooledRows:

@@ -129,7 +129,10 @@ def to_metrics(value: Any) -> dict[str, Any]:
     if isinstance(value, Mapping):
         metrics: dict[str, Any] = to_options(value)
     elif isinstance(value, Sequence) and not isinstance(value, str):
-        metrics = {_metric_name(metric): metric for metric in value}
+        metrics = {
+            m.lower() if isinstance(m, str) else getattr(m, "__name__", type(m).__name__): m
+            for m in value
+        }
         if len(metrics) < len(value):
             raise TypeError("two metrics have the same name; pass a dict from name to metric")
     else:
@@ -144,12 +147,6 @@ def to_metrics(value: Any) -> dict[str, Any]:
                 f"metric {name!r} is neither a name nor a torchmetrics.Metric: {metric!r}"
             )
     return metrics
-
-
-def _metric_name(metric: Any) -> str:
-    if isinstance(metric, str):
-        return metric.lower()
-    return str(getattr(metric, "__name__", type(metric).__name__))
 
 
 def to_output(value: Any) -> Output:

@@ -48,7 +48,8 @@ class CheckedParams(
                 raise TypeError(f"{type(self).__name__} has no Param {name!r}{self._hint(name)}")
             param = self.getParam(name)
             has_default = self._defaultParamMap.get(param) is not None
-            if value is None and has_default and not self._accepts_none(name):
+            option = self._options.get(name)
+            if value is None and has_default and not (option and option.accepts_none):
                 raise TypeError(f'Invalid param value given for param "{name}": None')
             try:
                 self._paramMap[param] = None if value is None else param.typeConverter(value)
@@ -56,9 +57,6 @@ class CheckedParams(
                 message = f'Invalid param value given for param "{name}": {error}'
                 raise TypeError(message) from None
         return self
-
-    def _accepts_none(self, name: str) -> bool:
-        return name in self._options and self._options[name].accepts_none
 
     def _names(self) -> list[str]:
         return [param.name for param in self.params]
@@ -117,12 +115,8 @@ def with_params(arguments: type) -> Callable[[C], C]:
     return decorate
 
 
-def _is_auto(value: Any) -> bool:
-    return isinstance(value, str) and value == AUTO
-
-
 def _auto_or(convert: Callable[[Any], Any], value: Any) -> Any:
-    return AUTO if _is_auto(value) else convert(value)
+    return AUTO if isinstance(value, str) and value == AUTO else convert(value)
 
 
 def _convert_as_spark(kind: Any, value: Any) -> Any:
@@ -162,7 +156,7 @@ def training_values(params: TrainParams, task: Task) -> tuple[TrainConfig, dict[
         value = option.read(params) if option.read else params.value(name)
         if name == "module" and value is None:
             raise ConfigError("module is not set; pass an nn.Module or a callable that makes one")
-        if option.accepts_auto and _is_auto(value):
+        if option.accepts_auto and isinstance(value, str) and value == AUTO:
             automatic.append(name)
             value = option.start
         if option.least is not None and value is not None:

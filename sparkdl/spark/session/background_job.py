@@ -24,6 +24,7 @@ from sparkdl.spark.session.compat import (
     cancel_jobs,
     described,
     is_connect,
+    scala_context,
     tag_jobs,
     thread_properties,
 )
@@ -265,13 +266,8 @@ class TaskProgress:
             ended += info.numCompletedTasks() + info.numFailedTasks()
         return running, ended
 
-    @property
-    def _scala(self) -> Any:
-        context: Any = self._spark.sparkContext
-        return context._jsc.sc()
-
     def _stages(self) -> list[Any]:
-        tracker = self._scala.statusTracker()
+        tracker = scala_context(self._spark).statusTracker()
         jobs = [tracker.getJobInfo(number) for number in tracker.getJobIdsForTag(self._tag)]
         numbers = [n for job in jobs if job.isDefined() for n in job.get().stageIds()]
         found = [tracker.getStageInfo(number) for number in numbers]
@@ -281,7 +277,7 @@ class TaskProgress:
         """Where tasks run now; Spark Connect does not say it."""
         if is_connect(self._spark):
             return []
-        found, store = set(), self._scala.statusStore()
+        found, store = set(), scala_context(self._spark).statusStore()
         for stage in self._stages():
             number, attempt = stage.stageId(), stage.currentAttemptId()
             tasks = store.taskList(number, attempt, _MOST_TASKS)

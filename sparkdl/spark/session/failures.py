@@ -68,13 +68,9 @@ LOST_REMEDY = (
     "spark.executor.memoryOverhead; where executors come and go, raise maxRestarts"
 )
 """What to do about `LOST`, if it goes on."""
-_NO_MEMORY = "an executor was killed, as it seems because its container had too little memory"
 _ENDED = (
     "an executor was ended by SIGTERM: its node was drained, its slots were taken back, or, on "
     "YARN, its container had too little memory"
-)
-_MEMORY_REMEDY = (
-    "raise spark.executor.memoryOverhead or gradientAccumulationSteps, or lower batchSize"
 )
 
 
@@ -114,7 +110,11 @@ def raise_if_ended(spark: SparkSession, error: Exception | None = None) -> None:
 def loss_reason(error: Exception) -> str:
     """What a job was lost by, in a short sentence, with the remedy if memory was short."""
     if _KILLED.search(_text_of(error)):
-        return f"{_NO_MEMORY} ({_cause_of(error)}); {_MEMORY_REMEDY}"
+        return (
+            "an executor was killed, as it seems because its container had too little memory "
+            f"({_cause_of(error)}); raise spark.executor.memoryOverhead or "
+            "gradientAccumulationSteps, or lower batchSize"
+        )
     if _TERMINATED.search(_text_of(error)):
         return f"{_ENDED} ({_cause_of(error)})"
     return f"{LOST} ({_cause_of(error)})"
