@@ -59,11 +59,6 @@ class Attempt:
             if rank not in self.done and now - at > timeout_seconds
         )
 
-    def ended_well(self) -> set[int]:
-        """Ranks that have come to their end without a failure."""
-        ended = self.done if self.rows is None else set(range(self.world_size))
-        return ended - {failure["rank"] for failure in self.failures}
-
     def has_reported(self, kind: type[SparkDLError]) -> bool:
         """True if a rank has failed with an error of this very type."""
         return any(failure["type"] == kind.__name__ for failure in self.failures)
@@ -114,8 +109,10 @@ def _raise_if_sizes_differ(attempt: Attempt) -> None:
 
 def _raise_if_calls_differ(attempt: Attempt) -> None:
     """Raise WorkerError if ranks were in a collective when all others had come to their end."""
-    ended = sorted(attempt.ended_well())
-    is_all = len(ended) + len({f["rank"] for f in attempt.failures}) == attempt.world_size
+    failed = {failure["rank"] for failure in attempt.failures}
+    done = attempt.done if attempt.rows is None else set(range(attempt.world_size))
+    ended = sorted(done - failed)
+    is_all = len(ended) + len(failed) == attempt.world_size
     if not ended or not is_all:
         return
     if all(failure["type"] == CollectiveError.__name__ for failure in attempt.failures):

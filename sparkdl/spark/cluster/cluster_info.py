@@ -294,23 +294,18 @@ def wait_for_slots(
             )
         doing("waiting for slots", f"{slots} of {workers} are there")
         if waited >= times_said * _SAY_SECONDS:
-            _say_what_is_missing(slots, workers, waited, seconds, restarts_left)
             times_said += 1
+            if restarts_left is None:
+                logger.info("waiting for executors: %d of %d slots are there", slots, workers)
+            else:
+                logger.warning(
+                    "waiting for executors after a loss: %d of %d slots are there; %.0f of at most "
+                    "%.0f s (spark.sparkdl.queueTimeout) have passed; restarts left after this "
+                    "one: %d",
+                    *(slots, workers, waited, seconds, restarts_left),
+                )
         time.sleep(0.1)
     return times_said > 0
-
-
-def _say_what_is_missing(
-    slots: int, workers: int, waited: float, seconds: float, restarts_left: int | None
-) -> None:
-    if restarts_left is None:
-        logger.info("waiting for executors: %d of %d slots are there", slots, workers)
-        return
-    logger.warning(
-        "waiting for executors after a loss: %d of %d slots are there; %.0f of at most %.0f s "
-        "(spark.sparkdl.queueTimeout) have passed; restarts left after this one: %d",
-        *(slots, workers, waited, seconds, restarts_left),
-    )
 
 
 def check_memory(
@@ -354,17 +349,13 @@ def overhead_bytes(get: Get) -> int:
     overhead = get("spark.executor.memoryOverhead")
     if overhead is None:
         heap = parse_bytes(get("spark.executor.memory") or "1g", unit=2**20)
-        factor = float(get("spark.executor.memoryOverheadFactor") or _factor_of_pods(get) or 0.1)
-        granted = max(int(factor * heap), 384 * 2**20)
+        factor = get("spark.executor.memoryOverheadFactor")
+        if factor is None and (get("spark.master") or "").startswith("k8s"):
+            factor = get("spark.kubernetes.memoryOverheadFactor")  # an entry of Kubernetes' own
+        granted = max(int(float(factor or 0.1) * heap), 384 * 2**20)
     else:
         granted = parse_bytes(overhead, unit=2**20)
     return granted + (parse_bytes(own, unit=2**20) if own else 0)
-
-
-def _factor_of_pods(get: Get) -> str | None:
-    """Kubernetes has an entry of its own, which counts if Spark's general one is not set."""
-    on_kubernetes = (get("spark.master") or "").startswith("k8s")
-    return get("spark.kubernetes.memoryOverheadFactor") if on_kubernetes else None
 
 
 def parse_bytes(text: str, *, unit: int) -> int:

@@ -33,6 +33,15 @@ _MOST_ROWS = 4096
 _MOST_BYTES = 8 << 20
 """Of the sample on the driver."""
 _LOOK_SECONDS = 0.2
+_LOOKING = "sparkdl explain: look at some rows"
+
+
+def option_text(name: str) -> str:
+    """An option of `explain`, as it is given in Python and to a job."""
+    return f"explain(df, {name}=...), or --set explain.{name}=... of a job"
+
+
+_MORE_TIME = f"give it more time by {option_text('count_seconds')}"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -92,7 +101,7 @@ def take_sample(
     look, read_row_seconds = _looked(selected(df, prepared, validation), seconds)
     hashes = bounded(df.sparkSession, partial(_hashes, look.df), seconds, _LOOKING)
     if hashes is None:
-        raise DataError(f"the first rows were not hashed within {seconds:g} s; {_more_time()}")
+        raise DataError(f"the first rows were not hashed within {seconds:g} s; {_MORE_TIME}")
     return Sample(
         **vars(look),
         prepared=tuple(
@@ -104,9 +113,6 @@ def take_sample(
     )
 
 
-_LOOKING = "sparkdl explain: look at some rows"
-
-
 def _looked(selected: DataFrame, seconds: float) -> tuple[Look, float]:
     """The last of some looks, each larger than the one before, and the seconds of a row."""
     spark = selected.sparkSession
@@ -115,7 +121,7 @@ def _looked(selected: DataFrame, seconds: float) -> tuple[Look, float]:
     look = bounded(spark, partial(_look, selected, 1), seconds, _LOOKING)
     if look is None:
         raise DataError(
-            f"Spark has not found the first row within {seconds:g} s; {_more_time()}, or write the "
+            f"Spark has not found the first row within {seconds:g} s; {_MORE_TIME}, or write the "
             "rows to files first"
         )
     row_seconds = 0.0
@@ -156,15 +162,6 @@ def _look(selected: DataFrame, wanted: int) -> Look:
         row_bytes=rows.nbytes / max(1, rows.num_rows),
         seconds=seconds,
     )
-
-
-def _more_time() -> str:
-    return f"give it more time by {option_text('count_seconds')}"
-
-
-def option_text(name: str) -> str:
-    """An option of `explain`, as it is given in Python and to a job."""
-    return f"explain(df, {name}=...), or --set explain.{name}=... of a job"
 
 
 def _hashes(table: DataFrame) -> tuple[int, ...]:

@@ -214,21 +214,18 @@ class _Rounds:
 
     def _evaluate(self, began: float) -> None:
         """Measure the model of this moment, and do what follows from that."""
-        record = self.book.record(
+        run, book = self.run, self.book
+        record = book.record(
             self.totals.epoch_sums,
             self.jobs.labels,
             learning_rate=self.replicas.learning_rate,
             seconds=time.perf_counter() - began,
         )
         evaluation = None
-        if self.run.plan.num_validation_rows:
+        if run.plan.num_validation_rows:
             started = time.perf_counter()
-            evaluation = self.replicas.evaluate(self.book.state)
+            evaluation = self.replicas.evaluate(book.state)
             self.totals.spend("evaluate", time.perf_counter() - started)
-        self._enter(record, evaluation)
-
-    def _enter(self, record: Record, evaluation: Evaluation | None) -> None:
-        run, book = self.run, self.book
         is_epoch_over = book.is_epoch_over
         if evaluation is not None:
             record.update(evaluation.record)
