@@ -27,12 +27,7 @@ from sparkdl.model import TorchClassifierModel, TorchModel, TorchRegressorModel
 from sparkdl.runtime.tracebacks import plainly
 from sparkdl.spark.frames.shared_spools import Spools
 from sparkdl.spark.frames.user_data import spark_frame
-from sparkdl.spark.params import param_table
-from sparkdl.spark.params.accessors import (
-    ClassifierAccessors,
-    LabelsAccessors,
-    RegressorAccessors,
-)
+from sparkdl.spark.params import accessors, param_table
 from sparkdl.spark.params.params import (
     ClassOutputParams,
     TrainParams,
@@ -211,7 +206,7 @@ class _TorchEstimator(
 
 
 @with_params(param_table.LabelsArguments)
-class TorchEstimator(_TorchEstimator, LabelsAccessors):
+class TorchEstimator(_TorchEstimator, accessors.LabelsAccessors):
     """Trains any module with any loss; the label column is optional, and there may be several.
 
     Without ``labelCol`` and ``labels`` the loss is called with the inputs as target, as an
@@ -239,7 +234,7 @@ class TorchEstimator(_TorchEstimator, LabelsAccessors):
 
 
 @with_params(param_table.RegressorArguments)
-class TorchRegressor(_TorchEstimator, HasLabelCol, RegressorAccessors):
+class TorchRegressor(_TorchEstimator, HasLabelCol, accessors.RegressorAccessors):
     """Trains a module that predicts one number per row; the default loss is the squared error.
 
     Example::
@@ -263,7 +258,9 @@ class TorchRegressor(_TorchEstimator, HasLabelCol, RegressorAccessors):
 
 
 @with_params(param_table.ClassifierArguments)
-class TorchClassifier(_TorchEstimator, HasLabelCol, ClassOutputParams, ClassifierAccessors):
+class TorchClassifier(
+    _TorchEstimator, HasLabelCol, ClassOutputParams, accessors.ClassifierAccessors
+):
     """Trains a module that tells classes apart; the default loss is the cross entropy.
 
     Labels are class indices from 0, in a column of any numeric type. The module's outputs are

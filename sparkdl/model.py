@@ -39,18 +39,9 @@ from sparkdl.spark.inference import evaluate_model, evaluate_task
 from sparkdl.spark.inference.arrow_udf import with_columns
 from sparkdl.spark.inference.output_columns import Wanted, plan_outputs
 from sparkdl.spark.inference.send_module import Sender
+from sparkdl.spark.params import param_table
 from sparkdl.spark.params.accessors import ClassifierModelAccessors, ModelAccessors
 from sparkdl.spark.params.converters import to_metrics
-from sparkdl.spark.params.param_table import (
-    UNKNOWN_LOSS,
-    ClassifierModelArguments,
-    ModelArguments,
-    feature_columns,
-    labels_of,
-    loss_of_labels,
-    loss_weights,
-    specified_inputs,
-)
 from sparkdl.spark.params.params import CheckedParams, ClassOutputParams, with_params
 
 if TYPE_CHECKING:
@@ -62,7 +53,7 @@ logger = logging.getLogger(__name__)
 M = TypeVar("M", bound="TorchModel")
 
 
-@with_params(ModelArguments)
+@with_params(param_table.ModelArguments)
 class TorchModel(Model, CheckedParams, MLWritable, MLReadable["TorchModel"], ModelAccessors):
     """A trained module as a Spark ML model.
 
@@ -192,10 +183,10 @@ class TorchModel(Model, CheckedParams, MLWritable, MLReadable["TorchModel"], Mod
         Raises:
             ConfigError: the Params name other inputs than those of training.
         """
-        specified = list(specified_inputs(self))
+        specified = list(param_table.specified_inputs(self))
         trained = [column.argument for column in self._columns]
         if not specified:
-            names = feature_columns(self)
+            names = param_table.feature_columns(self)
             if len(names) != len(trained):
                 raise ConfigError(
                     f"the module was trained on {len(trained)} column(s); received {list(names)}"
@@ -314,9 +305,13 @@ class TorchModel(Model, CheckedParams, MLWritable, MLReadable["TorchModel"], Mod
         self, dataset: DataFrame, metrics: Mapping[str, Any], curves: bool | Sequence[int] | None
     ) -> tuple[evaluate_task.EvaluateTask, list[SparkColumn]]:
         """What the tasks of an evaluation do, and the columns that they get."""
-        if self.getOrDefault("loss") == UNKNOWN_LOSS:
+        if self.getOrDefault("loss") == param_table.UNKNOWN_LOSS:
             raise ConfigError(f"the loss of {self.uid} could not be saved with it; pass loss=...")
-        labels, label_col, loss = labels_of(self), self.value("labelCol"), loss_of_labels(self)
+        labels, label_col, loss = (
+            param_table.labels_of(self),
+            self.value("labelCol"),
+            param_table.loss_of_labels(self),
+        )
         if labels and self._task != "custom":
             raise ConfigError(f"a model for {self._task} has one label; set labelCol, not labels")
         if label_col is None and self._task != "custom":
@@ -335,7 +330,7 @@ class TorchModel(Model, CheckedParams, MLWritable, MLReadable["TorchModel"], Mod
         others = spool_columns(prepared)
         forward, predicted = self._forward(()), self._predictions()[0]
         measures = Measures(
-            task=self._task, loss=loss, loss_weights=loss_weights(self), metrics=metrics
+            task=self._task, loss=loss, loss_weights=param_table.loss_weights(self), metrics=metrics
         )
         num_classes, metrics = evaluate_model.classes_and_metrics(
             self._module, example_arguments(self._columns), forward, predicted, measures
@@ -370,7 +365,7 @@ class TorchModel(Model, CheckedParams, MLWritable, MLReadable["TorchModel"], Mod
         def load(cls, path: str) -> Self: ...
 
 
-@with_params(ModelArguments)
+@with_params(param_table.ModelArguments)
 class TorchRegressorModel(TorchModel):
     """A trained module that predicts one number per row; ``predictionCol`` is a double."""
 
@@ -381,7 +376,7 @@ class TorchRegressorModel(TorchModel):
         return [Wanted(column=column, output=self._predicted(), make="number")]
 
 
-@with_params(ClassifierModelArguments)
+@with_params(param_table.ClassifierModelArguments)
 class TorchClassifierModel(TorchModel, ClassOutputParams, ClassifierModelAccessors):
     """A trained module that tells classes apart.
 

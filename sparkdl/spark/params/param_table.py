@@ -12,20 +12,11 @@ from __future__ import annotations
 
 import re
 import types
+import typing
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, replace
 from functools import cache
-from typing import (
-    Annotated,
-    Any,
-    Literal,
-    Protocol,
-    TypedDict,
-    Union,
-    get_args,
-    get_origin,
-    get_type_hints,
-)
+from typing import Annotated, Any, Literal, Protocol, TypedDict, Union
 
 from sparkdl import sync
 from sparkdl.config import EarlyStopping, TrainConfig
@@ -471,8 +462,8 @@ class ClassifierModelArguments(ModelArguments, ClassArguments, total=False):
 def options(arguments: type) -> Mapping[str, Option]:
     """The rows of a TypedDict of this file, by the Param's name."""
     found = {}
-    for name, row in get_type_hints(arguments, include_extras=True).items():
-        hint, option = get_args(row)
+    for name, row in typing.get_type_hints(arguments, include_extras=True).items():
+        hint, option = typing.get_args(row)
         parts = tuple(p for p in parts_of(hint) if p not in (types.NoneType, Literal["auto"]))
         key = re.sub(r"[A-Z]", lambda upper: f"_{upper[0].lower()}", name)
         found[name] = replace(
@@ -491,6 +482,6 @@ def _is_plain(hint: Any) -> bool:
     parts = parts_of(hint)
     if len(parts) > 1:
         return all(map(_is_plain, parts))
-    if get_origin(hint) in (list, Sequence, Mapping):
-        return all(map(_is_plain, get_args(hint)))
+    if typing.get_origin(hint) in (list, Sequence, Mapping):
+        return all(map(_is_plain, typing.get_args(hint)))
     return hint in (str, int, float, bool, types.NoneType)

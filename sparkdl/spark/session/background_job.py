@@ -20,14 +20,7 @@ from pyspark.sql import SparkSession
 
 from sparkdl.errors import ClusterError
 from sparkdl.runtime.activity import STOPPING, doing
-from sparkdl.spark.session.compat import (
-    cancel_jobs,
-    described,
-    is_connect,
-    scala_context,
-    tag_jobs,
-    thread_properties,
-)
+from sparkdl.spark.session import compat
 from sparkdl.spark.session.failures import raise_unless_loss
 from sparkdl.spark.session.interrupts import is_hurried, raise_if_asked
 
@@ -96,7 +89,7 @@ class BackgroundJob(Generic[T]):
 
     def begin(self) -> None:
         """Start the thread; called in a ``try`` that ends in `end`, since users interrupt."""
-        take_properties = None if self._cleans_up else thread_properties(self._spark)
+        take_properties = None if self._cleans_up else compat.thread_properties(self._spark)
         threading.Thread(
             target=self._run, args=(take_properties,), name=self._tag, daemon=True
         ).start()
@@ -106,8 +99,8 @@ class BackgroundJob(Generic[T]):
         try:
             if take_properties is not None:
                 take_properties()
-            tag_jobs(self._spark, self._tag)
-            with described(self._spark, self._name), self.progress.of_this_thread():
+            compat.tag_jobs(self._spark, self._tag)
+            with compat.described(self._spark, self._name), self.progress.of_this_thread():
                 if not self.is_cancelled:
                     self.values.append(self._work())
         except Exception as error:
@@ -225,7 +218,7 @@ class TaskProgress:
 
         It sends what is new every ``spark.connect.progress.reportInterval`` (2 s).
         """
-        if not is_connect(self._spark):
+        if not compat.is_connect(self._spark):
             yield
             return
         mine = threading.current_thread()
@@ -258,7 +251,7 @@ class TaskProgress:
 
     def _tasks(self) -> tuple[int, int]:
         """Tasks that run, and those that have ended, well or not."""
-        if is_connect(self._spark):
+        if compat.is_connect(self._spark):
             return self._told
         running = ended = 0
         for info in self._stages():
@@ -267,7 +260,7 @@ class TaskProgress:
         return running, ended
 
     def _stages(self) -> list[Any]:
-        tracker = scala_context(self._spark).statusTracker()
+        tracker = compat.scala_context(self._spark).statusTracker()
         jobs = [tracker.getJobInfo(number) for number in tracker.getJobIdsForTag(self._tag)]
         numbers = [n for job in jobs if job.isDefined() for n in job.get().stageIds()]
         found = [tracker.getStageInfo(number) for number in numbers]
@@ -275,9 +268,9 @@ class TaskProgress:
 
     def hosts(self) -> list[str]:
         """Where tasks run now; Spark Connect does not say it."""
-        if is_connect(self._spark):
+        if compat.is_connect(self._spark):
             return []
-        found, store = set(), scala_context(self._spark).statusStore()
+        found, store = set(), compat.scala_context(self._spark).statusStore()
         for stage in self._stages():
             number, attempt = stage.stageId(), stage.currentAttemptId()
             tasks = store.taskList(number, attempt, _MOST_TASKS)
@@ -318,7 +311,7 @@ def end_job(spark: SparkSession, tag: str, is_over: threading.Event) -> None:
 def _keep_cancelling(spark: SparkSession, tag: str, is_over: threading.Event) -> None:
     while True:
         try:
-            cancel_jobs(spark, tag)
+            compat.cancel_jobs(spark, tag)
         except Exception as error:  # whatever py4j or gRPC raise where Spark is gone
             logger.info("Spark does not cancel jobs any more: %s", error)
         if is_over.wait(timeout=_AGAIN_SECONDS):

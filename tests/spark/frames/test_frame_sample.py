@@ -160,7 +160,7 @@ def test_jobs_are_cancelled_until_there_are_none(
         if len(calls) == 3:
             is_over.set()
 
-    monkeypatch.setattr("sparkdl.spark.session.background_job.cancel_jobs", cancel)
+    monkeypatch.setattr("sparkdl.spark.session.compat.cancel_jobs", cancel)
     assert bounded(spark, lambda: is_over.wait(20), 0.1, "wait") is None
     assert len(calls) == 3
     assert threads() == []
