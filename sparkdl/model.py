@@ -178,11 +178,7 @@ class TorchModel(Model, CheckedParams, MLWritable, MLReadable["TorchModel"], Mod
             raise ConfigError(f"the output columns of {self.uid} must differ; received {names}")
 
     def _inputs(self) -> list[tuple[Named, Column]]:
-        """Each input as the Params name it now, with the column that the module was trained on.
-
-        Raises:
-            ConfigError: the Params name other inputs than those of training.
-        """
+        """Each input as the Params name it now, with the column of training; raises ConfigError."""
         specified = list(param_table.specified_inputs(self))
         trained = [column.argument for column in self._columns]
         if not specified:

@@ -167,10 +167,7 @@ def choose_num_workers(
     cpus_per_worker: int | None = None,
     gpus_per_worker: float | None = None,
 ) -> int:
-    """As many workers as requested, else one per GPU if the cluster has them, else per executor.
-
-    Raises ClusterError if there are too few slots, or if the number cannot be known.
-    """
+    """Workers as requested, else one per GPU or per executor; raises ClusterError."""
     if info.num_executors is None or info.cores_per_executor is None:
         if requested is None:
             raise ClusterError(

@@ -95,13 +95,15 @@ def open_link(
     run_id: str,
     stack: contextlib.ExitStack,
 ) -> Link:
-    """Open the channel and the place for checkpoints, and try both from the executors.
-
-    ``stack`` closes everything in the end. ``checkpoint_dir`` None: the driver keeps checkpoints.
-    """
+    """Open the channel and the place for checkpoints, and try both from the executors."""
     files = stack.enter_context(driver_folder())
-    url, place = _open_checkpoints(spark, checkpoint_dir)
-    checkpoints: Storage | None = None if place is None else Retried(place)
+    url, place = None, None
+    checkpoints: Storage | None = None
+    if checkpoint_dir is not None:
+        place = open_on_driver(spark, checkpoint_dir)
+        url = place.url if isinstance(place, HadoopStorage) else absolute(checkpoint_dir)
+        checkpoints = Retried(place)
+        check_writable(checkpoints)
     hub = Hub()
     served = Mounted(files)
     server = None
@@ -151,18 +153,6 @@ def open_link(
     )
 
 
-def _open_checkpoints(
-    spark: SparkSession, checkpoint_dir: str | None
-) -> tuple[str | None, Storage | None]:
-    """``checkpointDir`` as other processes know it, and the place itself, if there is one."""
-    if checkpoint_dir is None:
-        return None, None
-    storage = open_on_driver(spark, checkpoint_dir)
-    url = storage.url if isinstance(storage, HadoopStorage) else absolute(checkpoint_dir)
-    check_writable(Retried(storage))
-    return url, storage
-
-
 def _require_relay(checkpoints: Storage, address: Address | None, reason: str) -> None:
     """Executors cannot open ``checkpointDir``: the driver passes files on, or it is an error."""
     if address is None:
@@ -202,11 +192,7 @@ def driver_folder() -> Iterator[DriverFolder]:
 
 
 class DriverFolder:
-    """A storage that gives up all but the newest whole checkpoint when it is full.
-
-    Args:
-        storage: the folder, on local disk.
-    """
+    """A storage on local disk that gives up all but the newest whole checkpoint when it is full."""
 
     def __init__(self, storage: Storage) -> None:
         self._storage = storage
@@ -219,10 +205,7 @@ class DriverFolder:
     def check_space(
         self, *, weights_bytes: int, checkpoint_bytes: int, num_checkpoints: int
     ) -> None:
-        """Warn if a run will not find the space that it needs.
-
-        ``weights_bytes`` are here at the beginning and at the end; one checkpoint is being written.
-        """
+        """Warn if a run will not find the space for its weights, twice, and its checkpoints."""
         needed = 2 * weights_bytes + num_checkpoints * checkpoint_bytes
         free = shutil.disk_usage(str(self)).free
         if free < needed:

@@ -216,10 +216,7 @@ def check_request(data: UserData, request: FitRequest) -> CheckedRequest:
 
 
 def check_values(request: FitRequest) -> CheckedValues:
-    """Check what needs neither rows nor, without initial weights, a session.
-
-    Raises what `make_module` and `check_training` raise.
-    """
+    """Check what needs no rows; raises what `make_module` and `check_training` raise."""
     config = request.config
     travelling_values = {field.name: getattr(config, field.name) for field in fields(config)}
     check_travels({**travelling_values, "inputs": request.specified, "labels": request.labels})

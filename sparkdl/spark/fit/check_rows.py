@@ -295,11 +295,7 @@ def _num_classes(output: Any) -> int:
 
 
 def check_empty_batches(module: nn.Module, plan: TrainPlan, config: TrainConfig) -> None:
-    """With ``syncBatchNorm`` a worker without rows runs the module too: the others wait for it.
-
-    Raises:
-        ConfigError: that will happen, and the module does not take a batch without rows.
-    """
+    """Refuse batches without rows that the module does not take; raises ConfigError."""
     import torch
 
     from sparkdl.data.collate import example_arguments

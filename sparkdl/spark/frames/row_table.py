@@ -66,10 +66,7 @@ class RowTable(Protocol):
     def collect(self) -> tuple[SpooledShard, ...]:
         """Make what is not there (everything at first, then what was lost), and list it.
 
-        Raises:
-            SparkDLError: a task could not spool.
-            DataError: rows cannot be used, or have changed since the first call.
-            StorageError: a source cannot be read.
+        Raises DataError about the rows, StorageError about a source, or what a task has raised.
         """
 
     def columns(self, shards: Sequence[SpooledShard]) -> tuple[Column, ...]:
@@ -82,10 +79,7 @@ class RowTable(Protocol):
     def labels_outside(
         self, label_col: str, num_classes: int, index: int, shards: Sequence[SpooledShard]
     ) -> tuple[int, str] | None:
-        """How many labels are outside the classes, as far as that is known, and an example.
-
-        ``index`` is the number of the label among the columns.
-        """
+        """How many labels are outside the classes, as far as that is known, and an example."""
 
     def windows(
         self,

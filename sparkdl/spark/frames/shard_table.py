@@ -258,10 +258,7 @@ class ShardTable(SpoolTable, SpooledRows):
     def __init__(
         self, df: DataFrame, spec: TableSpec, *, run_id: str, shown: UserRows | None = None
     ) -> None:
-        """Describe the table; nothing runs yet.
-
-        ``shown`` are the rows that messages show, where those of ``df`` are copies.
-        """
+        """Describe the table; messages show ``shown`` where the rows of ``df`` are copies."""
         SpoolTable.__init__(self, df.sparkSession, run_id=run_id, num_shards=spec.num_shards)
         self._rows = shown or UserRows(df, spec.columns, spec.validation)
         SpooledRows.__init__(self, spec, self._rows)
@@ -365,10 +362,7 @@ def windows_of_spool(
     get: Get,
     window_bytes: int | None,
 ) -> Windows | None:
-    """The windows of a run that begins; None: rows are mixed as a whole.
-
-    ``window_bytes`` is what the user says of their size.
-    """
+    """The windows of a run that begins; None: rows are mixed as a whole."""
     num_bytes = sum(part.shard.num_bytes for part in spooled)
     num_rows = sum(part.shard.num_all_rows for part in spooled)
     by_rank = [

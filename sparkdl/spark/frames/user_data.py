@@ -152,12 +152,7 @@ def spark_frame(data: Any) -> Any:
 
 
 def arrow_table(data: pd.DataFrame) -> pa.Table:
-    """A pandas DataFrame as a table of types that Spark has: none is unsigned, or of 16-bit floats.
-
-    Raises:
-        DataError: a column's values have no type that Arrow knows, two columns have one name, or
-            there are no rows from which the type of a column could be told.
-    """
+    """A pandas DataFrame as a table of types that Spark has; raises DataError if it has others."""
     try:
         table = pa.Table.from_pandas(data, preserve_index=False)
         fields = [field.with_type(_of_spark(field.type)) for field in table.schema]

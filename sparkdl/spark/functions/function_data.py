@@ -26,7 +26,6 @@ from sparkdl.spark.frames.columns import schema_of
 from sparkdl.spark.frames.example_rows import UserRows
 from sparkdl.spark.frames.prepare_columns import prepare
 from sparkdl.spark.frames.row_table import SourceTable, TableSpec, spool_columns
-from sparkdl.spark.frames.shard_table import windows_of_spool
 from sparkdl.spark.frames.spool_task import SpoolTask
 from sparkdl.spark.frames.user_data import UserData, spooled_and_read
 from sparkdl.spark.session.compat import conf
@@ -50,10 +49,7 @@ def naming(name: str) -> Iterator[None]:
 def prepare_sets(
     data: Mapping[str, UserData], inputs: Inputs | None
 ) -> dict[str, tuple[SpoolColumn, ...]]:
-    """The columns of each data set, with the names that they have in a batch.
-
-    ``inputs`` None: all columns of each data set. Raises DataError, or ConfigError about a source.
-    """
+    """The columns of each data set, by their names in a batch; raises DataError or ConfigError."""
     found = {}
     for name, rows in data.items():
         with naming(name):
@@ -144,21 +140,18 @@ class DataSets(shard_table.SpoolTable):
 
     def collect(self) -> dict[str, DataSet]:
         """Spool what is not there, and list it, as `RowTable.collect` does."""
-        found = {}
+        found, get = {}, partial(conf, self._spark)
         spooled = self._spooled(len(self._spools)) if self._spools else []
         for (name, rows), shards in zip(self._spools.items(), spooled, strict=True):
             with naming(name):
                 data = data_set(name, rows, rows.checked(shards), warns=not self._has_warned)
-                found[name] = self._with_windows(data, shards)
+                plan = data.plan(self._slots.num_workers, batch_size=1)
+                windows = shard_table.windows_of_spool(plan, shards, self._slots.cluster, get, None)
+                found[name] = replace(data, windows=windows)
         self._has_warned = True
         for name, table in self._sources.items():
             found[name] = data_set(name, table, table.collect())
         return found
-
-    def _with_windows(self, data: DataSet, shards: tuple[SpooledShard, ...]) -> DataSet:
-        plan = data.plan(self._slots.num_workers, batch_size=1)
-        get = partial(conf, self._spark)
-        return replace(data, windows=windows_of_spool(plan, shards, self._slots.cluster, get, None))
 
     def rebuild(self) -> None:
         if self._spools:

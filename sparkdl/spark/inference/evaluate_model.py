@@ -84,15 +84,9 @@ def row_scores(
 def classes_and_metrics(
     module: nn.Module, inputs: Arguments, forward: Forward, predicted: Wanted, measures: Measures
 ) -> tuple[int, Mapping[str, Any]]:
-    """What running the module on zeros shows.
+    """The classes that a classifier tells apart, else 0; and the metrics, see `named_metrics`.
 
-    Returns:
-        The classes that a classifier tells apart, otherwise 0; and the metrics, see
-        `named_metrics`.
-
-    Raises:
-        ConfigError: the prediction is nothing that a model of this task can give, or a metric's
-            name does not fit it.
+    Both follow from running the module on zeros. Raises ConfigError if they do not fit it.
     """
     loss, task = measures.make_loss(), measures.task
     check_names(measures.metrics, task, loss)

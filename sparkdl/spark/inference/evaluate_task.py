@@ -6,7 +6,7 @@ imports nothing of Spark's machine learning, which takes a Python worker most of
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -96,13 +96,10 @@ class AddTask:
 
     def __call__(self, batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
         """Yield one row."""
-        yield from _as_row(lambda: evaluate_rows.united(_parts_in(batches), self.measures))
-
-
-def _parts_in(batches: Iterable[pa.RecordBatch]) -> Iterator[evaluate_rows.Part]:
-    for batch in batches:
-        for payload in batch["payload"]:
-            yield evaluate_rows.Part.from_bytes(payload.as_py())  # which copies one part only
+        payloads = (payload for batch in batches for payload in batch["payload"])
+        # One at a time, so that one part only is copied.
+        parts = (evaluate_rows.Part.from_bytes(payload.as_py()) for payload in payloads)
+        yield from _as_row(lambda: evaluate_rows.united(parts, self.measures))
 
 
 def _as_row(work: Callable[[], evaluate_rows.Part]) -> Iterator[pa.RecordBatch]:

@@ -53,11 +53,7 @@ class Replicas(Protocol):
         """That of the first parameter group, at the end of the newest round."""
 
     def set_learning_rate(self, rate: float) -> None:
-        """Go on with another learning rate; see `CallbackState.set_learning_rate`.
-
-        Raises:
-            ConfigError: the strategy decides on it.
-        """
+        """Go on with another learning rate; raises ConfigError if the strategy decides on it."""
 
     def train(self, part: RoundPart) -> RoundDone:
         """Train the steps of ``part`` on all shards, and keep what comes of it."""

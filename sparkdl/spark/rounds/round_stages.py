@@ -88,11 +88,7 @@ class RoundTask:
 
 
 def merge_groups(batches: Iterable[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
-    """Merge the states of a group of shards, in the order of their numbers. Runs on executors.
-
-    Yields:
-        One state per group, under its first shard's number, and all other rows.
-    """
+    """Merge each group's states, under its first shard's number; pass on the rest. On executors."""
     rows: list[dict[str, Any]] = [row for batch in batches for row in batch.to_pylist()]
     groups: dict[int, list[tuple[int, bytes]]] = {}
     group_of = {row["rank"]: row["group"] for row in rows}

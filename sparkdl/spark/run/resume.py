@@ -233,12 +233,7 @@ def gang_attempts(run: Launch, key: str, rebuild: Callable[[], None]) -> Iterato
 
 
 def patiently(action: Callable[[], T]) -> T:
-    """Ask a storage while no training is under way, which can wait until it answers again.
-
-    Raises:
-        StorageError: it has failed for some minutes, or in a way that does not pass.
-        TrainingFailed: the user has interrupted this thread's fit.
-    """
+    """Ask a storage, for minutes, while no training is under way; raises StorageError."""
     deadline = time.monotonic() + _PATIENCE_SECONDS
     pauses = itertools.chain(_PAUSES_SECONDS, itertools.repeat(_PAUSES_SECONDS[-1]))
     for pause in pauses:

@@ -164,23 +164,19 @@ class BackgroundJob(Generic[T]):
         return self.result()
 
     def check_queue(self, what: str, waited: float, queue_seconds: float, more: str = "") -> None:
-        """Say once a minute that no ``what`` has begun; ``more`` is said besides.
-
-        Raises:
-            ClusterError: it has ``waited`` for longer than ``spark.sparkdl.queueTimeout``.
-        """
-        why = "other jobs hold the slots, or executors are gone"
+        """Say each minute that no ``what`` has begun; in the end raise ClusterError."""
         if waited > (self._times_said + 1) * _SAY_SECONDS:
             self._times_said += 1
             logger.warning(
-                "no %s has started yet: %s; %.0f of at most %.0f s (spark.sparkdl.queueTimeout) "
-                "have passed%s",
-                *(what, why, waited, queue_seconds, more),
+                "no %s has started yet: other jobs hold the slots, or executors are gone; %.0f of "
+                "at most %.0f s (spark.sparkdl.queueTimeout) have passed%s",
+                *(what, waited, queue_seconds, more),
             )
         if waited > queue_seconds:
             raise ClusterError(
-                f"no {what.partition(' ')[0]} started within {queue_seconds:g} s: {why}; free "
-                "them, lower numWorkers, or raise spark.sparkdl.queueTimeout"
+                f"no {what.partition(' ')[0]} started within {queue_seconds:g} s: other jobs hold "
+                "the slots, or executors are gone; free them, lower numWorkers, or raise "
+                "spark.sparkdl.queueTimeout"
             )
 
 
