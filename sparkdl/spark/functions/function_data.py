@@ -76,8 +76,8 @@ def data_set(
 ) -> DataSet:
     """What workers need to know of a data set; warns of rows that are left out."""
     columns = table.columns(shards)
-    num_rows, causes = table.skipped(shards)
-    if num_rows and warns:
+    num_rows, causes = table.skipped(shards) if warns else (0, "")
+    if num_rows:
         logger.warning("data set %r goes without %d row(s): %s", name, num_rows, causes)
     return DataSet(
         columns=columns, shards=tuple(part.shard for part in shards), source=table.reader
