@@ -189,9 +189,11 @@ def bounded(spark: SparkSession, work: Callable[[], T], seconds: float, name: st
         is_in_time = job.wait(seconds)
     finally:  # also if the user interrupts
         job.end()
+    if not is_in_time:
+        return None
     if job.error is not None:
         raise_unless_loss(job.error)
-    return job.result() if is_in_time else None
+    return job.result()
 
 
 class TaskProgress:

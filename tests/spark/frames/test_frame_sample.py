@@ -128,7 +128,7 @@ def test_what_fails_in_time_is_raised(spark: SparkSession) -> None:
 
 
 def threads() -> list[threading.Thread]:
-    named = [one for one in threading.enumerate() if one.name.startswith("sparkdl-explain")]
+    named = [one for one in threading.enumerate() if one.name.startswith("sparkdl-bounded")]
     for one in named:  # it may be about to end
         one.join(1.0)
     return [one for one in named if one.is_alive()]
