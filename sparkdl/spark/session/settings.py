@@ -45,13 +45,11 @@ class Settings:
     collective_timeout_seconds: float = _entry("collectiveTimeout", float, 600.0)
     """Longest wait for the peers in one collective."""
     channel: str = _entry("channel", str, "auto")
-    """Who hosts the channel: ``driver``, ``workers``, or the driver unless executors cannot reach
-    it."""
+    """Who hosts it: ``driver``, ``workers``, or ``auto``, the driver unless it is out of reach."""
     channel_port: int = _entry("channel.port", int, 0)
     """Port of the driver's channel; 0 takes a free one."""
     allow_unencrypted: bool = _entry("allowUnencrypted", _boolean, False)
-    """Train although Spark encrypts its own traffic and files, while the gang's collectives are
-    plain TCP and the spool is plain files."""
+    """Train although Spark encrypts its traffic or files, as gangs and spools do not."""
     trusted_packages: tuple[str, ...] = _entry("trustedPackages", _names, ())
     """Packages whose code saved models may name, with commas between; see `serialization.trust`."""
 
