@@ -23,11 +23,7 @@ DEVICES = ("auto", "cpu", "cuda")
 
 
 def require(is_right: bool, rule: str, received: object) -> None:
-    """Refuse a value that breaks a rule.
-
-    Raises:
-        ConfigError: with the rule and the value.
-    """
+    """Refuse a value that breaks a rule: raises ConfigError with both."""
     if not is_right:
         raise ConfigError(f"{rule}; received {received!r}")
 

@@ -1,23 +1,7 @@
-"""Which errors can sparkdl raise, and what does each one ask of the user?
+"""The errors that sparkdl raises.
 
-SparkDLError
-├── ConfigError          a parameter is wrong or two of them contradict (also a ValueError)
-│   └── ParamError       no Param has this name, or the value is of no use to it (also a TypeError)
-├── DataError            the DataFrame cannot be trained on as it is (also a ValueError)
-├── ClusterError         the cluster cannot run the gang: slots, GPUs, versions, allocation
-├── StorageError         a checkpoint or model directory cannot be read or written
-│   └── CheckpointError  a checkpoint is damaged or belongs to another run
-├── WorkerError          the user's code failed on a worker; carries that worker's traceback
-├── TrainingDiverged     the loss is no longer a finite number
-└── TrainingFailed       workers were lost more often than ``maxRestarts`` allows, or the Spark job
-                         was cancelled by hand
-
-Inside the gang, never shown to users unless they exhaust the restarts:
-
-GangError                something that a restart may heal
-├── CommunicationError   a collective failed: a peer died or did not answer in time
-├── CheckpointLost       a checkpoint that the driver has read cannot be read by a worker
-└── ShardLost            a spool file that the shard table promised is not there
+All are `SparkDLError`; those about what the user has given are also a ValueError. A `GangError`
+stays inside the gang, and users see it only if it exhausts the restarts.
 """
 
 from __future__ import annotations

@@ -27,17 +27,7 @@ from sparkdl.model import TorchClassifierModel, TorchModel, TorchRegressorModel
 from sparkdl.runtime.tracebacks import plainly
 from sparkdl.spark.frames.shared_spools import Spools
 from sparkdl.spark.frames.user_data import spark_frame
-from sparkdl.spark.params.accessors import (
-    ClassifierAccessors,
-    LabelsAccessors,
-    RegressorAccessors,
-)
-from sparkdl.spark.params.param_table import (
-    INFERENCE_BATCH_SIZE,
-    ClassifierArguments,
-    LabelsArguments,
-    RegressorArguments,
-)
+from sparkdl.spark.params import accessors, param_table
 from sparkdl.spark.params.params import (
     ClassOutputParams,
     TrainParams,
@@ -53,8 +43,8 @@ if TYPE_CHECKING:
 
     from sparkdl.data.source import Source
     from sparkdl.explain.explanation import Explanation
-    from sparkdl.spark.fit.fit import FitRequest, FitResult
     from sparkdl.spark.frames.shared_spools import Spools
+    from sparkdl.spark.run.run import FitRequest, FitResult
 
 
 E = TypeVar("E", bound="_TorchEstimator")
@@ -168,7 +158,7 @@ class _TorchEstimator(
 
     def _request(self) -> FitRequest:
         """The Params as the value that `fit` takes; all checks that need no data happen here."""
-        from sparkdl.spark.fit.fit import FitRequest
+        from sparkdl.spark.run.run import FitRequest
         from sparkdl.spark.run.run_facts import shown_params
 
         config, others = training_values(self, self._task)
@@ -189,11 +179,11 @@ class _TorchEstimator(
         for name in ("featuresCol", "inputCols", "inputs"):
             model.clear(model.getParam(name))  # as the estimator has them, set or not
         # A training batch is sized for learning, a prediction batch for speed.
-        self._copyValues(model, {self.getParam("batchSize"): INFERENCE_BATCH_SIZE})
+        self._copyValues(model, {self.getParam("batchSize"): param_table.INFERENCE_BATCH_SIZE})
         if result.prediction_key is not None:
             model._set(predictionOutput=result.prediction_key)
         model.clear(model.getParam("batchSize"))
-        model._setDefault(batchSize=INFERENCE_BATCH_SIZE)
+        model._setDefault(batchSize=param_table.INFERENCE_BATCH_SIZE)
         return model
 
     def write(self) -> MLWriter:
@@ -215,8 +205,8 @@ class _TorchEstimator(
         def load(cls, path: str) -> Self: ...
 
 
-@with_params(LabelsArguments)
-class TorchEstimator(_TorchEstimator, LabelsAccessors):
+@with_params(param_table.LabelsArguments)
+class TorchEstimator(_TorchEstimator, accessors.LabelsAccessors):
     """Trains any module with any loss; the label column is optional, and there may be several.
 
     Without ``labelCol`` and ``labels`` the loss is called with the inputs as target, as an
@@ -233,20 +223,20 @@ class TorchEstimator(_TorchEstimator, LabelsAccessors):
 
     @plainly
     @keyword_only
-    def __init__(self, **params: Unpack[LabelsArguments]) -> None:
+    def __init__(self, **params: Unpack[param_table.LabelsArguments]) -> None:
         super().__init__()
         self._setDefault(loss="mse")
         self.setParams(**params)
 
     @plainly
     @keyword_only
-    def setParams(self, **params: Unpack[LabelsArguments]) -> TorchEstimator:
+    def setParams(self, **params: Unpack[param_table.LabelsArguments]) -> TorchEstimator:
         """Set several Params at once."""
         return self._set(**params)
 
 
-@with_params(RegressorArguments)
-class TorchRegressor(_TorchEstimator, HasLabelCol, RegressorAccessors):
+@with_params(param_table.RegressorArguments)
+class TorchRegressor(_TorchEstimator, HasLabelCol, accessors.RegressorAccessors):
     """Trains a module that predicts one number per row; the default loss is the squared error.
 
     Example::
@@ -259,20 +249,22 @@ class TorchRegressor(_TorchEstimator, HasLabelCol, RegressorAccessors):
 
     @plainly
     @keyword_only
-    def __init__(self, **params: Unpack[RegressorArguments]) -> None:
+    def __init__(self, **params: Unpack[param_table.RegressorArguments]) -> None:
         super().__init__()
         self._setDefault(loss="mse")
         self.setParams(**params)
 
     @plainly
     @keyword_only
-    def setParams(self, **params: Unpack[RegressorArguments]) -> TorchRegressor:
+    def setParams(self, **params: Unpack[param_table.RegressorArguments]) -> TorchRegressor:
         """Set several Params at once."""
         return self._set(**params)
 
 
-@with_params(ClassifierArguments)
-class TorchClassifier(_TorchEstimator, HasLabelCol, ClassOutputParams, ClassifierAccessors):
+@with_params(param_table.ClassifierArguments)
+class TorchClassifier(
+    _TorchEstimator, HasLabelCol, ClassOutputParams, accessors.ClassifierAccessors
+):
     """Trains a module that tells classes apart; the default loss is the cross entropy.
 
     Labels are class indices from 0, in a column of any numeric type. The module's outputs are
@@ -289,14 +281,14 @@ class TorchClassifier(_TorchEstimator, HasLabelCol, ClassOutputParams, Classifie
 
     @plainly
     @keyword_only
-    def __init__(self, **params: Unpack[ClassifierArguments]) -> None:
+    def __init__(self, **params: Unpack[param_table.ClassifierArguments]) -> None:
         super().__init__()
         self._setDefault(loss="cross_entropy")
         self.setParams(**params)
 
     @plainly
     @keyword_only
-    def setParams(self, **params: Unpack[ClassifierArguments]) -> TorchClassifier:
+    def setParams(self, **params: Unpack[param_table.ClassifierArguments]) -> TorchClassifier:
         """Set several Params at once."""
         return self._set(**params)
 
@@ -323,12 +315,7 @@ class Fits(Iterator[tuple[int, M]]):
         self._close = weakref.finalize(self, spools.close)
 
     def __next__(self) -> tuple[int, M]:
-        """Train the next one.
-
-        Raises:
-            StopIteration: all have been given out.
-            TrainingFailed: the user has interrupted the search.
-        """
+        """Train the next one; raises TrainingFailed if the user has interrupted the search."""
         try:
             index, fit = self._waiting.popleft()
         except IndexError:

@@ -243,11 +243,7 @@ def named(values: Mapping[str, Specification] | Items[Specification]) -> tuple[N
 
 
 def check_names(inputs: Items[Named]) -> None:
-    """Refuse an argument of ``forward`` that is given twice, as mask and as input.
-
-    Raises:
-        ConfigError: names it.
-    """
+    """Refuse an argument of ``forward`` that is given twice; raises ConfigError."""
     masks = [mask for entry in inputs for mask in entry.specification.masks]
     names = [name for name in (*(e.argument for e in inputs), *masks) if name is not None]
     twice = sorted({name for name in names if names.count(name) > 1})

@@ -31,7 +31,7 @@ from sparkdl.inputs import Named, Tensor
 from sparkdl.report.summary import TrainingSummary
 from sparkdl.runtime.tracebacks import plainly
 from sparkdl.serialization import packed_module
-from sparkdl.spark.frames.columns import find, quoted, require
+from sparkdl.spark.frames.columns import CaseSensitive, find, quoted, require, schema_of
 from sparkdl.spark.frames.prepare_columns import prepare_labels, prepare_trained, specification_of
 from sparkdl.spark.frames.row_table import spool_columns
 from sparkdl.spark.frames.user_data import rows_of
@@ -39,18 +39,10 @@ from sparkdl.spark.inference import evaluate_model, evaluate_task
 from sparkdl.spark.inference.arrow_udf import with_columns
 from sparkdl.spark.inference.output_columns import Wanted, plan_outputs
 from sparkdl.spark.inference.send_module import Sender
+from sparkdl.spark.params import param_table
 from sparkdl.spark.params.accessors import ClassifierModelAccessors, ModelAccessors
 from sparkdl.spark.params.converters import to_metrics
-from sparkdl.spark.params.inputs_and_labels import (
-    feature_columns,
-    labels_of,
-    loss_of_labels,
-    loss_weights,
-    specified_inputs,
-)
-from sparkdl.spark.params.param_table import UNKNOWN_LOSS, ClassifierModelArguments, ModelArguments
 from sparkdl.spark.params.params import CheckedParams, ClassOutputParams, with_params
-from sparkdl.spark.session.compat import is_case_sensitive
 
 if TYPE_CHECKING:
     from typing import Self
@@ -61,7 +53,7 @@ logger = logging.getLogger(__name__)
 M = TypeVar("M", bound="TorchModel")
 
 
-@with_params(ModelArguments)
+@with_params(param_table.ModelArguments)
 class TorchModel(Model, CheckedParams, MLWritable, MLReadable["TorchModel"], ModelAccessors):
     """A trained module as a Spark ML model.
 
@@ -173,27 +165,24 @@ class TorchModel(Model, CheckedParams, MLWritable, MLReadable["TorchModel"], Mod
         )
 
     def _check_outputs(self, dataset: DataFrame, names: list[str]) -> None:
-        case = is_case_sensitive(dataset.sparkSession)
+        schema = schema_of(dataset)
         for name in names:
-            found = find(dataset.schema, name, is_case_sensitive=case)
+            found = find(schema, name)
             if found:
                 raise DataError(
                     f'column "{found[0].name}" is in the DataFrame already; drop it, or choose '
                     f"another name for the output of {self.uid}"
                 )
-        if len({name if case else name.lower() for name in names}) < len(names):
+        given = names if isinstance(schema, CaseSensitive) else [name.lower() for name in names]
+        if len(set(given)) < len(names):
             raise ConfigError(f"the output columns of {self.uid} must differ; received {names}")
 
     def _inputs(self) -> list[tuple[Named, Column]]:
-        """Each input as the Params name it now, with the column that the module was trained on.
-
-        Raises:
-            ConfigError: the Params name other inputs than those of training.
-        """
-        specified = list(specified_inputs(self))
+        """Each input as the Params name it now, with the column of training; raises ConfigError."""
+        specified = list(param_table.specified_inputs(self))
         trained = [column.argument for column in self._columns]
         if not specified:
-            names = feature_columns(self)
+            names = param_table.feature_columns(self)
             if len(names) != len(trained):
                 raise ConfigError(
                     f"the module was trained on {len(trained)} column(s); received {list(names)}"
@@ -218,9 +207,8 @@ class TorchModel(Model, CheckedParams, MLWritable, MLReadable["TorchModel"], Mod
         self, dataset: DataFrame, forward: Forward
     ) -> tuple[dict[str, Any], list[SparkColumn]]:
         """The fields of a `predict.ModuleTask`, and its inputs, as it was trained on them."""
-        spark, schema, inputs = dataset.sparkSession, dataset.schema, self._inputs()
-        case = is_case_sensitive(spark)
-        prepared = [prepare_trained(schema, *one, is_case_sensitive=case) for one in inputs]
+        spark, schema, inputs = dataset.sparkSession, schema_of(dataset), self._inputs()
+        prepared = [prepare_trained(schema, *one) for one in inputs]
         batch_size = self.getOrDefault("batchSize")
         if batch_size < 1:
             raise ConfigError(f"batchSize must be at least 1; received {batch_size}")
@@ -300,11 +288,10 @@ class TorchModel(Model, CheckedParams, MLWritable, MLReadable["TorchModel"], Mod
         """
         model, dataset = self.copy()._set(**params), rows_of(dataset)
         model.clear(model.getParam("weightCol"))
-        case = is_case_sensitive(dataset.sparkSession)
-        for key in keys:
-            require(dataset.schema, key, is_case_sensitive=case)
+        schema = schema_of(dataset)
+        fields = [require(schema, key) for key in keys] or schema.fields
         kept = keys or tuple(dataset.columns)
-        if any(key == scoreCol or (not case and key.lower() == scoreCol.lower()) for key in kept):
+        if find(type(schema)(fields), scoreCol):
             raise DataError(f'column "{scoreCol}" is in the DataFrame already; choose a scoreCol')
         task, columns = model._evaluate_task(dataset, {}, False)
         scored = evaluate_model.row_scores(task, dataset, columns, scoreCol)
@@ -314,16 +301,20 @@ class TorchModel(Model, CheckedParams, MLWritable, MLReadable["TorchModel"], Mod
         self, dataset: DataFrame, metrics: Mapping[str, Any], curves: bool | Sequence[int] | None
     ) -> tuple[evaluate_task.EvaluateTask, list[SparkColumn]]:
         """What the tasks of an evaluation do, and the columns that they get."""
-        if self.getOrDefault("loss") == UNKNOWN_LOSS:
+        if self.getOrDefault("loss") == param_table.UNKNOWN_LOSS:
             raise ConfigError(f"the loss of {self.uid} could not be saved with it; pass loss=...")
-        labels, label_col, loss = labels_of(self), self.value("labelCol"), loss_of_labels(self)
+        labels, label_col, loss = (
+            param_table.labels_of(self),
+            self.value("labelCol"),
+            param_table.loss_of_labels(self),
+        )
         if labels and self._task != "custom":
             raise ConfigError(f"a model for {self._task} has one label; set labelCol, not labels")
         if label_col is None and self._task != "custom":
             raise ConfigError("labelCol is not set; name the column to compare predictions with")
         is_double = any(p.dtype == torch.float64 for p in self._module.parameters())
         prepared = prepare_labels(
-            dataset.schema,
+            schema_of(dataset),
             self._task,
             loss,
             labels=labels,
@@ -331,28 +322,20 @@ class TorchModel(Model, CheckedParams, MLWritable, MLReadable["TorchModel"], Mod
             weight_col=self.value("weightCol"),
             float_dtype="float64" if is_double else "float32",
             weight_dtype="float64",
-            is_case_sensitive=is_case_sensitive(dataset.sparkSession),
         )
         others = spool_columns(prepared)
         forward, predicted = self._forward(()), self._predictions()[0]
-        num_classes, metrics = evaluate_model.classes_and_metrics(
-            self._module,
-            example_arguments(self._columns),
-            forward,
-            predicted,
-            Measures(task=self._task, loss=loss, loss_weights=loss_weights(self), metrics=metrics),
+        measures = Measures(
+            task=self._task, loss=loss, loss_weights=param_table.loss_weights(self), metrics=metrics
         )
+        num_classes, metrics = evaluate_model.classes_and_metrics(
+            self._module, example_arguments(self._columns), forward, predicted, measures
+        )
+        curved = chosen_curves(curves, num_classes)
         common, inputs = self._module_task(dataset, forward)
         task = evaluate_task.EvaluateTask(
             **common,
-            measures=Measures(
-                task=self._task,
-                loss=loss,
-                loss_weights=loss_weights(self),
-                metrics=metrics,
-                num_classes=num_classes,
-                curves=chosen_curves(curves, num_classes),
-            ),
+            measures=replace(measures, metrics=metrics, num_classes=num_classes, curves=curved),
             predicted=predicted.output,
             labels=tuple(column for column in others if column.role == "label"),
             weight=next((column for column in others if column.role == "weight"), None),
@@ -378,7 +361,7 @@ class TorchModel(Model, CheckedParams, MLWritable, MLReadable["TorchModel"], Mod
         def load(cls, path: str) -> Self: ...
 
 
-@with_params(ModelArguments)
+@with_params(param_table.ModelArguments)
 class TorchRegressorModel(TorchModel):
     """A trained module that predicts one number per row; ``predictionCol`` is a double."""
 
@@ -389,7 +372,7 @@ class TorchRegressorModel(TorchModel):
         return [Wanted(column=column, output=self._predicted(), make="number")]
 
 
-@with_params(ClassifierModelArguments)
+@with_params(param_table.ClassifierModelArguments)
 class TorchClassifierModel(TorchModel, ClassOutputParams, ClassifierModelAccessors):
     """A trained module that tells classes apart.
 

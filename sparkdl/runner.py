@@ -16,16 +16,13 @@ from sparkdl.errors import ClusterError, ConfigError, StorageError, TrainingFail
 from sparkdl.inputs import check_names, named
 from sparkdl.report.listeners.listener import Listener
 from sparkdl.runtime.tracebacks import plainly
-from sparkdl.spark.frames.user_data import (
-    Data,
-    active_session,
-    described,
-    require_data,
-    session_of,
-    spark_frame,
+from sparkdl.spark.frames import user_data
+from sparkdl.spark.functions.run_function import (
+    FunctionRequest,
+    in_driver,
+    on_workers,
+    run_recorded,
 )
-from sparkdl.spark.functions.run_function import FunctionRequest, run_function
-from sparkdl.spark.functions.run_in_driver import run_here
 from sparkdl.spark.params.converters import to_inputs, to_run_name
 from sparkdl.spark.run.run_facts import shown
 from sparkdl.spark.session.interrupts import interruptible
@@ -155,13 +152,14 @@ class TorchRunner:
         request = self._ask(function=_callable(train, args, kwargs))
         request = replace(request, params=_shown(request, train))
         with _arguments_named():
-            session = session_of(list(request.data.values()))
+            session = user_data.session_of(list(request.data.values()))
             if self._in_driver:
-                result = run_here(session or SparkSession.getActiveSession(), request)
+                session = session or SparkSession.getActiveSession()
+                result = run_recorded(in_driver, session, request)
             else:
-                session = session or active_session()
+                session = session or user_data.active_session()
                 with interruptible(session, request.checkpoint_dir):
-                    result = run_function(session, request)
+                    result = run_recorded(on_workers, session, request)
         self.history = result.history
         return result.values if request.results == "all" else result.values[0]
 
@@ -171,7 +169,7 @@ def _shown(request: FunctionRequest, train: Any) -> tuple[Mapping[str, Any], ...
     names = ("num_workers", "device", "max_restarts", "checkpoint_dir", "resume",
              "keep_checkpoints", "cpus_per_worker", "gpus_per_worker")  # fmt: skip
     values = {"run": train, **{name: getattr(request, name) for name in names}}
-    values |= {f"data: {name}": described(value) for name, value in request.data.items()}
+    values |= {f"data: {name}": user_data.described(value) for name, value in request.data.items()}
     return tuple(
         {"name": name, "value": shown(value), "is_set": True}
         for name, value in values.items()
@@ -192,13 +190,13 @@ def _arguments_named() -> Iterator[None]:
         raise
 
 
-def _by_name(data: Any) -> dict[str, Data]:
+def _by_name(data: Any) -> dict[str, user_data.Data]:
     if data is None:
         return {}
     given = data if isinstance(data, Mapping) else {"train": data}
-    sets = {name: spark_frame(value) for name, value in given.items()}
+    sets = {name: user_data.spark_frame(value) for name, value in given.items()}
     for value in sets.values():
-        require_data(value)
+        user_data.require_data(value)
     return sets
 
 

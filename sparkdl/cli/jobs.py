@@ -22,10 +22,9 @@ from sparkdl.cli.job_files.toml_values import to_tables
 from sparkdl.errors import ConfigError, StorageError
 from sparkdl.inference.scores import Evaluation
 from sparkdl.runtime.activity import doing
-from sparkdl.spark.frames.columns import find, quoted
+from sparkdl.spark.frames.columns import find, quoted, schema_of
 from sparkdl.spark.inference.output_columns import vectors_to_arrays
 from sparkdl.spark.params.stage_metadata import check_place, is_there, load_instance
-from sparkdl.spark.session.compat import is_case_sensitive
 from sparkdl.spark.session.stage_progress import working
 from sparkdl.storage.hadoop_storage import open_on_driver, open_parent
 from sparkdl.storage.storage import Storage, check_writable, without_password
@@ -247,8 +246,8 @@ def _file_at(path: str) -> tuple[Storage, str]:
 
 
 def _choose_columns(rows: DataFrame, columns: tuple[str, ...]) -> DataFrame:
-    case = is_case_sensitive(rows.sparkSession)
-    unknown = [name for name in columns if not find(rows.schema, name, is_case_sensitive=case)]
+    schema = schema_of(rows)
+    unknown = [name for name in columns if not find(schema, name)]
     if unknown:
         raise ConfigError(
             f"output.columns names {unknown}, which are not there; known: {', '.join(rows.columns)}"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -38,6 +38,14 @@ class ColumnStats:
             return None
         return bad_values_message(column, self.bad_values, str(self.first_bad))
 
+    def places(self) -> list[str]:
+        """The rows that messages name."""
+        found = [self.first_bad]
+        for findings in (self.nulls_and_shapes, self.skipped):
+            found.append(findings.first_null)
+            found += (*findings.first_of_shape.values(), *findings.first_of_cause.values())
+        return [place for place in found if place is not None]
+
     def to_dict(self) -> dict[str, Any]:
         """As plain values."""
         values = dict(vars(self))
@@ -69,6 +77,8 @@ class SpooledShard:
     columns: tuple[ColumnStats, ...]
     num_skipped_rows: int = 0
     """Rows that are in neither split, since some column's value cannot be used."""
+    hashes: Mapping[str, int] = field(default_factory=dict)
+    """Row that messages name, as they do -> its hash."""
     memory_bytes: int = 0
     """Memory of the host or container that holds the shard, as its task has found it."""
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import fields
 from pathlib import Path
 
 import pytest
@@ -94,9 +95,9 @@ def test_gangs_are_possible(name: str) -> None:
 
 
 def test_settings_of_sparkdl_are_known_and_have_good_values() -> None:
-    from sparkdl.spark.session.settings import _ENTRIES, read_settings
+    from sparkdl.spark.session.settings import Settings, read_settings
 
-    known = {f"spark.sparkdl.{entry}" for entry, _ in _ENTRIES.values()}
+    known = {field.metadata["entry"] for field in fields(Settings)}
     for path in FILES:
         given = {key: value for key, value, _ in lines(path) if key.startswith("spark.sparkdl.")}
         assert set(given) <= known

@@ -82,7 +82,7 @@ def make_estimator(job: TrainJob) -> Any:
             raise ConfigError(f"{key} is not for kind = '{kind}'; leave it out, or choose another")
         try:
             estimator.getParam(name).typeConverter(value)
-        except TypeError as error:
+        except (TypeError, ConfigError) as error:
             raise ConfigError(in_file_words(f"{key}: {error}")) from error
     return estimator._set(**params)
 

@@ -77,6 +77,8 @@ class SpoolWriter:
         self._content = 0
         self._rows_digest = hashlib.blake2b(digest_size=16)
         self._mask_digest = hashlib.blake2b(digest_size=16)
+        self._places: list[str] = []
+        self._hashes: dict[str, int] = {}
         self._is_sound = True
         """False once some row cannot be used: then rows are looked at, but not written."""
 
@@ -121,6 +123,7 @@ class SpoolWriter:
             for index, column in enumerate(self._columns)
             if column.skips
         }
+        self._note_hashes(batch, first)
         kept = np.ones(batch.num_rows, dtype=bool)
         for _, usable in found.values():
             kept &= True if usable is None else usable
@@ -138,10 +141,24 @@ class SpoolWriter:
             checked = None if rows is None else column.checked(rows, first)
             values += [] if checked is None else [checked]
         self._is_sound &= len(values) == len(self._columns)
+        if not self._is_sound:
+            self._note_hashes(batch, first)
         if self._is_sound:
             with disk_errors(self._directory):
                 for column, rows in zip(self._columns, values, strict=True):
                     column.append(rows, mask)
+
+    def _note_hashes(self, batch: pa.RecordBatch, first: int) -> None:
+        """Keep the hashes of rows that messages name, by which they can be found again."""
+        columns = [*(column.stats for column in self._columns), self._indicator]
+        places = [place for stats in columns for place in stats.places()]
+        if places == self._places:
+            return
+        self._places = places
+        text, hashes = "; ".join(places), batch.column(batch.num_columns - 1).to_pylist()
+        for row, value in enumerate(hashes, start=first):
+            if (place := f"row {row}{self._where}") in text:
+                self._hashes.setdefault(place, value)
 
     def _note_rows(self, batch: pa.RecordBatch, first: int) -> Array | None:
         """Take note of which rows there are; which of them are for validation, None if none can be.
@@ -184,6 +201,7 @@ class SpoolWriter:
             ),
             content=self._content,
             columns=(*(column.stats for column in self._columns), *indicator),
+            hashes=self._hashes,
             num_skipped_rows=self._num_begun - sum(self._kept.values()),
         )
 

@@ -36,8 +36,6 @@ class Attempt:
     """What is shown when all workers are there, until they say how far they are."""
     first_event: float = 0.0
     """When the first event of a worker arrived."""
-    times_said: int = 0
-    """How often the user was told that no worker has started yet."""
     last_event: dict[int, float] = field(default_factory=dict)
     """When the last event of each rank arrived, by the driver's clock."""
     done: set[int] = field(default_factory=set)
@@ -61,22 +59,13 @@ class Attempt:
             if rank not in self.done and now - at > timeout_seconds
         )
 
-    def ended_well(self) -> set[int]:
-        """Ranks that have come to their end without a failure."""
-        ended = self.done if self.rows is None else set(range(self.world_size))
-        return ended - {failure["rank"] for failure in self.failures}
-
     def has_reported(self, kind: type[SparkDLError]) -> bool:
         """True if a rank has failed with an error of this very type."""
         return any(failure["type"] == kind.__name__ for failure in self.failures)
 
 
 def restart_reason(attempt: Attempt) -> str | None:
-    """Why the gang must start again; None if it succeeded.
-
-    Raises:
-        WorkerError, SparkDLError: when starting again would not help.
-    """
+    """Why the gang must start again; None if it succeeded. Raises what would come again."""
     if attempt.spark_error is not None and not attempt.cancelled:
         # Workers never raise into Spark, so one was lost. What its peers reported, whatever
         # its type, is a consequence; a mistake of the user's would come again.
@@ -91,9 +80,7 @@ def restart_reason(attempt: Attempt) -> str | None:
         return loss_reason(attempt.spark_error)
     for failure in attempt.failures:
         if failure["kind"] == "user":
-            raise WorkerError(
-                failure["rank"], failure["type"], failure["message"], failure["traceback"]
-            )
+            raise _of_user(failure)
         if failure["kind"] == "sparkdl":
             raise _own_error(failure)
     if attempt.failures:
@@ -106,12 +93,7 @@ def restart_reason(attempt: Attempt) -> str | None:
 
 
 def _raise_if_sizes_differ(attempt: Attempt) -> None:
-    """Tell a rank that gloo has aborted in a collective from one that was lost.
-
-    Raises:
-        WorkerError: gloo does so if a peer sends more than this rank expects, which it would do
-            again.
-    """
+    """Raise WorkerError if gloo aborted a rank: it does so if a peer sends more than expected."""
     for rank, text in attempt.crashes.items():
         is_abort = "Aborted" in text.partition("\n")[0] and "distributed_c10d.py" in text
         if is_abort and not attempt.on_gpus:
@@ -126,14 +108,11 @@ def _raise_if_sizes_differ(attempt: Attempt) -> None:
 
 
 def _raise_if_calls_differ(attempt: Attempt) -> None:
-    """Tell a rank that nobody answers any more from one whose peers were lost.
-
-    Raises:
-        WorkerError: the function called a collective on some ranks while others had come to their
-            end well, which it would do again.
-    """
-    ended = sorted(attempt.ended_well())
-    is_all = len(ended) + len({f["rank"] for f in attempt.failures}) == attempt.world_size
+    """Raise WorkerError if ranks were in a collective when all others had come to their end."""
+    failed = {failure["rank"] for failure in attempt.failures}
+    done = attempt.done if attempt.rows is None else set(range(attempt.world_size))
+    ended = sorted(done - failed)
+    is_all = len(ended) + len(failed) == attempt.world_size
     if not ended or not is_all:
         return
     if all(failure["type"] == CollectiveError.__name__ for failure in attempt.failures):
@@ -148,11 +127,13 @@ def _raise_if_calls_differ(attempt: Attempt) -> None:
         )
 
 
+def _of_user(failure: Mapping[str, Any]) -> WorkerError:
+    return WorkerError(failure["rank"], failure["type"], failure["message"], failure["traceback"])
+
+
 def _own_error(failure: Mapping[str, Any]) -> SparkDLError:
     kind = getattr(errors, failure["type"], None)
     if not (isinstance(kind, type) and issubclass(kind, SparkDLError)) or kind is WorkerError:
-        return WorkerError(
-            failure["rank"], failure["type"], failure["message"], failure["traceback"]
-        )
+        return _of_user(failure)
     error: SparkDLError = kind(failure["message"])
     return error

@@ -12,14 +12,13 @@ import re
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any
 
 from pyspark.resource import ResourceProfile
 from pyspark.sql import SparkSession
 
 from sparkdl.errors import ClusterError
 from sparkdl.runtime.activity import doing
-from sparkdl.spark.session.compat import conf, is_connect, num_slots
+from sparkdl.spark.session.compat import conf, is_connect, num_slots, scala_context
 from sparkdl.spark.session.failures import raise_if_ended
 from sparkdl.spark.session.interrupts import raise_if_asked
 from sparkdl.spark.session.settings import Settings
@@ -115,8 +114,7 @@ def _shape(master: str, get: Get) -> tuple[int | None, int | None]:
 
 def registered_executors(spark: SparkSession) -> int:
     """Executors of the application that are there now (classic Spark)."""
-    context: Any = spark.sparkContext
-    return len(context._jsc.sc().statusTracker().getExecutorInfos()) - 1  # less the driver
+    return len(scala_context(spark).statusTracker().getExecutorInfos()) - 1  # less the driver
 
 
 def _cores_of_an_executor(spark: SparkSession, executors: int) -> int | None:
@@ -169,11 +167,7 @@ def choose_num_workers(
     cpus_per_worker: int | None = None,
     gpus_per_worker: float | None = None,
 ) -> int:
-    """Number of workers: as requested, else one per GPU if the cluster has them, else per executor.
-
-    Raises:
-        ClusterError: there are too few slots for the request, or the number cannot be known.
-    """
+    """Workers as requested, else one per GPU or per executor; raises ClusterError."""
     if info.num_executors is None or info.cores_per_executor is None:
         if requested is None:
             raise ClusterError(
@@ -209,11 +203,7 @@ def _too_few(
 
 
 def require_gang_support(info: ClusterInfo, get: Get, settings: Settings) -> None:
-    """Refuse what Spark's barrier stages cannot do, and what would go over the network in clear.
-
-    Raises:
-        ClusterError: with the remedy.
-    """
+    """Refuse what barrier stages cannot do, and gradients in clear; raises ClusterError."""
     if info.dynamic_allocation:
         raise ClusterError(
             "training needs all workers at the same time, which Spark refuses under dynamic "
@@ -239,11 +229,7 @@ def require_gang_support(info: ClusterInfo, get: Get, settings: Settings) -> Non
 
 
 def require_plain_files(get: Get, settings: Settings) -> None:
-    """Refuse to spool in clear where Spark is told to encrypt what it writes to local disks.
-
-    Raises:
-        ClusterError: with the remedy.
-    """
+    """Refuse to spool in clear where Spark encrypts its local files; raises ClusterError."""
     key = "spark.io.encryption.enabled"
     if _is_set(get, key) and not settings.allow_unencrypted:
         raise ClusterError(
@@ -275,15 +261,8 @@ def wait_for_slots(
 ) -> bool:
     """Return when executors with enough slots have registered; classic Spark only knows that.
 
-    Those of a new application come soon or not at all. After a loss the cluster manager may take
-    long to find another node, so that wait is as long as the one for slots that others hold.
-
-    Args:
-        spark: the session.
-        workers: slots that are needed.
-        profile: resources of a worker.
-        settings: how long to wait.
-        restarts_left: after a loss, how many restarts are left; None: nothing was lost.
+    After a loss (``restarts_left`` is not None) the cluster manager may take long to find another
+    node, so that wait is as long as the one for slots that others hold.
 
     Returns:
         True if they had not been there from the beginning.
@@ -294,20 +273,12 @@ def wait_for_slots(
     if is_connect(spark):
         return False
     raise_if_ended(spark)
-    context: Any = spark.sparkContext
-    scala = context._jsc.sc()
-    manager = scala.resourceProfileManager()
-    if profile is None:
-        java_profile = manager.defaultResourceProfile()
-    else:
-        java_profile = profile._java_resource_profile
-        manager.addResourceProfile(java_profile)  # else Spark knows it only from its first job on
     entry, seconds = "spark.sparkdl.startTimeout", settings.start_timeout_seconds
     if restarts_left is not None:
         entry, seconds = "spark.sparkdl.queueTimeout", settings.queue_timeout_seconds
     began = time.monotonic()
     times_said = 0
-    while (slots := int(scala.maxNumConcurrentTasks(java_profile))) < workers:
+    while (slots := num_slots(spark, profile)) < workers:
         raise_if_asked()
         raise_if_ended(spark)
         waited = time.monotonic() - began
@@ -320,23 +291,18 @@ def wait_for_slots(
             )
         doing("waiting for slots", f"{slots} of {workers} are there")
         if waited >= times_said * _SAY_SECONDS:
-            _say_what_is_missing(slots, workers, waited, seconds, restarts_left)
             times_said += 1
+            if restarts_left is None:
+                logger.info("waiting for executors: %d of %d slots are there", slots, workers)
+            else:
+                logger.warning(
+                    "waiting for executors after a loss: %d of %d slots are there; %.0f of at most "
+                    "%.0f s (spark.sparkdl.queueTimeout) have passed; restarts left after this "
+                    "one: %d",
+                    *(slots, workers, waited, seconds, restarts_left),
+                )
         time.sleep(0.1)
     return times_said > 0
-
-
-def _say_what_is_missing(
-    slots: int, workers: int, waited: float, seconds: float, restarts_left: int | None
-) -> None:
-    if restarts_left is None:
-        logger.info("waiting for executors: %d of %d slots are there", slots, workers)
-        return
-    logger.warning(
-        "waiting for executors after a loss: %d of %d slots are there; %.0f of at most %.0f s "
-        "(spark.sparkdl.queueTimeout) have passed; restarts left after this one: %d",
-        *(slots, workers, waited, seconds, restarts_left),
-    )
 
 
 def check_memory(
@@ -348,22 +314,11 @@ def check_memory(
     spool_bytes: int,
     num_workers: int,
 ) -> None:
-    """Refuse a gang whose replicas cannot fit into the executors' containers.
+    """Refuse a gang whose replicas cannot fit into the executors' containers; raises ClusterError.
 
     Python workers live outside the JVM heap, in ``spark.executor.memoryOverhead`` (or
     ``spark.executor.pyspark.memory``); YARN and Kubernetes kill the container that exceeds it.
     The mapped spool is page cache, which the kernel can reclaim: it is named, not counted.
-
-    Args:
-        info: the cluster.
-        get: reads Spark's configuration.
-        replica_bytes: parameters and buffers of one replica.
-        state_bytes: gradients, optimizer state and the copies for a checkpoint.
-        spool_bytes: largest spool of a worker.
-        num_workers: size of the gang.
-
-    Raises:
-        ClusterError: with the setting to raise.
     """
     if not info.master.startswith(("yarn", "k8s")):
         return
@@ -372,12 +327,12 @@ def check_memory(
     granted = overhead_bytes(get)
     if needed > granted:
         raise ClusterError(
-            f"{per_executor} worker(s) per executor need about {_mib(needed)} MiB outside the JVM "
-            f"({_mib(replica_bytes)} MiB replica, {_mib(state_bytes)} MiB gradients, optimizer "
-            f"state and checkpoint copies, {_mib(INTERPRETER_BYTES)} MiB Python and torch; the "
-            f"spool of {_mib(spool_bytes)} MiB is page cache on top), but executors grant "
-            f"{_mib(granted)} MiB; set spark.executor.memoryOverhead to at least "
-            f"{_mib(needed)}m"
+            f"{per_executor} worker(s) per executor need about {mib(needed)} MiB outside the JVM "
+            f"({mib(replica_bytes)} MiB replica, {mib(state_bytes)} MiB gradients, optimizer "
+            f"state and checkpoint copies, {mib(INTERPRETER_BYTES)} MiB Python and torch; the "
+            f"spool of {mib(spool_bytes)} MiB is page cache on top), but executors grant "
+            f"{mib(granted)} MiB; set spark.executor.memoryOverhead to at least "
+            f"{mib(needed)}m"
         )
 
 
@@ -391,17 +346,13 @@ def overhead_bytes(get: Get) -> int:
     overhead = get("spark.executor.memoryOverhead")
     if overhead is None:
         heap = parse_bytes(get("spark.executor.memory") or "1g", unit=2**20)
-        factor = float(get("spark.executor.memoryOverheadFactor") or _factor_of_pods(get) or 0.1)
-        granted = max(int(factor * heap), 384 * 2**20)
+        factor = get("spark.executor.memoryOverheadFactor")
+        if factor is None and (get("spark.master") or "").startswith("k8s"):
+            factor = get("spark.kubernetes.memoryOverheadFactor")  # an entry of Kubernetes' own
+        granted = max(int(float(factor or 0.1) * heap), 384 * 2**20)
     else:
         granted = parse_bytes(overhead, unit=2**20)
     return granted + (parse_bytes(own, unit=2**20) if own else 0)
-
-
-def _factor_of_pods(get: Get) -> str | None:
-    """Kubernetes has an entry of its own, which counts if Spark's general one is not set."""
-    on_kubernetes = (get("spark.master") or "").startswith("k8s")
-    return get("spark.kubernetes.memoryOverheadFactor") if on_kubernetes else None
 
 
 def parse_bytes(text: str, *, unit: int) -> int:
@@ -415,5 +366,6 @@ def parse_bytes(text: str, *, unit: int) -> int:
     return int(match[1]) * (1 if match[3] else unit)
 
 
-def _mib(size: int) -> int:
+def mib(size: int) -> int:
+    """Bytes as mebibytes, rounded up."""
     return -(-size // 2**20)

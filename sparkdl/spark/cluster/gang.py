@@ -61,18 +61,10 @@ class GangTask:
 def launch(
     table: DataFrame, task: GangTask, profile: ResourceProfile | None
 ) -> list[tuple[int, str, bytes]]:
-    """Run a task on one worker per partition of ``table``, all at once.
-
-    Args:
-        table: a row per partition.
-        task: what each worker does.
-        profile: resources of a worker.
+    """Run a task on one worker per partition of ``table``, all at once; raises Spark's own errors.
 
     Returns:
         (rank, kind, payload) of everything the workers yielded, chunks joined.
-
-    Raises:
-        Exception: Spark's own, when a worker or executor was lost.
     """
     rows = table.mapInArrow(task, RESULT_COLUMNS, barrier=True, profile=profile).collect()
     return joined_results(rows)

@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import builtins
 import contextlib
 import logging
+import shutil
+import tempfile
+import threading
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 import pyarrow as pa
@@ -13,15 +18,18 @@ from sparkdl.comm.access import Address
 from sparkdl.comm.channel import ChannelServer, Hub
 from sparkdl.errors import ClusterError, StorageError
 from sparkdl.runtime.activity import doing
-from sparkdl.spark.cluster.driver_folder import DriverFolder, driver_folder
+from sparkdl.spark.cluster.cluster_info import mib
 from sparkdl.spark.cluster.probe import probe
 from sparkdl.spark.cluster.slots import Slots
 from sparkdl.spark.session.compat import driver_address, is_connect
 from sparkdl.spark.session.settings import Settings
+from sparkdl.spark.session.termination import removed_at_termination
+from sparkdl.storage.checkpoint_format import MANIFEST, folders, run_keys
 from sparkdl.storage.hadoop_storage import HadoopStorage, open_on_driver
 from sparkdl.storage.mounted import Mounted
+from sparkdl.storage.pruning import remove
 from sparkdl.storage.retried import Retried
-from sparkdl.storage.storage import Storage, absolute, check_writable
+from sparkdl.storage.storage import Data, Storage, absolute, check_writable, is_full, open_storage
 from sparkdl.worker.lifecycle import RELAYED
 
 logger = logging.getLogger(__name__)
@@ -56,15 +64,11 @@ class Link:
     ) -> bytes | None:
         """Make bytes available to all workers of a run, through the channel if there is one.
 
-        Args:
-            name: file in the driver's folder, which workers read through the channel.
-            data: the bytes.
-            what: what they are, for the error.
-            remedy: what to do where they are too large and there is no channel.
-            in_task: True if small ones travel in the task also where there is a channel.
+        ``what`` and ``remedy`` are for the error. With ``in_task`` small ones travel in the task
+        also where there is a channel.
 
         Returns:
-            What must travel in the task; None: workers read the file.
+            What must travel in the task; None: workers read the file ``name``.
 
         Raises:
             ClusterError: there is no channel, and they are too large for the task.
@@ -91,19 +95,15 @@ def open_link(
     run_id: str,
     stack: contextlib.ExitStack,
 ) -> Link:
-    """Open the channel and the place for checkpoints, and try both from the executors.
-
-    Args:
-        spark: the session.
-        slots: the run's workers.
-        settings: says who hosts the channel, and where.
-        checkpoint_dir: path or URL; None: the driver keeps the checkpoints.
-        run_id: names the probe's job.
-        stack: closes everything in the end.
-    """
+    """Open the channel and the place for checkpoints, and try both from the executors."""
     files = stack.enter_context(driver_folder())
-    url, place = _open_checkpoints(spark, checkpoint_dir)
-    checkpoints: Storage | None = None if place is None else Retried(place)
+    url, place = None, None
+    checkpoints: Storage | None = None
+    if checkpoint_dir is not None:
+        place = open_on_driver(spark, checkpoint_dir)
+        url = place.url if isinstance(place, HadoopStorage) else absolute(checkpoint_dir)
+        checkpoints = Retried(place)
+        check_writable(checkpoints)
     hub = Hub()
     served = Mounted(files)
     server = None
@@ -128,7 +128,12 @@ def open_link(
     )
     if address is not None and not found.reaches_driver:
         if needs_channel:
-            raise _unreachable(address)
+            raise ClusterError(
+                f"executors cannot reach the driver at {address.host}:{address.port}; open that "
+                "port (spark.sparkdl.channel.port fixes its number), correct spark.driver.host, or "
+                "set spark.sparkdl.channel=workers to train without progress, logs and driver-kept "
+                "checkpoints"
+            )
         logger.warning("executors cannot reach this client: training shows no progress and no logs")
         address = None
     relays = found.storage_failure is not None
@@ -146,18 +151,6 @@ def open_link(
     return Link(
         hub=hub, channel=address, files=files, checkpoints=checkpoints, url=url, relays=relays
     )
-
-
-def _open_checkpoints(
-    spark: SparkSession, checkpoint_dir: str | None
-) -> tuple[str | None, Storage | None]:
-    """``checkpointDir`` as other processes know it, and the place itself, if there is one."""
-    if checkpoint_dir is None:
-        return None, None
-    storage = open_on_driver(spark, checkpoint_dir)
-    url = storage.url if isinstance(storage, HadoopStorage) else absolute(checkpoint_dir)
-    check_writable(Retried(storage))
-    return url, storage
 
 
 def _require_relay(checkpoints: Storage, address: Address | None, reason: str) -> None:
@@ -188,10 +181,87 @@ def _serve(spark: SparkSession, hub: Hub, files: Mounted, settings: Settings) ->
         ) from error
 
 
-def _unreachable(address: Address) -> ClusterError:
-    return ClusterError(
-        f"executors cannot reach the driver at {address.host}:{address.port}; open that port "
-        "(spark.sparkdl.channel.port fixes its number), correct spark.driver.host, or set "
-        "spark.sparkdl.channel=workers to train without progress, logs and driver-kept "
-        "checkpoints"
-    )
+_REMEDY = "set checkpointDir, or TMPDIR to a folder with more space"
+
+
+@contextlib.contextmanager
+def driver_folder() -> Iterator[DriverFolder]:
+    """A new one, which is removed in the end, also by SIGTERM and SIGHUP."""
+    with tempfile.TemporaryDirectory(prefix="sparkdl-") as path, removed_at_termination(path):
+        yield DriverFolder(open_storage(path))
+
+
+class DriverFolder:
+    """A storage on local disk that gives up all but the newest whole checkpoint when it is full."""
+
+    def __init__(self, storage: Storage) -> None:
+        self._storage = storage
+        self._lock = threading.Lock()
+        self._has_warned = False
+
+    def __str__(self) -> str:
+        return str(self._storage)
+
+    def check_space(
+        self, *, weights_bytes: int, checkpoint_bytes: int, num_checkpoints: int
+    ) -> None:
+        """Warn if a run will not find the space for its weights, twice, and its checkpoints."""
+        needed = 2 * weights_bytes + num_checkpoints * checkpoint_bytes
+        free = shutil.disk_usage(str(self)).free
+        if free < needed:
+            logger.warning(
+                "the driver's temporary folder %s has %d MiB free; this run needs about %d MiB "
+                "there: %d checkpoint(s) of about %d MiB, and the weights twice. It keeps fewer if "
+                "the folder is full; %s",
+                self,
+                mib(free),
+                mib(needed),
+                num_checkpoints,
+                mib(checkpoint_bytes),
+                _REMEDY,
+            )
+
+    def write(self, path: str, data: Data) -> None:
+        for is_last_try in (False, True):
+            try:
+                return self._storage.write(path, data)
+            except StorageError as error:
+                if not is_full(error):
+                    raise
+                has_room = not is_last_try and self._made_room(path)
+                # Pieces are gone; who has sent them sends them again.
+                if not has_room or not isinstance(data, bytes | bytearray | memoryview):
+                    raise StorageError(f"{error}; {_REMEDY}") from error.__cause__
+
+    def read(self, path: str) -> bytes:
+        return self._storage.read(path)
+
+    def list(self, path: str) -> builtins.list[str]:
+        return self._storage.list(path)
+
+    def remove(self, path: str) -> None:
+        self._storage.remove(path)
+
+    def exists(self, path: str) -> bool:
+        return self._storage.exists(path)
+
+    def _made_room(self, path: str) -> bool:
+        """Remove checkpoints, but the newest whole one and the one that is being written."""
+        with self._lock:
+            gone = 0
+            for key in run_keys(self._storage):
+                steps = folders(self._storage, key)
+                whole = [s for s in steps if self._storage.exists(f"{s.path}/{MANIFEST}")]
+                written = [s for s in steps if path.startswith(f"{s.path}/")] or steps[-1:]
+                for step in steps:
+                    if step not in whole[-1:] + written:
+                        remove(self._storage, step)
+                        gone += 1
+            if not self._has_warned:
+                self._has_warned = True
+                logger.warning(
+                    "the driver's temporary folder %s is full, so it keeps one checkpoint only; %s",
+                    self,
+                    _REMEDY,
+                )
+            return gone > 0

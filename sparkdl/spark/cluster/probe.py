@@ -19,7 +19,7 @@ from sparkdl.errors import ClusterError, CommunicationError, SparkDLError, Stora
 from sparkdl.runtime.versions import difference, versions
 from sparkdl.spark.session.background_job import BackgroundJob
 from sparkdl.spark.session.compat import workers_python
-from sparkdl.spark.session.failures import raise_unless_loss, spark_message
+from sparkdl.spark.session.failures import python_cause, raise_unless_loss, spark_message
 from sparkdl.spark.session.settings import Settings
 from sparkdl.storage.retried import Retried
 from sparkdl.storage.storage import Storage, open_storage, without_password
@@ -151,7 +151,7 @@ def probe(
         except PythonException as error:
             # The task itself raises nothing, so its executor could not even begin it.
             raise ClusterError(
-                f"sparkdl cannot run on an executor: {_last_line(error)}; Spark's workers run "
+                f"sparkdl cannot run on an executor: {python_cause(error)}; Spark's workers run "
                 f"{workers_python(spark)}; set PYSPARK_PYTHON to a Python that has the packages, "
                 "install them there as on the driver, or send them with --archives or --py-files"
             ) from error
@@ -168,12 +168,6 @@ def probe(
         reaches_driver=all(answer["reaches_driver"] for answer in answers),
         storage_failure=failures[0] if failures else None,
     )
-
-
-def _last_line(error: PythonException) -> str:
-    """Of the executor's traceback, which ends with what was raised."""
-    traceback, _, _ = str(error).partition("\n\nJVM stacktrace:")
-    return traceback.strip().rpartition("\n")[2].strip()
 
 
 def _check(answer: Mapping[str, object], storage_url: str | None) -> None:

@@ -110,10 +110,7 @@ def plan_slots(
 ) -> Slots:
     """Decide for a gang, and wait until all its slots are free; or for rounds.
 
-    The shards of rounds need no slots of their own, so none are waited for.
-
-    Raises:
-        ClusterError: the cluster cannot run it, or the number of workers cannot be known.
+    The shards of rounds need no slots of their own, so none are waited for. Raises ClusterError.
     """
     info = await_executors(spark, settings) if num_workers is None else inspect_cluster(spark)
     if is_gang:
@@ -149,11 +146,7 @@ def wait_again(
 def make_profile(
     info: ClusterInfo, cpus_per_worker: int | None, gpus_per_worker: float | None
 ) -> ResourceProfile | None:
-    """Resources of one worker, for stage-level scheduling; None when none were asked for.
-
-    Raises:
-        ClusterError: this master has no stage-level scheduling, or executors have too little.
-    """
+    """Resources of a worker; None when none were asked for. Raises ClusterError."""
     if cpus_per_worker is None and gpus_per_worker is None:
         return None
     if re.match(r"local(\[|$)", info.master):

@@ -15,35 +15,78 @@ import queue
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, TypeVar
 
+from pyspark.sql import DataFrame, SparkSession
+
 from sparkdl.comm.channel import Event
-from sparkdl.errors import ClusterError, TrainingFailed
-from sparkdl.report.live.progress import Progress
+from sparkdl.errors import TrainingFailed
+from sparkdl.report.live.progress import Progress, View
 from sparkdl.runtime.activity import doing
+from sparkdl.runtime.versions import versions
 from sparkdl.spark.cluster.attempt import Attempt, Rows, restart_reason
-from sparkdl.spark.cluster.launch import Launch
+from sparkdl.spark.cluster.gang import GangTask, Work, launch
+from sparkdl.spark.cluster.link import Link
+from sparkdl.spark.cluster.slots import Slots
+from sparkdl.spark.session import failures
 from sparkdl.spark.session.background_job import BackgroundJob
-from sparkdl.spark.session.failures import (
-    LOST,
-    LOST_REMEDY,
-    SILENT,
-    has_crashed,
-    loss_reason,
-    raise_if_ended,
-    raise_unless_loss,
-    spark_message,
-)
 from sparkdl.spark.session.interrupts import raise_if_asked
 from sparkdl.spark.session.settings import Settings
+from sparkdl.worker.lifecycle import GangOrder
+
+OrderType = TypeVar("OrderType", bound=GangOrder)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Launch:
+    """A run on the cluster, whatever its workers do. `supervisor.supervise` takes it to its end."""
+
+    spark: SparkSession
+    run_id: str
+    """Names the run's jobs, so that they can be cancelled."""
+    slots: Slots
+    link: Link
+    settings: Settings
+    view: View
+    """Gets what the workers report; of a fit it is the recorder."""
+    max_restarts: int
+
+    def gang_order(self, kind: Callable[..., OrderType], *, attempt: int, **work: Any) -> OrderType:
+        """An order for a gang's workers: ``work``, and all that orders have in common."""
+        return kind(
+            run_id=self.run_id,
+            attempt=attempt,
+            storage_url=self.link.url,
+            relays=self.link.relays,
+            driver_hosts_channel=self.link.channel is not None,
+            threads=self.slots.threads,
+            versions=versions(),
+            start_timeout_seconds=self.settings.start_timeout_seconds,
+            collective_timeout_seconds=self.settings.collective_timeout_seconds,
+            heartbeat_timeout_seconds=self.settings.heartbeat_timeout_seconds,
+            **work,
+        )
+
+    def gang_job(
+        self, table: DataFrame, work: Work, order: GangOrder, *, keeps_process: bool = True
+    ) -> Callable[[], Rows]:
+        """The call that runs ``work`` on a worker for each row of ``table``; see `gang.launch`."""
+        task = GangTask(
+            work=work,
+            order=order,
+            channel=self.link.address(),
+            attempt=order.attempt,
+            keeps_process=keeps_process,
+        )
+        return partial(launch, table, task, self.slots.profile)
+
 
 logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
 _TICK_SECONDS = 0.05
-_SAY_SECONDS = 60.0
-"""How often a wait for slots is mentioned."""
 _QUEUED_SECONDS = 3.0
 """After how long without a task a gang is said to wait for slots."""
 _GRACE_SECONDS = 3.0
@@ -70,9 +113,8 @@ def supervise(
     """Run a gang, or the tasks of a round, to the end, however many submissions that takes.
 
     Only restarts without progress count: an attempt that begins from a newer checkpoint than all
-    before it may be followed by ``max_restarts`` more.
-
-    Where workers do not reach the driver's channel, only their rows tell what happened.
+    before it may be followed by ``max_restarts`` more. Where workers do not reach the driver's
+    channel, only their rows tell what happened.
 
     Args:
         run: whose job it is.
@@ -85,8 +127,7 @@ def supervise(
 
     Raises:
         WorkerError: the user's code failed.
-        TrainingFailed: workers were lost more than ``max_restarts`` times without progress, or the
-            job was cancelled by hand.
+        TrainingFailed: workers were lost too often without progress, or the job was cancelled.
         DataError: the source of the DataFrame can no longer be read.
         ClusterError: no slots became free, or the session has ended.
         SparkDLError: what a worker raised on purpose, such as a version mismatch.
@@ -108,7 +149,7 @@ def supervise(
             name = f"sparkdl {run.run_id}: {what}" + f", restart {restarts}" * (restarts > 0)
             _run(run, job, attempt, name)
         except Exception as error:
-            raise_unless_loss(error)
+            failures.raise_unless_loss(error)
             attempt.spark_error, attempt.cancelled = error, False
         reason = restart_reason(attempt)
         if reason is None:
@@ -118,12 +159,12 @@ def supervise(
             failed, furthest = 0, attempt.start
         failed += 1
         run.view.failure(reason)
-        raise_if_ended(run.spark, attempt.spark_error)
+        failures.raise_if_ended(run.spark, attempt.spark_error)
         if failed > run.max_restarts:
             raise _given_up("training", failed, reason, run.max_restarts)
         logger.warning("%s; restart %d of %d", reason, failed, run.max_restarts)
         if attempt.spark_error is not None:
-            logger.info("Spark's words: %s", spark_message(attempt.spark_error))
+            logger.info("Spark's words: %s", failures.spark_message(attempt.spark_error))
         if heal is not None:
             heal(attempt)
     raise AssertionError("the loop has no other end")
@@ -131,7 +172,11 @@ def supervise(
 
 def _given_up(what: str, times: int, reason: str, max_restarts: int) -> TrainingFailed:
     often = "once" if times == 1 else f"{times} times without progress"
-    remedy = f"; {LOST_REMEDY}" if reason.startswith(LOST) or reason.endswith(SILENT) else ""
+    remedy = (
+        f"; {failures.LOST_REMEDY}"
+        if reason.startswith(failures.LOST) or reason.endswith(failures.SILENT)
+        else ""
+    )
     message = f"{what} failed {often} (maxRestarts={max_restarts}); last: {reason}{remedy}"
     return TrainingFailed(message)
 
@@ -141,18 +186,8 @@ def persistently(
 ) -> T:
     """Run a Spark job again after the loss of a worker or executor, as `supervise` does.
 
-    Spark does not retry a failed barrier stage, so the spooling job needs this as well.
-
-    Args:
-        action: submits the job.
-        max_restarts: how often it may be submitted again.
-        prepare: called before each new submission, with the number of those that are left after
-            it; waits for executors.
-
-    Raises:
-        TrainingFailed: workers were lost more than ``max_restarts`` times, or the job was
-            cancelled by hand.
-        DataError: the source of the DataFrame cannot be read.
+    Spark does not retry a failed barrier stage, so the spooling job needs this as well. ``prepare``
+    waits for executors; it is told how many submissions are left after this one.
     """
     for number in range(max_restarts + 1):
         if number > 0:
@@ -160,9 +195,9 @@ def persistently(
         try:
             return action()
         except Exception as error:
-            raise_unless_loss(error)
-            reason = loss_reason(error)
-            logger.info("Spark's words: %s", spark_message(error))
+            failures.raise_unless_loss(error)
+            reason = failures.loss_reason(error)
+            logger.info("Spark's words: %s", failures.spark_message(error))
         if number < max_restarts:
             logger.warning("%s; trying again, %d of %d", reason, number + 1, max_restarts)
     raise _given_up("spooling", max_restarts + 1, reason, max_restarts)
@@ -180,7 +215,7 @@ def _run(run: Launch, work: Callable[[], Rows], attempt: Attempt, name: str) -> 
         _receive(run, attempt)  # the last events may come a moment after the rows
     attempt.spark_error, attempt.cancelled = job.error, job.is_cancelled
     attempt.rows = next(iter(job.values), None)
-    if attempt.spark_error is not None and has_crashed(attempt.spark_error):
+    if attempt.spark_error is not None and failures.has_crashed(attempt.spark_error):
         _await_crash(run, attempt)
     if attempt.rows is not None:
         reported = [json.loads(payload) for _, kind, payload in attempt.rows if kind == "error"]
@@ -251,29 +286,13 @@ def _say_how_many(attempt: Attempt, job: BackgroundJob[Rows], *, reaches_driver:
 def _check_start(
     attempt: Attempt, now: float, settings: Settings, job: BackgroundJob[Rows]
 ) -> None:
-    """Wait long for slots, which other jobs may hold, but not for workers that have them.
-
-    Raises:
-        ClusterError: no slots became free.
-    """
+    """Wait long for slots, but not for workers that have them; raises ClusterError."""
     missing = attempt.world_size - len(attempt.last_event)
     if missing == attempt.world_size:
         silence, started = job.progress.seconds_without(), "since Spark runs their tasks"
         waited = now - attempt.submitted
-        if waited > (attempt.times_said + 1) * _SAY_SECONDS:
-            attempt.times_said += 1
-            logger.warning(
-                "no worker has started yet: other jobs hold the slots, or executors are gone; %.0f "
-                "of at most %.0f s (spark.sparkdl.queueTimeout) have passed; restarts left after "
-                "this one: %d",
-                *(waited, settings.queue_timeout_seconds, attempt.restarts_left),
-            )
-        if waited > settings.queue_timeout_seconds:
-            raise ClusterError(
-                f"no worker started within {settings.queue_timeout_seconds:g} s: other jobs hold "
-                "the slots, or executors are gone; free them, lower numWorkers, or raise "
-                "spark.sparkdl.queueTimeout"
-            )
+        left = f"; restarts left after this one: {attempt.restarts_left}"
+        job.check_queue("worker", waited, settings.queue_timeout_seconds, left)
     else:
         silence, started = now - attempt.first_event, "of the first"
     if missing and silence > settings.start_timeout_seconds:

@@ -14,6 +14,7 @@ from sparkdl.data.plan import Column, Shard, TrainPlan
 from sparkdl.explain.calibrate import shard_rows, shared_rows
 from sparkdl.spark.fit.check_request import CheckedRequest, check_request
 from sparkdl.spark.fit.check_rows import check_rows
+from sparkdl.spark.frames.example_rows import UserRows
 from sparkdl.spark.frames.frame_sample import Sample, count_rows
 from sparkdl.spark.frames.row_table import RowTable
 from sparkdl.spark.frames.shard_table import ShardTable
@@ -76,9 +77,10 @@ def look(
     if sample is None:
         table = checked.data.table(spec, run_id)
     else:
+        shown = UserRows(checked.data.frame, spec.columns, spec.validation)
         spec = replace(spec, num_shards=1, shares=None, is_gang=False, profile=None)
         spec = replace(spec, columns=sample.prepared, validation=sample.validation)
-        table = ShardTable(sample.df, spec, run_id=run_id, shown=checked.data.frame)
+        table = ShardTable(sample.df, spec, run_id=run_id, shown=shown)
     stack.callback(table.close)
     spooled = table.collect()
     columns = check_rows(checked, table, spooled).columns

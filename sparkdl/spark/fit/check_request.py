@@ -25,25 +25,19 @@ from sparkdl.errors import ConfigError
 from sparkdl.inputs import Named
 from sparkdl.runtime.process import borrowed_generator
 from sparkdl.serialization.identity import identity
+from sparkdl.serialization.initial_weights import InitialWeights, load_initial_weights
 from sparkdl.spark.cluster.slots import Slots, plan_slots
-from sparkdl.spark.fit.check_initial_state import check_initial_state
-from sparkdl.spark.frames.columns import drawn, validation_indicator
+from sparkdl.spark.frames.columns import drawn, schema_of, validation_indicator
 from sparkdl.spark.frames.prepare_columns import prepare, prepare_labels
 from sparkdl.spark.frames.row_table import TableSpec
 from sparkdl.spark.frames.user_data import UserData
 from sparkdl.spark.rounds.driver_memory import check_driver_memory, round_state_bytes
 from sparkdl.spark.run.run import FitRequest
-from sparkdl.spark.session.compat import (
-    conf,
-    driver_heap_bytes,
-    is_case_sensitive,
-    run_workers_here,
-    shares_console,
-)
+from sparkdl.spark.session import compat
 from sparkdl.spark.session.settings import Settings, read_settings
 from sparkdl.sync.averaging.averaging import AveragingStrategy
 from sparkdl.sync.frozen_layers import freeze
-from sparkdl.sync.population.population import Competition
+from sparkdl.sync.population.population import Competition, PopulationStrategy
 from sparkdl.sync.strategy import SyncStrategy
 
 if TYPE_CHECKING:
@@ -60,19 +54,41 @@ _CONNECT_SESSION = "pyspark.sql.connect.session"
 
 
 @dataclass(frozen=True, kw_only=True)
-class CheckedRequest:
-    """What a fit has decided before its first job."""
+class CheckedValues:
+    """What follows from the Params alone."""
 
     request: FitRequest
     """As it was asked for; ``config.sync_strategy`` is an object."""
-    data: UserData
-    settings: Settings
+    mode: Literal["gang", "rounds"]
     module: nn.Module
     """Of our own, on the CPU; what does not train is frozen."""
+    float_dtype: str
+    """Of floating features."""
     frozen: Items[str]
     """What `freeze` has frozen, for `thaw`."""
     objective: LossFunction
     """What the run minimizes; built once on the driver."""
+    has_logs: bool
+    """True if the module may log values for the history."""
+
+    @property
+    def config(self) -> TrainConfig:
+        """How every worker trains."""
+        return self.request.config
+
+    @property
+    def strategy(self) -> SyncStrategy:
+        """How replicas are brought to agree."""
+        strategy: SyncStrategy = self.config.sync_strategy
+        return strategy
+
+
+@dataclass(frozen=True, kw_only=True)
+class CheckedRequest(CheckedValues):
+    """What a fit has decided before its first job."""
+
+    data: UserData
+    settings: Settings
     columns: tuple[SpoolColumn, ...]
     """Features, labels and weight, in this order."""
     validation: SparkColumn | None
@@ -87,24 +103,6 @@ class CheckedRequest:
     def spark(self) -> SparkSession:
         """The session of the data."""
         return self.data.spark
-
-    @property
-    def config(self) -> TrainConfig:
-        """How every worker trains."""
-        return self.request.config
-
-    @property
-    def strategy(self) -> SyncStrategy:
-        """How replicas are brought to agree."""
-        strategy: SyncStrategy = self.config.sync_strategy
-        return strategy
-
-    @property
-    def has_logs(self) -> bool:
-        """True if the module may log values for the history."""
-        from sparkdl.train.objective.training_step import logs
-
-        return logs(self.config, self.module)
 
     @property
     def begins_from_text(self) -> str:
@@ -159,10 +157,6 @@ class CheckedRequest:
 def check_request(data: UserData, request: FitRequest) -> CheckedRequest:
     """Check all that needs no job, and wait for the cluster's slots.
 
-    Args:
-        data: what is trained on.
-        request: what the estimator asks for.
-
     Raises:
         ConfigError: a parameter is wrong.
         DataError: a column is missing, or of a type of which no tensor can be made.
@@ -170,13 +164,17 @@ def check_request(data: UserData, request: FitRequest) -> CheckedRequest:
             of rounds.
         StorageError: the initial weights or the source cannot be read.
     """
-    run_workers_here(data.spark)
-    settings = read_settings(partial(conf, data.spark))
+    compat.run_workers_here(data.spark)
+    settings = read_settings(partial(compat.conf, data.spark))
     data.check_files(settings)
     check_travels({"source": data.source})
     values = check_values(request)
-    request, module = values.request, values.module
-    config, strategy = request.config, values.strategy
+    request, module, config, strategy = (
+        values.request,
+        values.module,
+        values.config,
+        values.strategy,
+    )
     method, begins_from = check_initial_state(module, request, values.mode)
     data.check_inputs((*request.specified, *request.labels))
     data.check_training(config, request.validation, has_logs=values.has_logs)
@@ -197,21 +195,18 @@ def check_request(data: UserData, request: FitRequest) -> CheckedRequest:
     strategy.check(config, slots.num_workers)
     if not slots.is_gang and isinstance(strategy, AveragingStrategy):
         check_driver_memory(
-            partial(conf, data.spark),
+            partial(compat.conf, data.spark),
             state_bytes=round_state_bytes(module, config, strategy),
             num_shards=slots.num_workers,
             strategy=strategy,
-            heap_bytes=driver_heap_bytes(data.spark),
-            is_local=shares_console(data.spark),
+            heap_bytes=compat.driver_heap_bytes(data.spark),
+            is_local=compat.shares_console(data.spark),
         )
     check_sync_batch_norm(module, config, slots.num_workers)
     return CheckedRequest(
-        request=request,
+        **vars(values),
         data=data,
         settings=settings,
-        module=module,
-        frozen=values.frozen,
-        objective=values.objective,
         columns=tuple(columns),
         validation=validation,
         slots=slots,
@@ -220,36 +215,8 @@ def check_request(data: UserData, request: FitRequest) -> CheckedRequest:
     )
 
 
-@dataclass(frozen=True, kw_only=True)
-class CheckedValues:
-    """What follows from the Params alone."""
-
-    request: FitRequest
-    """With a strategy that is an object."""
-    mode: Literal["gang", "rounds"]
-    module: nn.Module
-    float_dtype: str
-    """Of floating features."""
-    frozen: Items[str]
-    objective: LossFunction
-    has_logs: bool
-    """True if the module may log values for the history."""
-
-    @property
-    def strategy(self) -> SyncStrategy:
-        """How replicas are brought to agree."""
-        strategy: SyncStrategy = self.request.config.sync_strategy
-        return strategy
-
-
 def check_values(request: FitRequest) -> CheckedValues:
-    """Check what needs neither rows nor, without initial weights, a session.
-
-    Raises:
-        ConfigError: a parameter is wrong.
-        StorageError: the initial weights cannot be read.
-        Exception: what the user's own callables raise.
-    """
+    """Check what needs no rows; raises what `make_module` and `check_training` raise."""
     config = request.config
     travelling_values = {field.name: getattr(config, field.name) for field in fields(config)}
     check_travels({**travelling_values, "inputs": request.specified, "labels": request.labels})
@@ -270,37 +237,23 @@ def check_values(request: FitRequest) -> CheckedValues:
 
 
 def choose_mode(requested: str, strategy: SyncStrategy) -> Literal["gang", "rounds"]:
-    """The mode that the user asked for; ``auto`` leaves it to the strategy.
-
-    Raises:
-        ConfigError: there is no such mode, or the strategy cannot run in it.
-    """
+    """The mode that the user asked for; ``auto`` leaves it to the strategy; raises ConfigError."""
     if requested not in MODES:
         raise ConfigError(f"executionMode must be one of {MODES}; received {requested!r}")
-    if requested == "gang":
-        if (obstacle := strategy.why_not_gang()) is not None:
-            raise ConfigError(
-                f"{type(strategy).__name__} cannot run with executionMode='gang': {obstacle}; use "
-                "executionMode='rounds'"
-            )
-        return "gang"
-    obstacle = strategy.why_not_rounds()
+    obstacles = {"gang": strategy.why_not_gang(), "rounds": strategy.why_not_rounds()}
     if requested == "auto":
-        return "rounds" if strategy.prefers_rounds and obstacle is None else "gang"
-    if obstacle is not None:
+        return "rounds" if strategy.prefers_rounds and obstacles["rounds"] is None else "gang"
+    mode: Literal["gang", "rounds"] = "gang" if requested == "gang" else "rounds"
+    if obstacles[mode] is not None:
         raise ConfigError(
-            f"{type(strategy).__name__} cannot run with executionMode='rounds': {obstacle}; use "
-            "executionMode='gang'"
+            f"{type(strategy).__name__} cannot run with executionMode={mode!r}: {obstacles[mode]}; "
+            f"use executionMode={'rounds' if mode == 'gang' else 'gang'!r}"
         )
-    return "rounds"
+    return mode
 
 
 def check_travels(values: Mapping[str, Any]) -> None:
-    """Refuse what cannot be sent to other processes, such as a callback that holds a lock.
-
-    Raises:
-        ConfigError: names the parameter.
-    """
+    """Refuse what cannot be sent to other processes, such as a lock; raises ConfigError."""
     for name, value in values.items():
         try:
             travelling(value)
@@ -312,11 +265,7 @@ def check_travels(values: Mapping[str, Any]) -> None:
 
 
 def travelling(value: Any) -> bytes:
-    """What other processes get of a value.
-
-    Raises:
-        Exception: whatever the user's classes raise when they are pickled.
-    """
+    """What other processes get of a value; raises Exception."""
     with io.BytesIO() as file:
         _Pickler(file).dump(value)
         return file.getvalue()
@@ -374,11 +323,7 @@ def make_module(request: FitRequest) -> tuple[nn.Module, str]:
 
 
 def _copied(module: nn.Module) -> nn.Module:
-    """A copy, such as every worker gets.
-
-    Raises:
-        ConfigError: the module has something that only this process can have.
-    """
+    """A copy, such as every worker gets; raises ConfigError."""
     try:
         return copy.deepcopy(module)
     except Exception as error:  # whatever the user's classes raise when they are copied
@@ -406,15 +351,10 @@ def check_training(
     """Build once, on a copy of the module, what every worker will build, so that mistakes show now.
 
     Not the optimizer and its schedule where they are for CUDA, which the driver need not have,
-    nor while the module is lazy.
+    nor while the module is lazy. Raises ConfigError, or what the user's own callables raise.
 
     Returns:
         What the run minimizes, for all that the driver asks of it.
-
-    Raises:
-        ConfigError: loss, metrics, optimizer or schedule cannot be used, or the strategy refuses
-            the optimizer.
-        Exception: what the user's own callables raise.
     """
     import torch
     from torch import nn
@@ -422,11 +362,7 @@ def check_training(
     from sparkdl.train.callbacks import steps_between
     from sparkdl.train.objective.metrics import check_metrics
     from sparkdl.train.objective.training_step import objective_of
-    from sparkdl.train.optimizers.optimizers import (
-        make_scheduler,
-        require_steps,
-        resolve_optimizer,
-    )
+    from sparkdl.train.optimizers import optimizers
 
     config = request.config
     strategy: SyncStrategy = config.sync_strategy
@@ -436,34 +372,27 @@ def check_training(
         check_metrics(config, objective)
         is_lazy = any(nn.parameter.is_lazy(parameter) for parameter in module.parameters())
         if config.device == "cuda" or is_lazy:
-            resolve_optimizer(config, module)
+            optimizers.resolve_optimizer(config, module)
             if isinstance(config.optimizer, str | type):
                 stand_in = nn.Parameter(torch.zeros(1))
-                strategy.check_optimizer(resolve_optimizer(config)([stand_in]))
+                strategy.check_optimizer(optimizers.resolve_optimizer(config)([stand_in]))
         else:
             copied = _copied(module)
             if not any(parameter.requires_grad for parameter in copied.parameters()):
                 raise ConfigError(
                     "the module has no parameters that train; check it, and frozenLayers"
                 )
-            make = resolve_optimizer(config, copied)
+            make = optimizers.resolve_optimizer(config, copied)
             optimizer = make(p for p in copied.parameters() if p.requires_grad)
             strategy.check_optimizer(optimizer)
-            schedule = make_scheduler(config, optimizer, make, steps_per_epoch=1)
+            schedule = optimizers.make_scheduler(config, optimizer, make, steps_per_epoch=1)
             if in_rounds:
-                require_steps(schedule)
+                optimizers.require_steps(schedule)
     return objective
 
 
 def check_lightning(module: nn.Module, config: TrainConfig, *, in_rounds: bool) -> bool:
-    """Refuse parts of a LightningModule that do not go with the strategy.
-
-    Returns:
-        True if the module may log values for the history.
-
-    Raises:
-        ConfigError: with the remedy.
-    """
+    """True if the module may log values; raises ConfigError if the strategy does not take it."""
     from sparkdl.train.objective import lightning, manual
     from sparkdl.train.objective.training_step import logs
 
@@ -486,17 +415,10 @@ def check_lightning(module: nn.Module, config: TrainConfig, *, in_rounds: bool) 
 def prepare_columns(
     df: DataFrame, request: FitRequest, float_dtype: str
 ) -> tuple[list[SpoolColumn], SparkColumn | None]:
-    """Features, labels and weight in this order, and which rows are for validation, if some are.
-
-    Raises:
-        DataError: a column is missing or of a type of which no tensor can be made.
-    """
-    schema, case = df.schema, is_case_sensitive(df.sparkSession)
+    """Features, labels and weight, and which rows are for validation; raises DataError."""
+    schema = schema_of(df)
     inputs: list[str | Named] = [*request.feature_cols, *request.specified]
-    prepared = [
-        prepare(schema, wanted, "feature", float_dtype=float_dtype, is_case_sensitive=case)
-        for wanted in inputs
-    ]
+    prepared = [prepare(schema, wanted, "feature", float_dtype=float_dtype) for wanted in inputs]
     prepared += prepare_labels(
         schema,
         request.config.task,
@@ -506,39 +428,63 @@ def prepare_columns(
         weight_col=request.weight_col,
         float_dtype=float_dtype,
         weight_dtype=float_dtype,
-        is_case_sensitive=case,
     )
     if request.config.group_by_length and not any(p.kind.has_length for p in prepared):
         raise ConfigError("groupByLength needs an input that is a sparkdl.Sequence")
-    _check_apart(prepared)
+    names = [p.name for p in prepared if p.role == "feature" and p.argument is None]
+    if twice := next((name for name in names if names.count(name) > 1), None):
+        raise ConfigError(
+            f'column "{twice}" is an input twice; pass inputs as a dict by argument, so that they '
+            "can be told apart"
+        )
     validation = None
     if request.validation_col is not None:
-        validation = validation_indicator(schema, request.validation_col, is_case_sensitive=case)
+        validation = validation_indicator(schema, request.validation_col)
     elif request.validation_fraction is not None:
         expressions = [column.expression for column in prepared]
         validation = drawn(expressions, request.validation_fraction)
     return prepared, validation
 
 
-def _check_apart(prepared: Items[SpoolColumn]) -> None:
-    """Refuse a column that is twice an input without a name; a label may be an input too."""
-    names = [p.name for p in prepared if p.role == "feature" and p.argument is None]
-    for name in names:
-        if names.count(name) > 1:
-            raise ConfigError(
-                f'column "{name}" is an input twice; pass inputs as a dict by argument, so that '
-                "they can be told apart"
-            )
-
-
 def check_sync_batch_norm(module: nn.Module, config: TrainConfig, num_workers: int) -> None:
-    """Refuse ``syncBatchNorm`` with a module or a strategy that it does not fit.
-
-    Raises:
-        ConfigError: see `batch_norms` and `check_strategy` of `sync_batch_norm`.
-    """
+    """Refuse ``syncBatchNorm`` with what it does not fit; raises ConfigError."""
     from sparkdl.train.modules import sync_batch_norm
 
     if config.sync_batch_norm:
         sync_batch_norm.batch_norms(module)
         sync_batch_norm.check_strategy(config.sync_strategy, num_workers)
+
+
+def check_initial_state(
+    module: nn.Module, request: FitRequest, mode: Literal["gang", "rounds"]
+) -> tuple[TrainingMethod | None, TrainingState | None]:
+    """Give the module the weights of the earlier fit, and check that its training can go on.
+
+    Returns:
+        How the module is trained, if the fit goes on or another may go on from it, and what the
+        earlier fit has left, if there is one.
+
+    Raises:
+        ConfigError: the earlier fit was another, or the strategy has states for each member.
+        StorageError: the model cannot be read, or has no training state.
+    """
+    from sparkdl.train.training_state import method_of
+
+    initial, config = request.initial_state, request.config
+    if initial is None and not request.keep_training_state:
+        return None, None
+    param = "keepTrainingState" if initial is None else "initialState"
+    if isinstance(config.sync_strategy, PopulationStrategy):
+        name = type(config.sync_strategy).__name__
+        raise ConfigError(
+            f"{param} has no meaning with {name}, whose members have optimizers of their own; "
+            "use another strategy, or initialWeights"
+        )
+    if initial is not None:
+        if request.initial_weights is not None:
+            raise ConfigError("initialState brings weights too; leave initialWeights out")
+        weights, left = initial.read()
+        load_initial_weights(module, InitialWeights(source=weights), "the weights of initialState")
+    with borrowed_generator(config.seed):
+        method = method_of(config, copy.deepcopy(module), mode)
+    return method, None if initial is None else left.for_method(method)

@@ -6,6 +6,8 @@ The driver runs the module on rows of zeros: that shows whether it takes the fea
 from __future__ import annotations
 
 import logging
+import re
+import traceback
 from collections.abc import Callable, Mapping
 from collections.abc import Sequence as Items
 from dataclasses import dataclass, replace
@@ -21,7 +23,6 @@ from sparkdl.report.record.module_graph import traced
 from sparkdl.runtime.process import borrowed_generator
 from sparkdl.spark.cluster.cluster_info import check_memory
 from sparkdl.spark.fit.check_request import CheckedRequest
-from sparkdl.spark.fit.explain_refusal import failed_layer, refusal
 from sparkdl.spark.frames.row_table import RowTable
 from sparkdl.spark.run.run import FitRequest
 from sparkdl.spark.session.compat import conf
@@ -60,15 +61,8 @@ def check_rows(
 ) -> CheckedRows:
     """See that the rows can be used, that the module takes them, and the loss its output.
 
-    Args:
-        checked: the request.
-        table: the run's shards.
-        shards: what it lists.
-        sink: gets the graph of what the module did, see `report.module_graph`; None: nobody.
-
-    Raises:
-        ConfigError: see `dry_run`.
-        DataError: rows cannot be used, with column, count and an example.
+    ``sink`` gets the graph of what the module did, see `report.module_graph`; None: nobody. Raises
+    DataError about rows, with column, count and an example, and what `dry_run` raises.
     """
     request = checked.request
     columns = shaped(table.columns(shards), request.input_shapes)
@@ -87,11 +81,7 @@ def check_rows(
 def check_labels(
     table: RowTable, label_col: str, num_classes: int, index: int, shards: Items[SpooledShard]
 ) -> None:
-    """Refuse labels outside the classes, as far as they are known before training.
-
-    Raises:
-        DataError: with count and an example.
-    """
+    """Refuse labels outside the classes, as far as they are known; raises DataError."""
     found = table.labels_outside(label_col, num_classes, index, shards)
     if found is not None:
         raise DataError(
@@ -104,17 +94,20 @@ def check_labels(
 def check_plan(checked: CheckedRequest, plan: TrainPlan, *, has_validation: bool) -> None:
     """See that the plan can be carried out.
 
-    Args:
-        checked: the request, with the cluster as it is now.
-        plan: the run's plan.
-        has_validation: True if there are rows for validation.
-
     Raises:
         ConfigError: what shall be measured needs validation rows, or the module does not take
             batches that the plan has.
         ClusterError: the replicas do not fit into the executors' containers.
     """
-    check_monitored(checked.config, has_validation=has_validation, has_logs=checked.has_logs)
+    try:
+        check_monitored(checked.config, has_validation=has_validation, has_logs=checked.has_logs)
+    except ConfigError as error:
+        if has_validation or checked.request.validation is None:
+            raise
+        raise ConfigError(
+            f"{none_for_validation(checked.request, plan.num_rows)}: earlyStopping, metrics and "
+            "validationInterval need some"
+        ) from error
     check_empty_batches(checked.module, plan, checked.config)
     if checked.has_logs:
         check_manual_plan(checked.module, plan, apart=checked.strategy.trains_apart)
@@ -131,12 +124,18 @@ def check_plan(checked: CheckedRequest, plan: TrainPlan, *, has_validation: bool
     )
 
 
-def check_manual_plan(module: nn.Module, plan: TrainPlan, *, apart: bool) -> None:
-    """Refuse rows on which a module that updates its weights itself cannot be trained.
+def none_for_validation(request: FitRequest, num_rows: int) -> str:
+    """What has become of the rows for validation that were asked for, where there are none."""
+    if request.validation_fraction is None:
+        return f'column "{request.validation_col}" marks none of the {num_rows} rows for validation'
+    return (
+        f"validationFraction={request.validation_fraction:g} has drawn none of the {num_rows} rows "
+        "for validation; raise it, or mark rows by validationIndicatorCol"
+    )
 
-    Raises:
-        ConfigError: with the remedy.
-    """
+
+def check_manual_plan(module: nn.Module, plan: TrainPlan, *, apart: bool) -> None:
+    """Refuse rows that manual optimization cannot be trained on; raises ConfigError."""
     from sparkdl.train.objective.lightning import is_overridden
     from sparkdl.train.objective.manual import is_manual
 
@@ -162,22 +161,16 @@ def replica_bytes(module: nn.Module) -> int:
 def shaped(
     columns: Items[Column], input_shapes: Items[tuple[int, ...] | None]
 ) -> tuple[Column, ...]:
-    """The spool's columns, features reshaped as asked for.
-
-    Raises:
-        DataError: a column has another number of values than its shape.
-    """
+    """The spool's columns, features reshaped as asked for; raises DataError."""
     shapes = [*input_shapes, *(None for _ in columns[len(input_shapes) :])]
-    return tuple(_shaped(column, shape) for column, shape in zip(columns, shapes, strict=True))
-
-
-def _shaped(column: Column, shape: tuple[int, ...] | None) -> Column:
-    """A tensor in the shape that was asked for; a sequence that can be padded."""
-    if isinstance(column.kind, Sequence):
-        column.kind.check_padding(column.dtype)
-    if shape is None and isinstance(column.kind, Tensor):
-        shape = column.kind.shape
-    return column if shape is None else column.reshaped(shape)
+    found = []
+    for column, asked in zip(columns, shapes, strict=True):
+        if isinstance(column.kind, Sequence):
+            column.kind.check_padding(column.dtype)
+        own = column.kind.shape if isinstance(column.kind, Tensor) else None
+        shape = own if asked is None else asked
+        found.append(column if shape is None else column.reshaped(shape))
+    return tuple(found)
 
 
 def traced_run(
@@ -274,7 +267,8 @@ def _try_one(loss: ModuleLoss, output: Any, target: torch.Tensor, label: Column)
     try:
         with torch.no_grad():
             loss(output, target, None)
-        if isinstance(loss, ClassLoss) and _are_probabilities(output):
+        ones = output.float().sum(dim=1) - 1 if isinstance(loss, ClassLoss) else None
+        if ones is not None and (output >= 0).all() and (ones.abs() < 1e-3).all():
             logger.warning(
                 "the module seems to end in a softmax, but the loss takes what comes before it "
                 "(logits), and learns slowly otherwise; leave the softmax out: transform applies it"
@@ -289,12 +283,6 @@ def _try_one(loss: ModuleLoss, output: Any, target: torch.Tensor, label: Column)
         ) from error
 
 
-def _are_probabilities(output: torch.Tensor) -> bool:
-    """True if the classes' values of each sample are a softmax's."""
-    sums = output.float().sum(dim=1)
-    return bool((output >= 0).all() and ((sums - 1).abs() < 1e-3).all())
-
-
 def _num_classes(output: Any) -> int:
     import torch
 
@@ -307,11 +295,7 @@ def _num_classes(output: Any) -> int:
 
 
 def check_empty_batches(module: nn.Module, plan: TrainPlan, config: TrainConfig) -> None:
-    """With ``syncBatchNorm`` a worker without rows runs the module too: the others wait for it.
-
-    Raises:
-        ConfigError: that will happen, and the module does not take a batch without rows.
-    """
+    """Refuse batches without rows that the module does not take; raises ConfigError."""
     import torch
 
     from sparkdl.data.collate import example_arguments
@@ -331,3 +315,83 @@ def check_empty_batches(module: nn.Module, plan: TrainPlan, config: TrainConfig)
             f"which the module does not take: {type(error).__name__}: {error}; adapt it, for "
             "example by torch.flatten(x, 1) in place of x.view(len(x), -1), or raise batchSize"
         ) from error
+
+
+ROWS = 2
+"""Rows of zeros in a dry run."""
+_OF_ROWS = re.compile(rf"(\((?=\d+x)|input(?: of size:? ?)?\[|size: \[){ROWS}(?=x|, |\])")
+"""Where torch's messages have the number of rows."""
+_TORCHS = (RuntimeError, IndexError, NotImplementedError, TypeError)
+"""What torch raises if it cannot use a tensor; other errors are the module's own."""
+
+
+@dataclass(frozen=True)
+class FailedLayer:
+    """The innermost layer that was running when a module failed."""
+
+    name: str
+    """Its path in the module, empty for the module itself."""
+    layer: nn.Module
+    given: str
+    """The tensors that it got."""
+
+    @property
+    def is_torchs(self) -> bool:
+        """True if it is a layer of torch's own."""
+        return type(self.layer).__module__.startswith("torch.nn.")
+
+
+def failed_layer(error: BaseException, module: nn.Module) -> FailedLayer | None:
+    """The layer in whose ``forward`` an error was raised, by the error's traceback."""
+    from torch import nn
+
+    names, found = {part: name for name, part in module.named_modules()}, None
+    for frame, _ in traceback.walk_tb(error.__traceback__):
+        code, values = frame.f_code, frame.f_locals
+        layer = values.get("self")
+        if code.co_name == "forward" and isinstance(layer, nn.Module) and layer in names:
+            arguments = [values.get(name) for name in code.co_varnames[1 : code.co_argcount]]
+            given = ", ".join(shown for value in arguments if (shown := _shown_tensor(value)))
+            found = FailedLayer(names[layer], layer, given)
+    return found
+
+
+def _shown_tensor(value: object) -> str:
+    import torch
+
+    from sparkdl.train.objective.loss import shape_text
+
+    if not isinstance(value, torch.Tensor):
+        return ""
+    shape: list[object] = list(value.shape)
+    if shape and value.shape[0] == ROWS:
+        shape[0] = "batch"
+    return f"{str(value.dtype).removeprefix('torch.')} {shape_text(shape)}"
+
+
+def refusal(error: Exception, module: nn.Module, features: Items[Column]) -> str:
+    """One sentence: what the module got, what failed in which layer, and what to do."""
+    shown = ", ".join(_shown_input(column) for column in features)
+    failed = failed_layer(error, module)
+    message = _OF_ROWS.sub(r"\1batch", str(error))
+    what = f"{type(error).__name__}: {message}"
+    if failed is not None and failed.is_torchs and failed.given:
+        place = f"layer {failed.name}, " * bool(failed.name)
+        what = f"{place}{failed.layer}, got {failed.given}: {message}"
+    if not isinstance(error, _TORCHS):
+        return f"the module's forward failed on the features ({shown}): {what}; correct forward"
+    whole = [f'"{c.name}" ({c.dtype})' for c in features if not c.dtype.startswith("float")]
+    cast = f"call .float() on {', '.join(whole)} in forward, " * bool(whole)
+    return (
+        f"the module cannot take the features ({shown}): {what}; {cast}adapt the module, or set "
+        "inputShape"
+    )
+
+
+def _shown_input(column: Column) -> str:
+    from sparkdl.train.objective.loss import shape_text
+
+    is_sequence = isinstance(column.kind, Sequence)
+    shape = ("batch", *(("length",) * is_sequence), *column.shape)
+    name = "" if column.argument is None else f"{column.argument}="
+    return f'{name}"{column.name}" {column.dtype} {shape_text(shape)}'

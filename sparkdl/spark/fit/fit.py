@@ -11,7 +11,6 @@ import logging
 import time
 import uuid
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
 
@@ -28,8 +27,8 @@ from sparkdl.serialization.packed_module import pack
 from sparkdl.spark.cluster.link import Link, open_link
 from sparkdl.spark.cluster.slots import Slots, wait_again
 from sparkdl.spark.cluster.supervisor import persistently
+from sparkdl.spark.fit import check_rows
 from sparkdl.spark.fit.check_request import CheckedRequest, check_request
-from sparkdl.spark.fit.check_rows import CheckedRows, check_plan, check_rows
 from sparkdl.spark.fit.gang_fit import train_in_gang
 from sparkdl.spark.frames.row_table import RowTable, content_of
 from sparkdl.spark.frames.shared_spools import Spools
@@ -46,8 +45,6 @@ from sparkdl.sync.frozen_layers import thaw
 from sparkdl.sync.population.population import PopulationStrategy
 from sparkdl.train.state import record_of_weights
 from sparkdl.train.training_state import TrainingState
-
-__all__ = ["FitRequest", "FitResult", "fit"]
 
 logger = logging.getLogger(__name__)
 
@@ -132,7 +129,12 @@ def _fit(
             stack=stack,
         )
         recorder.phase("spool")
-        table = _table(checked, run_id, spools, stack)
+        make = partial(checked.data.table, checked.table_spec, run_id)
+        if spools is not None:
+            table = spools.take(checked.table_spec, checked.slots, make)
+        else:
+            table = make()
+            stack.callback(table.close)
         shards = persistently(
             table.collect,
             max_restarts=request.max_restarts,
@@ -140,10 +142,12 @@ def _fit(
         )
         checked = replace(checked, slots=checked.slots.asked_again(checked.spark))
         doing("checking the rows")
-        found = check_rows(checked, table, shards, recorder.graph)
+        found = check_rows.check_rows(checked, table, shards, recorder.graph)
         config = replace(checked.config, metrics=found.metrics)
         checked = replace(checked, request=replace(checked.request, config=config))
-        num_skipped = _warn_of_skipped(table, shards)
+        num_skipped, causes = table.skipped(shards)
+        if num_skipped:
+            logger.warning("training goes on without %d row(s): %s", num_skipped, causes)
         mode, train = _mode(checked)
         content = content_of(shards) + mode + checked.begins_from_text
         key = run_key(checked.module, found.columns, checked.config, content)
@@ -225,26 +229,6 @@ def _weights_of(
     )
 
 
-def _table(
-    checked: CheckedRequest, run_id: str, spools: Spools | None, stack: ExitStack
-) -> RowTable:
-    """Where the shards of the run will be listed: its own table, or one that other fits use too."""
-    make = partial(checked.data.table, checked.table_spec, run_id)
-    if spools is not None:
-        return spools.take(checked.table_spec, checked.slots, make)
-    table = make()
-    stack.callback(table.close)
-    return table
-
-
-def _warn_of_skipped(table: RowTable, shards: Sequence[SpooledShard]) -> int:
-    """Tell the user which rows are left out, and return how many."""
-    num_rows, causes = table.skipped(shards)
-    if num_rows:
-        logger.warning("training goes on without %d row(s): %s", num_rows, causes)
-    return num_rows
-
-
 def _mode(checked: CheckedRequest) -> tuple[str, Callable[[Run], Trained]]:
     """What tells the checkpoints of rounds from those of a gang, and the function that trains."""
     if checked.slots.is_gang:
@@ -260,7 +244,7 @@ def _make_plan(
     checked: CheckedRequest,
     table: RowTable,
     shards: Sequence[SpooledShard],
-    found: CheckedRows,
+    found: check_rows.CheckedRows,
     link: Link,
     key: str,
 ) -> TrainPlan:
@@ -270,20 +254,14 @@ def _make_plan(
     choose = partial(table.windows, plan, shards, checked.slots.cluster, window_bytes)
     plan = replace(plan, windows=windows_to_go_on(link.checkpoints, key, choose))
     _log_plan(plan, checked.slots, checked.shares)
-    fraction = checked.request.validation_fraction
-    if fraction is not None and not plan.num_validation_rows:
-        logger.warning(
-            "validationFraction=%g has drawn none of the %d rows, so nothing is validated; raise "
-            "it, or mark rows by validationIndicatorCol",
-            fraction,
-            plan.num_rows,
-        )
-    check_plan(checked, plan, has_validation=plan.num_validation_rows > 0)
+    check_rows.check_plan(checked, plan, has_validation=plan.num_validation_rows > 0)
+    if checked.request.validation is not None and not plan.num_validation_rows:
+        logger.warning("%s", check_rows.none_for_validation(checked.request, plan.num_rows))
     return plan
 
 
 def _log_plan(plan: TrainPlan, slots: Slots, shares: Sequence[float] | None) -> None:
-    """Log the plan's numbers."""
+    """Log the plan's numbers; warn if a worker has many more rows than it should have."""
     logger.info(
         "%d rows for training, %d for validation; %d worker(s) of %d thread(s); batches of up to "
         "%d rows per worker, %d for all; %d steps per epoch, %d in all",
@@ -296,11 +274,6 @@ def _log_plan(plan: TrainPlan, slots: Slots, shares: Sequence[float] | None) -> 
         plan.steps_per_epoch,
         plan.total_steps,
     )
-    _warn_of_skew(plan, shares)
-
-
-def _warn_of_skew(plan: TrainPlan, shares: Sequence[float] | None) -> None:
-    """Warn if a worker has many more rows than it should have."""
     shares = shares or [1 / plan.world_size] * plan.world_size
     rows = [plan.rows_of(rank) for rank in range(plan.world_size)]
     worst = max(range(plan.world_size), key=lambda rank: rows[rank] / shares[rank])

@@ -5,32 +5,36 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from pyspark.sql import Column as SparkColumn
+from pyspark.sql import DataFrame
 from pyspark.sql import functions as F
 from pyspark.sql import types as T
 
 from sparkdl.errors import DataError
+from sparkdl.spark.session.compat import is_case_sensitive
 
 _RESOLUTION = 1_000_000
 """Of the position that a hash gives a row among those that may be drawn."""
 
 
-def find(schema: T.StructType, name: str, *, is_case_sensitive: bool) -> list[T.StructField]:
-    """The fields that Spark takes for ``name``, whatever their case unless the session minds it.
+class CaseSensitive(T.StructType):
+    """The schema of a session that takes names which differ in case only for two columns."""
 
-    ``is_case_sensitive`` is the session's ``spark.sql.caseSensitive``.
-    """
-    if is_case_sensitive:
+
+def schema_of(df: DataFrame) -> T.StructType:
+    """The columns of a DataFrame, as its session finds them by name."""
+    return CaseSensitive(df.schema.fields) if is_case_sensitive(df.sparkSession) else df.schema
+
+
+def find(schema: T.StructType, name: str) -> list[T.StructField]:
+    """The fields that Spark takes for ``name``, whatever their case unless the session minds it."""
+    if isinstance(schema, CaseSensitive):
         return [field for field in schema.fields if field.name == name]
     return [field for field in schema.fields if field.name.lower() == name.lower()]
 
 
-def require(schema: T.StructType, name: str, *, is_case_sensitive: bool = False) -> T.StructField:
-    """The field that Spark takes for ``name``; see `find`.
-
-    Raises:
-        DataError: there is none, and which there are; or there are several.
-    """
-    found = find(schema, name, is_case_sensitive=is_case_sensitive)
+def require(schema: T.StructType, name: str) -> T.StructField:
+    """The field that Spark takes for ``name``; raises DataError if there is none, or several."""
+    found = find(schema, name)
     if len(found) > 1:
         names = ", ".join(f'"{field.name}"' for field in found)
         raise DataError(
@@ -43,9 +47,7 @@ def require(schema: T.StructType, name: str, *, is_case_sensitive: bool = False)
     raise DataError(f'column "{name}" is not in the DataFrame; its columns: {known}')
 
 
-def resolve(
-    schema: T.StructType, name: str, *, is_case_sensitive: bool = False
-) -> tuple[T.StructField, SparkColumn]:
+def resolve(schema: T.StructType, name: str) -> tuple[T.StructField, SparkColumn]:
     """The column of that name, or else the field of a struct column: ``a.b`` is ``b`` in ``a``.
 
     Returns:
@@ -55,28 +57,26 @@ def resolve(
         DataError: there is none, and which there are; or there are several.
     """
     parts = name.split(".")
-    if len(parts) == 1 or find(schema, name, is_case_sensitive=is_case_sensitive):
-        field = require(schema, name, is_case_sensitive=is_case_sensitive)
-        return field, F.col(quoted(name))
+    if len(parts) == 1 or find(schema, name):
+        return require(schema, name), F.col(quoted(name))
     for length in range(len(parts) - 1, 0, -1):
         top = ".".join(parts[:length])
-        found = find(schema, top, is_case_sensitive=is_case_sensitive)
+        found = find(schema, top)
         if found and isinstance(found[0].dataType, T.StructType):
-            field = require(schema, top, is_case_sensitive=is_case_sensitive)
-            column = F.col(quoted(top))
+            field, column = require(schema, top), F.col(quoted(top))
             for part in parts[length:]:
-                field = _field_of(field, part, top, is_case_sensitive=is_case_sensitive)
+                field = _field_of(field, part, top, type(schema))
                 column, top = column.getField(field.name), f"{top}.{field.name}"
             return T.StructField(name, field.dataType), column
-    require(schema, name, is_case_sensitive=is_case_sensitive)
+    require(schema, name)
     raise AssertionError("unreachable: require has raised")
 
 
 def _field_of(
-    field: T.StructField, name: str, path: str, *, is_case_sensitive: bool
+    field: T.StructField, name: str, path: str, kind: type[T.StructType]
 ) -> T.StructField:
     if isinstance(field.dataType, T.StructType):
-        found = find(field.dataType, name, is_case_sensitive=is_case_sensitive)
+        found = find(kind(field.dataType.fields), name)
         if len(found) == 1:
             return found[0]
     raise DataError(
@@ -84,15 +84,9 @@ def _field_of(
     )
 
 
-def validation_indicator(
-    schema: T.StructType, name: str, *, is_case_sensitive: bool = False
-) -> SparkColumn:
-    """The boolean column that marks validation rows.
-
-    Raises:
-        DataError: it is missing or not boolean.
-    """
-    field, column = resolve(schema, name, is_case_sensitive=is_case_sensitive)
+def validation_indicator(schema: T.StructType, name: str) -> SparkColumn:
+    """The boolean column that marks validation rows; raises DataError."""
+    field, column = resolve(schema, name)
     if not isinstance(field.dataType, T.BooleanType):
         raise DataError(
             f'column "{name}" marks validation rows and must be boolean; '

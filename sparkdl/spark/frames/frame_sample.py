@@ -7,20 +7,19 @@ from __future__ import annotations
 
 import logging
 import time
-import uuid
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
-from pyspark.sql import DataFrame, SparkSession
+from pyspark.sql import DataFrame
 from pyspark.sql import functions as F
 
 from sparkdl.data.plan import SpoolColumn
 from sparkdl.errors import DataError
 from sparkdl.runtime.activity import doing
 from sparkdl.spark.frames.shard_table import selected
-from sparkdl.spark.session.background_job import BackgroundJob
+from sparkdl.spark.session.background_job import bounded
 from sparkdl.spark.session.compat import is_connect
 
 if TYPE_CHECKING:
@@ -28,14 +27,21 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-T = TypeVar("T")
-
 _GROWTH = 64
 """How many times the rows of one look the next one takes: 1, 64, 4,096."""
 _MOST_ROWS = 4096
 _MOST_BYTES = 8 << 20
 """Of the sample on the driver."""
 _LOOK_SECONDS = 0.2
+_LOOKING = "sparkdl explain: look at some rows"
+
+
+def option_text(name: str) -> str:
+    """An option of `explain`, as it is given in Python and to a job."""
+    return f"explain(df, {name}=...), or --set explain.{name}=... of a job"
+
+
+_MORE_TIME = f"give it more time by {option_text('count_seconds')}"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -87,11 +93,7 @@ def take_sample(
 ) -> Sample:
     """Take the first rows that Spark finds, as they would be spooled.
 
-    Args:
-        df: the rows.
-        prepared: their columns.
-        validation: says which rows are for validation; None: none.
-        seconds: longest that it may take. What was found until then is the sample.
+    After ``seconds`` what was found until then is the sample.
 
     Raises:
         DataError: not even the first row was found in time, or other jobs hold the slots.
@@ -99,7 +101,7 @@ def take_sample(
     look, read_row_seconds = _looked(selected(df, prepared, validation), seconds)
     hashes = bounded(df.sparkSession, partial(_hashes, look.df), seconds, _LOOKING)
     if hashes is None:
-        raise DataError(f"the first rows were not hashed within {seconds:g} s; {_more_time()}")
+        raise DataError(f"the first rows were not hashed within {seconds:g} s; {_MORE_TIME}")
     return Sample(
         **vars(look),
         prepared=tuple(
@@ -111,9 +113,6 @@ def take_sample(
     )
 
 
-_LOOKING = "sparkdl explain: look at some rows"
-
-
 def _looked(selected: DataFrame, seconds: float) -> tuple[Look, float]:
     """The last of some looks, each larger than the one before, and the seconds of a row."""
     spark = selected.sparkSession
@@ -122,7 +121,7 @@ def _looked(selected: DataFrame, seconds: float) -> tuple[Look, float]:
     look = bounded(spark, partial(_look, selected, 1), seconds, _LOOKING)
     if look is None:
         raise DataError(
-            f"Spark has not found the first row within {seconds:g} s; {_more_time()}, or write the "
+            f"Spark has not found the first row within {seconds:g} s; {_MORE_TIME}, or write the "
             "rows to files first"
         )
     row_seconds = 0.0
@@ -165,15 +164,6 @@ def _look(selected: DataFrame, wanted: int) -> Look:
     )
 
 
-def _more_time() -> str:
-    return f"give it more time by {option_text('count_seconds')}"
-
-
-def option_text(name: str) -> str:
-    """An option of `explain`, as it is given in Python and to a job."""
-    return f"explain(df, {name}=...), or --set explain.{name}=... of a job"
-
-
 def _hashes(table: DataFrame) -> tuple[int, ...]:
     """What `ShardTable` has Spark partition by; Spark hashes it once more."""
     row_hash = F.hash(F.xxhash64(*[F.col(name) for name in table.columns]))
@@ -184,12 +174,9 @@ def _hashes(table: DataFrame) -> tuple[int, ...]:
 
 
 def count_rows(df: DataFrame, validation: SparkColumn | None, seconds: float) -> tuple[int, int]:
-    """Rows for training and for validation.
+    """Rows for training and for validation; raises DataError if that takes too long.
 
     Of columnar files Spark counts by their footers; of other sources it reads the rows.
-
-    Raises:
-        DataError: it takes longer than ``seconds``.
     """
     doing("counting the rows")
     marked = (
@@ -208,25 +195,3 @@ def count_rows(df: DataFrame, validation: SparkColumn | None, seconds: float) ->
             f"{option_text('num_rows')}; or give it more time by count_seconds, likewise"
         )
     return found[0] - found[1], found[1]
-
-
-def bounded(spark: SparkSession, work: Callable[[], T], seconds: float, name: str) -> T | None:
-    """What ``work`` returns, or None if it is not done in time; then its Spark jobs are cancelled.
-
-    Args:
-        spark: the session.
-        work: submits the jobs.
-        seconds: longest that it may take.
-        name: of the jobs in Spark's UI.
-
-    Raises:
-        Exception: what ``work`` raises.
-    """
-    tag = f"sparkdl-explain-{uuid.uuid4().hex[:12]}"
-    job = BackgroundJob(spark, work, tag=tag, name=name)
-    try:
-        job.begin()
-        is_in_time = job.wait(seconds)
-    finally:  # also if the user interrupts
-        job.end()
-    return job.result() if is_in_time else None

@@ -60,20 +60,13 @@ def prepare(
     *,
     float_dtype: str,
     as_classes: bool = False,
-    is_case_sensitive: bool = False,
 ) -> SpoolColumn:
     """Choose expression and dtype of one input, label or weight.
 
-    Args:
-        schema: schema of the DataFrame.
-        wanted: a column, or a field of a struct column, see `columns.resolve`; or a specification
-            and its name.
-        role: what the model does with it.
-        float_dtype: dtype of floating values: ``float32`` or ``float64``.
-        as_classes: the values are class indices; where there is a specification only those of
-            floating columns: whole numbers are class numbers already, and negative ones may be
-            there to be ignored.
-        is_case_sensitive: see `columns.find`.
+    ``wanted`` is a column, or a field of a struct column, see `columns.resolve`; or a specification
+    and its name. With ``as_classes`` the values are class indices; where there is a specification
+    only those of floating columns: whole numbers are class numbers already, and negative ones may
+    be there to be ignored.
 
     Raises:
         DataError: a column is missing, or of a type of which nothing can be made.
@@ -83,7 +76,7 @@ def prepare(
         Named(argument=None, specification=Tensor(wanted)) if isinstance(wanted, str) else wanted
     )
     kind = entry.specification
-    found = [resolve(schema, c, is_case_sensitive=is_case_sensitive) for c in kind.columns]
+    found = [resolve(schema, c) for c in kind.columns]
     field = found[0][0]
     is_made = kind.transform is not None or kind.own_kind is not None
     if not isinstance(wanted, str) and (is_made or not isinstance(field.dataType, _FLOATS)):
@@ -112,19 +105,11 @@ def prepare(
     )
 
 
-def prepare_trained(
-    schema: T.StructType, entry: Named, column: Column, *, is_case_sensitive: bool
-) -> SpoolColumn:
-    """Prepare an input for a module that was trained on ``column``.
-
-    Raises:
-        DataError: it is missing, or its numbers do not all fit into the trained dtype.
-    """
+def prepare_trained(schema: T.StructType, entry: Named, column: Column) -> SpoolColumn:
+    """Prepare an input for a module that was trained on ``column``; raises DataError."""
     trained = column.dtype
     float_dtype = trained if trained.startswith("float") else "float32"
-    found = prepare(
-        schema, entry, "feature", float_dtype=float_dtype, is_case_sensitive=is_case_sensitive
-    )
+    found = prepare(schema, entry, "feature", float_dtype=float_dtype)
     is_checked = isinstance(found.kind, (Tensor, Sequence)) and found.kind.transform is None
     fits = trained.startswith("float") or np.promote_types(found.dtype, trained) == trained
     if is_checked and not fits:
@@ -145,26 +130,9 @@ def prepare_labels(
     weight_col: str | None,
     float_dtype: str,
     weight_dtype: str,
-    is_case_sensitive: bool,
 ) -> list[SpoolColumn]:
-    """Several labels, the only label, and the weight, as far as there are any, in this order.
-
-    Args:
-        schema: schema of the DataFrame.
-        task: what is learnt: a classifier's label is a class number, a regression's a float.
-        loss: what compares with the labels, which says which of several are class numbers.
-        labels: several labels.
-        label_col: the column of the only label.
-        weight_col: the column of the rows' weights.
-        float_dtype: dtype of floating labels.
-        weight_dtype: dtype of the weights.
-        is_case_sensitive: see `columns.find`.
-
-    Raises:
-        DataError: a column is missing, or of a type of which no tensor can be made.
-    """
-    prepare_one = partial(prepare, schema, is_case_sensitive=is_case_sensitive)
-    prepare_label = partial(prepare_one, role="label", float_dtype=float_dtype)
+    """The labels, then the weight, as far as there are any; raises DataError."""
+    prepare_label = partial(prepare, schema, role="label", float_dtype=float_dtype)
     classes = class_labels(loss) if labels else set()
     prepared = [prepare_label(entry, as_classes=entry.argument in classes) for entry in labels]
     if label_col is not None:
@@ -174,7 +142,7 @@ def prepare_labels(
             label = replace(label, expression=values, dtype=float_dtype)
         prepared.append(label)
     if weight_col is not None:
-        prepared.append(prepare_one(weight_col, "weight", float_dtype=weight_dtype))
+        prepared.append(prepare(schema, weight_col, "weight", float_dtype=weight_dtype))
     return prepared
 
 

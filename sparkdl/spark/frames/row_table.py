@@ -1,23 +1,27 @@
 """The table of a run's shards: one row per shard, whatever the rows of the run come from.
 
-`RowTable` is the seam. `shard_table.ShardTable` spools a DataFrame; `source_table.SourceTable`
-describes what workers read by themselves.
+`RowTable` is the seam. `shard_table.ShardTable` spools a DataFrame; `SourceTable` describes what
+workers read by themselves.
 """
 
 from __future__ import annotations
 
+import hashlib
+import json
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Protocol
 
-from pyspark.sql import DataFrame
+from pyspark.sql import DataFrame, SparkSession
+from pyspark.sql import functions as F
 
 from sparkdl.data.column_stats import SpooledShard
 from sparkdl.data.plan import Column, SpoolColumn, TrainPlan
 from sparkdl.data.shuffle_windows import Windows
-from sparkdl.data.source import ShardSource
+from sparkdl.data.source import Contents, ShardSource, Source, Wanted
 from sparkdl.errors import DataError
+from sparkdl.serialization.identity import identity
 from sparkdl.spark.cluster.cluster_info import ClusterInfo
 
 if TYPE_CHECKING:
@@ -62,18 +66,11 @@ class RowTable(Protocol):
     def collect(self) -> tuple[SpooledShard, ...]:
         """Make what is not there (everything at first, then what was lost), and list it.
 
-        Raises:
-            SparkDLError: a task could not spool.
-            DataError: rows cannot be used, or have changed since the first call.
-            StorageError: a source cannot be read.
+        Raises DataError about the rows, StorageError about a source, or what a task has raised.
         """
 
     def columns(self, shards: Sequence[SpooledShard]) -> tuple[Column, ...]:
-        """The columns as workers will find them.
-
-        Raises:
-            DataError: with column, count, and an example row, for all columns with bad rows.
-        """
+        """The columns as workers will find them; raises DataError for all that have bad rows."""
 
     def skipped(self, shards: Sequence[SpooledShard]) -> tuple[int, str]:
         """How many rows are left out because an input asks for it, and why, in words."""
@@ -82,14 +79,7 @@ class RowTable(Protocol):
     def labels_outside(
         self, label_col: str, num_classes: int, index: int, shards: Sequence[SpooledShard]
     ) -> tuple[int, str] | None:
-        """How many labels are outside the classes, as far as that is known, and an example.
-
-        Args:
-            label_col: the label column.
-            num_classes: classes of the module's output.
-            index: number of the label among the columns.
-            shards: what `collect` gave.
-        """
+        """How many labels are outside the classes, as far as that is known, and an example."""
 
     def windows(
         self,
@@ -127,11 +117,7 @@ def content_of(shards: Sequence[SpooledShard]) -> str:
 
 
 def require_same(before: Sequence[SpooledShard], now: Sequence[SpooledShard]) -> None:
-    """Refuse shards that hold other rows than before.
-
-    Raises:
-        DataError: names them.
-    """
+    """Refuse shards that hold other rows than before; raises DataError."""
     changed = [
         new.shard.shard_id
         for old, new in zip(before, now, strict=True)
@@ -143,3 +129,76 @@ def require_same(before: Sequence[SpooledShard], now: Sequence[SpooledShard]) ->
             "it began; train from data that stays as it is, such as written Parquet, and avoid "
             "rand() and current_timestamp() in a DataFrame without a cache"
         )
+
+
+class SourceTable(RowTable):
+    """The shards of a source; see `RowTable` for what the methods are for."""
+
+    def __init__(self, spark: SparkSession, source: Source, spec: TableSpec) -> None:
+        """Describe the table; nothing is read yet."""
+        self._spark = spark
+        self._source = source
+        self._spec = spec
+        self._wanted = Wanted(
+            columns=spool_columns(spec.columns),
+            validation=spec.validation_col,
+            num_shards=spec.num_shards,
+            shares=spec.shares,
+        )
+        self._contents: Contents | None = None
+        self._df: DataFrame | None = None
+
+    @property
+    def df(self) -> DataFrame:
+        assert self._df is not None, "collect comes first"
+        return self._df
+
+    @property
+    def reader(self) -> ShardSource:
+        return self._known.reader
+
+    @property
+    def _known(self) -> Contents:
+        assert self._contents is not None, "collect comes first"
+        return self._contents
+
+    def collect(self) -> tuple[SpooledShard, ...]:
+        contents = self._source.contents(self._wanted)
+        shards = _spooled(contents)
+        if self._contents is None:
+            self._contents, self._df = contents, _frame(self._spark, shards)
+        else:
+            require_same(_spooled(self._contents), shards)
+        return shards
+
+    def columns(self, shards: Sequence[SpooledShard]) -> tuple[Column, ...]:
+        return tuple(
+            replace(column, argument=p.argument)
+            for column, p in zip(self._known.columns, self._spec.columns, strict=True)
+        )
+
+    def labels_outside(
+        self, label_col: str, num_classes: int, index: int, shards: Sequence[SpooledShard]
+    ) -> tuple[int, str] | None:
+        found = self._known.labels_outside(index, num_classes)
+        return None if found is None else (found[0], f"first: {found[1]}")
+
+
+def _spooled(contents: Contents) -> tuple[SpooledShard, ...]:
+    content = contents.content
+    if contents.transform is not None:
+        text = json.dumps([content, identity(contents.transform)])
+        content = int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "big")
+    return tuple(  # the contents' sum is the whole's
+        SpooledShard(shard=shard, content=0 if shard.shard_id else content, columns=())
+        for shard in contents.shards
+    )
+
+
+def _frame(spark: SparkSession, shards: Sequence[SpooledShard]) -> DataFrame:
+    """The rows that `shard_table.parse_shards` reads."""
+    payloads = [F.lit(json.dumps({"shards": [part.to_dict()]})) for part in shards]
+    return spark.range(0, len(shards), 1, len(shards)).select(
+        F.col("id").cast("int").alias("shard_id"),
+        F.element_at(F.array(*payloads), F.col("id").cast("int") + 1).alias("payload"),
+    )

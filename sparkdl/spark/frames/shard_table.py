@@ -13,6 +13,7 @@ import math
 import threading
 import time
 import uuid
+from collections import defaultdict
 from collections.abc import Sequence
 from functools import partial
 from itertools import accumulate
@@ -23,17 +24,16 @@ from pyspark.sql import DataFrame, SparkSession
 from pyspark.sql import functions as F
 
 from sparkdl import errors
-from sparkdl.data.column_stats import ColumnStats, SpooledShard, merge_stats, no_rows, skipped_rows
+from sparkdl.data.column_stats import SpooledShard, merge_stats, no_rows, skipped_rows
 from sparkdl.data.plan import Column, SpoolColumn, TrainPlan
-from sparkdl.data.shuffle_windows import Windows
+from sparkdl.data.shuffle_windows import HostLoad, Windows, choose_windows
 from sparkdl.data.spool.local_disk import remove_spool
 from sparkdl.data.spool.spool_source import SpoolSource
 from sparkdl.data.spool.writer import SpoolWriter
 from sparkdl.errors import DataError
-from sparkdl.spark.cluster.cluster_info import ClusterInfo
-from sparkdl.spark.frames.choose_windows import windows_of_spool
+from sparkdl.spark.cluster.cluster_info import ClusterInfo, Get, parse_bytes
 from sparkdl.spark.frames.columns import quoted
-from sparkdl.spark.frames.example_rows import in_words, with_bad_value, with_example
+from sparkdl.spark.frames.example_rows import UserRows, in_words
 from sparkdl.spark.frames.row_table import TableSpec, require_same, spool_columns
 from sparkdl.spark.frames.spool_task import TABLE_SCHEMA, CleanTask, SpoolTask
 from sparkdl.spark.session.background_job import BackgroundJob
@@ -84,12 +84,9 @@ class SpoolTable:
         self._queue_timeout_seconds = spec.queue_timeout_seconds
 
     def _spooled(self, num_sets: int = 1) -> list[tuple[SpooledShard, ...]]:
-        """Spool what is not there (everything at first, then what was lost).
+        """Spool what is not there, and give of each data set its shards in their order.
 
         One thread at a time: two jobs would both write what they find missing.
-
-        Returns:
-            Of each data set its shards in their order.
         """
         with self._spooling:
             job = BackgroundJob(
@@ -111,7 +108,6 @@ class SpoolTable:
         return list(found) or [()] * num_sets
 
     def rebuild(self) -> None:
-        """Forget all spools, so that the next job writes them anew."""
         self.df.unpersist()
         self.df.persist()
 
@@ -123,12 +119,12 @@ class SpoolTable:
     def close(self) -> None:
         """Delete all spools of the run on all executors that are there, and forget the table.
 
-        Nor does it keep the result waiting: while other jobs hold all slots, the job that removes
-        the spools waits in the background. Raises nothing: it must not hide what went wrong
-        before, nor spoil what went well.
+        While other jobs hold all slots, the job that does so waits in the background. Raises
+        nothing: it must not hide what went wrong before, nor spoil what went well.
         """
         # What is here needs no job, but for what the driver has not heard of.
-        self._seen -= {path for path in self._seen if _removed_here(Path(path))}
+        here = {path for path in self._seen if remove_spool(Path(path))}
+        self._seen -= {path for path in here if not Path(path).exists()}
         if has_ended(self._spark):
             return  # which has removed its own directories
         try:
@@ -206,27 +202,20 @@ class SpoolTable:
                 _left[run_id] = paths - removed
 
 
-def _removed_here(path: Path) -> bool:
-    """Remove a spool if it is on this host, as in local mode; True if it was, and is gone."""
-    return remove_spool(path) and not path.exists()
-
-
 class SpooledRows:
     """What a DataFrame's shards have shown, once they are spooled."""
 
     reader = SpoolSource()
     """Opens the shards on workers."""
 
-    def __init__(self, spec: TableSpec) -> None:
+    def __init__(self, spec: TableSpec, shown: UserRows | None = None) -> None:
+        """Of rows that messages show, where they are at hand."""
         self._spec = spec
+        self._shown = shown
         self._first: tuple[SpooledShard, ...] | None = None
 
     def checked(self, shards: tuple[SpooledShard, ...]) -> tuple[SpooledShard, ...]:
-        """The shards, which hold rows, and the same as at the first call.
-
-        Raises:
-            DataError: they do not.
-        """
+        """The shards, which hold rows, and the same as at the first call; raises DataError."""
         if not any(spooled.shard.num_all_rows for spooled in shards):
             raise DataError(no_rows(shards))
         if self._first is not None:
@@ -235,54 +224,44 @@ class SpooledRows:
         return shards
 
     def columns(self, shards: Sequence[SpooledShard]) -> tuple[Column, ...]:
-        """The spool's columns, after checking that all rows of all shards can be used.
-
-        Raises:
-            DataError: with column, count, and an example row, for all columns that have bad rows.
-        """
-        prepared = self._spec.columns
+        spec = self._spec
         found = [merge_stats(stats) for stats in zip(*(s.columns for s in shards), strict=True)]
-        for indicator in found[len(prepared) :]:
+        for indicator in found[len(spec.columns) :]:
             if indicator.nulls_and_shapes.nulls:
-                column = SpoolColumn(
-                    name=str(self._spec.validation_col), role="label", dtype="bool"
-                )
-                self.exemplify(indicator, column)
-                raise DataError(indicator.nulls_and_shapes.message(str(self._spec.validation_col)))
-        pairs = list(zip(prepared, found, strict=False))
-        for column, stats in pairs:
-            self.exemplify(stats, column)
-        each = [stats.problem(column) for column, stats in pairs]
-        problems = [problem for problem in each if problem is not None]
+                name = str(spec.validation_col)
+                message = indicator.nulls_and_shapes.message(name)
+                raise DataError(self._named(message, shards, name))
+        pairs = list(zip(spec.columns, found, strict=False))
+        problems = [
+            self._named(problem, shards, column.name)
+            for column, stats in pairs
+            if (problem := stats.problem(column)) is not None
+        ]
         if problems:
             raise DataError("; ".join(problems))
         return tuple(p.found(s.shape or (), s.dtype, s.longest) for p, s in pairs)
 
-    def exemplify(self, stats: ColumnStats, column: SpoolColumn) -> None:
-        """Have a bad row of a column named by its values, where the rows are at hand."""
+    def _named(self, text: str, shards: Sequence[SpooledShard], name: str) -> str:
+        """A message about a column, in which rows are named as the user knows them."""
+        hashes = {place: value for part in shards for place, value in part.hashes.items()}
+        return text if self._shown is None else self._shown.named(text, hashes, name)
 
     def skipped(self, shards: Sequence[SpooledShard]) -> tuple[int, str]:
-        """How many rows were left out because an input asked for it, and why, in words."""
-        return skipped_rows([column.name for column in self._spec.columns], shards)
+        names = [column.name for column in self._spec.columns]
+        num_rows, causes = skipped_rows(names, shards)
+        return num_rows, self._named(causes, shards, names[0]) if num_rows else causes
 
 
 class ShardTable(SpoolTable, SpooledRows):
     """The shards of one run's DataFrame."""
 
     def __init__(
-        self, df: DataFrame, spec: TableSpec, *, run_id: str, shown: DataFrame | None = None
+        self, df: DataFrame, spec: TableSpec, *, run_id: str, shown: UserRows | None = None
     ) -> None:
-        """Describe the table; nothing runs yet.
-
-        Args:
-            df: where the rows come from.
-            spec: what the shards shall hold.
-            run_id: names the folders.
-            shown: the rows that messages show, where those of ``df`` are copies; None: ``df``.
-        """
+        """Describe the table; messages show ``shown`` where the rows of ``df`` are copies."""
         SpoolTable.__init__(self, df.sparkSession, run_id=run_id, num_shards=spec.num_shards)
-        SpooledRows.__init__(self, spec)
-        self._shown = df if shown is None else shown
+        self._rows = shown or UserRows(df, spec.columns, spec.validation)
+        SpooledRows.__init__(self, spec, self._rows)
         task = SpoolTask(
             run_id=run_id,
             sets=(spool_columns(spec.columns),),
@@ -292,13 +271,6 @@ class ShardTable(SpoolTable, SpooledRows):
         self._describe(spread(df, spec), task, spec)
 
     def collect(self) -> tuple[SpooledShard, ...]:
-        """Spool what is not there (everything at first, then what was lost), and list it.
-
-        Raises:
-            SparkDLError: a task could not spool.
-            DataError: rows cannot be used, or the source has changed since the first call.
-            ClusterError: other jobs held the slots for too long.
-        """
         with self._spooling:
             (shards,) = self._spooled()
             return self.checked(shards)
@@ -306,21 +278,13 @@ class ShardTable(SpoolTable, SpooledRows):
     def labels_outside(
         self, label_col: str, num_classes: int, index: int, shards: Sequence[SpooledShard]
     ) -> tuple[int, str] | None:
-        """See `RowTable.labels_outside`; asks Spark for count and example only if there are any."""
         stats = merge_stats([shard.columns[index] for shard in shards])
         if stats.maximum is None or stats.maximum < num_classes:
             return None
-        outside = self._shown.where(F.col(quoted(label_col)) >= num_classes)
+        outside = self._rows.df.where(F.col(quoted(label_col)) >= num_classes)
         with described(self._spark, "sparkdl: look for labels outside the classes"):
             row, number = outside.first(), outside.count()
         return number, "" if row is None else f"such as the row with {in_words(row, label_col)}"
-
-    def exemplify(self, stats: ColumnStats, column: SpoolColumn) -> None:
-        """Name a bad row by its values; see `example_rows`."""
-        if stats.nulls_and_shapes:
-            with_example(stats.nulls_and_shapes, self._shown, column.name)
-        elif stats.bad_values:
-            with_bad_value(stats, self._shown, column)
 
     def windows(
         self,
@@ -329,7 +293,6 @@ class ShardTable(SpoolTable, SpooledRows):
         cluster: ClusterInfo,
         window_bytes: int | None,
     ) -> Windows | None:
-        """In which windows a run that begins mixes its rows, by the memory of its hosts."""
         return windows_of_spool(plan, shards, cluster, partial(conf, self._spark), window_bytes)
 
 
@@ -337,17 +300,11 @@ class LocalTable(SpooledRows):
     """All rows of a DataFrame in one shard, which this process writes, as if it were a worker."""
 
     def __init__(self, df: DataFrame, spec: TableSpec, directory: Path) -> None:
-        super().__init__(spec)
+        super().__init__(spec, UserRows(df, spec.columns))
         self._df = df
         self._directory = directory
 
     def collect(self) -> tuple[SpooledShard, ...]:
-        """Bring the rows here, and spool them.
-
-        Raises:
-            DataError: there are none.
-            StorageError: they cannot be written.
-        """
         rows = spread(self._df, self._spec).toArrow()
         with SpoolWriter(self._directory, self._spec.columns, has_validation=False) as writer:
             for batch in rows.to_batches():
@@ -383,12 +340,7 @@ def spread(df: DataFrame, spec: TableSpec) -> DataFrame:
 
 
 def shard_of_hash(row_hash: SparkColumn, shares: Sequence[float]) -> SparkColumn:
-    """Number of the shard that gets a row: hashes are spread evenly, so cut their range by shares.
-
-    Args:
-        row_hash: a long.
-        shares: each shard's part, adding up to 1.
-    """
+    """The shard that gets a row: hashes are spread evenly, so their range is cut by shares."""
     bounds = [round(upto * 2**64) - 2**63 for upto in accumulate(shares[:-1])]
     shard = F.lit(0)
     for bound in bounds:
@@ -397,11 +349,56 @@ def shard_of_hash(row_hash: SparkColumn, shares: Sequence[float]) -> SparkColumn
 
 
 def parse_shards(payload: dict[str, Any]) -> list[SpooledShard]:
-    """The shards, one of each data set, that a row of the table describes.
-
-    Raises:
-        SparkDLError: of the type that its task had, which could not spool.
-    """
+    """The shards, one of each data set, that a row of the table describes; raises SparkDLError."""
     if "error" in payload:
         raise getattr(errors, payload["error"])(payload["message"])
     return [SpooledShard.from_dict(values) for values in payload["shards"]]
+
+
+def windows_of_spool(
+    plan: TrainPlan,
+    spooled: Sequence[SpooledShard],
+    info: ClusterInfo,
+    get: Get,
+    window_bytes: int | None,
+) -> Windows | None:
+    """The windows of a run that begins; None: rows are mixed as a whole."""
+    num_bytes = sum(part.shard.num_bytes for part in spooled)
+    num_rows = sum(part.shard.num_all_rows for part in spooled)
+    by_rank = [
+        sum(shard.num_bytes for shard in plan.shards_of(rank)) for rank in range(plan.world_size)
+    ]
+    windows = choose_windows(
+        host_loads(spooled, info, get),
+        bytes_by_rank=by_rank,
+        row_bytes=max(1, -(-num_bytes // num_rows)),
+        window_bytes=window_bytes,
+    )
+    if windows is not None:
+        logger.info(
+            "up to %d MiB of rows per worker are not mixed as a whole: %d row groups of %d rows "
+            "at a time",
+            max(by_rank) >> 20,
+            windows.groups_together,
+            windows.group_rows,
+        )
+    return windows
+
+
+def host_loads(spooled: Sequence[SpooledShard], info: ClusterInfo, get: Get) -> list[HostLoad]:
+    """What each host has to hold, and the memory that the executors' heaps leave for it."""
+    by_host: dict[str, list[SpooledShard]] = defaultdict(list)
+    for part in spooled:
+        by_host[part.shard.host].append(part)
+    is_one_process = info.master == "local" or info.master.startswith("local[")
+    heap = get("spark.driver.memory" if is_one_process else "spark.executor.memory") or "1g"
+    executors = -(-(info.num_executors or len(by_host)) // len(by_host))
+    heaps = executors * parse_bytes(heap, unit=2**20)
+    return [
+        HostLoad(
+            num_shards=len(parts),
+            num_bytes=sum(part.shard.num_bytes for part in parts),
+            memory_bytes=max(0, min(part.memory_bytes for part in parts) - heaps),
+        )
+        for parts in by_host.values()
+    ]

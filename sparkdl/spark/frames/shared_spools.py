@@ -37,9 +37,8 @@ class SlotQueue:
     def slots(self, num_slots: int, total: int | None) -> Iterator[None]:
         """Hold slots in the block, and begin it when they are free of the other fits.
 
-        Args:
-            num_slots: how many; if there are not so many at all, the block has them alone.
-            total: slots of the cluster; None: not known, so nothing is waited for.
+        A block that wants more than there are at all has them alone. ``total`` None: not known, so
+        nothing is waited for.
 
         Raises:
             TrainingFailed: nobody gets any more.

@@ -59,7 +59,8 @@ class SpoolTask:
         shard_id, host = _place()
         try:
             root = roomiest(local_dirs())
-            directory = root / run_folder(self.run_id) / _attempt_name(shard_id)
+            name = f"shard-{shard_id:05d}-{uuid.uuid4().hex[:8]}"
+            directory = root / run_folder(self.run_id) / name
             shards = [
                 replace(
                     spooled,
@@ -153,7 +154,3 @@ def local_dirs() -> list[str]:
 def run_folder(run_id: str) -> str:
     """Name of the folder of one run's spools, in every local directory."""
     return f"sparkdl-{run_id}"
-
-
-def _attempt_name(shard_id: int) -> str:
-    return f"shard-{shard_id:05d}-{uuid.uuid4().hex[:8]}"

@@ -28,9 +28,8 @@ from sparkdl.errors import ClusterError, ConfigError, DataError
 from sparkdl.inputs import Named
 from sparkdl.spark.cluster.cluster_info import require_plain_files
 from sparkdl.spark.frames.frame_sample import Sample, take_sample
-from sparkdl.spark.frames.row_table import RowTable, TableSpec
+from sparkdl.spark.frames.row_table import RowTable, SourceTable, TableSpec
 from sparkdl.spark.frames.shard_table import LocalTable, ShardTable
-from sparkdl.spark.frames.source_table import SourceTable
 from sparkdl.spark.session.compat import conf
 from sparkdl.spark.session.failures import raise_if_ended
 from sparkdl.spark.session.settings import Settings
@@ -63,20 +62,12 @@ class UserData:
     """None: the rows are those of ``frame``, which executors spool to their disks."""
 
     def check_files(self, settings: Settings) -> None:
-        """Refuse to spool where Spark is told to encrypt what it writes to local disks.
-
-        Raises:
-            ClusterError: with the remedy.
-        """
+        """Refuse to spool where Spark encrypts its local files; raises ClusterError."""
         if self.source is None:
             require_plain_files(partial(conf, self.spark), settings)
 
     def check_inputs(self, entries: Iterable[Named]) -> None:
-        """Refuse to leave out rows of a source, which must know their number.
-
-        Raises:
-            ConfigError: with the remedy.
-        """
+        """Refuse to leave out rows of a source, whose number is known; raises ConfigError."""
         if self.source is not None and any(entry.specification.skips for entry in entries):
             raise ConfigError(
                 f"on_error='skip' changes the number of rows, which {type(self.source).__name__} "
@@ -86,15 +77,9 @@ class UserData:
     def check_training(
         self, config: TrainConfig, validation: str | float | None, *, has_logs: bool
     ) -> None:
-        """Refuse what needs rows for validation that are not there, or what only spools can do.
+        """Refuse what needs validation rows that are not there, or a spool; raises ConfigError.
 
-        Args:
-            config: how workers train.
-            validation: the column that marks rows for validation, or their fraction.
-            has_logs: True if the module may log values for the history.
-
-        Raises:
-            ConfigError: names it.
+        ``validation`` is the column that marks rows for validation, or their fraction.
         """
         if self.source is None:
             check_monitored(config, has_validation=validation is not None, has_logs=has_logs)
@@ -116,11 +101,7 @@ class UserData:
             )
 
     def check_plan(self, plan: TrainPlan, strategy: SyncStrategy) -> None:
-        """Refuse a competition without validation rows in a source, which sets none aside.
-
-        Raises:
-            ConfigError: with the remedy.
-        """
+        """Refuse a competition on a source without validation rows; raises ConfigError."""
         is_blind = self.source is not None and not plan.num_validation_rows
         if is_blind and isinstance(strategy, Competition):
             raise ConfigError(
@@ -152,12 +133,7 @@ class UserData:
 
 
 def user_data(data: Any) -> UserData:
-    """A DataFrame, or a source, as the data of a run.
-
-    Raises:
-        ConfigError: it is neither.
-        ClusterError: a source needs an active session, and there is none.
-    """
+    """A DataFrame, or a source, as the data of a run; raises ConfigError if it is neither."""
     data = spark_frame(data)
     # DataFrames first: they have an attribute for each column, whatever its name.
     if isinstance(data, DataFrame):
@@ -168,12 +144,7 @@ def user_data(data: Any) -> UserData:
 
 
 def spark_frame(data: Any) -> Any:
-    """A pandas DataFrame as one of the active session's; anything else as it is.
-
-    Raises:
-        DataError: a column's values have no type that Spark knows, or two columns one name.
-        ClusterError: there is no active session.
-    """
+    """A pandas DataFrame as one of the active session's (see `arrow_table`); others as they are."""
     pandas = sys.modules.get("pandas")
     if pandas is None or not isinstance(data, pandas.DataFrame):
         return data
@@ -181,11 +152,7 @@ def spark_frame(data: Any) -> Any:
 
 
 def arrow_table(data: pd.DataFrame) -> pa.Table:
-    """A pandas DataFrame as a table of types that Spark has: none is unsigned, or of 16-bit floats.
-
-    Raises:
-        DataError: a column's values have no type that Arrow knows, or two columns one name.
-    """
+    """A pandas DataFrame as a table of types that Spark has; raises DataError if it has others."""
     try:
         table = pa.Table.from_pandas(data, preserve_index=False)
         fields = [field.with_type(_of_spark(field.type)) for field in table.schema]
@@ -196,6 +163,12 @@ def arrow_table(data: pd.DataFrame) -> pa.Table:
             f"a column of the pandas DataFrame cannot be read: {error}; give each column a name of "
             "its own, and values of one type that Arrow and Spark know, or leave it out"
         ) from None
+    untyped = [f'"{field.name}"' for field in table.schema if pa.types.is_null(field.type)]
+    if untyped and not table.num_rows:
+        raise DataError(
+            f"the pandas DataFrame has no rows, so the type of column {', '.join(untyped)} is not "
+            "known; check where it comes from, or give its columns types (astype)"
+        )
     return table
 
 
@@ -206,13 +179,7 @@ def _of_spark(kind: pa.DataType) -> pa.DataType:
 
 
 def rows_of(data: Any) -> DataFrame:
-    """The rows to which a model is applied, of a DataFrame of Spark or pandas.
-
-    Raises:
-        ConfigError: it is neither.
-        DataError: a column's values have no type that Arrow knows.
-        ClusterError: the Spark session has ended, or there is none.
-    """
+    """The rows to which a model is applied; raises ConfigError if it is no DataFrame."""
     frame = spark_frame(data)
     if not isinstance(frame, DataFrame):
         raise ConfigError(
@@ -223,11 +190,7 @@ def rows_of(data: Any) -> DataFrame:
 
 
 def require_data(data: Any) -> None:
-    """Refuse what is neither a DataFrame nor a source.
-
-    Raises:
-        ConfigError: it is neither.
-    """
+    """Refuse what is neither a DataFrame nor a source; raises ConfigError."""
     if not isinstance(data, DataFrame) and not isinstance(data, Source):
         raise ConfigError(
             "fit takes a DataFrame of Spark or pandas, or a source such as sparkdl.ParquetSource; "
@@ -245,11 +208,7 @@ def spooled_and_read(
 
 
 def session_of(data: Items[Data]) -> SparkSession | None:
-    """The session of the first DataFrame, or the active one; None if there are no data.
-
-    Raises:
-        ClusterError: there are only sources, and no active session.
-    """
+    """The session of the first DataFrame, else the active one if there are data at all."""
     frames = (one.sparkSession for one in data if isinstance(one, DataFrame))
     return next(frames, None) or (active_session() if data else None)
 
@@ -263,11 +222,7 @@ def described(data: Data) -> str:
 
 
 def active_session() -> SparkSession:
-    """The session for a fit that gets no DataFrame.
-
-    Raises:
-        ClusterError: there is none.
-    """
+    """The session for a fit that gets no DataFrame; raises ClusterError."""
     try:
         return SparkSession.active()  # or the default one: each thread has its own active session
     except PySparkRuntimeError as error:

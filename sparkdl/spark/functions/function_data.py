@@ -21,19 +21,14 @@ from sparkdl.data.plan import SpoolColumn
 from sparkdl.errors import ConfigError, DataError
 from sparkdl.inputs import Specification, Tensor, named
 from sparkdl.spark.cluster.slots import Slots
-from sparkdl.spark.frames.choose_windows import windows_of_spool
+from sparkdl.spark.frames import shard_table
+from sparkdl.spark.frames.columns import schema_of
+from sparkdl.spark.frames.example_rows import UserRows
 from sparkdl.spark.frames.prepare_columns import prepare
-from sparkdl.spark.frames.row_table import TableSpec, spool_columns
-from sparkdl.spark.frames.shard_table import (
-    SpooledRows,
-    SpoolTable,
-    selected,
-    spread,
-)
-from sparkdl.spark.frames.source_table import SourceTable
+from sparkdl.spark.frames.row_table import SourceTable, TableSpec, spool_columns
 from sparkdl.spark.frames.spool_task import SpoolTask
 from sparkdl.spark.frames.user_data import UserData, spooled_and_read
-from sparkdl.spark.session.compat import conf, is_case_sensitive
+from sparkdl.spark.session.compat import conf
 from sparkdl.spark.session.settings import read_settings
 from sparkdl.worker.loader import DataSet
 
@@ -54,16 +49,7 @@ def naming(name: str) -> Iterator[None]:
 def prepare_sets(
     data: Mapping[str, UserData], inputs: Inputs | None
 ) -> dict[str, tuple[SpoolColumn, ...]]:
-    """The columns of each data set, with the names that they have in a batch.
-
-    Args:
-        data: the data sets by name.
-        inputs: columns of a batch by name; None: all columns of each data set.
-
-    Raises:
-        DataError: a data set lacks a column, or no tensor can be made of one.
-        ConfigError: a source cannot do what an input asks for.
-    """
+    """The columns of each data set, by their names in a batch; raises DataError or ConfigError."""
     found = {}
     for name, rows in data.items():
         with naming(name):
@@ -77,26 +63,21 @@ def _prepare(rows: UserData, inputs: Inputs | None) -> tuple[SpoolColumn, ...]:
         raise DataError("there is no column of which a batch could be made")
     entries = named(wanted)
     rows.check_inputs(entries)
-    sensitive = is_case_sensitive(rows.spark)
-    return tuple(
-        prepare(
-            rows.frame.schema, entry, "feature", float_dtype="float32", is_case_sensitive=sensitive
-        )
-        for entry in entries
-    )
+    schema = schema_of(rows.frame)
+    return tuple(prepare(schema, entry, "feature", float_dtype="float32") for entry in entries)
 
 
 def data_set(
     name: str,
-    table: SpooledRows | SourceTable,
+    table: shard_table.SpooledRows | SourceTable,
     shards: Sequence[SpooledShard],
     *,
     warns: bool = True,
 ) -> DataSet:
     """What workers need to know of a data set; warns of rows that are left out."""
     columns = table.columns(shards)
-    num_rows, causes = table.skipped(shards)
-    if num_rows and warns:
+    num_rows, causes = table.skipped(shards) if warns else (0, "")
+    if num_rows:
         logger.warning("data set %r goes without %d row(s): %s", name, num_rows, causes)
     return DataSet(
         columns=columns, shards=tuple(part.shard for part in shards), source=table.reader
@@ -115,7 +96,7 @@ def local_data_sets(
     return found
 
 
-class DataSets(SpoolTable):
+class DataSets(shard_table.SpoolTable):
     """The run's data sets, in shards that lie where their worker will be."""
 
     def __init__(
@@ -143,7 +124,10 @@ class DataSets(SpoolTable):
             for name, columns in prepared.items()
         }
         frames, sources = spooled_and_read(data)
-        self._spools = {name: SpooledRows(specs[name]) for name in frames}
+        self._spools = {
+            name: shard_table.SpooledRows(specs[name], UserRows(df, prepared[name]))
+            for name, df in frames.items()
+        }
         self._sources = {
             name: SourceTable(spark, source, specs[name]) for name, source in sources.items()
         }
@@ -155,35 +139,25 @@ class DataSets(SpoolTable):
             self._describe(rows, task, next(iter(specs.values())))
 
     def collect(self) -> dict[str, DataSet]:
-        """Spool what is not there (everything at first, then what was lost), and list it.
-
-        Raises:
-            SparkDLError: a task could not spool.
-            DataError: rows cannot be used, or have changed since the first call.
-        """
-        found = {}
+        """Spool what is not there, and list it, as `RowTable.collect` does."""
+        found, get = {}, partial(conf, self._spark)
         spooled = self._spooled(len(self._spools)) if self._spools else []
         for (name, rows), shards in zip(self._spools.items(), spooled, strict=True):
             with naming(name):
                 data = data_set(name, rows, rows.checked(shards), warns=not self._has_warned)
-                found[name] = self._with_windows(data, shards)
+                plan = data.plan(self._slots.num_workers, batch_size=1)
+                windows = shard_table.windows_of_spool(plan, shards, self._slots.cluster, get, None)
+                found[name] = replace(data, windows=windows)
         self._has_warned = True
         for name, table in self._sources.items():
             found[name] = data_set(name, table, table.collect())
         return found
 
-    def _with_windows(self, data: DataSet, shards: tuple[SpooledShard, ...]) -> DataSet:
-        plan = data.plan(self._slots.num_workers, batch_size=1)
-        get = partial(conf, self._spark)
-        return replace(data, windows=windows_of_spool(plan, shards, self._slots.cluster, get, None))
-
     def rebuild(self) -> None:
-        """Forget all spools, so that they are written anew."""
         if self._spools:
             super().rebuild()
 
     def close(self) -> None:
-        """Remove all spools."""
         if self._spools:
             super().close()
 
@@ -195,8 +169,8 @@ def _spread(data: Mapping[str, DataFrame], specs: Mapping[str, TableSpec]) -> Da
     """
     if len(data) == 1:
         ((name, df),) = data.items()
-        return spread(df, specs[name])
-    frames = [selected(df, specs[name].columns) for name, df in data.items()]
+        return shard_table.spread(df, specs[name])
+    frames = [shard_table.selected(df, specs[name].columns) for name, df in data.items()]
     types = [df.select(F.struct(*df.columns).alias("row")).schema["row"].dataType for df in frames]
     parts = []
     for number, df in enumerate(frames):

@@ -1,43 +1,54 @@
-"""The whole of ``TorchRunner.run``: a function on all workers of a cluster.
+"""The whole of ``TorchRunner.run``: a function on all workers of a cluster, or in the driver.
 
-Checks first, then the spools of its data sets, then the gang under the supervisor. Whatever
-happens, nothing is left behind.
+On a cluster checks come first, then the spools of its data sets, then the gang under the
+supervisor. Whatever happens, nothing is left behind. In the driver's own process, for debugging, it
+runs as rank 0 of one: what it raises comes out as it is, and breakpoints work.
 """
 
 from __future__ import annotations
 
 import contextlib
 import logging
+import os
+import tempfile
 import uuid
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from pyspark.sql import SparkSession
 
-from sparkdl.errors import CheckpointLost, ConfigError, ShardLost
+from sparkdl.comm.channel import Hub
+from sparkdl.errors import ConfigError
 from sparkdl.inputs import Specification
 from sparkdl.report.live.views import shows_lines
 from sparkdl.report.recorder import Recorder
+from sparkdl.runtime.activity import doing
+from sparkdl.runtime.hardware import choose_device, hardware
 from sparkdl.spark.cluster.attempt import Attempt, Rows
-from sparkdl.spark.cluster.launch import Launch
 from sparkdl.spark.cluster.link import open_link
 from sparkdl.spark.cluster.slots import plan_slots, wait_again
-from sparkdl.spark.cluster.supervisor import GangResult, persistently, supervise
+from sparkdl.spark.cluster.supervisor import GangResult, Launch, persistently, supervise
 from sparkdl.spark.fit.check_request import travelling
 from sparkdl.spark.frames.user_data import Data, user_data
-from sparkdl.spark.functions.function_data import DataSets, prepare_sets
-from sparkdl.spark.run.resume import newest, patiently
+from sparkdl.spark.functions.function_data import DataSets, local_data_sets, prepare_sets
+from sparkdl.spark.run.resume import Attempts, gang_attempts, newest, patiently
 from sparkdl.spark.run.run import Request
 from sparkdl.spark.run.run_facts import record_run
 from sparkdl.spark.session.compat import conf, run_workers_here, shares_console
 from sparkdl.spark.session.interrupts import Cleanup
 from sparkdl.spark.session.settings import read_settings
-from sparkdl.storage.checkpoint_format import StepFolder, folders
+from sparkdl.spark.session.termination import removed_at_termination
+from sparkdl.storage.checkpoint_format import StepFolder, Writer, folders, load_shared
+from sparkdl.storage.hadoop_storage import open_on_driver
 from sparkdl.storage.lease import Lease, Note, read_leases
-from sparkdl.storage.storage import Storage
+from sparkdl.storage.retried import Retried
+from sparkdl.storage.storage import Storage, check_writable, open_storage
 from sparkdl.worker import function_rank
+from sparkdl.worker.context import Context, entered
+from sparkdl.worker.function_rank import called, checkpoints, default_group, environment_variables
 
 if TYPE_CHECKING:
     from sparkdl.storage.checkpoint_format import CheckpointInfo
@@ -75,28 +86,23 @@ class FunctionResult:
     restarts: int
 
 
-def run_function(spark: SparkSession, request: FunctionRequest) -> FunctionResult:
-    """Run a function on all workers; within `interruptible`.
+Run = Callable[[SparkSession, str, FunctionRequest, Recorder], FunctionResult]
+"""Runs a function under an id, within a record; the session may be None in the driver itself."""
 
-    Raises:
-        ConfigError: an option is wrong.
-        DataError: a data set cannot be used.
-        ClusterError: the cluster cannot run the gang.
-        StorageError: checkpoints cannot be kept.
-        WorkerError: the function failed on a worker.
-        TrainingFailed: workers were lost more than ``max_restarts`` times.
-    """
+
+def run_recorded(run: Run, spark: Any, request: FunctionRequest) -> FunctionResult:
+    """Run a function by `on_workers` or `in_driver`, and leave a record of that."""
     run_id = uuid.uuid4().hex[:12]
     with record_run(spark, run_id, request) as recorder:
-        result = _run(spark, run_id, request, recorder)
+        result = run(spark, run_id, request, recorder)
         recorder.succeeded(result.history)
     return result
 
 
-def _run(
+def on_workers(
     spark: SparkSession, run_id: str, request: FunctionRequest, recorder: Recorder
 ) -> FunctionResult:
-    """See `run_function`."""
+    """Run a function on all workers, within `interruptible`; raises what `TorchRunner.run` says."""
     run_workers_here(spark)
     settings = read_settings(partial(conf, spark))
     payload = _pickled(request.function)
@@ -161,11 +167,7 @@ def _pickled(function: Callable[[], Any]) -> bytes:
 
 
 def check_folder(storage: Storage | None, request: FunctionRequest) -> None:
-    """Refuse to mix the checkpoints of two runs; warn of a run that may still be under way.
-
-    Raises:
-        ConfigError: there are some of an earlier one.
-    """
+    """Refuse to mix two runs' checkpoints (ConfigError); warn of a run that may be alive."""
     if request.checkpoint_dir is None:
         return
     assert storage is not None
@@ -200,41 +202,20 @@ class FunctionJob(Launch):
     request: FunctionRequest
     payload: bytes
     sets: DataSets
-    begun_from: list[str | None] = field(default_factory=list)
-    """The checkpoint of each submission."""
-    passed_over: set[str] = field(default_factory=set)
-    """Checkpoints that workers could not read."""
 
     def run(self) -> FunctionResult:
         """Run the gang to its end, however many submissions that takes."""
-        checkpoints, lease = self.link.checkpoints, None
-        with contextlib.ExitStack() as stack:
-            if checkpoints is not None:
-                lease = stack.enter_context(Lease(checkpoints, RUN_KEY, self.run_id))
-            submit = partial(self._submit, lease)
-            return self._result(
-                supervise(self, submit, heal=self._heal, what="run a function", once_there="")
+        with gang_attempts(self, RUN_KEY, self.sets.rebuild) as attempts:
+            submit = partial(self._submit, attempts)
+            result = supervise(
+                self, submit, heal=attempts.heal, what="run a function", once_there=""
             )
+            return self._result(result)
 
-    def _heal(self, failed: Attempt) -> None:
-        if failed.has_reported(ShardLost):
-            self.sets.rebuild()
-        path = self.begun_from[-1] if self.begun_from else None
-        if failed.has_reported(CheckpointLost) and path is not None:
-            self.passed_over.add(path)
-
-    def _submit(self, lease: Lease | None, attempt: Attempt) -> Callable[[], Rows]:
-        link, request, number = self.link, self.request, attempt.number
-        if number > 0:
-            self.view.begun_again(number, None)
-            wait_again(self.spark, self.slots, self.settings, attempt.restarts_left)
-        found = self._newest(lease)
-        self.begun_from.append(None if found is None else found.path)
-        if lease is not None:
-            lease.begin(number, self.begun_from[-1])
-        attempt.start = 0 if found is None else found.step
-        self.view.attempt(number, attempt.start)
-        in_task = link.send(
+    def _submit(self, attempts: Attempts, attempt: Attempt) -> Callable[[], Rows]:
+        path = attempts.begin(attempt, partial(self._newest, attempts))
+        request = self.request
+        in_task = self.link.send(
             function_rank.FUNCTION,
             self.payload,
             what="the function and its arguments have",
@@ -243,39 +224,38 @@ class FunctionJob(Launch):
         )
         order = self.gang_order(
             function_rank.FunctionOrder,
-            attempt=number,
+            attempt=attempt.number,
             run_key=RUN_KEY,
             device=request.device,
             payload=in_task or b"",
             sets=self.sets.collect(),
             results=request.results,
             keep=request.keep_checkpoints,
-            resume_path=None if found is None else found.path,
+            resume_path=path,
         )
         return self.gang_job(self.sets.df, function_rank.run, order, keeps_process=False)
 
-    def _newest(self, lease: Lease | None) -> CheckpointInfo | None:
-        if self.link.checkpoints is None:
-            return None
+    def _newest(self, attempts: Attempts, storage: Storage) -> CheckpointInfo | None:
+        """The newest checkpoint that is this run's: another run has another function.
+
+        At the beginning that is whatever is there, if the user has asked to resume it.
+        """
+        begun_from = attempts.begun_from
+
+        def is_own(folder: StepFolder) -> bool:
+            is_asked = self.request.resume and not begun_from
+            return is_asked or folder.writer.run_id == self.run_id or folder.path in begun_from
+
         found = newest(
-            self.link.checkpoints,
+            storage,
             RUN_KEY,
-            is_wanted=self._is_own,
-            passed_over=self.passed_over,
-            lease=lease,
+            is_wanted=is_own,
+            passed_over=attempts.passed_over,
+            lease=attempts.lease,
         )
         if found is not None:
             logger.info("going on from checkpoint %d (%s)", found.step, found.path)
         return found
-
-    def _is_own(self, folder: StepFolder) -> bool:
-        """True for what this run may go on from: another run has another function.
-
-        At the beginning that is whatever is there, if the user has asked to resume it.
-        """
-        is_asked = self.request.resume and not self.begun_from
-        is_mine = folder.writer.run_id == self.run_id or folder.path in self.begun_from
-        return is_mine or is_asked
 
     def _result(self, result: GangResult) -> FunctionResult:
         values: dict[int, Any] = {}
@@ -291,3 +271,60 @@ class FunctionJob(Launch):
             history=values[0]["history"],
             restarts=result.restarts,
         )
+
+
+_SECONDS = 600.0
+"""Longest wait for a checkpoint to be written."""
+
+
+def in_driver(
+    spark: SparkSession | None, run_id: str, request: FunctionRequest, recorder: Recorder
+) -> FunctionResult:
+    """Run a function in this process; what concerns several workers has no effect."""
+    with tempfile.TemporaryDirectory(prefix="sparkdl-") as folder, contextlib.ExitStack() as stack:
+        stack.enter_context(removed_at_termination(folder))
+        storage = _storage(spark, request, folder)
+        check_folder(storage, request)
+        data = {name: user_data(one) for name, one in request.data.items()}
+        sets = local_data_sets(data, request.inputs, Path(folder))
+        device = choose_device(request.device, (), 0, os.environ)
+        stack.enter_context(default_group(device, _SECONDS))
+        found = newest(storage, RUN_KEY) if request.resume else None
+        lease = stack.enter_context(Lease(storage, RUN_KEY, run_id))
+        lease.begin(0, None if found is None else found.path)
+        manager = stack.enter_context(
+            checkpoints(
+                storage,
+                request.keep_checkpoints,
+                Writer(run_key=RUN_KEY, run_id=run_id, attempt=0),
+                Hub(),
+                _SECONDS,
+                is_required=request.checkpoint_dir is not None,
+            )
+        )
+        place = Context(
+            rank=0,
+            nodes=(0,),
+            device=device,
+            num_restarts=0,
+            sets=sets,
+            resumed=None if found is None else patiently(partial(load_shared, found)),
+            save=lambda number, state: manager.save(number, state, {}),
+            show=recorder.epoch,
+        )
+        recorder.facts(world_size=1, mode="the driver's own process")
+        recorder.fact(0, {"kind": "hardware", "hardware": hardware(device)})
+        recorder.phase("train")
+        doing("")
+        with environment_variables(place), entered(place):
+            value = called(request.function)
+        return FunctionResult(values=[value], history=place.history, restarts=0)
+
+
+def _storage(spark: SparkSession | None, request: FunctionRequest, folder: str) -> Storage:
+    place = request.checkpoint_dir
+    if place is None:
+        return open_storage(str(Path(folder) / "checkpoints"))
+    storage = Retried(open_storage(place) if spark is None else open_on_driver(spark, place))
+    check_writable(storage)
+    return storage

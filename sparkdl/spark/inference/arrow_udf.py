@@ -44,13 +44,8 @@ def with_columns(
     such, an expression that the optimizer must not move makes the plan go row by row below the
     function; it stays in the plan because the new columns depend on it.
 
-    Args:
-        df: the rows.
-        prefix: of the names of columns that are there for a while only.
-        inputs: what the function gets.
-        function: runs in the tasks.
-        data_type: of what it gives.
-        made: name -> makes the new column of what the function gave.
+    ``prefix`` is of the names of columns that are there for a while only; ``made`` has by name what
+    makes the new column of what the function gave.
     """
     packed, marker = f"{prefix}_output", f"{prefix}_partition"
     is_plain = all(_is_convertible(field.dataType) for field in df.schema.fields)

@@ -41,16 +41,7 @@ _SCHEMA = "part int, payload binary"
 
 
 def evaluate(task: EvaluateTask, dataset: DataFrame, columns: Sequence[SparkColumn]) -> Evaluation:
-    """Evaluate all rows; see `TorchModel.evaluate`.
-
-    Args:
-        task: what to do.
-        dataset: the rows.
-        columns: inputs, labels and weight, as the task takes them.
-
-    Raises:
-        ClusterError: a worker was lost, and Spark has not healed it.
-    """
+    """Evaluate all rows; see `TorchModel.evaluate`; raises ClusterError."""
     measures = task.measures
     for name in measures.metrics:
         if name in BUILT_IN:
@@ -93,15 +84,9 @@ def row_scores(
 def classes_and_metrics(
     module: nn.Module, inputs: Arguments, forward: Forward, predicted: Wanted, measures: Measures
 ) -> tuple[int, Mapping[str, Any]]:
-    """What running the module on zeros shows.
+    """The classes that a classifier tells apart, else 0; and the metrics, see `named_metrics`.
 
-    Returns:
-        The classes that a classifier tells apart, otherwise 0; and the metrics, see
-        `named_metrics`.
-
-    Raises:
-        ConfigError: the prediction is nothing that a model of this task can give, or a metric's
-            name does not fit it.
+    Both follow from running the module on zeros. Raises ConfigError if they do not fit it.
     """
     loss, task = measures.make_loss(), measures.task
     check_names(measures.metrics, task, loss)

@@ -6,7 +6,7 @@ imports nothing of Spark's machine learning, which takes a Python worker most of
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -18,14 +18,7 @@ from pyspark import TaskContext
 from sparkdl.data.collate import arguments
 from sparkdl.data.plan import SpoolColumn
 from sparkdl.errors import ConfigError, DataError
-from sparkdl.inference.evaluate_rows import (
-    Evaluator,
-    Measures,
-    Part,
-    read_labels,
-    row_losses,
-    united,
-)
+from sparkdl.inference import evaluate_rows
 from sparkdl.inference.outputs import Output, check_rows, pick
 from sparkdl.inference.predict import ModuleTask, Run, ready, runs
 from sparkdl.worker.watcher import ended_when_hung
@@ -35,7 +28,7 @@ from sparkdl.worker.watcher import ended_when_hung
 class EvaluateTask(ModuleTask):
     """All that a task of ``evaluate`` or ``scores`` needs to know."""
 
-    measures: Measures
+    measures: evaluate_rows.Measures
     predicted: Output
     """Of which of the module's outputs ``transform`` makes the prediction."""
     labels: tuple[SpoolColumn, ...]
@@ -50,30 +43,30 @@ class EvaluateTask(ModuleTask):
             rows = list(_as_row(partial(self._part, batches)))
         yield from rows
 
-    def _part(self, batches: Iterator[pa.RecordBatch]) -> Part:
-        evaluator: Evaluator | None = None
+    def _part(self, batches: Iterator[pa.RecordBatch]) -> evaluate_rows.Part:
+        evaluator: evaluate_rows.Evaluator | None = None
         with ready(self) as (module, device):
             for batch in batches:
                 if evaluator is None:  # a partition without rows makes none
-                    evaluator = Evaluator(self.measures, device)
+                    evaluator = evaluate_rows.Evaluator(self.measures, device)
                 for run, output, target, weight in self.compared(module, device, batch.columns):
                     if run.arguments is not None:
                         num_rows = run.arguments.num_rows
                         predicted = self._predicted(output, num_rows)
                         evaluator.update(output, predicted, target, weight, num_rows)
                 evaluator.check()
-        return Part() if evaluator is None else evaluator.part()
+        return evaluate_rows.Part() if evaluator is None else evaluator.part()
 
     def compared(
         self, module: Any, device: torch.device, arrays: Sequence[pa.Array]
     ) -> Iterator[tuple[Run, Any, Any, torch.Tensor | None]]:
         """Run by run: its inputs, output, target, weight; all None if none of its rows is kept."""
         others = iter(arrays[len(self.columns) :])
-        labels = [read_labels(next(others), asked) for asked in self.labels]
+        labels = [evaluate_rows.read_labels(next(others), asked) for asked in self.labels]
         columns = [column for column, _ in labels]
         weights: Any = None
         if self.weight is not None:
-            _, weights = read_labels(next(others), self.weight)
+            _, weights = evaluate_rows.read_labels(next(others), self.weight)
         start = 0
         for run in runs(arrays[: len(self.columns)], self.columns, self.batch_size, device):
             rows = slice(start, start + run.num_rows)
@@ -99,20 +92,17 @@ class EvaluateTask(ModuleTask):
 class AddTask:
     """Adds up the parts in a partition, in the order of their numbers; passes errors on."""
 
-    measures: Measures
+    measures: evaluate_rows.Measures
 
     def __call__(self, batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
         """Yield one row."""
-        yield from _as_row(lambda: united(_parts_in(batches), self.measures))
+        payloads = (payload for batch in batches for payload in batch["payload"])
+        # One at a time, so that one part only is copied.
+        parts = (evaluate_rows.Part.from_bytes(payload.as_py()) for payload in payloads)
+        yield from _as_row(lambda: evaluate_rows.united(parts, self.measures))
 
 
-def _parts_in(batches: Iterable[pa.RecordBatch]) -> Iterator[Part]:
-    for batch in batches:
-        for payload in batch["payload"]:
-            yield Part.from_bytes(payload.as_py())  # which copies one part only
-
-
-def _as_row(work: Callable[[], Part]) -> Iterator[pa.RecordBatch]:
+def _as_row(work: Callable[[], evaluate_rows.Part]) -> Iterator[pa.RecordBatch]:
     """One row: a part, with the error of ours that kept it from being made; none without rows.
 
     Spark would run a task that raises several times, and hide what it says among its own words.
@@ -120,7 +110,7 @@ def _as_row(work: Callable[[], Part]) -> Iterator[pa.RecordBatch]:
     try:
         part = work()
     except (ConfigError, DataError) as error:
-        part = Part(error=(type(error).__name__, str(error)))
+        part = evaluate_rows.Part(error=(type(error).__name__, str(error)))
     if part.sums or part.error:
         context = TaskContext.get()
         number = context.partitionId() if context is not None else 0
@@ -138,4 +128,4 @@ def losses(task: EvaluateTask, batches: Iterator[Sequence[pa.Array]]) -> Iterato
                 if run.arguments is None:
                     yield pa.nulls(run.num_rows, pa.float64())
                 else:
-                    yield run.spread(row_losses(loss, output, target, task.measures))
+                    yield run.spread(evaluate_rows.row_losses(loss, output, target, task.measures))

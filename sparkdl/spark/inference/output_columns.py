@@ -76,11 +76,7 @@ class OutputPlan:
 def plan_outputs(
     module: nn.Module, inputs: Arguments, forward: Forward, wanted: Sequence[Wanted]
 ) -> OutputPlan:
-    """See what the module gives for ``inputs``, two rows of zeros, and choose the columns' types.
-
-    Raises:
-        ConfigError: a wanted output is not there, or is nothing that a column can hold.
-    """
+    """See what the module gives for two rows of zeros, and choose types; raises ConfigError."""
     module.eval()
     try:
         with torch.inference_mode():

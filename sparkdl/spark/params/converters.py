@@ -1,9 +1,9 @@
 """The values that Params accept, and the form in which they are kept.
 
 These are type converters as pyspark knows them: called when a Param is set, they return the value
-to keep or raise TypeError, to which pyspark adds the Param's name. Each gives back its own results
-unchanged, because copies of an estimator convert again. Most Params need none but their type, see
-`to_type`. Ranges of numbers are checked later, by `TrainConfig`.
+to keep or raise TypeError or ConfigError, to which the Param's name is added. Each gives back its
+own results unchanged, because copies of an estimator convert again. Most Params need none but
+their type, see `to_type`. Ranges of numbers are checked later, by `TrainConfig`.
 """
 
 from __future__ import annotations
@@ -16,12 +16,10 @@ from numbers import Integral
 from textwrap import shorten
 from typing import TYPE_CHECKING, Any, Union, get_args, get_origin
 
-from sparkdl import sync
 from sparkdl.errors import ConfigError
 from sparkdl.inputs import Specification, Tensor
 from sparkdl.serialization.initial_state import InitialState
 from sparkdl.serialization.initial_weights import InitialWeights
-from sparkdl.sync.strategy import SyncStrategy
 
 if TYPE_CHECKING:
     from sparkdl.inference.outputs import Output
@@ -118,20 +116,12 @@ def to_groups(value: Any) -> dict[str, dict[str, Any]]:
 
 def to_initial_weights(value: Any) -> InitialWeights:
     """Accept an `InitialWeights`, or what it takes as its source."""
-    if isinstance(value, InitialWeights):
-        return value
-    try:
-        return InitialWeights(source=value)
-    except ConfigError as error:
-        raise TypeError(str(error)) from error
+    return value if isinstance(value, InitialWeights) else InitialWeights(source=value)
 
 
 def to_initial_state(value: Any) -> InitialState | None:
     """Accept a fitted model, or the place of a saved one."""
-    try:
-        return None if value is None else InitialState.of(value)
-    except ConfigError as error:
-        raise TypeError(str(error)) from error
+    return None if value is None else InitialState.of(value)
 
 
 def to_metrics(value: Any) -> dict[str, Any]:
@@ -139,7 +129,10 @@ def to_metrics(value: Any) -> dict[str, Any]:
     if isinstance(value, Mapping):
         metrics: dict[str, Any] = to_options(value)
     elif isinstance(value, Sequence) and not isinstance(value, str):
-        metrics = {_metric_name(metric): metric for metric in value}
+        metrics = {
+            m.lower() if isinstance(m, str) else getattr(m, "__name__", type(m).__name__): m
+            for m in value
+        }
         if len(metrics) < len(value):
             raise TypeError("two metrics have the same name; pass a dict from name to metric")
     else:
@@ -156,33 +149,16 @@ def to_metrics(value: Any) -> dict[str, Any]:
     return metrics
 
 
-def _metric_name(metric: Any) -> str:
-    if isinstance(metric, str):
-        return metric.lower()
-    return str(getattr(metric, "__name__", type(metric).__name__))
-
-
 def to_output(value: Any) -> Output:
     """Accept an `Output`, or what its key may be: a name, an index, or a tuple of these."""
     from sparkdl.inference.outputs import Output
 
-    try:
-        return value if isinstance(value, Output) else Output(key=value)
-    except ConfigError as error:
-        raise TypeError(str(error)) from error
+    return value if isinstance(value, Output) else Output(key=value)
 
 
 def to_outputs(value: Any) -> dict[str, Output]:
     """Accept a mapping from names of columns to what `to_output` accepts."""
     return {name: to_output(output) for name, output in to_options(value).items()}
-
-
-def to_strategy(value: Any) -> SyncStrategy:
-    """Accept a `SyncStrategy`, a known name, or ``package.module:Class`` of one's own."""
-    try:
-        return sync.resolve(value)
-    except ConfigError as error:
-        raise TypeError(str(error)) from error
 
 
 def to_shapes(value: Any) -> list[Any]:
@@ -202,11 +178,7 @@ def to_shapes(value: Any) -> list[Any]:
 
 
 def shapes_by_input(shapes: list[Any] | None, num_inputs: int) -> tuple[Any, ...]:
-    """The shape of each input column, from what `to_shapes` returned.
-
-    Raises:
-        ConfigError: the number of shapes is not that of the input columns.
-    """
+    """The shape of each input column, from what `to_shapes` returned; raises ConfigError."""
     if shapes is None:
         return (None,) * num_inputs
     by_input = [shapes] if _is_shape(shapes) else shapes

@@ -12,35 +12,108 @@ from __future__ import annotations
 
 import re
 import types
+import typing
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, replace
 from functools import cache
-from typing import (
-    Annotated,
-    Any,
-    Literal,
-    TypedDict,
-    Union,
-    get_args,
-    get_origin,
-    get_type_hints,
-)
+from typing import Annotated, Any, Literal, Protocol, TypedDict, Union
 
+from sparkdl import sync
 from sparkdl.config import EarlyStopping, TrainConfig
-from sparkdl.inputs import Specification
+from sparkdl.errors import ConfigError
+from sparkdl.inputs import Named, Specification, check_names, named
 from sparkdl.report.listeners.listener import Listener
 from sparkdl.serialization.initial_weights import InitialWeights
 from sparkdl.spark.params import converters
 from sparkdl.spark.params.converters import Metrics, parts_of
-from sparkdl.spark.params.inputs_and_labels import (
-    feature_columns,
-    input_shapes,
-    labels_of,
-    loss_of_labels,
-    loss_weights,
-    specified_inputs,
-)
 from sparkdl.sync.strategy import SyncStrategy
+
+
+class ParamValues(Protocol):
+    """What the functions of this file need of an estimator or a model."""
+
+    def value(self, name: str, /) -> Any:
+        """The Param's value; None if it has none, or if there is no such Param."""
+        ...
+
+    def isSet(self, name: str, /) -> bool:
+        """True if the user has set it."""
+        ...
+
+
+def specified_inputs(params: ParamValues) -> tuple[Named, ...]:
+    """What ``inputs`` names; empty if it is not set; raises ConfigError."""
+    value = params.value("inputs")
+    if value is None:
+        return ()
+    for name in ("featuresCol", "inputCols"):
+        if params.isSet(name):
+            raise ConfigError(f"set either inputs or {name}, not both")
+    entries = named(value)
+    if not entries:
+        raise ConfigError("inputs is empty; name at least one column")
+    check_names(entries)
+    return entries
+
+
+def feature_columns(params: ParamValues) -> tuple[str, ...]:
+    """The input columns in the module's order; none if ``inputs`` is set; raises ConfigError."""
+    if specified_inputs(params):
+        return ()
+    several = params.value("inputCols")
+    if several is None:
+        return (params.value("featuresCol"),)
+    if params.isSet("featuresCol"):
+        raise ConfigError("set either featuresCol or inputCols, not both")
+    if not several:
+        raise ConfigError("inputCols is empty; name at least one column")
+    return tuple(several)
+
+
+def input_shapes(params: ParamValues) -> tuple[Any, ...]:
+    """A shape or None for each input column; raises ConfigError."""
+    shapes = params.value("inputShape")
+    if shapes is not None and specified_inputs(params):
+        raise ConfigError("inputShape goes with featuresCol and inputCols; use Tensor(shape=...)")
+    return converters.shapes_by_input(shapes, len(feature_columns(params)))
+
+
+def labels_of(params: ParamValues) -> tuple[Named, ...]:
+    """What ``labels`` names; empty if it is not set; raises ConfigError."""
+    value = params.value("labels")
+    if value is None:
+        return ()
+    if params.value("labelCol") is not None:
+        raise ConfigError("set either labels or labelCol, not both")
+    if not value:
+        raise ConfigError("labels is empty; name at least one column")
+    if any(getattr(entry, "mask", None) for entry in value.values()):
+        raise ConfigError("a label has no mask; let padding_value be what the loss ignores (-100)")
+    return named(value)
+
+
+def loss_of_labels(params: ParamValues) -> Any:
+    """``loss``, of several labels a dict unless it is one for all; raises ConfigError."""
+    from sparkdl.train.objective.label_losses import for_each
+
+    loss, labels = params.value("loss"), labels_of(params)
+    if labels:
+        return for_each(loss, tuple(str(entry.argument) for entry in labels))
+    if isinstance(loss, Mapping):
+        raise ConfigError("loss is a dict by label, but labels is not set")
+    return loss
+
+
+def loss_weights(params: ParamValues) -> dict[str, float]:
+    """``lossWeights``, checked; raises ConfigError."""
+    weights = params.value("lossWeights") or {}
+    unknown = set(weights) - {entry.argument for entry in labels_of(params)}
+    if unknown:
+        raise ConfigError(f"lossWeights names {sorted(unknown)}, which are not in labels")
+    if weights and not isinstance(loss_of_labels(params), Mapping):
+        raise ConfigError("lossWeights needs a loss for each label; weigh inside your own loss")
+    return dict(weights)
+
 
 INFERENCE_BATCH_SIZE = 512
 """Default of a model's batchSize: fills the arithmetic units; larger was not faster on CPUs."""
@@ -231,7 +304,7 @@ class EstimatorArguments(InputArguments, total=False):
         "how replicas are kept in agreement: a SyncStrategy, its name (such as 'allreduce' or "
         "'parameter_averaging'), or 'package.module:Class'; 'auto': all-reduce, or what agrees "
         "less often where all-reduce would take too long.",
-        convert=converters.to_strategy, default="allreduce")]
+        convert=sync.resolve, default="allreduce")]
     syncBatchNorm: Annotated[bool, Option(
         "whether BatchNorm layers train with the statistics of all workers' batches rather than "
         "of each worker's own.")]
@@ -389,8 +462,8 @@ class ClassifierModelArguments(ModelArguments, ClassArguments, total=False):
 def options(arguments: type) -> Mapping[str, Option]:
     """The rows of a TypedDict of this file, by the Param's name."""
     found = {}
-    for name, row in get_type_hints(arguments, include_extras=True).items():
-        hint, option = get_args(row)
+    for name, row in typing.get_type_hints(arguments, include_extras=True).items():
+        hint, option = typing.get_args(row)
         parts = tuple(p for p in parts_of(hint) if p not in (types.NoneType, Literal["auto"]))
         key = re.sub(r"[A-Z]", lambda upper: f"_{upper[0].lower()}", name)
         found[name] = replace(
@@ -409,6 +482,6 @@ def _is_plain(hint: Any) -> bool:
     parts = parts_of(hint)
     if len(parts) > 1:
         return all(map(_is_plain, parts))
-    if get_origin(hint) in (list, Sequence, Mapping):
-        return all(map(_is_plain, get_args(hint)))
+    if typing.get_origin(hint) in (list, Sequence, Mapping):
+        return all(map(_is_plain, typing.get_args(hint)))
     return hint in (str, int, float, bool, types.NoneType)

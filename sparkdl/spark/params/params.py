@@ -10,16 +10,7 @@ from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any, ClassVar, TypeVar
 
-from pyspark.ml.param import Param, Params, TypeConverters
-from pyspark.ml.param.shared import (
-    HasFeaturesCol,
-    HasInputCols,
-    HasPredictionCol,
-    HasProbabilityCol,
-    HasRawPredictionCol,
-    HasSeed,
-    HasWeightCol,
-)
+from pyspark.ml.param import Param, Params, TypeConverters, shared
 
 from sparkdl.config import CheckpointConfig, Task, TrainConfig, require
 from sparkdl.errors import ConfigError, ParamError, did_you_mean
@@ -39,7 +30,9 @@ _SPARKS_CONVERTERS: Mapping[Any, Callable[[Any], Any]] = {
 }
 
 
-class CheckedParams(HasFeaturesCol, HasInputCols, HasWeightCol, HasPredictionCol):
+class CheckedParams(
+    shared.HasFeaturesCol, shared.HasInputCols, shared.HasWeightCol, shared.HasPredictionCol
+):
     """Params that refuse unknown names, and None where a value is needed."""
 
     _options: ClassVar[Mapping[str, Option]] = {}
@@ -56,17 +49,15 @@ class CheckedParams(HasFeaturesCol, HasInputCols, HasWeightCol, HasPredictionCol
                 raise ParamError(f"{type(self).__name__} has no Param {name!r}{self._hint(name)}")
             param = self.getParam(name)
             has_default = self._defaultParamMap.get(param) is not None
-            if value is None and has_default and not self._accepts_none(name):
+            option = self._options.get(name)
+            if value is None and has_default and not (option and option.accepts_none):
                 raise ParamError(f'Invalid param value given for param "{name}": None')
             try:
                 self._paramMap[param] = None if value is None else param.typeConverter(value)
-            except TypeError as error:  # Spark's own _set tells the converter's frames too
+            except (TypeError, ConfigError) as error:  # without the converter's frames
                 message = f'Invalid param value given for param "{name}": {error}'
                 raise ParamError(message) from None
         return self
-
-    def _accepts_none(self, name: str) -> bool:
-        return name in self._options and self._options[name].accepts_none
 
     def _names(self) -> list[str]:
         return [param.name for param in self.params]
@@ -83,11 +74,11 @@ class CheckedParams(HasFeaturesCol, HasInputCols, HasWeightCol, HasPredictionCol
         return None if value == "" and name.endswith("Col") else value
 
 
-class TrainParams(CheckedParams, HasSeed):
+class TrainParams(CheckedParams, shared.HasSeed):
     """What all estimators are."""
 
 
-class ClassOutputParams(HasProbabilityCol, HasRawPredictionCol):
+class ClassOutputParams(shared.HasProbabilityCol, shared.HasRawPredictionCol):
     """What Spark asks by these classes: that there are the output columns of a classifier."""
 
 
@@ -125,12 +116,8 @@ def with_params(arguments: type) -> Callable[[C], C]:
     return decorate
 
 
-def _is_auto(value: Any) -> bool:
-    return isinstance(value, str) and value == AUTO
-
-
 def _auto_or(convert: Callable[[Any], Any], value: Any) -> Any:
-    return AUTO if _is_auto(value) else convert(value)
+    return AUTO if isinstance(value, str) and value == AUTO else convert(value)
 
 
 def _convert_as_spark(kind: Any, value: Any) -> Any:
@@ -162,11 +149,7 @@ def _getter(option: Option) -> Callable[..., Any]:
 
 
 def training_values(params: TrainParams, task: Task) -> tuple[TrainConfig, dict[str, Any]]:
-    """Turn Params into the training configuration and the other fields of a FitRequest.
-
-    Raises:
-        ConfigError: a value is wrong, or two contradict each other.
-    """
+    """The training configuration and other fields of a FitRequest; raises ConfigError."""
     values: dict[str, dict[str, Any]] = {"config": {}, "checkpoint": {}, "request": {}}
     automatic: list[str] = []
     for name, option in params._options.items():
@@ -175,7 +158,7 @@ def training_values(params: TrainParams, task: Task) -> tuple[TrainConfig, dict[
         value = option.read(params) if option.read else params.value(name)
         if name == "module" and value is None:
             raise ConfigError("module is not set; pass an nn.Module or a callable that makes one")
-        if option.accepts_auto and _is_auto(value):
+        if option.accepts_auto and isinstance(value, str) and value == AUTO:
             automatic.append(name)
             value = option.start
         if option.least is not None and value is not None:

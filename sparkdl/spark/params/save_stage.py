@@ -22,12 +22,8 @@ from sparkdl import __version__
 from sparkdl.errors import ConfigError, StorageError
 from sparkdl.report.summary import TrainingSummary
 from sparkdl.runtime.tracebacks import plainly
+from sparkdl.serialization import initial_state
 from sparkdl.serialization.example_inputs import example_of
-from sparkdl.serialization.initial_state import (
-    STATE,
-    InitialState,
-    read_training_state,
-)
 from sparkdl.serialization.initial_weights import InitialWeights
 from sparkdl.serialization.json_objects import DescribeError, describe, restore
 from sparkdl.serialization.load import column_as_json, column_from_json
@@ -39,20 +35,9 @@ from sparkdl.serialization.saved_module import (
     prepare_weights,
 )
 from sparkdl.serialization.trust import Trust, trusting
+from sparkdl.spark.params import stage_metadata
 from sparkdl.spark.params.param_table import UNKNOWN_LOSS
 from sparkdl.spark.params.params import CheckedParams
-from sparkdl.spark.params.stage_metadata import (
-    FORMAT,
-    beside,
-    damaged,
-    is_there,
-    make_way,
-    place_of,
-    read_metadata,
-    sum_of,
-    take_place,
-    write_metadata,
-)
 from sparkdl.spark.session.compat import conf
 from sparkdl.spark.session.settings import read_settings
 from sparkdl.storage.storage import drop_password, without_password
@@ -86,12 +71,12 @@ class ParamsWriter(MLWriter):
         """
         folders: dict[str, PreparedModule] = {}
         described = self._describe(folders)
-        if self.shouldOverwrite and is_there(path, self.sparkSession):
-            aside = beside(path)
+        if self.shouldOverwrite and stage_metadata.is_there(path, self.sparkSession):
+            aside = stage_metadata.beside(path)
             self._write(described, folders, aside)
-            take_place(aside, self.sparkSession)
+            stage_metadata.take_place(aside, self.sparkSession)
         else:
-            make_way(path, self.shouldOverwrite, self.sparkSession)
+            stage_metadata.make_way(path, self.shouldOverwrite, self.sparkSession)
             self._write(described, folders, path)
 
     def _write(self, described: Params, folders: Mapping[str, PreparedModule], path: str) -> None:
@@ -99,13 +84,19 @@ class ParamsWriter(MLWriter):
         metadata = json.loads(
             DefaultParamsWriter._get_metadata_to_save(described, self.sparkSession)
         )
-        about = {"format": FORMAT, "version": __version__, "sha256": sum_of(metadata)}
+        about = {
+            "format": stage_metadata.FORMAT,
+            "version": __version__,
+            "sha256": stage_metadata.sum_of(metadata),
+        }
         try:
-            storage = write_metadata(described, path, self.sparkSession, {"sparkdl": about})
+            storage = stage_metadata.write_metadata(
+                described, path, self.sparkSession, {"sparkdl": about}
+            )
             for folder, prepared in folders.items():
                 prepared.write(storage, folder)
         except BaseException:
-            make_way(path, True, self.sparkSession)
+            stage_metadata.make_way(path, True, self.sparkSession)
             raise
 
     def _describe(self, folders: dict[str, PreparedModule]) -> Params:
@@ -131,7 +122,7 @@ class ParamsWriter(MLWriter):
                 if value.source is not None:
                     return self._without_passwords(name, value.source)
                 folders[_INITIAL] = prepare_weights(value.weights)
-                folders[STATE] = prepare_weights(value.training.tree())
+                folders[initial_state.STATE] = prepare_weights(value.training.tree())
                 return {"folder": _INITIAL}
             return self._without_passwords(name, describe(value))
         except ConfigError as error:
@@ -186,7 +177,7 @@ class ModelWriter(ParamsWriter):
         if model.hasSummary:
             others[_SUMMARY] = json.dumps(model.summary.to_dict(), allow_nan=False).encode()
         if model.trainingState is not None:
-            folders[STATE] = prepare_weights(model.trainingState.tree())
+            folders[initial_state.STATE] = prepare_weights(model.trainingState.tree())
         folders[_MODEL] = prepare_module(
             model.module,
             model.module_factory,
@@ -232,14 +223,14 @@ class ParamsReader(MLReader[P]):
             ConfigError: the code that a description names cannot be imported here, or is not
                 trusted.
         """
-        metadata = read_metadata(path, self.sparkSession)
+        metadata = stage_metadata.read_metadata(path, self.sparkSession)
         expected = f"{self.cls.__module__}.{self.cls.__qualname__}"
         if metadata["class"] != expected:
             raise StorageError(
                 f"{without_password(path)} holds a {metadata['class']}, not a {expected}"
             )
         if "sparkdl" not in metadata:
-            raise damaged(path, "it does not say which sparkdl has written it")
+            raise stage_metadata.damaged(path, "it does not say which sparkdl has written it")
         instance: Any = self._make(path)
         instance._resetUid(metadata["uid"])
         instance._paramMap = {}
@@ -266,14 +257,14 @@ class ParamsReader(MLReader[P]):
 
     def _from_json(self, name: str, value: Any, path: str) -> Any:
         if isinstance(value, dict) and "folder" in value:
-            storage = place_of(path, self.sparkSession)
+            storage = stage_metadata.place_of(path, self.sparkSession)
             if name == "module":
                 return load_module_from(storage, _MODULE, self._trust)[0]
             state = open_module(storage, value["folder"]).weights()
             own = {key: v.clone() if isinstance(v, Tensor) else v for key, v in state.items()}
             if name == "initialState":
-                training = read_training_state(storage, _INITIAL)
-                return InitialState(weights=own, training=training)
+                training = initial_state.read_training_state(storage, _INITIAL)
+                return initial_state.InitialState(weights=own, training=training)
             names = value.get("names", {})  # not there in what earlier versions have written
             return InitialWeights(source=own, skip=tuple(value["skip"]), names=names)
         return restore(value, self._trust)
@@ -283,7 +274,7 @@ class ModelReader(ParamsReader[M]):
     """Loads what `ModelWriter` saved; nothing is unpickled."""
 
     def _make(self, path: str) -> M:
-        storage = place_of(path, self.sparkSession)
+        storage = stage_metadata.place_of(path, self.sparkSession)
         trust = self._trust
         saved = open_module(storage, _MODEL, trust)
         data = saved.files.get(_SUMMARY)
@@ -295,7 +286,7 @@ class ModelReader(ParamsReader[M]):
         make: Any = self.cls
         model = make(module, columns, num_classes=extra["num_classes"], summary=summary)
         model.module_factory = extra["factory"]
-        model._training_state = read_training_state(storage, _MODEL)
+        model._training_state = initial_state.read_training_state(storage, _MODEL)
         made: M = model
         return made
 

@@ -44,11 +44,7 @@ _SEALED = ("class", "uid", "paramMap", "defaultParamMap")
 
 
 def make_way(path: str, overwrite: bool, spark: SparkSession) -> None:
-    """Delete what is at ``path``, or refuse if that was not asked for, as Spark ML does.
-
-    Raises:
-        StorageError: something is there (on Spark Connect Spark says so itself).
-    """
+    """Delete what is at ``path``, or raise StorageError if ``overwrite`` is not wanted."""
     if is_connect(spark):
         from pyspark.ml.connect.readwrite import RemoteMLWriter
 
@@ -72,11 +68,7 @@ def make_way(path: str, overwrite: bool, spark: SparkSession) -> None:
 
 
 def check_place(path: str, spark: SparkSession) -> None:
-    """See that an instance can be saved to ``path``, before there is one to lose.
-
-    Raises:
-        StorageError: the place cannot be written; names cause and remedy.
-    """
+    """See, before there is a model to lose, that it can be saved; raises StorageError."""
     # What is not there must not be there afterwards either.
     folder = path if is_there(path, spark) else _parent(path)
     is_python = is_connect(spark) or _is_ours(path, spark)
@@ -119,11 +111,7 @@ def take_place(aside: str, spark: SparkSession) -> None:
 def write_metadata(
     instance: Params, path: str, spark: SparkSession, extra: dict[str, Any]
 ) -> Storage:
-    """Write ``<path>/metadata``. Returns the folder ``path``, for the files beside it.
-
-    Raises:
-        StorageError: the place cannot be written, or is not the one where Spark has written.
-    """
+    """Write ``<path>/metadata``; returns the folder ``path``. Raises StorageError."""
     if _is_ours(path, spark):
         text = DefaultParamsWriter._get_metadata_to_save(instance, spark, extra)
         ours = open_storage(path)
@@ -141,11 +129,7 @@ def write_metadata(
 
 
 def read_metadata(path: str, spark: SparkSession) -> dict[str, Any]:
-    """What ``<path>/metadata`` says, found to be what was written if it is ours.
-
-    Raises:
-        StorageError: it is not there, cannot be read, is damaged or of a later format.
-    """
+    """What ``<path>/metadata`` says; raises StorageError if it is not what was written."""
     try:
         if not is_connect(spark) and not is_there(path, spark):
             raise StorageError(f"nothing is saved at {without_password(path)}; check the path")
@@ -206,12 +190,7 @@ def is_there(path: str, spark: SparkSession) -> bool:
 
 
 def load_instance(path: str, spark: SparkSession) -> Any:
-    """A saved instance of whatever class.
-
-    Raises:
-        ConfigError: it is of a class that is not trusted.
-        StorageError: it cannot be read, is damaged, or is Spark's own where Spark cannot read.
-    """
+    """A saved instance of whatever class; raises ConfigError if that is not trusted."""
     name = read_metadata(path, spark)["class"]  # imported only if it is what was written
     module, _, cls = name.rpartition(".")
     if not name.startswith(("sparkdl.", "pyspark.", "org.apache.spark.")):

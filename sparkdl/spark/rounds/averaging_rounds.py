@@ -53,7 +53,6 @@ class Averaged(Stateful):
         return float(self._round["optimizer"]["param_groups"][0].get("lr", math.nan))
 
     def set_learning_rate(self, rate: float) -> None:
-        """See `Replicas.set_learning_rate`: what the next round begins from has it."""
         schedule = self._round["scheduler"]
         groups = self._round["optimizer"]["param_groups"]
         factor = set_present_rate(groups, rate, is_scheduled=schedule is not None)
@@ -93,10 +92,8 @@ class Averaged(Stateful):
         return self._jobs.measure(self.model())
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """See `Replicas.load_state_dict`: what is not there stays as it is."""
         given = {**self.state_dict(), **state, "round": {**self._round, **state["round"]}}
         super().load_state_dict(given)
 
     def notes(self) -> list[Record]:
-        """See `Replicas.notes`; there is no population."""
         return []

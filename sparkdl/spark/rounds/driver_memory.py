@@ -13,7 +13,7 @@ from torch import nn
 
 from sparkdl.config import TrainConfig
 from sparkdl.errors import ClusterError
-from sparkdl.spark.cluster.cluster_info import parse_bytes
+from sparkdl.spark.cluster.cluster_info import mib, parse_bytes
 from sparkdl.spark.rounds.round_stages import tree_levels
 from sparkdl.sync.averaging.averaging import AveragingStrategy
 from sparkdl.sync.frozen_layers import moving_buffers
@@ -32,24 +32,14 @@ def check_driver_memory(
     heap_bytes: int | None,
     is_local: bool,
 ) -> None:
-    """Refuse what the driver's JVM cannot hold in any case.
+    """Refuse what the driver's JVM cannot hold in any case; raises ClusterError.
 
     Counted is what it holds at least: each state that comes back, one of them a second time while
     it is unpacked, and the one that goes out. In local mode the tasks run there too.
-
-    Args:
-        get: reads Spark's configuration.
-        state_bytes: as `round_state_bytes` gives it.
-        num_shards: replicas.
-        strategy: says how many levels of executors merge states before the driver does.
-        heap_bytes: what the driver's JVM may use; None: not known.
-        is_local: True if the executor is part of the driver.
-
-    Raises:
-        ClusterError: with what to raise or lower.
+    ``heap_bytes`` is None where it is not known.
     """
     merged = (tree_levels(num_shards, strategy.merge_depth) or [num_shards])[-1]
-    what = f"{merged} states of {_mib(state_bytes)} MiB (weights and optimizer) at a time"
+    what = f"{merged} states of {mib(state_bytes)} MiB (weights and optimizer) at a time"
     remedy = (
         "or use fewer shards (numWorkers), ParameterAveraging(aggregation_depth=2), which merges "
         "on executors where shards are many, or executionMode='gang'"
@@ -58,13 +48,13 @@ def check_driver_memory(
     if limit and merged * state_bytes > limit:
         raise ClusterError(
             f"in rounds the driver would get {what}, more than spark.driver.maxResultSize allows "
-            f"({_mib(limit)} MiB); raise it, and spark.driver.memory with it, {remedy}"
+            f"({mib(limit)} MiB); raise it, and spark.driver.memory with it, {remedy}"
         )
     needed = ((2 * merged if is_local else merged) + 2) * state_bytes
     if heap_bytes is not None and needed > heap_bytes:
         raise ClusterError(
             f"in rounds the driver would get {what}, for which its JVM needs at least "
-            f"{_mib(needed)} MiB; it may use {_mib(heap_bytes)} MiB; raise spark.driver.memory, "
+            f"{mib(needed)} MiB; it may use {mib(heap_bytes)} MiB; raise spark.driver.memory, "
             f"{remedy}"
         )
 
@@ -92,7 +82,3 @@ def _numbers_per_parameter(config: TrainConfig) -> float:
     optimizer.step(lambda: 0.0)
     tensors = [t for t in optimizer.state[parameter].values() if isinstance(t, torch.Tensor)]
     return sum(tensor.numel() for tensor in tensors if tensor.ndim) / parameter.numel()
-
-
-def _mib(size: int) -> int:
-    return -(-size // 2**20)

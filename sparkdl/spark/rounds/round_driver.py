@@ -58,11 +58,7 @@ class Replicas(Protocol):
         """That of the first parameter group, at the end of the newest round."""
 
     def set_learning_rate(self, rate: float) -> None:
-        """Go on with another learning rate; see `CallbackState.set_learning_rate`.
-
-        Raises:
-            ConfigError: the strategy decides on it.
-        """
+        """Go on with another learning rate; raises ConfigError if the strategy decides on it."""
 
     def train(self, part: RoundPart) -> RoundDone:
         """Train the steps of ``part`` on all shards, and keep what comes of it."""
@@ -71,11 +67,7 @@ class Replicas(Protocol):
         """The ``state_dict`` that would be the result if the run ended now."""
 
     def evaluate(self, state: TrainState) -> Evaluation:
-        """Measure on the validation rows of all shards what `model` gives.
-
-        Args:
-            state: how far the run has come.
-        """
+        """Measure on the validation rows of all shards what `model` gives."""
 
     def notes(self) -> list[Record]:
         """What was seen of each member of a population."""
@@ -90,18 +82,10 @@ class Replicas(Protocol):
 def run_rounds(
     run: Run, period: Period, make: Callable[[RoundJobs], Replicas], *, watch: LossWatch
 ) -> Trained:
-    """Train, and give the weights to the run's module.
+    """Train, and give the weights to the run's module; raises what `RoundJobs.run` does.
 
-    Args:
-        run: what to train.
-        period: the steps of each round.
-        make: makes the strategy's part, given what runs its jobs.
-        watch: judges the mean loss of each round.
-
-    Raises:
-        WorkerError: the user's code failed in a task.
-        TrainingDiverged: the loss is not finite or has exploded.
-        TrainingFailed: a job failed more than ``max_restarts`` times.
+    ``make`` makes the strategy's part. ``watch`` judges the mean loss of each round, and raises
+    TrainingDiverged.
     """
     rounds = _Rounds(run, period, make, watch)
     with contextlib.ExitStack() as stack:
@@ -236,7 +220,8 @@ class _Rounds:
 
     def _evaluate(self, began: float) -> None:
         """Measure the model of this moment, and do what follows from that."""
-        record = self.book.record(
+        run, book = self.run, self.book
+        record = book.record(
             self.totals.epoch_sums,
             self.jobs.labels,
             learning_rate=self.replicas.learning_rate,
@@ -245,14 +230,10 @@ class _Rounds:
         if self.metrics is not None:
             record.update(self.metrics.compute_over([self.logs]))
         evaluation = None
-        if self.run.plan.num_validation_rows:
+        if run.plan.num_validation_rows:
             started = time.perf_counter()
-            evaluation = self.replicas.evaluate(self.book.state)
+            evaluation = self.replicas.evaluate(book.state)
             self.totals.spend("evaluate", time.perf_counter() - started)
-        self._enter(record, evaluation)
-
-    def _enter(self, record: Record, evaluation: Evaluation | None) -> None:
-        run, book = self.run, self.book
         is_epoch_over = book.is_epoch_over
         if evaluation is not None:
             record.update(evaluation.record)

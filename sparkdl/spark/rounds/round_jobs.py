@@ -54,41 +54,25 @@ def logged(reports: Iterable[Any]) -> list[bytes]:
 
 
 class RoundJobs:
-    """Runs the jobs of one run.
-
-    Attributes:
-        restarts: how often a job was run again.
-        labels: the labels whose losses are kept apart.
-    """
+    """Runs the jobs of one run."""
 
     def __init__(self, run: Run, book: EpochBook, *, first_attempt: int = 0) -> None:
-        """Prepare what all jobs need.
-
-        Args:
-            run: the run.
-            book: says how far it has come.
-            first_attempt: number of the first job on the run's link.
-        """
+        """Of a link whose first job has the number ``first_attempt``."""
         self.restarts = 0
+        """How often a job was run again."""
         self._run = run
         self._book = book
         self._next_attempt = first_attempt
         self._sent: Snapshot | None = None
         self.labels = part_names(run.objective)
+        """Those whose losses are kept apart."""
         blank = pack_blank(run.module)
         self._payload = pack_payload(run.config, blank.skeleton, blank.tensors)
 
     def run(self, part: RoundPart | None, work: RoundWork, stage: Stage) -> Rows:
         """Run one job; it may be run again ``max_restarts`` times, whatever came before it.
 
-        Args:
-            part: the steps that it trains; None: it measures.
-            work: what its tasks do.
-            stage: runs it.
-
-        Raises:
-            WorkerError: the user's code failed in a task.
-            TrainingFailed: it failed more than ``max_restarts`` times.
+        ``part`` None: it measures. Raises what `supervise` raises.
         """
         run = self._run
         patient = replace(

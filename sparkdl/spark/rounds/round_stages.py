@@ -20,16 +20,9 @@ from pyspark.errors import PythonException
 from pyspark.sql import DataFrame
 from pyspark.sql import functions as F
 
+from sparkdl.comm import file_chunks
 from sparkdl.comm.access import OF_DRIVER, Address
 from sparkdl.comm.channel import ChannelStorage
-from sparkdl.comm.file_chunks import (
-    RESULT_COLUMNS,
-    cut,
-    gathered,
-    joined,
-    joined_results,
-    result_batches,
-)
 from sparkdl.spark.cluster.link import Link
 from sparkdl.spark.frames.shard_table import parse_shards
 from sparkdl.spark.session.compat import is_connect
@@ -80,13 +73,13 @@ class RoundTask:
                 channel=self.channel,
             )
             data = self._state_of(shard_id, chunks)
-            yield from result_batches(shard_id, PATH, place.shard.path.encode())
+            yield from file_chunks.result_batches(shard_id, PATH, place.shard.path.encode())
             for kind, result in round_task.run(place, self.order, data):
-                yield from result_batches(shard_id, kind, result)
+                yield from file_chunks.result_batches(shard_id, kind, result)
 
     def _state_of(self, shard_id: int, chunks: dict[int, bytes]) -> bytes:
         if self.state is None:
-            return joined(chunks)
+            return file_chunks.joined(chunks)
         if not isinstance(self.state, str):
             return self.state.value
         assert self.channel is not None
@@ -95,22 +88,18 @@ class RoundTask:
 
 
 def merge_groups(batches: Iterable[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
-    """Merge the states of a group of shards, in the order of their numbers. Runs on executors.
-
-    Yields:
-        One state per group, under its first shard's number, and all other rows.
-    """
+    """Merge each group's states, under its first shard's number; pass on the rest. On executors."""
     rows: list[dict[str, Any]] = [row for batch in batches for row in batch.to_pylist()]
     groups: dict[int, list[tuple[int, bytes]]] = {}
     group_of = {row["rank"]: row["group"] for row in rows}
-    for rank, kind, payload in sorted(joined_results(rows)):
+    for rank, kind, payload in sorted(file_chunks.joined_results(rows)):
         if kind == STATE:
             groups.setdefault(group_of[rank], []).append((rank, payload))
         else:
-            yield from result_batches(rank, kind, payload)
+            yield from file_chunks.result_batches(rank, kind, payload)
     for members in groups.values():
         merged = merge_payloads([payload for _, payload in members])
-        yield from result_batches(members[0][0], STATE, merged)
+        yield from file_chunks.result_batches(members[0][0], STATE, merged)
 
 
 def merge_payloads(payloads: Sequence[bytes]) -> bytes:
@@ -121,7 +110,7 @@ def merge_payloads(payloads: Sequence[bytes]) -> bytes:
     if len(payloads) == 1:
         return payloads[0]
     weight, state = merge_states(payloads)
-    return gathered(encode(snapshot({"weight": weight, "state": state})))
+    return file_chunks.gathered(encode(snapshot({"weight": weight, "state": state})))
 
 
 def merge_states(payloads: Sequence[bytes]) -> tuple[float, Any]:
@@ -143,22 +132,12 @@ def run_stage(
     channel: Address | None,
     profile: ResourceProfile | None,
 ) -> Rows:
-    """Run one round's job.
+    """Run one round's job; raises TaskLost if a task cannot find its shard, or Spark's own errors.
 
-    Args:
-        table: the shard table.
-        order: what every task shall do.
-        state: what the tasks begin from.
-        depth: levels of the tree that merges states; 1: the driver merges all of them.
-        channel: where tasks report; None: nowhere.
-        profile: resources of a task.
+    ``depth`` counts the levels of the tree that merges states; 1: the driver merges all of them.
 
     Returns:
         (shard id, kind, payload) of everything the tasks yielded, in the order of shards.
-
-    Raises:
-        TaskLost: a task could not find its shard anywhere.
-        Exception: Spark's own, when tasks were lost too often.
     """
     num_shards = order.plan.world_size
     broadcast = None
@@ -168,7 +147,7 @@ def run_stage(
         broadcast = table.sparkSession.sparkContext.broadcast(state)
     task = RoundTask(order=order, channel=channel, state=broadcast)
     try:
-        results = table.mapInArrow(task, RESULT_COLUMNS, profile=profile)
+        results = table.mapInArrow(task, file_chunks.RESULT_COLUMNS, profile=profile)
         for num_groups in tree_levels(num_shards, depth):
             results = _merged(results, num_shards, num_groups)
         return collected(results)
@@ -180,7 +159,7 @@ def run_stage(
 def collected(results: DataFrame) -> Rows:
     """Run the job, and put the chunks of each result together; see `run_stage`."""
     try:
-        return sorted(joined_results(results.toArrow().to_pylist()))
+        return sorted(file_chunks.joined_results(results.toArrow().to_pylist()))
     except PythonException as error:
         # Tasks report what the user's code does; they raise for lost shards only.
         raise TaskLost(spark_message(error)) from error
@@ -199,11 +178,11 @@ def tree_levels(num_shards: int, depth: int) -> list[int]:
 def _merged(results: DataFrame, num_shards: int, num_groups: int) -> DataFrame:
     group = F.floor(F.col("rank") * num_groups / num_shards).cast("int").alias("group")
     grouped = results.select("*", group).repartition(num_groups, "group")
-    return grouped.mapInArrow(merge_groups, RESULT_COLUMNS)
+    return grouped.mapInArrow(merge_groups, file_chunks.RESULT_COLUMNS)
 
 
 def _as_rows(table: DataFrame, state: bytes) -> DataFrame:
-    chunks = cut(state)
+    chunks = file_chunks.cut(state)
     columns = {
         "seq": pa.array(range(len(chunks)), pa.int32()),
         "chunk": pa.array(chunks, pa.binary()),
@@ -219,34 +198,22 @@ def run_member_stage(
     link: Link,
     profile: ResourceProfile | None,
 ) -> Rows:
-    """Run one job in which each shard trains the member that is sent to it.
+    """As `run_stage`, but each shard trains the member that is sent to it.
 
-    Args:
-        table: the shard table.
-        order: what every task shall do.
-        parts: shard -> the parts of its member's state, as `population_member.work` takes them;
-            shards that are not in it have nothing to do.
-        link: where tasks report, and get their states.
-        profile: resources of a task.
-
-    Returns:
-        (shard id, kind, payload) of everything the tasks yielded.
-
-    Raises:
-        TaskLost: a task could not find its shard anywhere, or not reach the driver.
-        Exception: Spark's own, when tasks were lost too often.
+    ``parts`` has the state of each shard's member, as `population_member.work` takes it; other
+    shards have nothing to do.
     """
     table = table.where(F.col("shard_id").isin(list(parts)))
     if link.channel is None:
         table = table.join(F.broadcast(_as_member_rows(table, parts)), "shard_id")
         task = RoundTask(order=order, channel=None, state=None)
-        return collected(table.mapInArrow(task, RESULT_COLUMNS, profile=profile))
+        return collected(table.mapInArrow(task, file_chunks.RESULT_COLUMNS, profile=profile))
     folder = f"{OF_DRIVER}/members-{order.run_id}-{order.attempt}"
     try:
         for shard_id, own in parts.items():
             link.files.write(f"{folder}/{shard_id}", pack_parts(own))
         task = RoundTask(order=order, channel=link.address(), state=folder)
-        return collected(table.mapInArrow(task, RESULT_COLUMNS, profile=profile))
+        return collected(table.mapInArrow(task, file_chunks.RESULT_COLUMNS, profile=profile))
     finally:
         link.files.remove(folder)
 
@@ -255,7 +222,7 @@ def _as_member_rows(table: DataFrame, parts: Mapping[int, Mapping[str, bytes]]) 
     """A row for every chunk of each state, each in a partition of its own."""
     frames = []
     for shard_id, own in parts.items():
-        for seq, chunk in enumerate(cut(pack_parts(own))):
+        for seq, chunk in enumerate(file_chunks.cut(pack_parts(own))):
             columns = {
                 "shard_id": pa.array([shard_id], pa.int32()),
                 "seq": pa.array([seq], pa.int32()),

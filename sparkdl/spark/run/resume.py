@@ -6,12 +6,14 @@ the same fit finds its own checkpoints and no other's.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import itertools
 import json
 import logging
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, TypeVar
 
@@ -20,8 +22,11 @@ from torch import nn
 from sparkdl.config import TrainConfig
 from sparkdl.data.plan import Column
 from sparkdl.data.shuffle_windows import WINDOWS, Windows, from_text
-from sparkdl.errors import CheckpointError, StorageError
+from sparkdl.errors import CheckpointError, CheckpointLost, ShardLost, StorageError
 from sparkdl.serialization.identity import identity
+from sparkdl.spark.cluster.attempt import Attempt
+from sparkdl.spark.cluster.slots import wait_again
+from sparkdl.spark.cluster.supervisor import Launch
 from sparkdl.spark.run.run import Run
 from sparkdl.spark.session.interrupts import raise_if_asked
 from sparkdl.storage.checkpoint_format import (
@@ -105,12 +110,6 @@ def find_checkpoint(
 
     Another fit of the same key may have trained for longer; its result is not this one's.
 
-    Args:
-        run: whose it is.
-        storage: where checkpoints lie.
-        passed_over: paths of those that workers could not read; taken only if there is no other.
-        lease: the run's own.
-
     Raises:
         StorageError: the storage cannot be read, or has lost what this run has written.
     """
@@ -150,13 +149,8 @@ def newest(
     point that has lost its file system. A checkpoint that still cannot be read when the patience is
     at its end is passed over.
 
-    Args:
-        storage: where checkpoints lie.
-        run_key: the run's.
-        fits: see there.
-        is_wanted: which folders to look at.
-        passed_over: paths of those that workers could not read; taken only if there is no other.
-        lease: the run's own; None: it has written nothing yet.
+    ``passed_over`` are those that workers could not read, taken only if there is no other;
+    ``lease`` is the run's own, None if it has written nothing yet.
 
     Raises:
         StorageError: the storage cannot be listed, or has lost what this run has written.
@@ -181,13 +175,65 @@ def newest(
     return found
 
 
-def patiently(action: Callable[[], T]) -> T:
-    """Ask a storage while no training is under way, which can wait until it answers again.
+@dataclass
+class Attempts:
+    """The submissions of a gang: what one of them leaves for the next to know."""
 
-    Raises:
-        StorageError: it has failed for some minutes, or in a way that does not pass.
-        TrainingFailed: the user has interrupted this thread's fit.
-    """
+    run: Launch
+    rebuild: Callable[[], None]
+    """Has shards that were lost written anew."""
+    lease: Lease | None = None
+    """None: there is no place for checkpoints."""
+    begun_from: list[str | None] = field(default_factory=list)
+    """The checkpoint of each submission."""
+    passed_over: set[str] = field(default_factory=set)
+    """Checkpoints that workers could not read."""
+
+    def heal(self, failed: Attempt) -> None:
+        """Mend what would make the next submission fail too."""
+        if failed.has_reported(ShardLost):  # the file is gone, although Spark still holds its row
+            self.rebuild()
+        path = self.begun_from[-1] if self.begun_from else None
+        if failed.has_reported(CheckpointLost) and path is not None:
+            self.passed_over.add(path)
+
+    def begin(
+        self,
+        attempt: Attempt,
+        find: Callable[[Storage], CheckpointInfo | None],
+        first_step: int = 0,
+    ) -> str | None:
+        """Wait for executors after a loss; give the path of the checkpoint to go on from, if any.
+
+        ``find`` looks for it, and ``first_step`` is where the run begins without.
+        """
+        run, number = self.run, attempt.number
+        if number > 0:
+            run.view.begun_again(number, None)
+            wait_again(run.spark, run.slots, run.settings, attempt.restarts_left)
+        found = None if run.link.checkpoints is None else find(run.link.checkpoints)
+        path = None if found is None else found.path
+        self.begun_from.append(path)
+        if self.lease is not None:
+            self.lease.begin(number, path)
+        attempt.start = first_step if found is None else found.step
+        run.view.attempt(number, attempt.start)
+        return path
+
+
+@contextlib.contextmanager
+def gang_attempts(run: Launch, key: str, rebuild: Callable[[], None]) -> Iterator[Attempts]:
+    """Those of a gang that keeps its checkpoints under ``key``, with the lease for them."""
+    checkpoints = run.link.checkpoints
+    with contextlib.ExitStack() as stack:
+        lease = None
+        if checkpoints is not None:
+            lease = stack.enter_context(Lease(checkpoints, key, run.run_id))
+        yield Attempts(run, rebuild, lease)
+
+
+def patiently(action: Callable[[], T]) -> T:
+    """Ask a storage, for minutes, while no training is under way; raises StorageError."""
     deadline = time.monotonic() + _PATIENCE_SECONDS
     pauses = itertools.chain(_PAUSES_SECONDS, itertools.repeat(_PAUSES_SECONDS[-1]))
     for pause in pauses:

@@ -11,6 +11,7 @@ import logging
 import math
 import threading
 import time
+import uuid
 from collections.abc import Callable, Iterable, Iterator
 from contextvars import ContextVar
 from typing import Any, Generic, TypeVar
@@ -19,9 +20,9 @@ from pyspark.sql import SparkSession
 
 from sparkdl.errors import ClusterError
 from sparkdl.runtime.activity import STOPPING, doing
-from sparkdl.spark.session.cancel import end_job
-from sparkdl.spark.session.compat import described, is_connect, tag_jobs, thread_properties
-from sparkdl.spark.session.interrupts import raise_if_asked
+from sparkdl.spark.session import compat
+from sparkdl.spark.session.failures import raise_unless_loss
+from sparkdl.spark.session.interrupts import is_hurried, raise_if_asked
 
 logger = logging.getLogger(__name__)
 
@@ -64,13 +65,8 @@ class BackgroundJob(Generic[T]):
     ) -> None:
         """Prepare it; `begin` starts it.
 
-        Args:
-            spark: the session.
-            work: submits the jobs.
-            tag: of the jobs, by which they can be cancelled; no other job has it.
-            name: of the jobs in Spark's UI.
-            cleans_up: True if they do not belong to the job group of the thread that begins them,
-                whose jobs may just have been cancelled.
+        No other job has the ``tag``, by which it can be cancelled. ``cleans_up``: the jobs do not
+        belong to the job group of the thread that begins them, which may just have been cancelled.
         """
         self.is_over = threading.Event()
         """Set when the work has ended. To be waited for in place of its thread: up to Python 3.12 a
@@ -88,10 +84,12 @@ class BackgroundJob(Generic[T]):
         self._name = f"{name} ({_run_name.get()})" if _run_name.get() else name
         self._cleans_up = cleans_up
         self._has_begun = False
+        self._times_said = 0
+        """How often the user was told that none of its tasks has started yet."""
 
     def begin(self) -> None:
         """Start the thread; called in a ``try`` that ends in `end`, since users interrupt."""
-        take_properties = None if self._cleans_up else thread_properties(self._spark)
+        take_properties = None if self._cleans_up else compat.thread_properties(self._spark)
         threading.Thread(
             target=self._run, args=(take_properties,), name=self._tag, daemon=True
         ).start()
@@ -101,8 +99,8 @@ class BackgroundJob(Generic[T]):
         try:
             if take_properties is not None:
                 take_properties()
-            tag_jobs(self._spark, self._tag)
-            with described(self._spark, self._name), self.progress.of_this_thread():
+            compat.tag_jobs(self._spark, self._tag)
+            with compat.described(self._spark, self._name), self.progress.of_this_thread():
                 if not self.is_cancelled:
                     self.values.append(self._work())
         except Exception as error:
@@ -145,24 +143,13 @@ class BackgroundJob(Generic[T]):
             ClusterError: one of these times is over.
             Exception: what the work raised.
         """
-        began, times_said = time.monotonic(), 0
+        began = time.monotonic()
         try:
             self.begin()
             while not self.wait(_ASK_SECONDS):
                 silence, waited = self.progress.seconds_without(), time.monotonic() - began
-                if not self.progress.has_begun and waited > (times_said + 1) * _SAY_SECONDS:
-                    times_said += 1
-                    logger.warning(
-                        "no task of the job '%s' has started yet: other jobs hold the slots, or "
-                        "executors are gone; %.0f of at most %.0f s (spark.sparkdl.queueTimeout) "
-                        "have passed",
-                        *(self._name, waited, queue_seconds),
-                    )
-                if not self.progress.has_begun and waited > queue_seconds:
-                    raise ClusterError(
-                        f"no task started within {queue_seconds:g} s: other jobs hold the slots, "
-                        "or executors are gone; free them, or raise spark.sparkdl.queueTimeout"
-                    )
+                if not self.progress.has_begun:
+                    self.check_queue(f"task of the job '{self._name}'", waited, queue_seconds)
                 if silence > timeout_seconds:
                     where = ", ".join(self.progress.hosts()) or "an executor"
                     if not self.is_over.is_set():
@@ -175,6 +162,38 @@ class BackgroundJob(Generic[T]):
         finally:
             self.end()
         return self.result()
+
+    def check_queue(self, what: str, waited: float, queue_seconds: float, more: str = "") -> None:
+        """Say each minute that no ``what`` has begun; in the end raise ClusterError."""
+        if waited > (self._times_said + 1) * _SAY_SECONDS:
+            self._times_said += 1
+            logger.warning(
+                "no %s has started yet: other jobs hold the slots, or executors are gone; %.0f of "
+                "at most %.0f s (spark.sparkdl.queueTimeout) have passed%s",
+                *(what, waited, queue_seconds, more),
+            )
+        if waited > queue_seconds:
+            raise ClusterError(
+                f"no {what.partition(' ')[0]} started within {queue_seconds:g} s: other jobs hold "
+                "the slots, or executors are gone; free them, lower numWorkers, or raise "
+                "spark.sparkdl.queueTimeout"
+            )
+
+
+def bounded(spark: SparkSession, work: Callable[[], T], seconds: float, name: str) -> T | None:
+    """What ``work`` returns; None if it is not done in time, then its jobs are cancelled."""
+    tag = f"sparkdl-bounded-{uuid.uuid4().hex[:12]}"
+    job = BackgroundJob(spark, work, tag=tag, name=name)
+    try:
+        job.begin()
+        is_in_time = job.wait(seconds)
+    finally:  # also if the user interrupts
+        job.end()
+    if not is_in_time:
+        return None
+    if job.error is not None:
+        raise_unless_loss(job.error)
+    return job.result()
 
 
 class TaskProgress:
@@ -197,7 +216,7 @@ class TaskProgress:
 
         It sends what is new every ``spark.connect.progress.reportInterval`` (2 s).
         """
-        if not is_connect(self._spark):
+        if not compat.is_connect(self._spark):
             yield
             return
         mine = threading.current_thread()
@@ -230,7 +249,7 @@ class TaskProgress:
 
     def _tasks(self) -> tuple[int, int]:
         """Tasks that run, and those that have ended, well or not."""
-        if is_connect(self._spark):
+        if compat.is_connect(self._spark):
             return self._told
         running = ended = 0
         for info in self._stages():
@@ -238,13 +257,8 @@ class TaskProgress:
             ended += info.numCompletedTasks() + info.numFailedTasks()
         return running, ended
 
-    @property
-    def _scala(self) -> Any:
-        context: Any = self._spark.sparkContext
-        return context._jsc.sc()
-
     def _stages(self) -> list[Any]:
-        tracker = self._scala.statusTracker()
+        tracker = compat.scala_context(self._spark).statusTracker()
         jobs = [tracker.getJobInfo(number) for number in tracker.getJobIdsForTag(self._tag)]
         numbers = [n for job in jobs if job.isDefined() for n in job.get().stageIds()]
         found = [tracker.getStageInfo(number) for number in numbers]
@@ -252,9 +266,9 @@ class TaskProgress:
 
     def hosts(self) -> list[str]:
         """Where tasks run now; Spark Connect does not say it."""
-        if is_connect(self._spark):
+        if compat.is_connect(self._spark):
             return []
-        found, store = set(), self._scala.statusStore()
+        found, store = set(), compat.scala_context(self._spark).statusStore()
         for stage in self._stages():
             number, attempt = stage.stageId(), stage.currentAttemptId()
             tasks = store.taskList(number, attempt, _MOST_TASKS)
@@ -263,3 +277,40 @@ class TaskProgress:
                 if task.status() == "RUNNING":
                     found.add(str(task.host()))
         return sorted(found)
+
+
+_AGAIN_SECONDS = 0.5
+_WAIT_SECONDS = 60.0
+
+
+def end_job(spark: SparkSession, tag: str, is_over: threading.Event) -> None:
+    """Cancel what is tagged until it has ended, and wait for that, but no longer than a minute.
+
+    A user who is in a hurry need not wait that long. The cancelling goes on in the background.
+
+    ``tag`` is that of `tag_jobs` in the thread that submits the job, which sets ``is_over``.
+    """
+    cancelling = threading.Thread(
+        target=_keep_cancelling, args=(spark, tag, is_over), name="sparkdl-cancel", daemon=True
+    )
+    cancelling.start()
+    deadline = time.monotonic() + _WAIT_SECONDS
+    while not is_over.wait(timeout=_AGAIN_SECONDS):
+        if time.monotonic() > deadline or is_hurried():
+            logger.warning(
+                "the Spark job with the tag %s could not be cancelled yet, and may take slots; it "
+                "is cancelled as soon as Spark lets it begin, or kill it in Spark's UI",
+                tag,
+            )
+            return
+    cancelling.join()
+
+
+def _keep_cancelling(spark: SparkSession, tag: str, is_over: threading.Event) -> None:
+    while True:
+        try:
+            compat.cancel_jobs(spark, tag)
+        except Exception as error:  # whatever py4j or gRPC raise where Spark is gone
+            logger.info("Spark does not cancel jobs any more: %s", error)
+        if is_over.wait(timeout=_AGAIN_SECONDS):
+            return

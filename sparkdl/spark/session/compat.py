@@ -13,6 +13,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from py4j.protocol import Py4JError
+from pyspark.resource import ResourceProfile
 from pyspark.sql import SparkSession
 
 from sparkdl.errors import ClusterError
@@ -109,14 +110,23 @@ def is_case_sensitive(spark: SparkSession) -> bool:
     return conf(spark, "spark.sql.caseSensitive") == "true"
 
 
-def num_slots(spark: SparkSession) -> int:
-    """Tasks of the default profile that can run at a time now; 0 where Spark does not say."""
+def scala_context(spark: SparkSession) -> Any:
+    """The SparkContext of the JVM; there is none on Spark Connect."""
+    context: Any = spark.sparkContext
+    return context._jsc.sc()
+
+
+def num_slots(spark: SparkSession, profile: ResourceProfile | None = None) -> int:
+    """Tasks of a profile, or the default one, that can run at a time now; 0: Spark does not say."""
     if is_connect(spark):
         return 0
-    context: Any = spark.sparkContext
-    scala = context._jsc.sc()
-    profile = scala.resourceProfileManager().defaultResourceProfile()
-    return int(scala.maxNumConcurrentTasks(profile))
+    scala = scala_context(spark)
+    manager = scala.resourceProfileManager()
+    if profile is None:
+        return int(scala.maxNumConcurrentTasks(manager.defaultResourceProfile()))
+    java_profile: Any = profile._java_resource_profile
+    manager.addResourceProfile(java_profile)  # else Spark knows it only from its first job on
+    return int(scala.maxNumConcurrentTasks(java_profile))
 
 
 def driver_heap_bytes(spark: SparkSession) -> int | None:
@@ -134,7 +144,13 @@ def driver_address(spark: SparkSession) -> tuple[str, str]:
     the interface on which it talks to the Spark Connect server.
     """
     if is_connect(spark):
-        address = _route_to(_connect_endpoint(spark))
+        client: Any = spark.client
+        target = urlsplit(f"sc://{client.host.split('://')[-1]}")
+        endpoint = target.hostname or "127.0.0.1", target.port or 15002
+        family = socket.getaddrinfo(*endpoint, type=socket.SOCK_DGRAM)[0][0]
+        with socket.socket(family, socket.SOCK_DGRAM) as probe:
+            probe.connect(endpoint)  # which sends nothing
+            address = str(probe.getsockname()[0])
         return address, address
     context: Any = spark.sparkContext
     entries = context.getConf()  # copies all entries, one call to the JVM for each
@@ -146,20 +162,6 @@ def driver_address(spark: SparkSession) -> tuple[str, str]:
 def unbracketed(host: str) -> str:
     """A host of Spark's: it writes IPv6 addresses in brackets, which sockets do not take."""
     return host.removeprefix("[").removesuffix("]")
-
-
-def _connect_endpoint(spark: SparkSession) -> tuple[str, int]:
-    client: Any = spark.client
-    target = urlsplit(f"sc://{client.host.split('://')[-1]}")
-    return target.hostname or "127.0.0.1", target.port or 15002
-
-
-def _route_to(endpoint: tuple[str, int]) -> str:
-    """Own address on the route to an endpoint; connecting a UDP socket sends nothing."""
-    family = socket.getaddrinfo(*endpoint, type=socket.SOCK_DGRAM)[0][0]
-    with socket.socket(family, socket.SOCK_DGRAM) as probe:
-        probe.connect(endpoint)
-        return str(probe.getsockname()[0])
 
 
 @contextlib.contextmanager
@@ -218,8 +220,8 @@ def thread_properties(spark: SparkSession) -> Callable[[], None]:
                 spark.addTag(tag)
 
         return take_tags
-    context: Any = spark.sparkContext
-    properties = context._jsc.sc().getLocalProperties().clone()
+    scala = scala_context(spark)
+    properties = scala.getLocalProperties().clone()
     tags = _of_others(str(properties.getProperty(_TAGS) or "").split(","))
     if tags:
         properties.setProperty(_TAGS, ",".join(tags))
@@ -227,7 +229,7 @@ def thread_properties(spark: SparkSession) -> Callable[[], None]:
         properties.remove(_TAGS)
 
     def take_properties() -> None:
-        context._jsc.sc().setLocalProperties(properties)
+        scala.setLocalProperties(properties)
 
     return take_properties
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 import errno
 import os
 import re
+import shutil
+import sys
 from typing import Any
 
 from py4j.java_gateway import is_instance_of
@@ -49,11 +51,13 @@ _TOO_LARGE = {
 }
 """Entries that Spark names where it refuses something for its size; Spark has no type for that."""
 _KILLED = re.compile(
-    r"exit(?:ed)?(?: with)?(?: status| code)?:? *(?:137|143)\b|OOMKilled|container OOM|"
+    r"exit(?:ed)?(?: with)?(?: status| code)?:? *137\b|OOMKilled|container OOM|"
     r"Container killed by YARN|(?:physical|virtual) memory (?:limits|used)|Out of memory",
     re.IGNORECASE,
 )
 """What YARN, Kubernetes and Spark's own master say of what was killed, mostly for memory."""
+_TERMINATED = re.compile(r"exit(?:ed)?(?: with)?(?: status| code)?:? *143\b", re.IGNORECASE)
+"""What they say of what SIGTERM has ended."""
 
 LOST = "a worker or executor was lost"
 SILENT = "its process has ended without a word"
@@ -64,9 +68,9 @@ LOST_REMEDY = (
     "spark.executor.memoryOverhead; where executors come and go, raise maxRestarts"
 )
 """What to do about `LOST`, if it goes on."""
-_NO_MEMORY = "an executor was killed, as it seems because its container had too little memory"
-_MEMORY_REMEDY = (
-    "raise spark.executor.memoryOverhead or gradientAccumulationSteps, or lower batchSize"
+_ENDED = (
+    "an executor was ended by SIGTERM: its node was drained, its slots were taken back, or, on "
+    "YARN, its container had too little memory"
 )
 
 
@@ -81,7 +85,8 @@ def raise_unless_loss(error: Exception) -> None:
         TrainingFailed: somebody cancelled the job.
         DataError: files of the DataFrame's source cannot be read.
         StorageError: a local disk of Spark's is full.
-        ClusterError: a task or the results of a job are larger than Spark allows.
+        ClusterError: a task or the results of a job are larger than Spark allows, or a worker's
+            Python is not the driver's and lacks what a function of the user's needs.
         Exception: ``error`` itself, if it would come again.
     """
     found = _meant_by(error)
@@ -92,11 +97,7 @@ def raise_unless_loss(error: Exception) -> None:
 
 
 def raise_if_ended(spark: SparkSession, error: Exception | None = None) -> None:
-    """Return if the session is there, so that what has failed may be tried again.
-
-    Raises:
-        ClusterError: it has ended, and ``error`` is only a consequence.
-    """
+    """Raise ClusterError if the session has ended, of which ``error`` is a consequence."""
     if has_ended(spark):
         raise ClusterError(
             "the Spark session has ended: the program or the cluster manager has stopped it, or "
@@ -109,7 +110,13 @@ def raise_if_ended(spark: SparkSession, error: Exception | None = None) -> None:
 def loss_reason(error: Exception) -> str:
     """What a job was lost by, in a short sentence, with the remedy if memory was short."""
     if _KILLED.search(_text_of(error)):
-        return f"{_NO_MEMORY} ({_cause_of(error)}); {_MEMORY_REMEDY}"
+        return (
+            "an executor was killed, as it seems because its container had too little memory "
+            f"({_cause_of(error)}); raise spark.executor.memoryOverhead or "
+            "gradientAccumulationSteps, or lower batchSize"
+        )
+    if _TERMINATED.search(_text_of(error)):
+        return f"{_ENDED} ({_cause_of(error)})"
     return f"{LOST} ({_cause_of(error)})"
 
 
@@ -146,6 +153,8 @@ def _meant_by(error: Exception) -> SparkDLError | None:
     for entry, told in _TOO_LARGE.items():
         if is_spark_error(error) and entry in _text_of(error):
             return ClusterError(f"{told} ({spark_message(error)})")
+    if isinstance(error, spark_errors.PythonException) and (other := _other_python(error)):
+        return other
     condition = condition_of(error) or ""
     if condition in _CANCELLED:
         return TrainingFailed(
@@ -158,6 +167,31 @@ def _meant_by(error: Exception) -> SparkDLError | None:
             "anew if they were replaced"
         )
     return None
+
+
+def python_cause(error: spark_errors.PythonException) -> str:
+    """The last line of the traceback of a Python worker, which says what was raised."""
+    traceback, _, _ = str(error).partition("\n\nJVM stacktrace:")
+    return traceback.strip().rpartition("\n")[2].strip()
+
+
+def _other_python(error: spark_errors.PythonException) -> ClusterError | None:
+    """What to say where a function of the user's fails because workers run another Python."""
+    cause, named = python_cause(error), os.environ.get("PYSPARK_PYTHON")
+    if not cause.startswith("ModuleNotFoundError") and "PYTHON_VERSION_MISMATCH" not in cause:
+        return None
+    theirs: str = shutil.which(named or "python3") or named or "python3"
+    how = "which PYSPARK_PYTHON names" if named else "since PYSPARK_PYTHON was not set"
+    if "connect" in type(error).__module__:
+        theirs, how = "the Python", "that PYSPARK_PYTHON named where the server was started"
+    elif theirs == sys.executable:
+        return None
+    return ClusterError(
+        f"a Python function that the DataFrame's rows need fails on a worker: {cause}; its worker "
+        f"runs {theirs}, {how}, and this program runs {sys.executable}; set "
+        f"PYSPARK_PYTHON={sys.executable} before the session and the function are made, or install "
+        "there what is missing"
+    )
 
 
 def condition_of(error: Exception) -> str | None:

@@ -166,10 +166,6 @@ def interruptible(spark: SparkSession, checkpoint_dir: str | None = None) -> Ite
     In the main thread the block then ends in KeyboardInterrupt; in others, which run fits for it,
     in TrainingFailed. Cleaning up belongs into a `Cleanup` within.
 
-    Args:
-        spark: the session.
-        checkpoint_dir: where the user has checkpoints kept, if anywhere.
-
     Raises:
         KeyboardInterrupt: the user wants it.
         ClusterError: the session has ended.
@@ -211,11 +207,7 @@ def presses() -> int:
 
 
 def raise_if_asked() -> None:
-    """End the work of this thread if it shall end; for threads that wait without being signalled.
-
-    Raises:
-        TrainingFailed: the user has interrupted.
-    """
+    """For threads that wait: raise TrainingFailed if the user has interrupted their work."""
     mine = _mine()
     if mine is not None and mine.is_asked and not mine.is_ending:
         mine.end()

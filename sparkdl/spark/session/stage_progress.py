@@ -27,10 +27,7 @@ def working(
 ) -> AbstractContextManager[None]:
     """Show what the block does, or waits for, and how many of Spark's tasks are done.
 
-    Args:
-        spark: the session.
-        what: is done first, such as ``counting the rows``; `doing` says what comes then.
-        has_lines: False: on a terminal and in a notebook only, and not in a file.
+    ``has_lines`` False: on a terminal and in a notebook only, and not in a file.
     """
     return showing(what, partial(activity_view, has_lines=has_lines), StageProgress(spark))
 

@@ -44,11 +44,7 @@ def removed_at_termination(folder: str) -> Iterator[None]:
 
 
 def listen() -> list[int]:
-    """Handle the signals from now on, in the main thread and where nobody else does.
-
-    Returns:
-        Those that this call has begun to handle.
-    """
+    """Handle the signals, in the main thread and where nobody else does; returns those."""
     if threading.current_thread() is not threading.main_thread():
         return []
     handled = [number for number in _SIGNALS if signal.getsignal(number) is signal.SIG_DFL]

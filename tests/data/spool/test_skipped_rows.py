@@ -77,6 +77,8 @@ def test_bad_rows_are_left_out_whole(tmp_path: Path, decode: Any) -> None:
     assert "2 bad rows: cannot be decoded (UnidentifiedImageError" in text
     assert "(first: row 1 of partition 4)" in text
     assert "2 null (first: row 2 of partition 4)" in text
+    assert summary.hashes["row 1 of partition 4"] == 8
+    assert summary.hashes["row 2 of partition 4"] == 9
 
 
 def test_the_split_holds_for_the_rows_that_are_left(tmp_path: Path) -> None:

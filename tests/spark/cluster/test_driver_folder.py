@@ -12,7 +12,7 @@ import pytest
 from sparkdl.comm.channel import Hub
 from sparkdl.config import CheckpointConfig
 from sparkdl.errors import StorageError
-from sparkdl.spark.cluster.driver_folder import DriverFolder, driver_folder
+from sparkdl.spark.cluster.link import DriverFolder, driver_folder
 from sparkdl.storage.checkpoint_format import Writer, folders, latest
 from sparkdl.storage.checkpoint_writer import CheckpointManager
 from sparkdl.storage.storage import Data, failure, pieces

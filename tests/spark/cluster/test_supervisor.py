@@ -34,9 +34,8 @@ from sparkdl.report.live.progress import Progress, View
 from sparkdl.spark.cluster import supervisor as module
 from sparkdl.spark.cluster.attempt import Attempt, Rows
 from sparkdl.spark.cluster.cluster_info import ClusterInfo
-from sparkdl.spark.cluster.launch import Launch
 from sparkdl.spark.cluster.slots import Slots
-from sparkdl.spark.cluster.supervisor import GangResult, persistently, supervise
+from sparkdl.spark.cluster.supervisor import GangResult, Launch, persistently, supervise
 from sparkdl.spark.session import background_job
 from sparkdl.spark.session.settings import Settings
 
@@ -614,7 +613,7 @@ def test_a_pause_of_the_driver_is_no_hang(stage: Stage) -> None:
 def test_slots_that_never_come(
     stage: Stage, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(module, "_SAY_SECONDS", 0.1)
+    monkeypatch.setattr(background_job, "_SAY_SECONDS", 0.1)
     with pytest.raises(ClusterError, match=r"no worker started within 0.4 s.*queueTimeout"):
         stage.run(stage.until_cancelled, start_timeout=0.1, queue_timeout=0.4, max_restarts=3)
     assert set(stage.spark.sparkContext.cancelled) == {"sparkdl-r-0"}

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
 from torch import nn
 
-from sparkdl.config import TrainConfig
+from sparkdl.config import EarlyStopping, TrainConfig
 from sparkdl.data.column_stats import ColumnStats, SpooledShard
 from sparkdl.data.plan import Column, Shard, TrainPlan, make_plan
 from sparkdl.errors import ConfigError, DataError
@@ -17,10 +18,12 @@ from sparkdl.inputs import Sequence
 from sparkdl.spark.fit.check_rows import (
     check_empty_batches,
     check_labels,
+    check_plan,
     dry_run,
     shaped,
     traced_run,
 )
+from sparkdl.spark.frames.example_rows import UserRows
 from sparkdl.spark.frames.prepare_columns import prepare
 from sparkdl.spark.frames.row_table import TableSpec
 from sparkdl.spark.frames.shard_table import ShardTable
@@ -33,6 +36,21 @@ if TYPE_CHECKING:
 
 X = Column(name="x", role="feature", dtype="float32", shape=(4,))
 Y = Column(name="y", role="label", dtype="int64", shape=())
+
+
+def test_rows_for_validation_that_were_asked_for_and_are_not_there() -> None:
+    def check(**changes: Any) -> None:
+        asked = request(early_stopping=EarlyStopping(), **changes)
+        checked: Any = SimpleNamespace(config=asked.config, request=asked, has_logs=False)
+        plan: Any = SimpleNamespace(num_rows=40)
+        check_plan(checked, plan, has_validation=False)
+
+    with pytest.raises(ConfigError, match=r"=0.001 has drawn none of the 40 rows .*; raise it, or"):
+        check(validation_fraction=0.001)
+    with pytest.raises(ConfigError, match=r'column "v" marks none of the 40 rows for validation: '):
+        check(validation_col="v")
+    with pytest.raises(ConfigError, match=r"validationFraction=0.1"):
+        check()
 
 
 def num_classes(module: nn.Module, columns: list[Column], asked: FitRequest) -> int | None:
@@ -301,7 +319,7 @@ def test_labels_outside_the_classes(spark: SparkSession) -> None:
     spec = TableSpec(
         columns=(prepare(df.schema, "id", "feature", float_dtype="float32"),), num_shards=1
     )
-    table = ShardTable(df.limit(1), spec, run_id="labels", shown=df)
+    table = ShardTable(df.limit(1), spec, run_id="labels", shown=UserRows(df, ()))
     with pytest.raises(DataError) as caught:
         check_labels(table, "the label", 3, 1, with_maximum(2.0, 4.0))
     table.close()

@@ -299,7 +299,7 @@ def test_only_the_rows_tell_that_none_are_for_validation(df: DataFrame) -> None:
 
     asked = request(validation_col="held")
     asked = replace(asked, config=replace(asked.config, early_stopping=EarlyStopping()))
-    with pytest.raises(ConfigError, match="monitors 'val_loss', but the history has only"):
+    with pytest.raises(ConfigError, match=r'column "held" marks none of the \d+ rows for'):
         fit(df.withColumn("held", F.lit(False)), asked)
 
 
@@ -478,7 +478,7 @@ def test_a_run_goes_on_in_the_windows_in_which_it_was_begun(
             return [HostLoad(num_shards=2, num_bytes=size, memory_bytes=memory_bytes)]
 
         with monkeypatch.context() as patch:
-            patch.setattr("sparkdl.spark.frames.choose_windows.host_loads", loads)
+            patch.setattr("sparkdl.spark.frames.shard_table.host_loads", loads)
             # So small that the few rows of this test need several of them.
             patch.setattr("sparkdl.data.shuffle_windows._LEAST_WINDOW", 200)
             directory = str(tmp_path / directory)

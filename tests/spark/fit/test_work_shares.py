@@ -7,6 +7,7 @@ import uuid
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -186,8 +187,9 @@ def test_only_unwanted_skew_is_told(
     is_told: bool,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
+    slots: Any = SimpleNamespace(threads=1)
     with caplog.at_level(logging.WARNING, "sparkdl"):
-        module._warn_of_skew(plan(*rows), shares)
+        module._log_plan(plan(*rows), slots, shares)
     assert ("stay together" in caplog.text) == is_told
 
 

@@ -8,7 +8,7 @@ from sparkdl.data.column_stats import SpooledShard
 from sparkdl.data.plan import Column, Shard, TrainPlan, make_plan
 from sparkdl.data.shuffle_windows import HostLoad
 from sparkdl.spark.cluster.cluster_info import ClusterInfo
-from sparkdl.spark.frames.choose_windows import host_loads, windows_of_spool
+from sparkdl.spark.frames.shard_table import host_loads, windows_of_spool
 
 GIB = 1 << 30
 COLUMN = Column(name="x", role="feature", dtype="float32", shape=(2,))

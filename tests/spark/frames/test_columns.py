@@ -16,7 +16,7 @@ from pyspark.sql.types import LongType, StructField, StructType
 from sparkdl.data.arrow_arrays import examine, uniform
 from sparkdl.data.plan import Role, SpoolColumn
 from sparkdl.errors import DataError
-from sparkdl.spark.frames.columns import drawn, require, validation_indicator
+from sparkdl.spark.frames.columns import CaseSensitive, drawn, require, validation_indicator
 from sparkdl.spark.frames.prepare_columns import prepare
 
 if TYPE_CHECKING:
@@ -203,7 +203,7 @@ def test_a_missing_column_lists_those_there_are(spark: SparkSession) -> None:
     df = spark.range(1).selectExpr("id", "id AS Label")
     message = '"label" is not in the DataFrame; its columns: id, Label'
     with pytest.raises(DataError, match=message):
-        prepare(df.schema, "label", "label", float_dtype="float32", is_case_sensitive=True)
+        prepare(CaseSensitive(df.schema.fields), "label", "label", float_dtype="float32")
     with pytest.raises(DataError, match='"labels" is not in the DataFrame; its columns: id, Label'):
         prepare(df.schema, "labels", "label", float_dtype="float32")
 
@@ -213,7 +213,7 @@ def test_case_counts_only_where_spark_says_so() -> None:
     assert require(schema, "label").name == "Label"
     assert require(schema, "X").name == "x"
     both = StructType([*schema.fields, StructField("label", LongType())])
-    assert require(both, "label", is_case_sensitive=True) is both.fields[2]
+    assert require(CaseSensitive(both.fields), "label") is both.fields[2]
     with pytest.raises(DataError, match=r'"LABEL" .* 2 times \("Label", "label"\)'):
         require(both, "LABEL")
 

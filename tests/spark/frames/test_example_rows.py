@@ -6,7 +6,7 @@ import datetime
 
 from pyspark.sql import Row
 
-from sparkdl.spark.frames.example_rows import _usual_length, in_words
+from sparkdl.spark.frames.example_rows import in_words
 
 
 def test_plain_values_name_a_row() -> None:
@@ -14,9 +14,3 @@ def test_plain_values_name_a_row() -> None:
     assert in_words(row) == f"id=7, name='{'x' * 36}..., day=datetime.date(2026, 1, 2)"
     assert in_words(Row(a=1, b=2, c=3, d=4, label=9), "label") == "label=9, a=1, b=2, c=3"
     assert in_words(Row(features=[1.0])) == ""
-
-
-def test_the_length_of_most_rows() -> None:
-    assert _usual_length({"(4,)": 9, "(3,)": 1}) == 4
-    assert _usual_length({"(4,)": 9, "(3,)": 1, "(2,)": 1}) is None
-    assert _usual_length({"(4, 2)": 9, "(3, 2)": 1}) is None

@@ -128,7 +128,7 @@ def test_what_fails_in_time_is_raised(spark: SparkSession) -> None:
 
 
 def threads() -> list[threading.Thread]:
-    named = [one for one in threading.enumerate() if one.name.startswith("sparkdl-explain")]
+    named = [one for one in threading.enumerate() if one.name.startswith("sparkdl-bounded")]
     for one in named:  # it may be about to end
         one.join(1.0)
     return [one for one in named if one.is_alive()]
@@ -160,7 +160,7 @@ def test_jobs_are_cancelled_until_there_are_none(
         if len(calls) == 3:
             is_over.set()
 
-    monkeypatch.setattr("sparkdl.spark.session.cancel.cancel_jobs", cancel)
+    monkeypatch.setattr("sparkdl.spark.session.compat.cancel_jobs", cancel)
     assert bounded(spark, lambda: is_over.wait(20), 0.1, "wait") is None
     assert len(calls) == 3
     assert threads() == []

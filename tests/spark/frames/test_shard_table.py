@@ -240,7 +240,21 @@ def test_bad_rows_are_counted_with_an_example(spark: SparkSession, tables: Table
         DataError, match=f'column "x" has 1 null row {told}; column "y" must hold'
     ) as caught:
         table.columns(table.collect())
-    assert "(first: the row with y=inf, w=1.0, v=True); drop or mend" in str(caught.value)
+    assert "(first: inf in the row with y=inf, w=1.0, v=True); drop or mend" in str(caught.value)
+
+
+@pytest.mark.slow
+def test_bad_rows_of_files_are_named_by_them(
+    spark: SparkSession, tables: Tables, tmp_path: Path
+) -> None:
+    path = str(tmp_path / "rows")
+    rows = [*GOOD, ([1.0, None], 1.0, 1.0, True)]
+    frame(spark, rows).drop("v").coalesce(1).write.parquet(path)
+    read_back = spark.read.parquet(path).where("w > 0")
+    told = r"\(first: the row with y=1.0, w=1.0, which is row 20 of file:.*\.parquet\); drop"
+    table = tables(read_back)
+    with pytest.raises(DataError, match=f'column "x" has 1 null row {told}'):
+        table.columns(table.collect())
 
 
 def test_ragged_rows_in_different_shards_are_seen_too(spark: SparkSession, tables: Tables) -> None:

@@ -36,9 +36,8 @@ from sparkdl.inputs import Image, Named, Sequence, Sparse, Tensor
 from sparkdl.spark.fit.check_request import prepare_columns
 from sparkdl.spark.fit.check_rows import shaped
 from sparkdl.spark.fit.fit import fit
-from sparkdl.spark.frames.row_table import TableSpec, content_of
+from sparkdl.spark.frames.row_table import SourceTable, TableSpec, content_of
 from sparkdl.spark.frames.shard_table import ShardTable
-from sparkdl.spark.frames.source_table import SourceTable
 from sparkdl.spark.frames.user_data import empty_frame
 from sparkdl.spark.run.run import FitRequest
 from sparkdl.train.callbacks import Callback, CallbackState

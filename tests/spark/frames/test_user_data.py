@@ -46,3 +46,9 @@ def test_types_that_spark_does_not_have_are_widened() -> None:
 def test_what_cannot_be_read_is_said_in_a_sentence(frame: pd.DataFrame) -> None:
     with pytest.raises(DataError, match=r"cannot be read: .*; give each column a name of its own"):
         arrow_table(frame)
+
+
+def test_a_pandas_frame_without_rows() -> None:
+    assert arrow_table(pd.DataFrame({"x": np.zeros(0)})).num_rows == 0
+    with pytest.raises(DataError, match=r'no rows, so the type of column "y" is not known; check'):
+        arrow_table(pd.DataFrame({"x": np.zeros(0), "y": pd.Series([], dtype=object)}))

@@ -388,7 +388,7 @@ def test_a_client_that_does_not_see_the_servers_disk_is_refused(
     cleared: list[bool] = []
     monkeypatch.setattr(stage_metadata, "is_connect", lambda _: True)
     monkeypatch.setattr(
-        save_stage, "make_way", lambda path, overwrite, _: cleared.append(overwrite)
+        stage_metadata, "make_way", lambda path, overwrite, _: cleared.append(overwrite)
     )
     monkeypatch.setattr(stage_metadata, "_qualified", lambda *_: f"file:{tmp_path}/elsewhere")
     with pytest.raises(StorageError, match=r"elsewhere lies on the host of the Spark Connect serv"):
@@ -405,7 +405,7 @@ def test_nor_does_such_a_client_delete_what_is_there(
     model.save(path)
     cleared: list[str] = []
     monkeypatch.setattr(stage_metadata, "is_connect", lambda _: True)
-    monkeypatch.setattr(save_stage, "make_way", lambda path, *_: cleared.append(path))
+    monkeypatch.setattr(stage_metadata, "make_way", lambda path, *_: cleared.append(path))
     monkeypatch.setattr(stage_metadata, "_qualified", lambda *_: f"file:{tmp_path}/elsewhere")
     with pytest.raises(StorageError, match=r"elsewhere lies on the host of the Spark Connect serv"):
         TorchModel(nn.Linear(3, 1), [COLUMN]).write().overwrite().save(path)

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from sparkdl.spark.session import cancel
-from sparkdl.spark.session.cancel import end_job
+from sparkdl.spark.session import background_job
+from sparkdl.spark.session.background_job import end_job
 
 
 class FakeSpark:
@@ -31,7 +31,7 @@ class FakeSpark:
 
 @pytest.fixture(autouse=True)
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cancel, "_AGAIN_SECONDS", 0.01)
+    monkeypatch.setattr(background_job, "_AGAIN_SECONDS", 0.01)
 
 
 def test_it_is_cancelled_until_it_ends() -> None:
@@ -50,9 +50,9 @@ def test_what_does_not_end_is_told_and_cancelled_later(
     reason: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     if reason == "time":
-        monkeypatch.setattr(cancel, "_WAIT_SECONDS", 0.05)
+        monkeypatch.setattr(background_job, "_WAIT_SECONDS", 0.05)
     else:
-        monkeypatch.setattr(cancel, "is_hurried", lambda: True)
+        monkeypatch.setattr(background_job, "is_hurried", lambda: True)
     spark: Any = FakeSpark(100)
     began = time.monotonic()
     end_job(spark, "t", spark.is_over)

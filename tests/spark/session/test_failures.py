@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -85,8 +86,6 @@ def test_what_is_too_large_is_no_lost_worker(text: str, remedy: str) -> None:
     [
         "ExecutorLostFailure (executor 1 exited caused by one of the running tasks) Reason: "
         "Command exited with code 137",
-        "ExecutorLostFailure (executor 2 exited caused by one of the running tasks) Reason: "
-        "Container from a bad node: container_1_2_01_000003 on host: h. Exit status: 143.",
         "Reason: Container killed by YARN for exceeding memory limits. 5.5 GB of 5.5 GB physical "
         "memory used. Consider boosting spark.executor.memoryOverhead.",
         "The executor with id 1 exited with exit code 137(SIGKILL, possible container OOM).",
@@ -99,6 +98,43 @@ def test_a_kill_for_lack_of_memory_is_told_as_such(text: str) -> None:
     told = loss_reason(error)
     assert told.startswith("an executor was killed, as it seems because its container had too lit")
     assert told.endswith("gradientAccumulationSteps, or lower batchSize")
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "ExecutorLostFailure (executor 2 exited caused by one of the running tasks) Reason: "
+        "Container from a bad node: container_1_2_01_000003 on host: h. Exit status: 143.",
+        "Command exited with code 143",
+    ],
+)
+def test_an_executor_that_was_told_to_end_did_not_lack_memory(text: str) -> None:
+    told = loss_reason(PySparkException(f"Job aborted: Task 1 failed\n{text}\n\tat org.apache"))
+    assert told.startswith("an executor was ended by SIGTERM: its node was drained, its")
+    assert "batchSize" not in told
+
+
+@pytest.mark.parametrize("named", [None, "/bin/other", sys.executable])
+def test_a_function_of_the_users_on_another_python(
+    named: str | None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    (tmp_path / "python3").write_text("#!/bin/sh\n")
+    (tmp_path / "python3").chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.delenv("PYSPARK_PYTHON")
+    if named is not None:
+        monkeypatch.setenv("PYSPARK_PYTHON", named)
+    trace = "Traceback:\n  File \"worker.py\"\nModuleNotFoundError: No module named 'numpy'\n"
+    error = PythonException(f"{trace}\n\nJVM stacktrace:\norg.apache.spark")
+    theirs = named or f"{tmp_path}/python3"
+    kind = PythonException if named == sys.executable else ClusterError
+    with pytest.raises(kind, match="No module named 'numpy'") as caught:
+        raise_unless_loss(error)
+    if kind is ClusterError:
+        assert f"its worker runs {theirs}, " in str(caught.value)
+        assert f"set PYSPARK_PYTHON={sys.executable} before" in str(caught.value)
+    with pytest.raises(PythonException):  # a mistake in the function itself
+        raise_unless_loss(PythonException("Traceback:\nValueError: x"))
 
 
 @pytest.mark.parametrize(

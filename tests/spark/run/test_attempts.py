@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from sparkdl.spark.cluster.attempt import Attempt
-from sparkdl.spark.fit.gang_fit import Attempts
+from sparkdl.spark.run.resume import Attempts
 
 
 def failed(kind: str) -> Attempt:
@@ -19,14 +19,14 @@ def failed(kind: str) -> Attempt:
 @pytest.mark.parametrize(("kind", "rebuilt"), [("ShardLost", 1), ("CommunicationError", 0)])
 def test_lost_shards_are_written_anew(kind: str, rebuilt: int) -> None:
     calls: list[int] = []
-    run: Any = SimpleNamespace(table=SimpleNamespace(rebuild=lambda: calls.append(1)))
-    Attempts(run, b"", None).heal(failed(kind))
+    run: Any = SimpleNamespace()
+    Attempts(run, lambda: calls.append(1)).heal(failed(kind))
     assert len(calls) == rebuilt
 
 
 def test_a_checkpoint_that_workers_cannot_read_is_passed_over() -> None:
     run: Any = SimpleNamespace()
-    attempts = Attempts(run, b"", None, begun_from="run/a-0/step-00000004")
+    attempts = Attempts(run, lambda: None, begun_from=["run/a-0/step-00000004"])
     attempts.heal(failed("CommunicationError"))
     assert attempts.passed_over == set()
     attempts.heal(failed("CheckpointLost"))
