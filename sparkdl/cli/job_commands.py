@@ -16,6 +16,7 @@ import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
 from enum import Enum
+from functools import partial
 from importlib import import_module, resources
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
@@ -33,6 +34,8 @@ from sparkdl.cli.job_files.job_file import (
 from sparkdl.cli.job_files.job_objects import in_file_words
 from sparkdl.cli.job_files.prepare_file import PrepareJob
 from sparkdl.cli.job_files.study_file import TuneJob
+from sparkdl.report.live.choose_view import activity_view
+from sparkdl.report.live.views import showing
 from sparkdl.runtime.console_log import log_to_console
 
 if TYPE_CHECKING:
@@ -54,6 +57,8 @@ _SETTING_HELP = (
 )
 _EXPLAIN_HELP = "only print the plan, the time that it would take, and what would be better"
 _ROWS_SHOWN, _CLASSES_SHOWN, _BAD_FILES_SHOWN = 5, 12, 5
+_CELL_COLUMNS = 8, 20
+"""Least and most columns of the terminal for a value of a row; 20 is Spark's own."""
 
 
 class Form(Enum):
@@ -155,9 +160,13 @@ class JobCommand(Generic[T]):
             )
         log_to_console(level)
         chosen = self.explain if self.explain is not None and given.explain else self
-        return ended(
-            lambda: chosen.do(chosen.load(given.config, given.settings), form), in_file_words
-        )
+
+        def load_and_do() -> None:
+            with showing("checking the job file", partial(activity_view, has_lines=False)):
+                job = chosen.load(given.config, given.settings)
+            chosen.do(job, form)
+
+        return ended(load_and_do, in_file_words)
 
     def load(self, path: str | None, settings: Sequence[str]) -> T:
         """The job, whose values are checked before Spark is started if they can be."""
@@ -168,9 +177,6 @@ class JobCommand(Generic[T]):
 
     def do(self, job: T, form: Form) -> None:
         """Do the job in a session of its own, and print what came of it."""
-        from sparkdl.report.live.choose_view import activity_view
-        from sparkdl.report.live.views import showing
-
         module, _, function = self.work.partition(":")
         with showing("starting Spark", activity_view):
             from sparkdl.cli.job_files.spark_session import make_session
@@ -180,7 +186,9 @@ class JobCommand(Generic[T]):
         try:
             self.show(job, work(job, spark), form)
         finally:
-            spark.stop()
+            sys.stdout.flush()
+            with showing("stopping Spark", partial(activity_view, has_lines=False)):
+                spark.stop()
 
 
 def _show_scores(job: EvaluateJob, scores: Evaluation, form: Form) -> None:
@@ -203,7 +211,8 @@ EVALUATE = JobCommand(
 
 def _show_rows(job: PredictJob, written: DataFrame, form: Form) -> None:
     print(f"{written.count():,} rows in {job.output.path}, among them:")
-    written.show(_ROWS_SHOWN)
+    width = (shutil.get_terminal_size().columns - 1) // len(written.columns) - 1
+    written.show(_ROWS_SHOWN, truncate=min(_CELL_COLUMNS[1], max(_CELL_COLUMNS[0], width)))
 
 
 PREDICT = JobCommand(

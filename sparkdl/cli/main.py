@@ -13,7 +13,7 @@ from importlib import import_module
 from pathlib import Path
 
 from sparkdl import __version__
-from sparkdl.cli.command_line import Command, Run, ended
+from sparkdl.cli.command_line import Command, Run, ended, while_read
 from sparkdl.cli.completion import COMPLETION, complete
 from sparkdl.cli.doctor_command import DOCTOR
 from sparkdl.cli.job_commands import EVALUATE, EXPLAIN, PREDICT, PREPARE, TRAIN, TUNE, Form
@@ -57,11 +57,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if folder not in sys.path:  # jobs may name the user's own modules, as with python -m
         sys.path.append(folder)
     if words[:1] == ["ui"]:  # which has a parser of its own
-        status: int = import_module(_UI_MODULE).main(words[1:])
-        return status
+        return while_read(lambda: int(import_module(_UI_MODULE).main(words[1:])))
     given = parser.parse_args(words)
     run: Run = given.run
-    return run(given)
+    return while_read(lambda: run(given))
 
 
 def make_parser() -> argparse.ArgumentParser:
