@@ -315,9 +315,11 @@ EXPLAIN = JobCommand(
 
 def _show_training(job: TrainJob, report: TrainReport, form: Form) -> None:
     summary = report.summary
+    epochs, workers = summary.history[-1]["epoch"], summary.world_size
     print(
-        f"\ntrained {summary.history[-1]['epoch']:.4g} epochs ({summary.steps:,} steps) on "
-        f"{summary.world_size} workers in {summary.seconds:.0f} s, restarts: {summary.restarts}"
+        f"\ntrained {epochs:.4g} epoch{'s' * (epochs != 1)} ({summary.steps:,} steps) on "
+        f"{workers} worker{'s' * (workers != 1)} in {summary.seconds:.0f} s, restarts: "
+        f"{summary.restarts}"
     )
     if summary.weights_of is not None:
         print(f"weights of {summary.weights_of}\n  {summary.weights_of.values_text()}")
