@@ -119,6 +119,7 @@ svg .small { font-size: 10.5px; fill: var(--quiet); }
 .k-recur { stroke: var(--c1); fill: rgb(232 89 12 / 8%); }
 .k-end, .k-quiet { fill: var(--ground); stroke: none; }
 .runs td { vertical-align: middle; }
+.rows th, .runs td[data-name="loss"] { overflow-wrap: normal; }
 @media (max-width: 1040px) { .matrix.many td { font-size: 0; } }
 @media (max-width: 860px) {
   .matrix { width: 100%; table-layout: fixed; }
