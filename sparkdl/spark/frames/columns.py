@@ -8,7 +8,7 @@ from pyspark.sql import Column as SparkColumn
 from pyspark.sql import functions as F
 from pyspark.sql import types as T
 
-from sparkdl.errors import DataError
+from sparkdl.errors import DataError, did_you_mean
 
 _RESOLUTION = 1_000_000
 """Of the position that a hash gives a row among those that may be drawn."""
@@ -39,7 +39,7 @@ def require(schema: T.StructType, name: str, *, is_case_sensitive: bool = False)
         )
     if found:
         return found[0]
-    known = ", ".join(schema.names)
+    known = ", ".join(schema.names) + did_you_mean(name, schema.names)
     raise DataError(f'column "{name}" is not in the DataFrame; its columns: {known}')
 
 
