@@ -210,7 +210,7 @@ def test_a_missing_column_lists_those_there_are(spark: SparkSession) -> None:
 
 def test_a_misspelt_column_is_named_last() -> None:
     schema = StructType([StructField("label", LongType()), StructField("x", LongType())])
-    with pytest.raises(DataError, match="its columns: label, x; did you mean 'label'\\?$"):
+    with pytest.raises(DataError, match=r"its columns: label, x; did you mean 'label'\?$"):
         require(schema, "labels")
 
 
