@@ -5,12 +5,15 @@ from __future__ import annotations
 import argparse
 import os
 from collections.abc import Iterator, Mapping
+from functools import partial
 
 from sparkdl.cli.command_line import Command, Run, ended
 from sparkdl.cli.doctor.cluster_checks import Order, examine_cluster
 from sparkdl.cli.doctor.finding import Finding
 from sparkdl.cli.doctor.machine_checks import examine_machine
 from sparkdl.errors import ConfigError
+from sparkdl.report.live.choose_view import activity_view
+from sparkdl.report.live.views import showing
 
 _EXAMPLES = """\
 Each line is ok, or says what is wrong and what to do. The exit status is 1 if something is wrong.
@@ -86,11 +89,11 @@ def _look(given: argparse.Namespace) -> Iterator[Finding]:
     order = make_order(given)
     print("this machine")
     is_remote = is_client(order.master, os.environ) and not given.no_cluster
-    yield from map(_shown, examine_machine(os.environ, is_remote=is_remote))
+    yield from _shown("looking at this machine", examine_machine(os.environ, is_remote=is_remote))
     if given.no_cluster:
         return
     print(f"\nthe cluster: {order.master or 'the master of spark-submit or the configuration'}")
-    yield from map(_shown, examine_cluster(order))
+    yield from _shown("looking at the cluster", examine_cluster(order))
 
 
 def is_client(master: str | None, environ: Mapping[str, str]) -> bool:
@@ -98,9 +101,15 @@ def is_client(master: str | None, environ: Mapping[str, str]) -> bool:
     return (master or environ.get("SPARK_REMOTE", "")).startswith("sc://")
 
 
-def _shown(finding: Finding) -> Finding:
-    print(finding.line(), flush=True)
-    return finding
+def _shown(what: str, findings: Iterator[Finding]) -> Iterator[Finding]:
+    """Print each finding; on a terminal the wait for the next one is shown too."""
+    while True:
+        with showing(what, partial(activity_view, has_lines=False)):
+            finding = next(findings, None)
+        if finding is None:
+            return
+        print(finding.line(), flush=True)
+        yield finding
 
 
 def make_order(given: argparse.Namespace) -> Order:

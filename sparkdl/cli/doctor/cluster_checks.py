@@ -18,6 +18,7 @@ from sparkdl.cli.doctor.finding import Finding, bounded, checked, left_out, note
 from sparkdl.cli.doctor.machine_checks import installed
 from sparkdl.cli.job_files.job_file import SparkSection
 from sparkdl.errors import ClusterError, SparkDLError
+from sparkdl.runtime.activity import doing
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
@@ -84,6 +85,7 @@ def examine_cluster(order: Order) -> Iterator[Finding]:
     except Exception as error:  # of Spark's, where nothing below expects one
         yield wrong("session", _in_session(error))
     finally:
+        doing("stopping Spark")
         with contextlib.suppress(SparkDLError):  # the process ends anyway
             bounded(spark.stop, _STOP_SECONDS, "the end of the session")
 
@@ -94,6 +96,7 @@ def _start(order: Order) -> SparkSession:
     waits = {f"spark.sparkdl.{name}": f"{order.timeout_seconds:g}" for name in _ENTRIES}
     conf = {"spark.log.level": "ERROR", **waits, **order.conf}
     section = SparkSection(master=order.master, conf=conf)
+    doing("starting Spark")
     return bounded(
         lambda: make_session(section, "sparkdl doctor"),
         order.timeout_seconds,
@@ -270,6 +273,7 @@ def _link(
             run_id=f"doctor-{uuid.uuid4().hex[:8]}",
             stack=stack,
         )
+        doing("asking the executors" if url is None else "trying the place of checkpoints")
         try:
             link = bounded(ask, order.timeout_seconds, f"{tasks} small tasks on the executors")
         except Exception as error:
@@ -302,6 +306,7 @@ def _trial(workers: int, info: ClusterInfo) -> Iterator[Finding]:
 
     runner = TorchRunner(num_workers=workers, max_restarts=0, results="all", verbose=0)
     began = time.perf_counter()
+    doing("trying a gang of workers")
     try:
         seen = runner.run(trial_gang.look_around)
     except Exception as error:
