@@ -7,6 +7,7 @@ import contextlib
 import os
 import signal
 import sys
+import textwrap
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, TextIO
@@ -57,8 +58,19 @@ class Command:
         return {
             "description": self.description,
             "epilog": self.examples,
-            "formatter_class": argparse.RawDescriptionHelpFormatter,
+            "formatter_class": _Formatter,
         }
+
+
+class _Formatter(argparse.RawDescriptionHelpFormatter):
+    """Breaks sentences where the terminal ends, and leaves examples, which are indented."""
+
+    def _fill_text(self, text: str, width: int, indent: str) -> str:
+        lines = (
+            [line] if line.startswith(" ") else textwrap.wrap(line, width) or [""]
+            for line in text.splitlines()
+        )
+        return "\n".join(indent + line for group in lines for line in group)
 
 
 def ended(action: Callable[[], None], words: Callable[[str], str] = str) -> int:

@@ -20,11 +20,11 @@ Each line is ok, or says what is wrong and what to do. The exit status is 1 if s
 A gang of workers is started on the cluster, which sums a few numbers.
 
 example:
-  sparkdl doctor                                          this machine, and Spark's default master
+  sparkdl doctor                  this machine, and Spark's default master
   sparkdl doctor --master spark://host:7077 --checkpoint-dir hdfs:///checkpoints
   sparkdl doctor --remote sc://host:15002 --num-workers 4
   sparkdl doctor --master yarn --conf spark.executor.instances=4
-  sparkdl doctor --no-cluster                             this machine alone
+  sparkdl doctor --no-cluster     this machine alone
   spark-submit --master yarn --archives env.tar.gz#env jobs/doctor.py
 """
 
@@ -76,9 +76,7 @@ def _run(given: argparse.Namespace) -> int:
 
 DOCTOR = Command(
     name="doctor",
-    description=(
-        "Look whether everything is there that training needs, on this machine and a cluster."
-    ),
+    description=("Check whether this machine and a cluster have everything that training needs."),
     examples=_EXAMPLES,
     set_up=_set_up,
 )

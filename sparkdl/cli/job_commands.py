@@ -57,6 +57,7 @@ _SETTING_HELP = (
 )
 _EXPLAIN_HELP = "only print the plan, the time that it would take, and what would be better"
 _ROWS_SHOWN, _CLASSES_SHOWN, _BAD_FILES_SHOWN = 5, 12, 5
+_LEVELS = "DEBUG, INFO, WARNING, ERROR"
 _CELL_COLUMNS = 8, 20
 """Least and most columns of the terminal for a value of a row; 20 is Spark's own."""
 
@@ -134,7 +135,12 @@ class JobCommand(Generic[T]):
         )
         if self.explain is not None:
             parser.add_argument("--explain", action="store_true", help=_EXPLAIN_HELP)
-        parser.add_argument("--log-level", default="WARNING", help="level of sparkdl's log lines")
+        parser.add_argument(
+            "--log-level",
+            default="WARNING",
+            metavar="LEVEL",
+            help=f"of sparkdl's log lines: {_LEVELS} (default: %(default)s)",
+        )
         return lambda given: self._run(parser, given, form)
 
     def _run(self, parser: argparse.ArgumentParser, given: argparse.Namespace, form: Form) -> int:
@@ -150,8 +156,7 @@ class JobCommand(Generic[T]):
             return 0
         level = given.log_level.upper()
         if level not in logging.getLevelNamesMapping():
-            known = "DEBUG, INFO, WARNING, ERROR"
-            parser.error(f"unknown --log-level {given.log_level}; known: {known}")
+            parser.error(f"unknown --log-level {given.log_level}; known: {_LEVELS}")
         if given.config is None and not given.settings:
             start = form.start_of(self.name)
             parser.error(

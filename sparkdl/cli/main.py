@@ -22,7 +22,7 @@ _UI_MODULE = "sparkdl.report.server.ui_command"
 _DESCRIPTION = "Train PyTorch models on Spark, apply them, and look after both."
 _EPILOG = """\
 begin with:
-  sparkdl doctor                          is everything there that training needs?
+  sparkdl doctor                          checks whether training can run here
   sparkdl train --starter > train.toml    a job file to edit
   sparkdl train --config train.toml
   sparkdl COMMAND --help                  what a command takes, with examples
