@@ -47,7 +47,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 1
     with server:
         shown = without_password(given.directory)
-        print(f"runs of {shown}: {server.url} (Ctrl-C ends it)", flush=True)
+        print(f"the runs in {shown} are at {server.url} (Ctrl-C ends this)", flush=True)
         try:
             server.serve_forever(poll_interval=0.2)
         except KeyboardInterrupt:
