@@ -262,8 +262,9 @@ class TrainingSummary:
         lines.append(("restarts", str(self.restarts)))
         phases = groups.pop("", {})
         lines.append(("seconds", f"{self.seconds:.1f} ({_phases_text(phases)})"))
+        start = "starting" if not self.restarts else "starting and what was lost"
         for where, spent in groups.items():
-            before = {"starting": phases.get("train", 0.0) - sum(spent.values())}
+            before = {start: phases.get("train", 0.0) - sum(spent.values())}
             lines.append((f"of train, {where}", _phases_text({**before, **spent})))
         lines.append(("rows/s by rank", _rates_text(self.throughput_by_rank)))
         if self.history and (self.weights_of is None or self.weights_of.best is not None):
