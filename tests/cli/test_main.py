@@ -170,9 +170,9 @@ def test_a_command_ends_when_nobody_reads_its_output(stream: str) -> None:
     )
     ours, theirs = os.pipe()
     os.close(ours)
-    streams = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, stream: theirs}
+    out, err = (theirs if name == stream else subprocess.PIPE for name in ("stdout", "stderr"))
     environ = {**os.environ, "PYTHONPATH": str(ROOT)}
-    process = subprocess.Popen([sys.executable, "-c", code], env=environ, **streams)
+    process = subprocess.Popen([sys.executable, "-c", code], env=environ, stdout=out, stderr=err)
     os.close(theirs)
     found = process.communicate(timeout=30)
     assert process.returncode == 141
