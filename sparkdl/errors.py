@@ -92,11 +92,13 @@ class ShardLost(GangError):
 
 @contextlib.contextmanager
 def import_or(error: SparkDLError) -> Iterator[None]:
-    """Raise ``error`` if the block imports a package that is not installed."""
+    """Raise ``error`` if the block imports a package that is not installed, or is broken."""
     try:
         yield
-    except ImportError as cause:
+    except ModuleNotFoundError as cause:
         raise error from cause
+    except ImportError as cause:
+        raise type(error)(f"{error}; what is installed is broken: {cause}") from cause
 
 
 def unknown(what: str, name: object, known: Iterable[str], more: str = "") -> ConfigError:

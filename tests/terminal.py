@@ -15,7 +15,8 @@ def on_terminal(program: str, *, columns: int) -> str:
     ours, theirs = os.openpty()
     fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 24, columns, 0, 0))
     command = [sys.executable, "-c", program]
-    process = subprocess.Popen(command, stdin=theirs, stdout=theirs, stderr=theirs)
+    environ = {**os.environ, "TERM": "xterm"}
+    process = subprocess.Popen(command, stdin=theirs, stdout=theirs, stderr=theirs, env=environ)
     os.close(theirs)
     found = b""
     try:

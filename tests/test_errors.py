@@ -19,6 +19,7 @@ from sparkdl.errors import (
     SparkDLError,
     StorageError,
     WorkerError,
+    import_or,
 )
 
 ALL = [
@@ -68,3 +69,12 @@ def test_one_base_and_the_builtin_types_that_users_expect() -> None:
         CheckpointLost,
         ShardLost,
     }
+
+
+def test_a_broken_package_is_not_taken_for_a_missing_one() -> None:
+    error = ConfigError("this needs a package")
+    with pytest.raises(ConfigError, match=r"^this needs a package$"), import_or(error):
+        raise ModuleNotFoundError("no module")
+    message = "a package; what is installed is broken: no libx"
+    with pytest.raises(ConfigError, match=message), import_or(error):
+        raise ImportError("no libx")

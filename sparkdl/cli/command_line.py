@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
+import os
+import signal
 import sys
-from collections.abc import Callable, Sequence
+import textwrap
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TextIO
 
 from sparkdl.errors import SparkDLError
 
 _NEEDED = ("pyspark", "py4j", "pandas", "torch")
 """Packages without which most commands cannot work; py4j comes with pyspark."""
-_INTERRUPTED = 130
-"""Exit status after Ctrl-C, as shells have it."""
+_INTERRUPTED, _UNREAD = 130, 141
+"""Exit status after Ctrl-C, and where nobody reads the output, as shells have them."""
 
 Run = Callable[[argparse.Namespace], int]
 """Does what the parsed arguments ask for; returns the exit status."""
@@ -47,14 +51,26 @@ class Command:
         """
         parser = argparse.ArgumentParser(**self._parser_arguments())
         run = self.set_up(parser)
-        return run(parser.parse_args(arguments))
+        given = parser.parse_args(arguments)
+        return while_read(lambda: run(given))
 
     def _parser_arguments(self) -> dict[str, Any]:
         return {
             "description": self.description,
             "epilog": self.examples,
-            "formatter_class": argparse.RawDescriptionHelpFormatter,
+            "formatter_class": _Formatter,
         }
+
+
+class _Formatter(argparse.RawDescriptionHelpFormatter):
+    """Breaks sentences where the terminal ends, and leaves examples, which are indented."""
+
+    def _fill_text(self, text: str, width: int, indent: str) -> str:
+        lines = (
+            [line] if line.startswith(" ") else textwrap.wrap(line, width) or [""]
+            for line in text.splitlines()
+        )
+        return "\n".join(indent + line for group in lines for line in group)
 
 
 def ended(action: Callable[[], None], words: Callable[[str], str] = str) -> int:
@@ -88,3 +104,56 @@ def ended(action: Callable[[], None], words: Callable[[str], str] = str) -> int:
         print("interrupted", file=sys.stderr)
         return _INTERRUPTED
     return 0
+
+
+class _Output:
+    """stdout or stderr; when nobody reads it any more, the command ends as by Ctrl-C.
+
+    SIGPIPE ends other commands. Python ignores it, and must: lost workers would raise it too.
+    """
+
+    def __init__(self, stream: TextIO) -> None:
+        self._stream = stream
+        self.is_read = True
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+    def write(self, text: str) -> int:
+        if self.is_read:
+            with self._watched():
+                self._stream.write(text)
+        return len(text)
+
+    def flush(self) -> None:
+        if self.is_read:
+            with self._watched():
+                self._stream.flush()
+
+    @contextlib.contextmanager
+    def _watched(self) -> Iterator[None]:
+        try:
+            yield
+        except BrokenPipeError:
+            self.is_read = False
+            # Python flushes what is left when it ends.
+            os.dup2(os.open(os.devnull, os.O_WRONLY), self._stream.fileno())
+            signal.raise_signal(signal.SIGINT)
+
+
+def while_read(run: Callable[[], int]) -> int:
+    """Run a command until it ends, or until its output has lost its reader, such as ``head``.
+
+    Returns:
+        The exit status of ``run``; 141 if nobody reads any more.
+    """
+    out, err = _Output(sys.stdout), _Output(sys.stderr)
+    streams: Any = out, err
+    with contextlib.redirect_stdout(streams[0]), contextlib.redirect_stderr(streams[1]):
+        try:
+            status = run()
+            out.flush()
+        except KeyboardInterrupt:
+            if out.is_read and err.is_read:
+                raise
+    return status if out.is_read and err.is_read else _UNREAD

@@ -5,23 +5,25 @@ from __future__ import annotations
 import argparse
 import os
 from collections.abc import Iterator, Mapping
+from functools import partial
 
 from sparkdl.cli.command_line import Command, Run, ended
 from sparkdl.cli.doctor.cluster_checks import Order, examine_cluster
 from sparkdl.cli.doctor.finding import Finding
 from sparkdl.cli.doctor.machine_checks import examine_machine
 from sparkdl.config import require
+from sparkdl.report.live.views import activity_view, showing
 
 _EXAMPLES = """\
 Each line is ok, or says what is wrong and what to do. The exit status is 1 if something is wrong.
 A gang of workers is started on the cluster, which sums a few numbers.
 
 example:
-  sparkdl doctor                                          this machine, and Spark's default master
+  sparkdl doctor                  this machine, and Spark's default master
   sparkdl doctor --master spark://host:7077 --checkpoint-dir hdfs:///checkpoints
   sparkdl doctor --remote sc://host:15002 --num-workers 4
   sparkdl doctor --master yarn --conf spark.executor.instances=4
-  sparkdl doctor --no-cluster                             this machine alone
+  sparkdl doctor --no-cluster     this machine alone
   spark-submit --master yarn --archives env.tar.gz#env jobs/doctor.py
 """
 
@@ -71,11 +73,11 @@ def _run(given: argparse.Namespace) -> int:
         order = make_order(given)
         print("this machine")
         is_remote = is_client(order.master, os.environ) and not given.no_cluster
-        show(examine_machine(os.environ, is_remote=is_remote))
+        show(_shown("looking at this machine", examine_machine(os.environ, is_remote=is_remote)))
         if not given.no_cluster:
             where = order.master or "the master of spark-submit or the configuration"
             print(f"\nthe cluster: {where}")
-            show(examine_cluster(order))
+            show(_shown("looking at the cluster", examine_cluster(order)))
 
     status = ended(look)
     if status == 0:
@@ -86,9 +88,7 @@ def _run(given: argparse.Namespace) -> int:
 
 DOCTOR = Command(
     name="doctor",
-    description=(
-        "Look whether everything is there that training needs, on this machine and a cluster."
-    ),
+    description=("Check whether this machine and a cluster have everything that training needs."),
     examples=_EXAMPLES,
     set_up=_set_up,
 )
@@ -97,6 +97,16 @@ DOCTOR = Command(
 def is_client(master: str | None, environ: Mapping[str, str]) -> bool:
     """Whether the session would be one of Spark Connect, with Spark elsewhere."""
     return (master or environ.get("SPARK_REMOTE", "")).startswith("sc://")
+
+
+def _shown(what: str, findings: Iterator[Finding]) -> Iterator[Finding]:
+    """The findings; a terminal shows what the next one is waited for."""
+    while True:
+        with showing(what, partial(activity_view, has_lines=False)):
+            finding = next(findings, None)
+        if finding is None:
+            return
+        yield finding
 
 
 def make_order(given: argparse.Namespace) -> Order:

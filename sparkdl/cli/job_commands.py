@@ -16,6 +16,7 @@ import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
 from enum import Enum
+from functools import partial
 from importlib import import_module, resources
 from pathlib import Path
 from pkgutil import resolve_name
@@ -34,7 +35,7 @@ from sparkdl.cli.job_files.job_file import (
 from sparkdl.cli.job_files.job_objects import in_file_words
 from sparkdl.cli.job_files.prepare_file import PrepareJob
 from sparkdl.cli.job_files.study_file import TuneJob
-from sparkdl.report.live.views import showing
+from sparkdl.report.live.views import activity_view, showing
 from sparkdl.runtime.console_log import log_to_console
 
 if TYPE_CHECKING:
@@ -56,6 +57,9 @@ _SETTING_HELP = (
 )
 _EXPLAIN_HELP = "only print the plan, the time that it would take, and what would be better"
 _ROWS_SHOWN, _CLASSES_SHOWN, _BAD_FILES_SHOWN = 5, 12, 5
+_LEVELS = "DEBUG, INFO, WARNING, ERROR"
+_CELL_COLUMNS = 8, 20
+"""Least and most columns of the terminal for a value of a row; 20 is Spark's own."""
 
 
 class Form(Enum):
@@ -135,7 +139,12 @@ class JobCommand(Generic[T]):
         )
         if self.explain is not None:
             parser.add_argument("--explain", action="store_true", help=_EXPLAIN_HELP)
-        parser.add_argument("--log-level", default="WARNING", help="level of sparkdl's log lines")
+        parser.add_argument(
+            "--log-level",
+            default="WARNING",
+            metavar="LEVEL",
+            help=f"of sparkdl's log lines: {_LEVELS} (default: %(default)s)",
+        )
         return lambda given: self._run(parser, given, form)
 
     def _run(self, parser: argparse.ArgumentParser, given: argparse.Namespace, form: Form) -> int:
@@ -151,8 +160,7 @@ class JobCommand(Generic[T]):
             return 0
         level = given.log_level.upper()
         if level not in logging.getLevelNamesMapping():
-            known = "DEBUG, INFO, WARNING, ERROR"
-            parser.error(f"unknown --log-level {given.log_level}; known: {known}")
+            parser.error(f"unknown --log-level {given.log_level}; known: {_LEVELS}")
         if given.config is None and not given.settings:
             start = form.start_of(self.name)
             parser.error(
@@ -161,16 +169,19 @@ class JobCommand(Generic[T]):
             )
         log_to_console(level)
         chosen = self.explain if self.explain is not None and given.explain else self
-        return ended(
-            lambda: chosen.do(chosen.load(given.config, given.settings), form), in_file_words
-        )
+
+        def load_and_do() -> None:
+            with showing("checking the job file", partial(activity_view, has_lines=False)):
+                job = chosen.load(given.config, given.settings)
+            chosen.do(job, form)
+
+        return ended(load_and_do, in_file_words)
 
     def load(self, path: str | None, settings: Sequence[str]) -> T:
         """The job, whose values are checked before Spark is started if they can be."""
         if self.check is None or brings_modules(load_job(self.kind, path, settings).spark):
             return load_job(self.kind, path, settings)
-        with showing("checking the job file"):  # for which torch is imported
-            return load_job(self.kind, path, settings, resolve_name(self.check))
+        return load_job(self.kind, path, settings, resolve_name(self.check))
 
     def do(self, job: T, form: Form) -> None:
         """Do the job in a session of its own, and print what came of it."""
@@ -182,7 +193,9 @@ class JobCommand(Generic[T]):
         try:
             self.show(job, work(job, spark), form)
         finally:
-            spark.stop()
+            sys.stdout.flush()
+            with showing("stopping Spark", partial(activity_view, has_lines=False)):
+                spark.stop()
 
 
 def _show_scores(job: EvaluateJob, scores: Evaluation, form: Form) -> None:
@@ -205,7 +218,8 @@ EVALUATE = JobCommand(
 
 def _show_rows(job: PredictJob, written: DataFrame, form: Form) -> None:
     print(f"{written.count():,} rows in {job.output.path}, among them:")
-    written.show(_ROWS_SHOWN)
+    width = (shutil.get_terminal_size().columns - 1) // len(written.columns) - 1
+    written.show(_ROWS_SHOWN, truncate=min(_CELL_COLUMNS[1], max(_CELL_COLUMNS[0], width)))
 
 
 PREDICT = JobCommand(
@@ -308,9 +322,11 @@ EXPLAIN = JobCommand(
 
 def _show_training(job: TrainJob, report: TrainReport, form: Form) -> None:
     summary = report.summary
+    epochs, workers = summary.history[-1]["epoch"], summary.world_size
     print(
-        f"\ntrained {summary.history[-1]['epoch']:.4g} epochs ({summary.steps:,} steps) on "
-        f"{summary.world_size} workers in {summary.seconds:.0f} s, restarts: {summary.restarts}"
+        f"\ntrained {epochs:.4g} epoch{'s' * (epochs != 1)} ({summary.steps:,} steps) on "
+        f"{workers} worker{'s' * (workers != 1)} in {summary.seconds:.0f} s, restarts: "
+        f"{summary.restarts}"
     )
     if summary.weights_of is not None:
         print(f"weights of {summary.weights_of}\n  {summary.weights_of.values_text()}")

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from sparkdl import __version__
-from sparkdl.cli.command_line import Command, Run, ended
+from sparkdl.cli.command_line import Command, Run, ended, while_read
 from sparkdl.cli.completion import COMPLETION, complete
 from sparkdl.cli.doctor_command import DOCTOR
 from sparkdl.cli.job_commands import EVALUATE, EXPLAIN, PREDICT, PREPARE, TRAIN, TUNE, Form
@@ -21,7 +21,7 @@ from sparkdl.cli.ui_command import UI
 _DESCRIPTION = "Train PyTorch models on Spark, apply them, and look after both."
 _EPILOG = """\
 begin with:
-  sparkdl doctor                          is everything there that training needs?
+  sparkdl doctor                          checks whether training can run here
   sparkdl train --starter > train.toml    a job file to edit
   sparkdl train --config train.toml
   sparkdl COMMAND --help                  what a command takes, with examples
@@ -56,7 +56,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         sys.path.append(folder)
     given = parser.parse_args(arguments)
     run: Run = given.run
-    return run(given)
+    return while_read(lambda: run(given))
 
 
 def make_parser() -> argparse.ArgumentParser:

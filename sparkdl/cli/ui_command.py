@@ -49,7 +49,7 @@ def _serve(given: argparse.Namespace) -> None:
         ) from error
     with server:
         shown = without_password(given.directory)
-        print(f"runs of {shown}: {server.url} (Ctrl-C ends it)", flush=True)
+        print(f"the runs in {shown} are at {server.url} (Ctrl-C ends this)", flush=True)
         try:
             server.serve_forever(poll_interval=0.2)
         except KeyboardInterrupt:

@@ -208,14 +208,15 @@ class Explanation:
         sent = plan.sent_bytes_per_step
         return [
             ("cluster", f"{plan.master}, slots: {slots}"),
-            ("workers", f"{self._workers()} of {plan.threads} thread(s), {plan.mode}, "
-                        f"{plan.device}"),
+            ("workers", f"{self._workers()} of {plan.threads} thread"
+                        f"{'s' * (plan.threads != 1)}, {plan.mode}, {plan.device}"),
             ("strategy", plan.strategy),
             ("rows", f"{plan.rows:,} training, {plan.validation_rows:,} validation"),
             ("shards", f"{len(plan.rows_by_shard)}, the fullest {max(plan.rows_by_shard):,} rows "
                        f"({plan.skew:.2f} of the mean)"),
             ("steps", f"{plan.steps_per_epoch:,} per epoch, {plan.total_steps:,} in "
-                      f"{plan.epochs} epoch(s), batches of up to {plan.batch_size} per worker"),
+                      f"{plan.epochs} epoch{'s' * (plan.epochs != 1)}, batches of up to "
+                      f"{plan.batch_size} per worker"),
             ("parameters", f"{plan.parameters:,}"),
             ("memory per worker", f"{size(plan.process_bytes)} "
                                   f"({size(plan.worker_bytes)} of tensors)"

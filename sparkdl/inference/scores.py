@@ -19,6 +19,9 @@ if TYPE_CHECKING:
 
     from sparkdl.inference.roc_curves import Curve
 
+_NAME_COLUMNS = 9
+"""Least width of the measures' names in text."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class ClassScores:
@@ -41,11 +44,11 @@ class ClassificationScores:
     confusion: Mapping[int, Mapping[int, float]]
     """label -> prediction -> rows (or sum of weights), 0 for what was never predicted for it."""
 
-    def lines(self, *, with_log_loss: bool = True) -> list[str]:
+    def lines(self, *, with_log_loss: bool = True, width: int = _NAME_COLUMNS) -> list[str]:
         """For a terminal; without the log loss where the loss is the same."""
         return [
-            f"accuracy  {self.accuracy:.4f}",
-            *([f"log loss  {self.log_loss:.4f}"] if with_log_loss else []),
+            f"{'accuracy':<{width}} {self.accuracy:.4f}",
+            *([f"{'log loss':<{width}} {self.log_loss:.4f}"] if with_log_loss else []),
             "",
             f"{'class':>8} {'precision':>10} {'recall':>8} {'f1':>8} {'rows':>10}",
             *(
@@ -65,9 +68,9 @@ class RegressionScores:
     r2: float
     """Share of the labels' variance that is explained; NaN if all labels are equal."""
 
-    def lines(self) -> list[str]:
+    def lines(self, *, width: int = _NAME_COLUMNS) -> list[str]:
         """For a terminal."""
-        return [f"{name:<5} {value:.6g}" for name, value in vars(self).items()]
+        return [f"{name:<{width}} {value:.6g}" for name, value in vars(self).items()]
 
 
 @dataclass(frozen=True, kw_only=True, eq=False, repr=False)
@@ -145,12 +148,12 @@ class Evaluation(Mapping[str, Any]):
         own = set(self._values()) - set(self.metrics) - {"loss", "accuracy", "log_loss"}
         own -= set(vars(self.scores)) if self.scores is not None else set()
         values |= {name: _shown(self[name]) for name in (*sorted(own), *self.metrics)}
-        width = max(9, *map(len, values))
+        width = max(_NAME_COLUMNS, *map(len, values))
         text = [f"{name:<{width}} {value}" for name, value in values.items()]
         if isinstance(self.scores, ClassificationScores):
             is_loss = math.isclose(self.scores.log_loss, self.loss, rel_tol=1e-4)
-            return text + self.scores.lines(with_log_loss=not is_loss)
-        return text + (self.scores.lines() if self.scores is not None else [])
+            return text + self.scores.lines(with_log_loss=not is_loss, width=width)
+        return text + (self.scores.lines(width=width) if self.scores is not None else [])
 
     def __repr__(self) -> str:
         return "\n".join(self.lines())

@@ -235,9 +235,10 @@ class TrainingSummary:
             groups.setdefault("" if where == "fit" else where, {})[what] = seconds
         numbers = [record["epoch"] for record in self.history] or [0]
         epochs = numbers[-1] - math.ceil(numbers[0]) + bool(self.history)
+        workers = f"{self.world_size} worker" + "s" * (self.world_size != 1)
         lines = [
             ("rows", rows + f", {self.skipped_rows:,} skipped" * bool(self.skipped_rows)),
-            ("epochs", f"{epochs:.4g}, {self.steps:,} steps on {self.world_size} worker(s)"),
+            ("epochs", f"{epochs:.4g}, {self.steps:,} steps on {workers}"),
         ]
         if self.run_name:
             lines.insert(0, ("name", self.run_name))
@@ -248,8 +249,12 @@ class TrainingSummary:
             lines.append(("weights of", str(self.weights_of)))
             lines.append(("", self.weights_of.values_text()))
         lines.append(("restarts", str(self.restarts)))
-        lines.append(("seconds", f"{self.seconds:.1f} ({_phases_text(groups.pop('', {}))})"))
-        lines += [(f"of this, {where}", _phases_text(spent)) for where, spent in groups.items()]
+        phases = groups.pop("", {})
+        lines.append(("seconds", f"{self.seconds:.1f} ({_phases_text(phases)})"))
+        start = "starting" if not self.restarts else "starting and what was lost"
+        for where, spent in groups.items():
+            before = {start: phases.get("train", 0.0) - sum(spent.values())}
+            lines.append((f"of train, {where}", _phases_text({**before, **spent})))
         lines.append(("rows/s by rank", _rates_text(self.throughput_by_rank)))
         if self.history and (self.weights_of is None or self.weights_of.best is not None):
             last = [f"{k} {value:.5g}" for k, value in self.history[-1].items() if k != "epoch"]

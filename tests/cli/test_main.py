@@ -140,3 +140,24 @@ def test_python_dash_m_is_the_same_command() -> None:
         text=True,
     )
     assert done.stdout == f"sparkdl {sparkdl.__version__}\n"
+
+
+@pytest.mark.parametrize("stream", ["stdout", "stderr"])
+def test_a_command_ends_when_nobody_reads_its_output(stream: str) -> None:
+    """As by SIGPIPE: it does not train on for nobody, and has nothing to complain of."""
+    code = (
+        "import sys, time; from sparkdl.cli.command_line import ended, while_read\n"
+        "def work():\n"
+        f"    print('a line', file=sys.{stream}, flush=True)\n"
+        "    time.sleep(60)\n"  # which the interruption ends
+        "sys.exit(while_read(lambda: ended(work)))"
+    )
+    ours, theirs = os.pipe()
+    os.close(ours)
+    out, err = (theirs if name == stream else subprocess.PIPE for name in ("stdout", "stderr"))
+    environ = {**os.environ, "PYTHONPATH": str(ROOT)}
+    process = subprocess.Popen([sys.executable, "-c", code], env=environ, stdout=out, stderr=err)
+    os.close(theirs)
+    found = process.communicate(timeout=30)
+    assert process.returncode == 141
+    assert all((not text or text == b"interrupted\n") for text in found)

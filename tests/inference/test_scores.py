@@ -87,15 +87,16 @@ def test_an_evaluation_is_json_and_text() -> None:
     text = repr(found).splitlines()
     assert text[:2] == ["rows              4", "loss              0.25"]
     assert "roc_auc           0.75" in text
-    assert any(line.startswith("accuracy") for line in text)
+    assert "accuracy          0.7500" in text  # below the others
     assert "log loss" not in repr(found)  # it is the loss
-    assert "log loss  0.2500" in repr(replace(found, loss=0.5))
+    assert "log loss          0.2500" in repr(replace(found, loss=0.5))
 
 
 def test_a_regression_has_no_confusion_and_no_curves() -> None:
     scores = RegressionScores(rmse=1.0, mae=0.5, r2=math.nan)
     found = Evaluation(rows=2, loss=1.0, scores=scores)
     assert list(found) == ["loss", "rmse", "mae", "r2"]
+    assert repr(found).splitlines()[1:3] == ["loss      1", "rmse      1"]
     assert found.to_dict()["r2"] is None
     with pytest.raises(SparkDLError, match="only classifiers"):
         _ = found.confusion

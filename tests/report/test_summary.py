@@ -85,9 +85,10 @@ def test_the_text_fits_a_terminal_and_its_phases_add_up() -> None:
     assert max(map(len, text.splitlines())) <= 80
     assert "33.5 (preflight 1.0, spool 2.0, train 30.0, other 0.5)" in text
     assert "0 to 99, median 50, of 100 ranks" in text
-    of_rank = " ".join(text.partition("of this, rank 0")[2].partition("rows/s")[0].split())
+    of_rank = " ".join(text.partition("of train, rank 0")[2].partition("rows/s")[0].split())
     assert of_rank == (
-        "data 5.0, compute 5.0, communication 5.0, waiting 5.0, evaluate 5.0, other 0.1"
+        "starting 4.9, data 5.0, compute 5.0, communication 5.0, waiting 5.0, evaluate 5.0, "
+        "other 0.1"
     )
 
 
@@ -138,7 +139,7 @@ def test_repr_tells_the_facts(summary: TrainingSummary) -> None:
     for text in (repr(summary), summary._repr_html_()):
         for fact in (
             "1,000 training, 100 validation",
-            "2, 64 steps on 2 worker(s)",
+            "2, 64 steps on 2 workers",
             "12.5",
             "98",
             "digits, w",

@@ -17,6 +17,7 @@ from sparkdl.cli.doctor import trial_gang
 from sparkdl.cli.doctor.finding import Finding, bounded, checked, left_out, note, ok, wrong
 from sparkdl.cli.job_files.job_file import SparkSection
 from sparkdl.errors import ClusterError, SparkDLError
+from sparkdl.runtime.activity import doing
 from sparkdl.runtime.versions import installed, versions
 
 if TYPE_CHECKING:
@@ -89,6 +90,7 @@ def examine_cluster(order: Order) -> Iterator[Finding]:
     except Exception as error:  # of Spark's, where nothing below expects one
         yield wrong("session", _in_session(error))
     finally:
+        doing("stopping Spark")
         with contextlib.suppress(SparkDLError):  # the process ends anyway
             bounded(spark.stop, _STOP_SECONDS, "the end of the session")
 
@@ -99,6 +101,7 @@ def _start(order: Order) -> SparkSession:
     waits = {f"spark.sparkdl.{name}": f"{order.timeout_seconds:g}" for name in _ENTRIES}
     conf = {"spark.log.level": "ERROR", **waits, **order.conf}
     section = SparkSection(master=order.master, conf=conf)
+    doing("starting Spark")
     return bounded(
         lambda: make_session(section, "sparkdl doctor"),
         order.timeout_seconds,
@@ -266,6 +269,7 @@ def _link(
             run_id=f"doctor-{uuid.uuid4().hex[:8]}",
             stack=stack,
         )
+        doing("asking the executors" if url is None else "trying the place of checkpoints")
         try:
             link = bounded(ask, order.timeout_seconds, f"{tasks} small tasks on the executors")
         except Exception as error:
@@ -298,6 +302,7 @@ def _trial(workers: int, info: ClusterInfo) -> Iterator[Finding]:
 
     runner = TorchRunner(num_workers=workers, max_restarts=0, results="all", verbose=0)
     began = time.perf_counter()
+    doing("trying a gang of workers")
     try:
         seen = runner.run(trial_gang.look_around)
     except Exception as error:

@@ -224,8 +224,11 @@ def terminal_columns() -> int | None:
     """Columns of the terminal on which what this process writes to stderr appears at once, if any.
 
     spark-submit starts the driver's Python with a pipe for its output, and copies that to its own,
-    so there the JVM's counts, which is the parent process.
+    so there the JVM's counts, which is the parent process. A terminal that calls itself dumb, as
+    those in editors do, replaces no line.
     """
+    if os.environ.get("TERM") == "dumb":
+        return None
     if "PYSPARK_GATEWAY_PORT" in os.environ:
         way = os.O_WRONLY | os.O_NOCTTY | os.O_NONBLOCK
         # Not of a socket, of another user's process, or where there is no /proc.

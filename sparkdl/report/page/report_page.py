@@ -275,7 +275,8 @@ def _most_confused(counts: Sequence[Sequence[float]]) -> str:
     if not pairs:
         return ""
     count, label, predicted = max(pairs)
-    return f"Most often mistaken: {label} for {predicted} ({html.value(count)} times)."
+    times = "once" if count == 1 else f"{html.value(count)} times"
+    return f"Most often mistaken: {label} for {predicted} ({times})."
 
 
 def _chosen(record: RunRecord) -> Markup:

@@ -193,7 +193,8 @@ def _measured(calibration: Calibration) -> Iterator[tuple[str, str]]:
             yield (
                 f"step, {title}, {ranks_per_node} per machine",
                 f"{seconds_text(compute.fixed_seconds)} + {seconds_text(compute.row_seconds)} "
-                f"per row with {compute.threads} thread(s), spread {compute.step_spread:.0%}",
+                f"per row with {compute.threads} thread{'s' * (compute.threads != 1)}, spread "
+                f"{compute.step_spread:.0%}",
             )
     network = None if calibration.gang is None else calibration.gang.network
     if network is not None:

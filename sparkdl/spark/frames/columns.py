@@ -9,7 +9,7 @@ from pyspark.sql import DataFrame
 from pyspark.sql import functions as F
 from pyspark.sql import types as T
 
-from sparkdl.errors import DataError
+from sparkdl.errors import DataError, did_you_mean
 from sparkdl.spark.session.compat import is_case_sensitive
 
 _RESOLUTION = 1_000_000
@@ -43,7 +43,7 @@ def require(schema: T.StructType, name: str) -> T.StructField:
         )
     if found:
         return found[0]
-    known = ", ".join(schema.names)
+    known = ", ".join(schema.names) + did_you_mean(name, schema.names)
     raise DataError(f'column "{name}" is not in the DataFrame; its columns: {known}')
 
 

@@ -7,8 +7,6 @@ from typing import Any
 from pyspark.sql import SparkSession
 from torch import nn
 
-from sparkdl import TorchClassifier
-
 
 def make_net() -> nn.Module:
     return nn.Linear(2, 2)
@@ -17,7 +15,7 @@ def make_net() -> nn.Module:
 def prepare(spark: SparkSession) -> dict[str, Any]:
     rows = [([float(i), 1.0], i % 2) for i in range(8)]
     df = spark.createDataFrame(rows, "features array<float>, label int")
-    return {"TorchClassifier": TorchClassifier, "make_net": make_net, "df": df}
+    return {"make_net": make_net, "df": df}
 
 
 def check(names: dict[str, Any]) -> None:

@@ -232,13 +232,13 @@ sys.exit(int(done.stdout))
 """
 
 
-def statuses(output: int) -> tuple[int, int]:
+def statuses(output: int, term: str = "xterm") -> tuple[int, int]:
     """Columns, 0 for no terminal: of a driver by itself, and of one behind spark-submit."""
     direct = (
         "import sys; from sparkdl.report.live.progress import terminal_columns; "
         "sys.exit(terminal_columns() or 0)"
     )
-    environment = {**os.environ, "PYSPARK_GATEWAY_PORT": "1"}
+    environment = {**os.environ, "PYSPARK_GATEWAY_PORT": "1", "TERM": term}
     submitted = subprocess.run([sys.executable, "-c", LAUNCHER], stdout=output, env=environment)
     environment.pop("PYSPARK_GATEWAY_PORT")
     alone = subprocess.run([sys.executable, "-c", direct], stderr=output, env=environment)
@@ -252,6 +252,7 @@ def test_a_terminal_is_known_behind_spark_submit_too(tmp_path: Path) -> None:
         assert statuses(theirs) == (80, 80)  # it does not say how many
         fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 24, 61, 0, 0))
         assert statuses(theirs) == (61, 61)
+        assert statuses(theirs, "dumb") == (0, 0)  # lines of its own, as in a file
     finally:
         os.close(ours)
         os.close(theirs)

@@ -208,6 +208,12 @@ def test_a_missing_column_lists_those_there_are(spark: SparkSession) -> None:
         prepare(df.schema, "labels", "label", float_dtype="float32")
 
 
+def test_a_misspelt_column_is_named_last() -> None:
+    schema = StructType([StructField("label", LongType()), StructField("x", LongType())])
+    with pytest.raises(DataError, match=r"its columns: label, x; did you mean 'label'\?$"):
+        require(schema, "labels")
+
+
 def test_case_counts_only_where_spark_says_so() -> None:
     schema = StructType([StructField("Label", LongType()), StructField("x", LongType())])
     assert require(schema, "label").name == "Label"
