@@ -14,18 +14,36 @@ from typing import Any, Literal, get_args
 from sparkdl.errors import ConfigError
 
 Task = Literal["classification", "regression", "custom"]
+Mode = Literal["auto", "min", "max"]
 Precision = Literal["fp32", "bf16", "fp16"]
 MemoryFormat = Literal["contiguous", "channels_last"]
 
 PRECISIONS = get_args(Precision)
 MEMORY_FORMATS = get_args(MemoryFormat)
 DEVICES = ("auto", "cpu", "cuda")
+_LARGER_IS_BETTER = (
+    "acc", "accuracy", "auroc", "average_precision", "cohen_kappa", "explained_variance", "f1",
+    "mcc", "precision", "r2", "recall", "specificity",
+)  # fmt: skip
 
 
 def require(is_right: bool, rule: str, received: object) -> None:
     """Refuse a value that breaks a rule: raises ConfigError with both."""
     if not is_right:
         raise ConfigError(f"{rule}; received {received!r}")
+
+
+def direction(monitor: str, mode: Mode) -> Literal["min", "max"]:
+    """Whether smaller or larger values of a key of the history are better.
+
+    ``auto`` goes by the name: larger ones of a metric that has one and is a share of what is right,
+    such as ``val_accuracy``, also of one of several labels; smaller ones of all else.
+    """
+    require(mode in get_args(Mode), "mode must be 'auto', 'min' or 'max'", mode)
+    if mode != "auto":
+        return mode
+    name = f"{monitor.removeprefix('val_')}_"
+    return "max" if any(name.startswith(f"{metric}_") for metric in _LARGER_IS_BETTER) else "min"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,8 +61,9 @@ class EarlyStopping:
     ``validationInterval`` asks for some within epochs."""
     min_delta: float = 0.0
     """Smallest change that counts as an improvement."""
-    mode: Literal["min", "max"] = "min"
-    """Whether smaller or larger values are better."""
+    mode: Mode = "auto"
+    """Whether smaller or larger values are better; ``auto``: larger ones of metrics such as
+    ``val_accuracy``, ``val_f1``, ``val_auroc`` or ``val_r2``, smaller ones of all else."""
     restore_best: bool = True
     """Whether the fitted model gets the weights of the best epoch (evaluation) rather than the
     last."""
@@ -52,7 +71,12 @@ class EarlyStopping:
     def __post_init__(self) -> None:
         require(self.patience >= 1, "patience must be at least 1", self.patience)
         require(self.min_delta >= 0, "min_delta must not be negative", self.min_delta)
-        require(self.mode in ("min", "max"), "mode must be 'min' or 'max'", self.mode)
+        direction(self.monitor, self.mode)
+
+    @property
+    def direction(self) -> Literal["min", "max"]:
+        """Whether smaller or larger values are better."""
+        return direction(self.monitor, self.mode)
 
     @property
     def may_stop(self) -> bool:

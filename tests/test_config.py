@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from sparkdl.config import CheckpointConfig, EarlyStopping, TrainConfig
+from sparkdl.config import CheckpointConfig, EarlyStopping, TrainConfig, direction
 from sparkdl.errors import ConfigError
 
 
@@ -78,3 +78,31 @@ def test_a_configuration_is_frozen_and_travels() -> None:
     assert pickle.loads(pickle.dumps(config)) == config
     with pytest.raises(FrozenInstanceError):
         config.epochs = 2  # type: ignore[misc]
+
+
+@pytest.mark.parametrize(
+    ("monitor", "expected"),
+    [
+        ("loss", "min"),
+        ("val_loss", "min"),
+        ("val_rmse", "min"),
+        ("val_accuracy", "max"),
+        ("accuracy", "max"),
+        ("val_f1_colour", "max"),  # of the label "colour"
+        ("val_acc", "max"),
+        ("val_accuracyless", "min"),
+    ],
+)
+def test_what_is_better_follows_from_the_name(monitor: str, expected: str) -> None:
+    assert EarlyStopping(monitor=monitor).direction == expected
+    opposite: Any = {"min": "max", "max": "min"}[expected]
+    assert EarlyStopping(monitor=monitor, mode=opposite).direction == opposite
+
+
+def test_every_metric_by_name_has_a_direction() -> None:
+    """The lists stand apart: values are checked without torch."""
+    from sparkdl.train.objective.named_metrics import _OF_CLASSES, _OF_NUMBERS
+
+    errors = {"mae", "mape", "mse", "rmse"}
+    for name in (*_OF_CLASSES, *_OF_NUMBERS):
+        assert direction(f"val_{name}", "auto") == ("min" if name in errors else "max")

@@ -88,7 +88,7 @@ class TrainState:
 
 
 def _gain(value: float, best: float, stopping: EarlyStopping) -> float:
-    return (best - value if stopping.mode == "min" else value - best) - stopping.min_delta
+    return (best - value if stopping.direction == "min" else value - best) - stopping.min_delta
 
 
 def check_monitored(config: TrainConfig, *, has_validation: bool, has_logs: bool = False) -> None:

@@ -275,7 +275,7 @@ class _Watch:
         return {"values": values, "history": history}
 
     def _best(self, monitor: str) -> float:
-        better = min if self._search.options.modes[0] == "min" else max
+        better = min if self._search.options.directions[0] == "min" else max
         values = [self.value(record, monitor) for record in self._records.values()]
         return better(filter(math.isfinite, values), default=math.nan)
 

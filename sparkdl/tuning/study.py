@@ -7,9 +7,9 @@ import logging
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, get_args
+from typing import TYPE_CHECKING, Any, Literal
 
-from sparkdl.config import require
+from sparkdl.config import Mode, direction, require
 from sparkdl.errors import ConfigError, StorageError, import_or
 from sparkdl.storage.storage import LocalStorage, Storage, without_password
 
@@ -20,7 +20,6 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-Mode = Literal["min", "max"]
 SAMPLERS = ("tpe", "random")
 PRUNERS = ("asha", "hyperband", "median", "none")
 
@@ -39,7 +38,7 @@ class StudyOptions:
     trials: int = 20
     parallel: int = 1
     monitors: tuple[str, ...] = ("val_loss",)
-    modes: tuple[Mode, ...] = ("min",)
+    modes: tuple[Mode, ...] = ("auto",)
     sampler: Any = "tpe"
     pruner: Any = "asha"
     seed: int = 0
@@ -49,19 +48,24 @@ class StudyOptions:
         for name in ("trials", "parallel"):
             require(getattr(self, name) >= 1, f"{name} must be at least 1", getattr(self, name))
         require(bool(self.monitors), "monitor must name a value of the history", self.monitors)
-        for mode in self.modes:
-            require(mode in get_args(Mode), "mode must be 'min' or 'max'", mode)
         if len(self.modes) != len(self.monitors):
             raise ConfigError(
                 f"monitor names {len(self.monitors)} values and mode {len(self.modes)} directions; "
                 "give one mode for all, or one for each"
             )
+        for pair in zip(self.monitors, self.modes, strict=True):
+            direction(*pair)
         for what, known in (("sampler", SAMPLERS), ("pruner", PRUNERS)):
             given = getattr(self, what)
             if isinstance(given, str) and given not in known:
                 raise ConfigError(
                     f"unknown {what} {given!r}; known: {', '.join(known)}, or pass one of Optuna's"
                 )
+
+    @property
+    def directions(self) -> tuple[Literal["min", "max"], ...]:
+        """Of each monitor, whether smaller or larger values are better."""
+        return tuple(direction(*pair) for pair in zip(self.monitors, self.modes, strict=True))
 
     @property
     def monitor(self) -> str | None:
@@ -110,7 +114,7 @@ def open_study(options: StudyOptions, space: Any, place: Storage | None) -> Stud
             study_name=options.name,
             storage=storage,
             pruner=make_pruner(options.pruner),
-            directions=[f"{mode}imize" for mode in options.modes],
+            directions=[f"{mode}imize" for mode in options.directions],
             load_if_exists=True,
         )
     except Exception as error:  # of the database's driver, or of SQLAlchemy
@@ -187,7 +191,7 @@ def _storage(given: Any, place: Storage | None) -> Any:
 
 def _check_same(study: Study, options: StudyOptions, space: Any) -> None:
     """Refuse to mix trials that cannot be compared."""
-    values = {"monitor": options.monitors, "mode": options.modes, "space": space}
+    values = {"monitor": options.monitors, "mode": options.directions, "space": space}
     values = json.loads(json.dumps(values))  # as a storage gives them back
     before: Mapping[str, Any] | None = study.user_attrs.get(_BEGUN_WITH)
     if before is None:

@@ -31,7 +31,7 @@ def plot(options: StudyOptions, trials: Sequence[FrozenTrial]) -> bytes:
     panels = [figure.add_subplot(rows, columns, place + 1) for place in range(1 + len(keys))]
     _points(panels[0], options, shown, "trial", [trial.number for trial in shown])
     done = [trial for trial in shown if trial.state.name == "COMPLETE"]
-    better = min if options.modes[0] == "min" else max
+    better = min if options.directions[0] == "min" else max
     line: list[float] = []
     for trial in done:
         line.append(better([*line[-1:], trial.values[0]]))

@@ -100,7 +100,7 @@ class TrialTable:
         if name is None or row.state != "complete":
             return False
         if self._best is not None:
-            sign = 1 if self._options.modes[0] == "min" else -1
+            sign = 1 if self._options.directions[0] == "min" else -1
             if sign * row.values[name] >= sign * self._best.values[name]:
                 return False
         self._best = row

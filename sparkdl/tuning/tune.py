@@ -11,7 +11,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
-from sparkdl.config import EarlyStopping
+from sparkdl.config import EarlyStopping, Mode
 from sparkdl.errors import ConfigError, TrainingFailed, import_or
 from sparkdl.runtime.json_values import finite, plain
 from sparkdl.runtime.tracebacks import plainly
@@ -32,7 +32,7 @@ from sparkdl.tuning.search import (
     folder_of,
 )
 from sparkdl.tuning.space import Chooser, Space, with_values
-from sparkdl.tuning.study import Mode, StudyOptions, finished, import_optuna, open_study
+from sparkdl.tuning.study import StudyOptions, finished, import_optuna, open_study
 from sparkdl.tuning.trial_table import make_table
 
 if TYPE_CHECKING:
@@ -60,7 +60,7 @@ def tune(
     trials: int = 20,
     parallel: int = 1,
     monitor: str | Sequence[str] = "val_loss",
-    mode: Mode | Sequence[Mode] = "min",
+    mode: Mode | Sequence[Mode] = "auto",
     sampler: str | BaseSampler = "tpe",
     pruner: str | BasePruner = "asha",
     seed: int = 0,
@@ -97,7 +97,8 @@ def tune(
         parallel: trials at a time, as far as there are slots for them.
         monitor: key of the history by which trials are judged; several give a Pareto front, and
             no trial ends early.
-        mode: whether smaller (``"min"``) or larger values are better; one for all, or for each.
+        mode: whether smaller (``"min"``) or larger values (``"max"``) are better; one for all, or
+            for each. ``"auto"`` goes by the name, see `EarlyStopping.mode`.
         sampler: ``"tpe"``, ``"random"``, or a sampler of Optuna's.
         pruner: ``"asha"``, ``"hyperband"``, ``"median"``, ``"none"``, or a pruner of Optuna's. It
             sees the best value of a trial after each of its epochs.

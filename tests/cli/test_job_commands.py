@@ -62,7 +62,7 @@ def test_what_takes_long_before_spark_is_shown(monkeypatch: pytest.MonkeyPatch) 
     module = ModuleType("some_check")
     monkeypatch.setattr(module, "check", lambda job: shown.append(is_shown()), raising=False)
     monkeypatch.setitem(sys.modules, "some_check", module)
-    replace(command(), check="some_check:check").load(CONFIG, ())
+    run_job(replace(command([]), check="some_check:check"), ("--config", CONFIG))
     assert shown == [True]
 
 

@@ -173,7 +173,7 @@ def test_the_rate_falls_when_evaluations_get_no_better() -> None:
     alone = run(make_net(), but(CONFIG, scheduler=lower), data()).history  # by the training loss
     assert [record["learning_rate"] for record in alone] == pytest.approx([0.02, 0.02, 0.01])
     wanted = EarlyStopping(monitor="val_loss", mode="max")
-    with pytest.raises(ConfigError, match="give it mode='max' too"):
+    with pytest.raises(ConfigError, match="mode='max'; give it that mode too"):
         run(make_net(), but(config, early_stopping=wanted), data(), validation=validation)
     only_best = EarlyStopping(monitor="val_loss", mode="max", patience=sys.maxsize)  # of a search
     found = run(make_net(), but(config, early_stopping=only_best), data(), validation=validation)

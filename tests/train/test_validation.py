@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import math
-from functools import partial
 from typing import Any
 
 import pytest
@@ -26,7 +25,7 @@ def evaluated(net: nn.Module, shards: list[ShardData], batch_size: int, weighted
     config = TrainConfig(batch_size=batch_size, loss="mse", task="regression")
     plan = plan_for(shards, config, weighted=weighted)
     comm = LocalCommunicator()
-    replica = make_replica(net, config, plan, CPU, partial(AllReduce().setup, comm=comm))
+    replica = make_replica(net, config, plan, CPU, lambda *made: AllReduce().setup(*made, comm))
     values = evaluate(replica, sequential_batches(MappedRows(shards, plan), plan), comm)
     assert set(values) == {"val_loss"}
     return values["val_loss"]

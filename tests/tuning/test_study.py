@@ -40,7 +40,7 @@ def test_a_study_does_not_go_on_with_what_cannot_be_compared(
         ({"trials": 0}, "trials must be at least 1; received 0"),
         ({"parallel": 0}, "parallel must be at least 1; received 0"),
         ({"monitors": ()}, "must name a value"),
-        ({"modes": ("minimize",)}, "mode must be 'min' or 'max'; received 'minimize'"),
+        ({"modes": ("minimize",)}, "mode must be 'auto', 'min' or 'max'; received 'minimize'"),
         ({"monitors": ("a", "b")}, "one for each"),
         ({"sampler": "tpo"}, "unknown sampler 'tpo'; known: tpe, random"),
         ({"pruner": "sha"}, "unknown pruner 'sha'; known: asha, hyperband"),

@@ -10,11 +10,11 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, NoReturn
+from typing import TYPE_CHECKING, Any, ClassVar, NoReturn
 
 import numpy as np
 
-from sparkdl.config import TrainConfig, require
+from sparkdl.config import Mode, TrainConfig, direction
 from sparkdl.data.plan import Shard, TrainPlan, steps_per_epoch
 from sparkdl.errors import ConfigError, DataError
 from sparkdl.sync.averaging.period import check_period
@@ -66,8 +66,8 @@ class Competition(PopulationStrategy):
     """Part of each shard's rows that is set aside where no rows are marked for validation."""
     monitor: str = "val_loss"
     """Value of the history by which members are judged: ``val_loss``, or ``val_<metric name>``."""
-    mode: Literal["min", "max"] = "min"
-    """Whether members with smaller or with larger values are better."""
+    mode: Mode = "auto"
+    """Whether members with smaller or with larger values are better; see `EarlyStopping.mode`."""
     mutations: Mapping[str, Mutation] = field(default_factory=dict)
     """Hyperparameter -> its values, of which each member draws its own when it begins; member 0
     has the user's. ``learning_rate``, or a number in torch's parameter groups, such as
@@ -75,7 +75,7 @@ class Competition(PopulationStrategy):
 
     def __post_init__(self) -> None:
         check_period(self.period, name="period")
-        require(self.mode in ("min", "max"), "mode must be 'min' or 'max'", self.mode)
+        direction(self.monitor, self.mode)
         for name, mutation in self.mutations.items():
             _check_mutation(name, mutation)
         if not 0 < self.holdout_fraction <= 0.5:
@@ -110,7 +110,8 @@ class Competition(PopulationStrategy):
                 f"{type(self).__name__} judges by {self.monitor!r}, which is not measured; "
                 f"measured are {', '.join(record)}"
             )
-        return record[self.monitor] if self.mode == "min" else -record[self.monitor]
+        value = record[self.monitor]
+        return value if direction(self.monitor, self.mode) == "min" else -value
 
     def domains(self, own: Mapping[str, float]) -> dict[str, Range | Sequence[float]]:
         """Hyperparameter -> its values, given the user's own.

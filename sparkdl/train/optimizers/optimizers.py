@@ -256,11 +256,10 @@ def make_scheduler(
         stopping = config.early_stopping
         if stopping is not None and not stopping.may_stop:
             stopping = None  # a search's own: the schedule is that of a fit outside of it
-        if stopping is not None and stopping.mode != scheduler.mode:
+        if stopping is not None and stopping.direction != scheduler.mode:
             raise ConfigError(
                 f"ReduceLROnPlateau gets {stopping.monitor!r}, which early stopping monitors with "
-                f"mode={stopping.mode!r}; give it mode={stopping.mode!r} too, not "
-                f"{scheduler.mode!r}"
+                f"mode={stopping.direction!r}; give it that mode too, not {scheduler.mode!r}"
             )
         monitors = ("val_loss", "loss") if stopping is None else (stopping.monitor,)
         return Schedule(scheduler, monitors=monitors)

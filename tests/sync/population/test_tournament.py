@@ -101,7 +101,7 @@ def test_any_metric_may_judge_if_it_is_measured() -> None:
         Tournament(monitor="val_f1").check(config, 2)
     with pytest.raises(ConfigError, match="'val_f1', which is not measured; measured are val_loss"):
         Tournament(monitor="val_f1").cost({"val_loss": 1.0})
-    with pytest.raises(ConfigError, match="mode must be 'min' or 'max'"):
+    with pytest.raises(ConfigError, match="mode must be 'auto', 'min' or 'max'"):
         Tournament(mode="best")  # type: ignore[arg-type]
 
 
