@@ -18,6 +18,7 @@ from pyspark import BarrierTaskContext
 from pyspark.sql import DataFrame
 
 from sparkdl.comm.access import Address
+from sparkdl.comm.certificates import Certificate
 from sparkdl.comm.channel import ChannelServer, Hub
 from sparkdl.comm.file_chunks import RESULT_COLUMNS, joined_results, result_batches
 from sparkdl.comm.worker_environment import WorkerEnvironment
@@ -99,4 +100,5 @@ def _host_channel(
         server = ChannelServer(hub, bind=address, announce=address)
         stack.callback(server.shutdown)
         message = json.dumps(asdict(server.address))
-    return Address(**json.loads(context.allGather(message)[0]))
+    told = json.loads(context.allGather(message)[0])
+    return Address(**{**told, "worker": Certificate(**told["worker"])})
