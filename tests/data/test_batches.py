@@ -19,7 +19,7 @@ from sparkdl.data.plan import Column, Shard, TrainPlan, make_plan
 from sparkdl.data.shuffle import cut_rows, epoch_order, windowed_order
 from sparkdl.data.shuffle_windows import Windows
 from sparkdl.data.spool.mapped import MappedRows, ShardData
-from tests.data.test_shuffle import whole as order_of_windows
+from tests.data.row_windows import whole as order_of_windows
 
 COLUMNS = (
     Column(name="y", role="label", dtype="int64", shape=()),

@@ -5,13 +5,8 @@ from itertools import pairwise
 import numpy as np
 import pytest
 
-from sparkdl.data.shuffle import (
-    LengthGroups,
-    WindowedOrder,
-    cut_rows,
-    epoch_order,
-    windowed_order,
-)
+from sparkdl.data.shuffle import LengthGroups, cut_rows, epoch_order, windowed_order
+from tests.data.row_windows import rows_of, whole
 
 
 def test_order_is_a_permutation() -> None:
@@ -82,16 +77,6 @@ def test_rows_of_similar_length_meet(rows: int) -> None:
     # Within the steps that are sorted together, and nowhere else.
     half = bounds[4]
     assert sorted(grouped[:half].tolist()) == sorted(order[:half].tolist())
-
-
-def whole(order: WindowedOrder) -> list[int]:
-    """The epoch's order, as positions in the concatenation of all shards."""
-    return [row for window in range(order.num_windows) for row in rows_of(order, window)]
-
-
-def rows_of(order: WindowedOrder, window: int) -> list[int]:
-    rows = [np.arange(*order.starts[group : group + 2]) for group in order.groups(window)]
-    return np.concatenate(rows)[order.mixture(window)].tolist()
 
 
 def test_shards_are_cut_into_row_groups() -> None:

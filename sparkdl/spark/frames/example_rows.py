@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import datetime
 import decimal
+import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -54,11 +55,17 @@ class UserRows:
 def _origin(df: DataFrame) -> SparkColumn:
     """The file that Spark has read a row from, with the row's number where the format has one."""
     numbered = F.format_string("row %d of %s", "_metadata.row_index", "_metadata.file_path")
+    log = logging.getLogger(
+        "DataFrameQueryContextLogger"
+    )  # pyspark's; it tells even what is caught
+    was_disabled, log.disabled = log.disabled, True
     try:
         df.select(numbered).schema  # noqa: B018 # Spark Connect finds out now
         return numbered
     except AnalysisException:
         return F.input_file_name()
+    finally:
+        log.disabled = was_disabled
 
 
 def _words(row: Row, origin: str, first: str) -> str:

@@ -23,6 +23,7 @@ from sparkdl.data.spool.spool_source import open_spool
 from sparkdl.spark.frames.prepare_columns import prepare
 from sparkdl.spark.frames.row_table import TableSpec
 from sparkdl.spark.frames.shard_table import ShardTable
+from tests.data.row_windows import whole
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
@@ -83,8 +84,7 @@ def imbalance(labels: Ints) -> float:
 
 
 def by_windows(order: WindowedOrder) -> Ints:
-    parts = [order.positions(window) for window in range(order.num_windows)]
-    return np.concatenate(parts).astype(np.int64)
+    return np.array(whole(order), dtype=np.int64)
 
 
 def training_orders(shard: Spooled, *, windows: bool) -> list[Ints]:
