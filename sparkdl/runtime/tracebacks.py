@@ -29,14 +29,17 @@ _STANDARD = os.path.dirname(os.__file__) + os.sep  # noqa: PTH120
 
 
 def plainly(function: Callable[P, R]) -> Callable[P, R]:
-    """Let Ctrl-C, and what a public function raises on purpose, end in a short traceback."""
+    """Let Ctrl-C, and what a public function raises on purpose, end in a short traceback.
+
+    So do errors that Spark tells of the user's own functions on DataFrames.
+    """
 
     @functools.wraps(function)
     def call(*args: P.args, **kwargs: P.kwargs) -> R:
         try:
             return function(*args, **kwargs)
-        except (SparkDLError, KeyboardInterrupt) as error:
-            if _shows_all():
+        except (Exception, KeyboardInterrupt) as error:
+            if _shows_all() or not _explains_itself(error):
                 raise
             raised = shortened(error)
         raise raised
@@ -46,7 +49,11 @@ def plainly(function: Callable[P, R]) -> Callable[P, R]:
 
 def shortened(error: E) -> E:
     """An error of ours without a traceback; its cause is the user's own exception, if one is."""
-    error.__cause__ = _users_cause(error)
+    cause = error.__cause__
+    if isinstance(error, KeyboardInterrupt) and isinstance(cause, SparkDLError):
+        error.__cause__ = shortened(cause)  # what was told when it came
+    else:
+        error.__cause__ = _users_cause(error)
     error.__suppress_context__ = True
     return error.with_traceback(None)
 
@@ -62,6 +69,13 @@ def formatted(error: BaseException) -> str:
     if own is None:
         return "".join(traceback.format_exception(error))
     return "".join(traceback.format_exception(type(error), error, own, chain=False))
+
+
+def _explains_itself(error: BaseException) -> bool:
+    if isinstance(error, SparkDLError | KeyboardInterrupt):
+        return True
+    kind = type(error)  # of pyspark, which is not imported here
+    return kind.__name__ == "PythonException" and kind.__module__.startswith("pyspark.errors")
 
 
 def _shows_all() -> bool:

@@ -7,6 +7,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
+from pyspark.errors import PythonException
 from torch import nn
 
 from sparkdl import TorchClassifier
@@ -98,3 +99,24 @@ def test_of_fit_one_frame_is_left() -> None:
     with pytest.raises(ConfigError, match="epochs must be at least 1") as caught:
         TorchClassifier(module=Net, epochs=0).fit(None)  # type: ignore[arg-type]
     assert [frame.name for frame in traceback.extract_tb(caught.tb)][1:] == ["call"]
+
+
+def test_an_error_in_a_function_of_the_users_on_spark_has_none_of_our_frames() -> None:
+    def fails() -> None:
+        raise PythonException("An exception was thrown from the Python worker: ...")
+
+    with pytest.raises(PythonException) as caught:
+        plainly(fails)()
+    assert [frame.name for frame in traceback.extract_tb(caught.tb)][1:] == ["call"]
+
+
+def test_ctrl_c_while_an_error_is_told_keeps_the_error() -> None:
+    def fails() -> None:
+        try:
+            run_module()
+        except ConfigError as error:
+            raise KeyboardInterrupt("interrupted") from error
+
+    with pytest.raises(KeyboardInterrupt) as caught:
+        plainly(fails)()
+    assert isinstance(caught.value.__cause__, ConfigError)
