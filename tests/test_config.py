@@ -42,7 +42,7 @@ def test_wrong_values(changes: dict[str, Any], message: str) -> None:
     ("changes", "message"),
     [
         ({"patience": 0}, "patience must be at least 1; received 0"),
-        ({"mode": "up"}, "mode must be 'min' or 'max'; received 'up'"),
+        ({"mode": "up"}, "mode must be 'auto', 'min' or 'max'; received 'up'"),
         ({"min_delta": -0.1}, "min_delta must not be negative; received -0.1"),
     ],
 )

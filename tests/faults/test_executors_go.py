@@ -15,7 +15,7 @@ import pytest
 
 import sparkdl
 from sparkdl.errors import ClusterError
-from sparkdl.spark.fit import fit as fit_module
+from sparkdl.spark.fit import check_rows
 from tests.cluster.processes import parent_of, state_of
 from tests.faults.cluster import PATIENCE, Cluster, marks
 from tests.faults.faults import Fault, Faults, Victim, kill_worker, send
@@ -112,7 +112,7 @@ def test_caches_that_are_evicted(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Between the spool and training, and again when a worker is lost."""
-    check = fit_module.check_rows
+    check = check_rows.check_rows
 
     def checked(*given: Any) -> Any:
         evict(spark)
@@ -124,7 +124,7 @@ def test_caches_that_are_evicted(
         with kill_worker(victim):
             yield
 
-    monkeypatch.setattr(fit_module, "check_rows", checked)
+    monkeypatch.setattr(check_rows, "check_rows", checked)
     faults.at("checkpoint", 1, evict_and_kill)
     outcome = trained("evicted cache, kill_worker in checkpoint", df, fit_request(), faults)
     assert outcome.digest == undisturbed.digest

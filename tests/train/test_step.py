@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import math
-from functools import partial
 
 import pytest
 import torch
@@ -22,8 +21,10 @@ CPU = torch.device("cpu")
 
 def make_step(net: nn.Module, config: TrainConfig) -> TrainStep:
     plan = plan_for(make_data([4]), config)
-    synchronize = partial(AllReduce().setup, comm=LocalCommunicator())
-    return TrainStep(make_replica(net, config, plan, CPU, synchronize), clock=Clock())
+    replica = make_replica(
+        net, config, plan, CPU, lambda *made: AllReduce().setup(*made, LocalCommunicator())
+    )
+    return TrainStep(replica, clock=Clock())
 
 
 def make_batch(rows: int, weight: torch.Tensor | None = None) -> Batch:
