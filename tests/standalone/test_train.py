@@ -191,7 +191,7 @@ def test_a_worker_hands_out_gpus(topology: Topology, archive: Path, tmp_path: Pa
     changes = {"estimator.num_workers": 1, "estimator.gpus_per_worker": 1, "estimator.epochs": 1,
                "estimator.device": "cpu"}  # fmt: skip
     job = Job(topology, archive, tmp_path, "gpu", properties="standalone-gpu", changes=changes)
-    assert "on 1 workers" in job.result()
+    assert "on 1 worker" in job.result()
     told = json.loads((tmp_path / "0.json").read_text())
     assert told["gpus"] == ["0"]
     assert Path(told["cwd"]).is_relative_to(topology.folder / "worker-gpu")
