@@ -103,8 +103,8 @@ def build(kind: type[T], table: Any, where: str = "") -> T:
     for key in table:
         if key not in known:
             what = f"unknown key '{key}' in [{where}]" if where else f"unknown section [{key}]"
-            hint = did_you_mean(key, known) or ";"
-            raise ConfigError(f"{what}{hint} known: {', '.join(known)}")
+            hint = did_you_mean(key, known) or f"; known: {', '.join(known)}"
+            raise ConfigError(f"{what}{hint}")
     for name in known:
         if name in required(kind) and name not in table:
             place = f"key '{name}' in [{where}]" if where else f"section [{name}]"

@@ -207,7 +207,7 @@ class _Entry:
             except BaseException:
                 self._has_failed = True
                 logger.warning(
-                    "%s has failed; of this run it is only told the end:\n%s",
+                    "%s has failed; it is told nothing more of this run but its end:\n%s",
                     self._name,
                     traceback.format_exc().rstrip(),
                 )

@@ -77,7 +77,7 @@ def test_given_holds_what_was_set_and_not_the_kind(smallest: Path) -> None:
 @pytest.mark.parametrize(
     ("setting", "message"),
     [
-        ("estimator.epoch=3", "unknown key 'epoch' in [estimator]; did you mean 'epochs'? known:"),
+        ("estimator.epoch=3", "unknown key 'epoch' in [estimator]; did you mean 'epochs'?"),
         ("trainer.epochs=3", "unknown section [trainer]; known: data, model, output, validation"),
         ("data.format=avro", "data.format must be one of 'parquet', 'csv', 'json', 'orc', 'table'"),
         ("data.format=table", "[data] format 'table' needs the key 'table'"),

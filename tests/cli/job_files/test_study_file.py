@@ -59,7 +59,7 @@ def test_what_a_search_does_not_do_is_refused(job: TuneJob) -> None:
         ),
         (
             "estimators.epochs",
-            "unknown section .estimators.; did you mean 'estimator'. known: data, model",
+            "unknown section .estimators.; did you mean 'estimator'",
         ),
         ("study.trials", "unknown section .study."),
         ("estimator.precision", "estimator.precision must be a string; received 7"),
