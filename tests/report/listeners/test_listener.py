@@ -83,7 +83,7 @@ def test_a_listener_that_fails_is_only_told_the_end(caplog: pytest.LogCaptureFix
     told.end(record(), None)
     assert bad.calls == [{}, "end"]
     assert good.calls == [{}, {}, {}, "end"]
-    assert caplog.text.count("Noted has failed; it is told nothing more of this run but its end") == 2
+    assert caplog.text.count("Noted has failed; it is told nothing more of this run") == 2
 
 
 def test_those_that_have_started_are_told_the_end_if_another_cannot_start() -> None:
