@@ -96,6 +96,6 @@ def test_estimators_load_with_spark(spark: SparkSession, folder: Path) -> None:
 
     estimator = TorchClassifier.load(str(folder / "estimator"))
     assert estimator.getLoss() is nn.CrossEntropyLoss and estimator.getEpochs() == 3
-    assert estimator.getEarlyStopping() == EarlyStopping(patience=2)
+    assert estimator.getEarlyStopping() == EarlyStopping(patience=2, mode="min")
     assert estimator.getOptimizerParams() == {"betas": (0.8, 0.9)}
     torch.testing.assert_close(estimator.getModule()[0].weight, filled(nn.Linear(3, 2)).weight)
