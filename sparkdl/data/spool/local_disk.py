@@ -104,10 +104,10 @@ def roomiest(directories: Sequence[str]) -> Path:
 
 
 def remove_spool(directory: Path) -> bool:
-    """Delete a spool if it is there. Returns whether it was."""
+    """Delete a spool if it is there. Returns whether it was, and is not any more."""
     if not directory.is_dir():
         return False
     shutil.rmtree(directory, ignore_errors=True)
     with contextlib.suppress(OSError):  # the run's folder goes with its last shard
         os.rmdir(directory.parent)  # noqa: PTH106 - must fail when not empty
-    return True
+    return not directory.exists()

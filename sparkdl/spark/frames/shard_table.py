@@ -123,8 +123,7 @@ class SpoolTable:
         nothing: it must not hide what went wrong before, nor spoil what went well.
         """
         # What is here needs no job, but for what the driver has not heard of.
-        here = {path for path in self._seen if remove_spool(Path(path))}
-        self._seen -= {path for path in here if not Path(path).exists()}
+        self._seen -= {path for path in self._seen if remove_spool(Path(path))}
         if has_ended(self._spark):
             return  # which has removed its own directories
         try:

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import errno
 import os
+import shutil
 from pathlib import Path
 
 import pytest
@@ -26,6 +27,14 @@ def test_roomiest_and_remove(tmp_path: Path) -> None:
     assert remove_spool(tmp_path / "run" / "s")
     assert not remove_spool(tmp_path / "run" / "s")
     assert not (tmp_path / "run").exists()
+
+
+def test_what_cannot_be_removed_is_not_said_to_be(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "run" / "s").mkdir(parents=True)
+    monkeypatch.setattr(shutil, "rmtree", lambda *_, **__: None)  # as on a disk that is read-only
+    assert not remove_spool(tmp_path / "run" / "s")
 
 
 @pytest.mark.parametrize(
