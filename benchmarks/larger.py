@@ -190,7 +190,7 @@ def from_spool(order: dict, directory: Path, num_rows: int) -> Iterator[int]:
     """As a worker reads, in windows or in a permutation of all rows."""
     plan = planned(order, num_rows)
     shard = open_spool(directory, COLUMNS, num_rows=num_rows, split="train", fingerprint="larger")
-    for batch in Batches(MappedRows([shard], plan), plan, 0, seed=0, epoch=0):
+    for batch in Batches([MappedRows(shard, plan)], plan, 0, seed=0, epoch=0):
         yield batch.num_rows
 
 

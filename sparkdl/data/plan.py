@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Any, Literal
 
 from sparkdl.data.shuffle_windows import Windows
@@ -137,16 +138,16 @@ class TrainPlan:
     shards: tuple[Shard, ...]
     world_size: int
     batch_size: int
-    """Largest number of samples that one rank uses in one step."""
+    """Largest number of samples of a shard in one step."""
     epochs: int
     """Epochs of this run."""
     max_steps: int
     """Steps of this run after which it ends whatever the epoch; -1 for no limit."""
     steps_per_epoch: int
     shards_by_rank: tuple[tuple[int, ...], ...] = field(default=())
-    """Shard ids of each rank; a rank keeps its shards over restarts."""
+    """Shard ids of each rank; who holds a shard changes nothing of what is computed."""
     windows: Windows | None = None
-    """How rows are mixed that do not fit into memory; None: each rank's as a whole."""
+    """How rows are mixed that do not fit into memory; None: each shard's as a whole."""
     first_epoch: int = 0
     """Number of the first epoch: those of the fits that this one goes on from count too."""
     first_step: int = 0
@@ -187,9 +188,22 @@ class TrainPlan:
         """Training rows of ``rank``."""
         return sum(shard.num_rows for shard in self.shards_of(rank))
 
-    def bounds(self, rank: int, step_in_epoch: int) -> tuple[int, int]:
-        """First and one past the last position, in ``rank``'s epoch order, of a step's batch."""
-        return batch_bounds(self.rows_of(rank), self.steps_per_epoch, step_in_epoch)
+    def rows_by_rank(self, step_in_epoch: int) -> list[int]:
+        """Each rank's samples in a step: of each of its shards those in `batch_bounds`."""
+        num_steps, after = self.steps_per_epoch, step_in_epoch + 1
+        found = [0] * self.world_size
+        for rank, rows in self._rows_and_ranks:
+            found[rank] += rows * after // num_steps - rows * step_in_epoch // num_steps
+        return found
+
+    @cached_property
+    def _rows_and_ranks(self) -> list[tuple[int, int]]:
+        """The rank of each shard, and its training rows."""
+        return [
+            (rank, shard.num_rows)
+            for rank in range(self.world_size)
+            for shard in self.shards_of(rank)
+        ]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -213,9 +227,9 @@ def batch_bounds(num_rows: int, num_steps: int, step: int) -> tuple[int, int]:
     return num_rows * step // num_steps, num_rows * (step + 1) // num_steps
 
 
-def steps_per_epoch(rows_by_rank: Sequence[int], batch_size: int) -> int:
-    """Smallest number of steps in which no rank exceeds ``batch_size`` samples a step."""
-    return max(1, -(-max(rows_by_rank) // batch_size))
+def steps_per_epoch(rows_by_shard: Sequence[int], batch_size: int) -> int:
+    """Smallest number of steps in which no shard gives more than ``batch_size`` samples a step."""
+    return max(1, -(-max(rows_by_shard) // batch_size))
 
 
 def assign_shards(num_shards: int, world_size: int) -> tuple[tuple[int, ...], ...]:
@@ -252,8 +266,6 @@ def make_plan(
     ordered = tuple(sorted(shards, key=lambda shard: shard.shard_id))
     if not any(shard.num_rows for shard in ordered):
         raise DataError("the DataFrame has no training rows; check its filter and the validation")
-    shards_by_rank = assign_shards(len(ordered), world_size)
-    rows = [sum(ordered[i].num_rows for i in mine) for mine in shards_by_rank]
     return TrainPlan(
         columns=tuple(columns),
         shards=ordered,
@@ -261,8 +273,8 @@ def make_plan(
         batch_size=batch_size,
         epochs=epochs,
         max_steps=max_steps,
-        steps_per_epoch=steps_per_epoch(rows, batch_size),
-        shards_by_rank=shards_by_rank,
+        steps_per_epoch=steps_per_epoch([shard.num_rows for shard in ordered], batch_size),
+        shards_by_rank=assign_shards(len(ordered), world_size),
         windows=windows,
         first_epoch=first_epoch,
         first_step=first_step,
