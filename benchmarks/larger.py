@@ -202,7 +202,7 @@ def planned(order: dict, num_rows: int) -> TrainPlan:
         fingerprint="larger", num_bytes=size,
     )  # fmt: skip
     load = HostLoad(num_shards=1, num_bytes=size, memory_bytes=order["limit"])
-    windows = choose_windows([load], bytes_by_rank=[size], row_bytes=ROW_BYTES, window_bytes=None)
+    windows = choose_windows([load], bytes_by_shard=[size], row_bytes=ROW_BYTES, window_bytes=None)
     return make_plan(
         columns=COLUMNS, shards=[shard], world_size=1, batch_size=order["batch"], epochs=1,
         windows=windows if order["name"] == "windows" else None,

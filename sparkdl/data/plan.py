@@ -196,6 +196,14 @@ class TrainPlan:
             found[rank] += rows * after // num_steps - rows * step_in_epoch // num_steps
         return found
 
+    @property
+    def fewest_in_a_step(self) -> int:
+        """So many samples at least each rank has in every step."""
+        return min(
+            sum(shard.num_rows // self.steps_per_epoch for shard in self.shards_of(rank))
+            for rank in range(self.world_size)
+        )
+
     @cached_property
     def _rows_and_ranks(self) -> list[tuple[int, int]]:
         """The rank of each shard, and its training rows."""

@@ -107,19 +107,24 @@ def plan_slots(
     cpus_per_worker: int | None,
     gpus_per_worker: float | None,
     is_gang: bool = True,
+    most_workers: int | None = None,
 ) -> Slots:
     """Decide for a gang, and wait until all its slots are free; or for rounds.
 
-    The shards of rounds need no slots of their own, so none are waited for. Raises ClusterError.
+    If the user leaves the number of workers open, it is at most ``most_workers``. The shards of
+    rounds need no slots of their own, so none are waited for. Raises ClusterError.
     """
     info = await_executors(spark, settings) if num_workers is None else inspect_cluster(spark)
     if is_gang:
         require_gang_support(info, partial(conf, spark), settings)
     profile = make_profile(info, cpus_per_worker, gpus_per_worker)
+    is_open = num_workers is None
     if is_gang or num_workers is None:
         num_workers = choose_num_workers(
             info, num_workers, cpus_per_worker=cpus_per_worker, gpus_per_worker=gpus_per_worker
         )
+    if is_open and most_workers is not None:
+        num_workers = min(num_workers, most_workers)
     # In rounds fixed by the task's own cores, so that it gives the same bits wherever it runs.
     threads = cpus_per_worker or info.task_threads
     slots = Slots(

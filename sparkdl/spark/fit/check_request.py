@@ -118,11 +118,22 @@ class CheckedRequest(CheckedValues):
         return not self.slots.is_gang
 
     @property
+    def num_shards(self) -> int:
+        """Fixed parts of the rows."""
+        return self.request.num_shards or self.slots.num_workers
+
+    @property
+    def shards_per_worker(self) -> int:
+        """Shards of a worker, at most."""
+        return -(-self.num_shards // self.slots.num_workers)
+
+    @property
     def table_spec(self) -> TableSpec:
         """What the shards of the run shall hold."""
         return TableSpec(
             columns=self.columns,
-            num_shards=self.slots.num_workers,
+            num_shards=self.num_shards,
+            num_places=self.slots.num_workers,
             validation=self.validation,
             validation_col=self.request.validation_col,
             shares=self.shares,
@@ -135,7 +146,7 @@ class CheckedRequest(CheckedValues):
     @property
     def shares(self) -> tuple[float, ...] | None:
         """Each shard's part of the rows, adding up to 1; None: equal parts."""
-        shares = self.strategy.row_shares(self.slots.num_workers)
+        shares = self.strategy.row_shares(self.num_shards)
         return None if shares is None else tuple(shares)
 
     def make_plan(self, columns: Items[Column], shards: Items[Shard]) -> TrainPlan:
@@ -143,7 +154,7 @@ class CheckedRequest(CheckedValues):
         plan = make_plan(
             columns=columns,
             shards=shards,
-            world_size=len(shards),
+            world_size=self.slots.num_workers,
             batch_size=self.config.batch_size,
             epochs=self.config.epochs,
             max_steps=self.config.max_steps,
@@ -186,6 +197,7 @@ def check_request(data: UserData, request: FitRequest) -> CheckedRequest:
         cpus_per_worker=request.cpus_per_worker,
         gpus_per_worker=request.gpus_per_worker,
         is_gang=values.mode == "gang",
+        most_workers=request.num_shards,
     )
     if request.num_workers is None and "numWorkers" not in request.automatic:
         logger.info(
@@ -193,6 +205,7 @@ def check_request(data: UserData, request: FitRequest) -> CheckedRequest:
             slots.num_workers,
         )
     strategy.check(config, slots.num_workers)
+    check_shards(request.num_shards, strategy, slots.num_workers)
     if not slots.is_gang and isinstance(strategy, AveragingStrategy):
         check_driver_memory(
             partial(compat.conf, data.spark),
@@ -213,6 +226,31 @@ def check_request(data: UserData, request: FitRequest) -> CheckedRequest:
         method=method,
         begins_from=begins_from,
     )
+
+
+def check_shards(shards: int | None, strategy: SyncStrategy, workers: int) -> None:
+    """Refuse more workers than shards, or fewer where that changes the result; raises ConfigError.
+
+    Averaging strategies train a replica on each shard.
+    """
+    if shards is None or shards == workers:
+        return
+    if shards < workers:
+        raise ConfigError(
+            f"numShards={shards} is less than the {workers} workers, of which each needs a shard; "
+            f"raise numShards, or set numWorkers to at most {shards}"
+        )
+    name = type(strategy).__name__
+    if not strategy.is_elastic:
+        raise ConfigError(
+            f"numShards={shards} with {workers} workers: what {name} learns depends on which "
+            "worker has which rows; leave numShards unset, or use AllReduce without compression "
+            "and backup workers"
+        )
+    if strategy.row_shares(workers) is not None:
+        raise ConfigError(
+            "work_shares cuts the rows by worker, and numShards by itself; set one of them"
+        )
 
 
 def check_values(request: FitRequest) -> CheckedValues:

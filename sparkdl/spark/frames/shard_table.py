@@ -34,7 +34,11 @@ from sparkdl.errors import DataError
 from sparkdl.spark.cluster.cluster_info import ClusterInfo, Get, parse_bytes
 from sparkdl.spark.frames.columns import quoted
 from sparkdl.spark.frames.example_rows import UserRows, in_words
-from sparkdl.spark.frames.row_table import TableSpec, require_same, spool_columns
+from sparkdl.spark.frames.row_table import (
+    TableSpec,
+    require_same,
+    spool_columns,
+)
 from sparkdl.spark.frames.spool_task import TABLE_SCHEMA, CleanTask, SpoolTask
 from sparkdl.spark.session.background_job import BackgroundJob
 from sparkdl.spark.session.compat import conf, described, has_ended, num_slots
@@ -67,11 +71,11 @@ class SpoolTable:
     df: DataFrame
     """Columns of `spool_task.TABLE_SCHEMA`; persisted."""
 
-    def __init__(self, spark: SparkSession, *, run_id: str, num_shards: int) -> None:
-        """Of a table that the class itself describes in ``df``."""
+    def __init__(self, spark: SparkSession, *, run_id: str, num_places: int) -> None:
+        """Of a table that the class itself describes in ``df``, with so many partitions."""
         self._spark = spark
         self._run_id = run_id
-        self.num_shards = num_shards
+        self.num_places = num_places
         self._seen: set[str] = set()
         self._spooling = threading.RLock()
         self._stragglers = False
@@ -104,8 +108,10 @@ class SpoolTable:
         payloads = [json.loads(row["payload"]) for row in sorted(rows)]
         self._seen.update(payload["path"] for payload in payloads if "path" in payload)
         # Spark runs no task at all if it finds that there is nothing to do.
-        found = zip(*(parse_shards(payload) for payload in payloads), strict=True)
-        return list(found) or [()] * num_sets
+        found = [parse_shards(payload) for payload in payloads]
+        if num_sets == 1:  # of which a partition may hold several shards
+            return [tuple(shard for shards in found for shard in shards)]
+        return list(zip(*found, strict=True)) or [()] * num_sets
 
     def rebuild(self) -> None:
         self.df.unpersist()
@@ -160,14 +166,14 @@ class SpoolTable:
         """Remove what executors have; of earlier runs too, where that could not be done then."""
         _left.pop(self._run_id, None)
         try:
-            # As many tasks as shards usually meet the executors that spooled; else all slots,
+            # As many tasks as partitions usually meet the executors that spooled; else all slots,
             # or, where Spark does not tell how many there are, several times as many tasks.
-            self._clean(self.num_shards)
+            self._clean(self.num_places)
             if self._seen or self._stragglers:
                 # Something was lost or cancelled, so tasks that Spark has given up may go on
                 # writing for a moment, and keep the slots from which they would be met.
                 time.sleep(_KILL_SECONDS)
-                self._clean(max(num_slots(self._spark), _PASSES * self.num_shards))
+                self._clean(max(num_slots(self._spark), _PASSES * self.num_places))
         except Exception as error:
             if has_ended(self._spark):
                 return
@@ -258,12 +264,13 @@ class ShardTable(SpoolTable, SpooledRows):
         self, df: DataFrame, spec: TableSpec, *, run_id: str, shown: UserRows | None = None
     ) -> None:
         """Describe the table; messages show ``shown`` where the rows of ``df`` are copies."""
-        SpoolTable.__init__(self, df.sparkSession, run_id=run_id, num_shards=spec.num_shards)
+        SpoolTable.__init__(self, df.sparkSession, run_id=run_id, num_places=spec.num_partitions)
         self._rows = shown or UserRows(df, spec.columns, spec.validation)
         SpooledRows.__init__(self, spec, self._rows)
         task = SpoolTask(
             run_id=run_id,
             sets=(spool_columns(spec.columns),),
+            shards_by_place=spec.shards_by_place,
             has_validation=spec.validation is not None,
             heartbeat_timeout_seconds=spec.heartbeat_timeout_seconds,
         )
@@ -329,11 +336,20 @@ def spread(df: DataFrame, spec: TableSpec) -> DataFrame:
     """
     rows = selected(df, spec.columns, spec.validation)
     hashed = rows.withColumn("hash", F.xxhash64(*[F.col(name) for name in rows.columns]))
-    if spec.shares is None:
-        shards = hashed.repartition(spec.num_shards, "hash")
-    else:
+    if spec.shares is not None:
         shard = shard_of_hash(F.col("hash"), spec.shares)
         shards = hashed.repartitionById(spec.num_shards, shard)
+    elif spec.shards_by_place is None:
+        shards = hashed.repartition(spec.num_shards, "hash")
+    else:
+        # The shard to which `repartition` would deal a row, whatever the number of partitions.
+        dealt = hashed.select(
+            F.pmod(F.hash("hash"), F.lit(spec.num_shards)).alias("shard"), *hashed.columns
+        )
+        # As `assign_shards` has it: the last place that begins at the shard, or before.
+        place = ((F.col("shard") + 1) * spec.num_partitions - 1) / spec.num_shards
+        shards = dealt.repartitionById(spec.num_partitions, F.floor(place).cast("int"))
+        return shards.sortWithinPartitions("shard", "hash", *rows.columns)
     # Rows that differ only in where nulls or ends of arrays are have equal hashes.
     return shards.sortWithinPartitions("hash", *rows.columns)
 
@@ -348,7 +364,11 @@ def shard_of_hash(row_hash: SparkColumn, shares: Sequence[float]) -> SparkColumn
 
 
 def parse_shards(payload: dict[str, Any]) -> list[SpooledShard]:
-    """The shards, one of each data set, that a row of the table describes; raises SparkDLError."""
+    """The shards that a row of the table describes: of one data set, or one of each.
+
+    Raises:
+        SparkDLError: what the task has met.
+    """
     if "error" in payload:
         raise getattr(errors, payload["error"])(payload["message"])
     return [SpooledShard.from_dict(values) for values in payload["shards"]]
@@ -364,20 +384,18 @@ def windows_of_spool(
     """The windows of a run that begins; None: rows are mixed as a whole."""
     num_bytes = sum(part.shard.num_bytes for part in spooled)
     num_rows = sum(part.shard.num_all_rows for part in spooled)
-    by_rank = [
-        sum(shard.num_bytes for shard in plan.shards_of(rank)) for rank in range(plan.world_size)
-    ]
+    by_shard = [shard.num_bytes for shard in plan.shards]
     windows = choose_windows(
         host_loads(spooled, info, get),
-        bytes_by_rank=by_rank,
+        bytes_by_shard=by_shard,
         row_bytes=max(1, -(-num_bytes // num_rows)),
         window_bytes=window_bytes,
     )
     if windows is not None:
         logger.info(
-            "up to %d MiB of rows per worker are not mixed as a whole: %d row groups of %d rows "
+            "up to %d MiB of rows per shard are not mixed as a whole: %d row groups of %d rows "
             "at a time",
-            max(by_rank) >> 20,
+            max(by_shard) >> 20,
             windows.groups_together,
             windows.group_rows,
         )
