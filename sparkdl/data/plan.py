@@ -7,7 +7,7 @@ plan, logs it and sends it to the workers, so all ranks agree on it without talk
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, Literal
@@ -123,6 +123,8 @@ class Shard:
     fingerprint: str
     """Hash of the rows in their order: equal fingerprints mean the same rows in the same order."""
     num_bytes: int = 0
+    hosts: tuple[str, ...] = ()
+    """Hosts that can read it without the network, best first; empty: any."""
 
     @property
     def num_all_rows(self) -> int:
@@ -196,6 +198,15 @@ class TrainPlan:
             found[rank] += rows * after // num_steps - rows * step_in_epoch // num_steps
         return found
 
+    def for_shards(self, shards: Sequence[Shard]) -> TrainPlan:
+        """The plan of the same shards, which lie elsewhere now."""
+        return replace(self, shards=tuple(shards))
+
+    def held_by(self, shards_by_rank: Sequence[Sequence[int]]) -> TrainPlan:
+        """The plan of a gang whose ranks hold these shards."""
+        held = tuple(tuple(sorted(own)) for own in shards_by_rank)
+        return replace(self, world_size=len(held), shards_by_rank=held)
+
     @property
     def fewest_in_a_step(self) -> int:
         """So many samples at least each rank has in every step."""
@@ -246,6 +257,54 @@ def assign_shards(num_shards: int, world_size: int) -> tuple[tuple[int, ...], ..
         tuple(range(num_shards * r // world_size, num_shards * (r + 1) // world_size))
         for r in range(world_size)
     )
+
+
+_WORTH = 0.9
+"""A shard goes to a rank that must fetch it if the longest epoch takes so much less, or shorter."""
+
+
+def assign_near(
+    rows: Sequence[int], near: Sequence[Collection[int]], speeds: Sequence[float] | None = None
+) -> tuple[tuple[int, ...], ...]:
+    """Give shards to ranks: where they are near, then so that all ranks are ready together.
+
+    After MXNet's static balancing by the speed of devices. If all are near the ranks that
+    `assign_shards` gives them to, and no speeds are known, it stays at that.
+
+    Args:
+        rows: of each shard.
+        near: by rank the numbers of the shards that it reads without the network.
+        speeds: rows per second of each rank, in proportion; None: all alike.
+    """
+    ranks, default = range(len(near)), assign_shards(len(rows), len(near))
+    is_near = all(set(own) <= set(near[rank]) for rank, own in enumerate(default))
+    if is_near and speeds is None:
+        return default
+    speeds = speeds or [1.0] * len(near)
+    held: list[set[int]] = [set() for _ in ranks]
+    loads = [0.0] * len(near)
+
+    def take(shard: int, rank: int, sign: int = 1) -> None:
+        loads[rank] += sign * max(rows[shard], 0.5) / speeds[rank]  # also an empty one counts
+        (held[rank].add if sign > 0 else held[rank].remove)(shard)
+
+    for shard in sorted(range(len(rows)), key=lambda number: (-rows[number], number)):
+        choice = [rank for rank in ranks if shard in near[rank]] or list(ranks)
+        take(shard, min(choice, key=lambda rank: (loads[rank] + rows[shard] / speeds[rank], rank)))
+    while True:
+        slowest, idlest = max(ranks, key=loads.__getitem__), min(ranks, key=loads.__getitem__)
+        best, moved = _WORTH * loads[slowest], None
+        for shard in sorted(held[slowest]):
+            take(shard, slowest, -1)
+            take(shard, idlest)
+            if (after := max(loads[slowest], loads[idlest])) < best:
+                best, moved = after, shard
+            take(shard, idlest, -1)
+            take(shard, slowest)
+        if moved is None:
+            return tuple(tuple(sorted(own)) for own in held)
+        take(moved, slowest, -1)
+        take(moved, idlest)
 
 
 def make_plan(

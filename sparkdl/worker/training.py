@@ -30,6 +30,7 @@ from sparkdl.runtime.process import cpu_model
 from sparkdl.runtime.versions import versions
 from sparkdl.storage.retried import OUTAGE_SECONDS, again
 from sparkdl.storage.storage import Storage
+from sparkdl.worker.held_shards import hold_shards
 from sparkdl.worker.lifecycle import (
     GangOrder,
     Member,
@@ -75,6 +76,8 @@ class WorkOrder(GangOrder):
     """True if rank 0 sends what this fit leaves for another."""
     source: ShardSource = field(default_factory=SpoolSource)
     """Opens the plan's shards."""
+    is_placed: bool = True
+    """Whether each rank runs where the shards are that the plan gives it."""
     looks: Looks | None = None
     """What rank 0 looks at in its layers for reports; None: nothing."""
 
@@ -101,6 +104,14 @@ def _train(order: WorkOrder, member: Member) -> Results:
     comm, files, reporter = member.comm, member.files, member.reporter
     reporter.phase("setup")
     plan = order.plan
+    if not order.is_placed:
+        plan = hold_shards(
+            plan,
+            order.source,
+            comm,
+            run_id=order.run_id,
+            say_missing=lambda missing: reporter.send({"kind": "missing", "shards": missing}),
+        )
     with contextlib.ExitStack() as stack:
         module = initial_module(order.weights, structure, files, comm)
         storage = checkpoint_storage(order, files)
@@ -117,6 +128,7 @@ def _train(order: WorkOrder, member: Member) -> Results:
                     signal=member.client,
                     timeout_seconds=order.collective_timeout_seconds,
                     is_required=order.storage_url is not None,
+                    on_written=lambda step: reporter.send({"kind": "checkpoint", "step": step}),
                 )
             )
         outcome = train(

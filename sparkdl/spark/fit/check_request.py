@@ -120,7 +120,8 @@ class CheckedRequest(CheckedValues):
     @property
     def num_shards(self) -> int:
         """Fixed parts of the rows."""
-        return self.request.num_shards or self.slots.num_workers
+        slots = self.slots
+        return self.request.num_shards or slots.max_workers or slots.num_workers
 
     @property
     def shards_per_worker(self) -> int:
@@ -137,7 +138,8 @@ class CheckedRequest(CheckedValues):
             validation=self.validation,
             validation_col=self.request.validation_col,
             shares=self.shares,
-            is_gang=self.slots.is_gang,
+            # Where workers come and go shards move to them, and no stage may need all slots.
+            is_gang=self.slots.is_gang and self.slots.min_workers is None,
             profile=self.slots.profile,
             heartbeat_timeout_seconds=self.settings.heartbeat_timeout_seconds,
             queue_timeout_seconds=self.settings.queue_timeout_seconds,
@@ -190,6 +192,7 @@ def check_request(data: UserData, request: FitRequest) -> CheckedRequest:
     data.check_inputs((*request.specified, *request.labels))
     data.check_training(config, request.validation, has_logs=values.has_logs)
     columns, validation = prepare_columns(data.frame, request, values.float_dtype)
+    check_range(request, strategy, values.mode, is_connect=compat.is_connect(data.spark))
     slots = plan_slots(
         data.spark,
         settings,
@@ -198,6 +201,7 @@ def check_request(data: UserData, request: FitRequest) -> CheckedRequest:
         gpus_per_worker=request.gpus_per_worker,
         is_gang=values.mode == "gang",
         most_workers=request.num_shards,
+        min_workers=request.min_workers,
     )
     if request.num_workers is None and "numWorkers" not in request.automatic:
         logger.info(
@@ -205,7 +209,7 @@ def check_request(data: UserData, request: FitRequest) -> CheckedRequest:
             slots.num_workers,
         )
     strategy.check(config, slots.num_workers)
-    check_shards(request.num_shards, strategy, slots.num_workers)
+    check_shards(request.num_shards, strategy, slots.max_workers or slots.num_workers)
     if not slots.is_gang and isinstance(strategy, AveragingStrategy):
         check_driver_memory(
             partial(compat.conf, data.spark),
@@ -226,6 +230,32 @@ def check_request(data: UserData, request: FitRequest) -> CheckedRequest:
         method=method,
         begins_from=begins_from,
     )
+
+
+def check_range(
+    request: FitRequest, strategy: SyncStrategy, mode: str, *, is_connect: bool
+) -> None:
+    """Refuse a range of workers that cannot be had, or that changes the result; ConfigError."""
+    fewest, most = request.min_workers, request.num_workers
+    if fewest is None:
+        return
+    if most is not None and fewest > most:
+        raise ConfigError(f"minWorkers={fewest} is more than numWorkers={most}; lower it")
+    if mode == "rounds":
+        raise ConfigError(
+            "minWorkers is of a gang: rounds train their shards with however many slots there "
+            "are; leave it unset"
+        )
+    if not strategy.is_elastic:
+        raise ConfigError(
+            f"minWorkers={fewest}: what {type(strategy).__name__} learns depends on the number of "
+            "workers; leave minWorkers unset, use AllReduce without compression and backup "
+            "workers, or a strategy that runs in rounds"
+        )
+    if is_connect:
+        raise ConfigError(
+            "minWorkers needs classic Spark: Spark Connect does not tell how many slots there are"
+        )
 
 
 def check_shards(shards: int | None, strategy: SyncStrategy, workers: int) -> None:

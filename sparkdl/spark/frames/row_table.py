@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Protocol
 
@@ -109,6 +109,14 @@ class RowTable(Protocol):
         """Forget all shards, so that they are made anew."""
         return
 
+    def remake(self, missing: Collection[int]) -> None:
+        """Write some shards anew, wherever there are slots; `known` tells where."""
+        return
+
+    @property
+    def known(self) -> tuple[SpooledShard, ...]:
+        """The shards as they were seen last, without looking whether they are still there."""
+
     def note(self, paths: set[str]) -> None:
         """Remember where tasks have found shards that Spark has made anew."""
         return
@@ -184,6 +192,10 @@ class SourceTable(RowTable):
         else:
             require_same(_spooled(self._contents), shards)
         return shards
+
+    @property
+    def known(self) -> tuple[SpooledShard, ...]:
+        return _spooled(self._known)
 
     def columns(self, shards: Sequence[SpooledShard]) -> tuple[Column, ...]:
         return tuple(

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import json
-import os
 import shutil
 import socket
 import uuid
@@ -19,7 +18,15 @@ from pyspark import BarrierTaskContext, TaskContext
 
 from sparkdl.data.column_stats import SpooledShard
 from sparkdl.data.plan import SpoolColumn
-from sparkdl.data.spool.local_disk import DiskFull, free_bytes, full_disk, remove_spool, roomiest
+from sparkdl.data.spool.local_disk import (
+    DiskFull,
+    free_bytes,
+    full_disk,
+    local_dirs,
+    remove_spool,
+    roomiest,
+    run_folder,
+)
 from sparkdl.data.spool.writer import SpoolWriter
 from sparkdl.errors import SparkDLError
 from sparkdl.runtime.process import memory_bytes
@@ -172,13 +179,3 @@ def _place() -> tuple[int, str]:
     if not isinstance(context, BarrierTaskContext):
         return number, socket.gethostname()
     return number, context.getTaskInfos()[number].address.rsplit(":", 1)[0]
-
-
-def local_dirs() -> list[str]:
-    """Spark's local directories of the executor that runs this task."""
-    return [name for name in os.environ.get("SPARK_LOCAL_DIRS", "").split(",") if name]
-
-
-def run_folder(run_id: str) -> str:
-    """Name of the folder of one run's spools, in every local directory."""
-    return f"sparkdl-{run_id}"

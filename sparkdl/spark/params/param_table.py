@@ -300,6 +300,10 @@ class EstimatorArguments(InputArguments, total=False):
         "number of workers that train together, or of shards that train in rounds; None: one per "
         "executor, or one per GPU; 'auto': the number with which the fit is shortest, by the cost "
         "model of explain.", default=None, fills="request", least=1)]
+    minWorkers: Annotated[int | None, Option(
+        "fewest workers (>= 1) with which training goes on where numWorkers are not to be had: "
+        "after a loss it starts again with those that are left, and with more when they are back. "
+        "None: numWorkers.", default=None, fills="request", least=1)]
     numShards: Annotated[int | None, Option(
         "fixed parts of the rows (>= numWorkers), of which each worker has one or more. What is "
         "learnt depends on them and not on the number of workers, so a later fit may go on with "
