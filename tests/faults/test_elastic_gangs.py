@@ -18,6 +18,7 @@ import pytest
 from sparkdl.spark.fit import gang_fit
 from tests.cluster import faults as callbacks
 from tests.cluster.processes import parent_of
+from tests.cluster.test_elastic_gang import plain_net
 from tests.faults.cluster import PATIENCE, Cluster, marks
 from tests.faults.faults import Fault, Faults, Victim, send
 from tests.faults.hosts import Host
@@ -41,7 +42,7 @@ AWAY_SECONDS = 8 * PATIENCE
 def in_five_shards(pause_seconds: float = 0.0, **changes: object) -> FitRequest:
     """Six epochs of seven steps."""
     slow = [callbacks.Slow(pause_seconds)] if pause_seconds else []
-    wanted = fit_request(*slow, num_shards=5, **changes)
+    wanted = fit_request(*slow, num_shards=5, module=plain_net, **changes)
     return replace(wanted, config=replace(wanted.config, epochs=6))
 
 
