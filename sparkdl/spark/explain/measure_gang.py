@@ -255,7 +255,7 @@ class _Place:
         checked, sample, slots = self.found.checked, self.found.sample, self.slots
         spec = replace(
             checked.table_spec, num_shards=slots.num_workers, num_places=slots.num_workers,
-            shares=None, is_gang=slots.is_gang,
+            shares=None, is_gang=slots.is_barrier,
             profile=slots.profile,
         )  # fmt: skip
         table: RowTable
@@ -351,7 +351,8 @@ def _asked(
             source=run.table.reader,
             resume_path=None,
         )
-        return run.gang_job(run.table.df, measure_worker.run, order)
+        workers = run.slots.num_workers
+        return run.gang_job(run.table.df, measure_worker.run, order, num_workers=workers)
 
     result = supervise(run, submit, once_there="measuring steps and messages")
     taken = time.perf_counter() - submitted

@@ -117,6 +117,7 @@ class DataSets(shard_table.SpoolTable):
             name: TableSpec(
                 columns=columns,
                 num_shards=slots.num_workers,
+                is_gang=slots.is_barrier,
                 profile=slots.profile,
                 heartbeat_timeout_seconds=seconds,
                 queue_timeout_seconds=settings.queue_timeout_seconds,

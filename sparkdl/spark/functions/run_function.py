@@ -233,7 +233,13 @@ class FunctionJob(Launch):
             keep=request.keep_checkpoints,
             resume_path=path,
         )
-        return self.gang_job(self.sets.df, function_rank.run, order, keeps_process=False)
+        return self.gang_job(
+            self.sets.df,
+            function_rank.run,
+            order,
+            num_workers=self.slots.num_workers,
+            keeps_process=False,
+        )
 
     def _newest(self, attempts: Attempts, storage: Storage) -> CheckpointInfo | None:
         """The newest checkpoint that is this run's: another run has another function.
