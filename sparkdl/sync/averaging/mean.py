@@ -16,10 +16,6 @@ from torch import nn
 from sparkdl.comm.communicator import Communicator
 from sparkdl.sync.frozen_layers import moving_buffers
 
-SHARE_BYTES = 24
-"""What a rank tells each other one before a mean: its weight, whether its optimizer has a state,
-and its learning rate."""
-
 _PIECE = 1 << 16
 """Numbers that are summed at a time: their float64 sums stay in the cache."""
 STEP = "step"
