@@ -87,11 +87,7 @@ class ProgramModule(nn.Module):
     """
 
     def __init__(self, archive: bytes, trust: Trust = USUAL) -> None:
-        """Read an archive.
-
-        Raises:
-            StorageError: it holds what could run code while it is read, or other operators.
-        """
+        """Read an archive; StorageError if it holds what could run code, or other operators."""
         super().__init__()
         _check_archive(archive, trust)
         self.archive = archive
@@ -115,11 +111,7 @@ class ProgramModule(nn.Module):
         return self.program(*inputs, **named)
 
     def train(self, mode: bool = True) -> ProgramModule:
-        """Stay in evaluation mode.
-
-        Raises:
-            ConfigError: training mode was asked for.
-        """
+        """Stay in evaluation mode; ConfigError if training mode was asked for."""
         if mode:
             raise ConfigError(
                 "an exported program can only predict; train the module that it was made from"
@@ -171,12 +163,7 @@ def write_program(module: nn.Module, example_inputs: Given) -> bytes:
 def export_program(module: nn.Module, example_inputs: Given) -> torch.export.ExportedProgram:
     """A module's forward pass in evaluation mode as a graph, for batches of any size.
 
-    Args:
-        module: as for `write_program`.
-        example_inputs: as for `write_program`.
-
-    Raises:
-        ConfigError: torch cannot export it.
+    Arguments are those of `write_program`. ConfigError if torch cannot export it.
     """
     if isinstance(module, ProgramModule):
         return module.exported()
@@ -188,14 +175,10 @@ def export_program(module: nn.Module, example_inputs: Given) -> torch.export.Exp
 def read_program(archive: bytes, trust: Trust = USUAL) -> ProgramModule:
     """Make a module of what `write_program` wrote.
 
-    Args:
-        archive: the file.
-        trust: its packages may name operators that are not in the list, such as
-            ``torch.ops.aten.as_strided``, or all of a library, ``torch.ops.torchvision``.
-
-    Raises:
-        StorageError: the archive is damaged, or holds what could run code while it is read, or
-            operators that are neither in the list nor trusted.
+    The packages of ``trust`` may name operators that are not in the list, such as
+    ``torch.ops.aten.as_strided``, or all of a library, ``torch.ops.torchvision``. StorageError if
+    the archive is damaged, or holds what could run code while it is read, or operators that are
+    neither in the list nor trusted.
     """
     try:
         return ProgramModule(archive, trust)
@@ -218,8 +201,7 @@ def _checked(example_inputs: Given) -> Example:
 def _exporting() -> Iterator[None]:
     """Without gradients, and without torch's warnings: what comes out is compared with the module.
 
-    Raises:
-        ConfigError: the block has failed.
+    ConfigError if the block has failed.
     """
     logger = logging.getLogger("torch.fx.experimental.symbolic_shapes")
     level = logger.level

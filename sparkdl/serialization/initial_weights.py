@@ -81,14 +81,11 @@ class InitialWeights:
 def load_initial_weights(
     module: nn.Module, initial: InitialWeights, what: str = "initialWeights"
 ) -> None:
-    """Give the weights to ``module``, on the CPU; ``what`` they are is said in errors.
+    """Give the weights to ``module``, on the CPU, in its dtype; errors call them ``what``.
 
-    Numbers take the module's dtype.
-
-    Raises:
-        ConfigError: names, shapes or kinds differ, numbers do not fit into the module's dtype, or
-            tensors that are one in the module are several different ones; lists them.
-        StorageError: the file or folder cannot be read, or is damaged.
+    ConfigError lists which names, shapes or kinds differ, which numbers do not fit into the
+    module's dtype, and which tensors are one in the module but several different ones in the
+    weights. StorageError if the file or folder cannot be read, or is damaged.
     """
     import torch
 
@@ -170,9 +167,8 @@ def _state(initial: InitialWeights) -> dict[str, Any]:
 def _of_torch_save(path: str, key: str) -> dict[str, Any]:
     """The state dict in a file of ``torch.save``, read without running anything of it.
 
-    Raises:
-        ConfigError: it holds more than tensors and plain values, or no state dict.
-        StorageError: it cannot be read.
+    ConfigError if it holds more than tensors and plain values, or no state dict; StorageError if it
+    cannot be read.
     """
     import torch
 

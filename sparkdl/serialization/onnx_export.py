@@ -223,11 +223,7 @@ def _compare(module: nn.Module, batches: Sequence[Example], file: Path) -> float
 
 
 def _difference(module: nn.Module, session: Any, inputs: Example) -> float:
-    """The largest difference on one batch.
-
-    Raises:
-        ConfigError: it is too large.
-    """
+    """The largest difference on one batch; ConfigError if it is too large."""
     names = [node.name for node in session.get_inputs()]
     ordered = (*inputs.positional, *inputs.by_name.values())
     given = {name: x.numpy() for name, x in zip(names, ordered, strict=True)}

@@ -57,11 +57,7 @@ class PreparedModule:
     """The other files by name."""
 
     def write(self, storage: Storage, path: str) -> None:
-        """Write the folder ``path``, file by file in pieces, the index last.
-
-        Raises:
-            StorageError: the storage cannot be written.
-        """
+        """Write the folder ``path`` in pieces, the index last; StorageError if that fails."""
         files: dict[str, Data] = {WEIGHTS: encode(self.weights), **self.others}
         if self.unlisted is not None:
             files[_UNLISTED] = encode(self.unlisted)
@@ -81,10 +77,8 @@ class SavedModule:
     def make(self) -> nn.Module:
         """The module, in evaluation mode on the CPU.
 
-        Raises:
-            StorageError: the exported program holds what could run code while it is read.
-            ConfigError: the code that makes the module is not importable here, or has changed, or
-                is not trusted.
+        StorageError if the exported program holds what could run code while it is read; ConfigError
+        if the code that makes the module is not importable here, or has changed, or is not trusted.
         """
         recipe = self.index["recipe"]
         if "weights" in recipe:
@@ -162,13 +156,8 @@ def prepare_program(
 ) -> PreparedModule:
     """Prepare a module as an exported program, which needs none of the module's own code.
 
-    Args:
-        module: as for `prepare_module`.
-        example_inputs: as for `exported_program.write_program`.
-        extra: what `SavedModule.extra` gives back, described already.
-
-    Raises:
-        ConfigError: torch cannot export the module.
+    ``extra`` is what `SavedModule.extra` gives back, described already; the rest, and errors, are
+    those of `exported_program.write_program`.
     """
     archive = write_program(module, example_inputs)
     index = {"version": VERSION, "extra": extra, "recipe": {"program": _PROGRAM}}
@@ -180,8 +169,7 @@ def prepare_program(
 def open_module(storage: Storage, path: str, trust: Trust = USUAL) -> SavedModule:
     """Read a saved module through; nothing is imported or run.
 
-    Raises:
-        StorageError: a file is missing, damaged or of a later version.
+    StorageError if a file is missing, damaged or of a later version.
     """
     index = read_module_index(storage, path)
     files = read_files(storage, path, index)
@@ -191,8 +179,7 @@ def open_module(storage: Storage, path: str, trust: Trust = USUAL) -> SavedModul
 def read_module_index(storage: Storage, path: str) -> dict[str, Any]:
     """What ``module.json`` says; the other files are not looked at.
 
-    Raises:
-        StorageError: it is missing, damaged or of a later version.
+    StorageError if it is missing, damaged or of a later version.
     """
     index = read_index(storage, path, INDEX, range(1, VERSION + 1))
     recipe, files = index.get("recipe"), index["files"]
@@ -241,9 +228,8 @@ def _find_way(module: nn.Module, factory: Any | None, example_inputs: Given | No
 def _factory_way(module: nn.Module, factory: Any) -> _Way:
     """The factory, and what it makes otherwise.
 
-    Raises:
-        DescribeError: it cannot be written, or something of the module's cannot.
-        ConfigError: it makes a module of another structure.
+    DescribeError if it cannot be written, or something of the module's cannot; ConfigError if it
+    makes a module of another structure.
     """
     described = describe(factory)
     again = _make(factory)
@@ -300,15 +286,11 @@ def _kind(value: Any) -> str:
 def find_unlisted(module: nn.Module, again: nn.Module) -> dict[str, Any]:
     """What ``module`` holds otherwise than a module of the same structure that was made anew.
 
+    The result is ``{"buffers": {name: tensor}, "attributes": [(part's name, attribute, value),
+    ...]}``, a tree for `tensor_tree.pack` with the module's own tensors; empty if nothing differs.
     Objects of which nobody knows how they compare (functions, locks, generators) are taken for
-    equal where both modules hold one of the same type.
-
-    Returns:
-        ``{"buffers": {name: tensor}, "attributes": [(part's name, attribute, value), ...]}``, a
-        tree for `tensor_tree.pack` with the module's own tensors; empty if nothing differs.
-
-    Raises:
-        DescribeError: an attribute differs and cannot be written; names it.
+    equal where both modules hold one of the same type. DescribeError names an attribute that
+    differs and cannot be written.
     """
     ours, theirs = _buffers(module), _buffers(again)
     registered = {**_registered(module), **_registered(again)}

@@ -52,8 +52,7 @@ class Trust:
     def import_object(self, path: Any) -> Any:
         """Import ``package.module:name``, which a saved file holds.
 
-        Raises:
-            ConfigError: it is missing or malformed, or in code that nobody has said to trust.
+        ConfigError if it is missing or malformed, or in code that nobody has said to trust.
         """
         if self.in_all:
             return import_object(path)
@@ -95,11 +94,7 @@ USUAL = Trust()
 
 
 def trusting(packages: str | Iterable[str]) -> Trust:
-    """The trust in some packages, besides that in what everybody trusts.
-
-    Raises:
-        ConfigError: they are not names of packages.
-    """
+    """Trust in what everybody trusts and in some packages; ConfigError if these are no names."""
     names = (packages,) if isinstance(packages, str) else tuple(packages)
     for name in names:
         if not isinstance(name, str) or not all(p.isidentifier() for p in name.split(".")):

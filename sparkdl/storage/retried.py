@@ -29,9 +29,8 @@ OUTAGE_SECONDS = (0.2, 5.0, 10.0, 20.0)
 def again(action: Callable[[], T], pauses: Sequence[float] = PAUSES_SECONDS) -> T:
     """Do what may be repeated until it succeeds, once more than there are pauses.
 
-    Raises:
-        StorageError: it has failed each time, or would do so: see `is_definite`.
-        CommunicationError: each time the way to the storage was lost.
+    StorageError if it has failed each time, or would do so (see `is_definite`); CommunicationError
+    if each time the way to the storage was lost.
     """
     for pause in pauses:
         try:
