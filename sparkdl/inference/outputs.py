@@ -100,15 +100,10 @@ def children(value: Any) -> dict[Key, Any] | None:
 
 
 def pick(value: Any, path: Sequence[Key], what: object) -> Any:
-    """The part of a structure at ``path``; an index also counts the named parts.
+    """The part of what was returned at ``path``, keys from the outside in.
 
-    Args:
-        value: what was returned.
-        path: keys from the outside in.
-        what: names the output, for the error.
-
-    Raises:
-        ConfigError: there is no such part.
+    An index also counts the named parts. ConfigError, which calls the output ``what``, if there is
+    no such part.
     """
     for key in path:
         parts = children(value)
@@ -124,11 +119,7 @@ def pick(value: Any, path: Sequence[Key], what: object) -> Any:
 
 
 def check_rows(value: Any, num_rows: int, what: object) -> torch.Tensor:
-    """Refuse what is not one tensor with a row per sample.
-
-    Raises:
-        ConfigError: it is something else.
-    """
+    """Raise ConfigError for what is not one tensor with a row per sample."""
     if not isinstance(value, torch.Tensor):
         raise ConfigError(f"{what} is a {_named(value)}, of which no column can be made")
     if value.ndim == 0 or len(value) != num_rows:
@@ -155,14 +146,9 @@ class Forward:
     """Submodules whose outputs are wanted as well."""
 
     def outputs(self, module: nn.Module, inputs: Arguments) -> dict[str | None, Any]:
-        """Run the module.
+        """Run the module: what it returned, postprocessed, under None, and its layers' outputs.
 
-        Returns:
-            What the module returned, after ``postprocessing``, under None, and what the layers
-            did under their names.
-
-        Raises:
-            ConfigError: a layer does not exist, or was not called exactly once.
+        ConfigError if a layer does not exist, or was not called exactly once.
         """
         with _watched(module, self.layers) as seen:
             output = self.module_output(module, inputs)
@@ -209,11 +195,7 @@ def _watched(module: nn.Module, layers: Sequence[str]) -> Iterator[dict[str | No
 
 
 def find_layer(module: nn.Module, name: str) -> nn.Module:
-    """The submodule called ``name``.
-
-    Raises:
-        ConfigError: there is none, and which there are.
-    """
+    """The submodule called ``name``; ConfigError says which there are, if there is none."""
     by_name: dict[str, nn.Module] = dict(module.named_modules(remove_duplicate=False))
     if not name or name not in by_name:
         known = ", ".join(filter(None, by_name)) or "none"

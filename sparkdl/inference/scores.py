@@ -213,9 +213,8 @@ def classification_scores(
 ) -> ClassificationScores:
     """Scores from a confusion matrix.
 
-    Args:
-        counts: ``(label, prediction)`` -> rows, or sum of their weights; not all are 0.
-        log_loss_sum: sum over rows of ``-log(probability of the label)`` times weight.
+    ``counts`` has, by ``(label, prediction)``, rows, or the sums of their weights, which are not
+    all 0; ``log_loss_sum`` is the sum over rows of ``-log(probability of the label)`` times weight.
     """
     total = sum(counts.values())
     classes = sorted({label for pair in counts for label in pair})

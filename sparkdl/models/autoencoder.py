@@ -40,9 +40,6 @@ class Autoencoder(nn.Module):
             activation: a name in `sparkdl.models.layers.ACTIVATIONS`; the last layer of the decoder
                 is linear.
             corruption: part of the input values that training sets to zero, 0 to less than 1.
-
-        Raises:
-            ConfigError: an argument is out of range.
         """
         super().__init__()
         if not 0 <= corruption < 1:

@@ -30,9 +30,6 @@ class LeNet5(nn.Module):
             in_channels: channels of an image.
             padding: empty pixels that the first convolution adds at each edge.
             num_classes: number of logits.
-
-        Raises:
-            ConfigError: an argument is out of range.
         """
         super().__init__()
         check_positive(in_channels=in_channels, num_classes=num_classes)
@@ -82,9 +79,6 @@ class AlexNetR(nn.Module):
             image_size: height and width in pixels, at least 15 each.
             widths: channels of the three convolutions.
             num_classes: number of logits.
-
-        Raises:
-            ConfigError: an argument is out of range.
         """
         super().__init__()
         check_positive(in_channels=in_channels, widths=widths, num_classes=num_classes)

@@ -20,13 +20,9 @@ ACTIVATIONS: dict[str, type[nn.Module]] = {
 
 
 def as_floats(values: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
-    """Inputs as the weights' floating numbers, on the device where they are.
+    """Inputs as the floating numbers of a weight ``like``, on the device where they are.
 
     Bytes, which is how images arrive, become 0 to 1; other numbers keep their values.
-
-    Args:
-        values: a batch of any numeric dtype and shape.
-        like: a weight of the module.
     """
     floats = values.to(like.dtype)
     return floats / 255 if values.dtype == torch.uint8 else floats
@@ -37,9 +33,7 @@ def hidden_layers(sizes: Sequence[int], activation: str, dropout: float = 0.0) -
 
     Each is a `torch.nn.Sequential` of a linear layer, its activation and, if any, dropout. So the
     names of the weights are ``<layer>.0.weight`` and ``<layer>.0.bias`` whatever the options.
-
-    Raises:
-        ConfigError: there is no layer, a size is no positive number, or the activation is unknown.
+    ConfigError if there is no layer, a size is no positive number, or the activation is unknown.
     """
     if len(sizes) < 2:
         raise ConfigError(
@@ -57,11 +51,7 @@ def hidden_layers(sizes: Sequence[int], activation: str, dropout: float = 0.0) -
 
 
 def check_positive(**values: int | Sequence[int]) -> None:
-    """Refuse sizes that are no whole numbers of at least 1.
-
-    Raises:
-        ConfigError: names the argument.
-    """
+    """Raise ConfigError, with the name, for sizes that are no whole numbers of at least 1."""
     for name, value in values.items():
         numbers = value if isinstance(value, Sequence) else (value,)
         if not all(isinstance(number, int) and number >= 1 for number in numbers):

@@ -42,9 +42,6 @@ class CifarResNet(nn.Module):
                 convolutions of 3 x 3, and shortcuts without parameters.
             in_channels: channels of an image.
             num_classes: number of logits.
-
-        Raises:
-            ConfigError: an argument is out of range.
         """
         super().__init__()
         if not blocks:

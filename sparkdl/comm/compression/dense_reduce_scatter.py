@@ -40,12 +40,10 @@ class Codec(ABC):
 
     @abstractmethod
     def encode(self, values: torch.Tensor, residual: torch.Tensor, message: torch.Tensor) -> None:
-        """Write ``values + residual`` as well as the message can.
+        """Write ``values + residual``, ``(numel,)`` each, as well as the message can.
 
-        Args:
-            values: ``(numel,)``.
-            residual: ``(numel,)``; what earlier messages left out, then what this one leaves out.
-            message: uint8, ``(message_bytes,)``; overwritten.
+        ``residual`` is what earlier messages left out, then what this one leaves out; ``message``
+        is uint8, ``(message_bytes,)``, and overwritten.
         """
 
     @abstractmethod

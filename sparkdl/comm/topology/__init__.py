@@ -23,17 +23,11 @@ _WHY_NOT = "the workers of a node cannot share memory (%s); they send messages i
 def arrange(comm: Communicator, topology: str, *, device: torch.device) -> Communicator:
     """``comm``, but with sums along ``topology`` and a count of bytes of its own. Collective.
 
-    It must be closed; ``comm`` stays open. Where ranks of one node cannot share memory, all ranks
-    go other ways and rank 0 says so.
-
-    Args:
-        comm: the gang.
-        topology: one of `TOPOLOGIES`. ``auto`` is shared memory for CPU ranks of one node,
-            hierarchical for several nodes of several CPU ranks each, and otherwise a ring.
-        device: where the tensors are.
-
-    Raises:
-        ConfigError: there is no such topology, or the ranks are not where it needs them.
+    It must be closed; ``comm`` stays open. ``auto`` is shared memory for CPU ranks of one node,
+    hierarchical for several nodes of several CPU ranks each, and otherwise a ring; ``device`` is
+    where the tensors are. Where ranks of one node cannot share memory, all ranks go other ways and
+    rank 0 says so. ConfigError if there is no such topology, or the ranks are not where it needs
+    them.
     """
     from sparkdl.comm.communicator import ProcessGroupCommunicator, Topology, counting_anew
     from sparkdl.comm.topology.tree import Tree

@@ -51,10 +51,7 @@ class SharedFile:
 def map_together(local: Communicator, num_bytes: int, everyone: Communicator) -> SharedFile:
     """Map a new file of ``num_bytes`` for the ranks ``local`` of each node.
 
-    Collective over ``everyone``: all get their nodes' files together or not at all.
-
-    Raises:
-        NoSharedMemory: on all ranks.
+    Collective over ``everyone``: all get their nodes' files together, or all raise NoSharedMemory.
     """
     file, problem, descriptor = None, "", -1
     try:

@@ -98,14 +98,9 @@ class Messages:
 class SliceServer:
     """Serves one slice, each other rank in a thread of its own.
 
-    Args:
-        served: the slice.
-        host: address to listen on, which the peers can reach.
-        certificate: what the ranks show, and this server too.
-        on_leave: is told of each rank whose connection has ended.
-
-    Raises:
-        ClusterError: the address is not this host's.
+    It listens at ``host``, which the peers can reach; ClusterError if that is not this host's
+    address. All ranks show the certificate, and this server too. ``on_leave`` is told of each rank
+    whose connection has ended.
     """
 
     def __init__(

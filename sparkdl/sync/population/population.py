@@ -100,11 +100,7 @@ class Competition(PopulationStrategy):
         self.domains(first_values(optimizer, self.mutations))
 
     def cost(self, record: Mapping[str, float]) -> float:
-        """What is to be small, of what was measured of a member.
-
-        Raises:
-            ConfigError: it was not measured.
-        """
+        """What is to be small, of what was measured of a member; ConfigError if it was not."""
         if self.monitor not in record:
             raise ConfigError(
                 f"{type(self).__name__} judges by {self.monitor!r}, which is not measured; "
@@ -114,11 +110,7 @@ class Competition(PopulationStrategy):
         return value if direction(self.monitor, self.mode) == "min" else -value
 
     def domains(self, own: Mapping[str, float]) -> dict[str, Range | Sequence[float]]:
-        """Hyperparameter -> its values, given the user's own.
-
-        Raises:
-            ConfigError: there is nothing around an own value of zero.
-        """
+        """Hyperparameter -> its values, given the user's own; ConfigError for `Around` zero."""
         return {
             name: values.range_of(own[name], name) if isinstance(values, Around) else values
             for name, values in self.mutations.items()
@@ -161,11 +153,7 @@ class Competition(PopulationStrategy):
     def setup(
         self, model: nn.Module, make_optimizer: MakeOptimizer, comm: Communicator
     ) -> NoReturn:
-        """Refuse; see `why_not_gang`.
-
-        Raises:
-            ConfigError: always.
-        """
+        """Refuse by a ConfigError; see `why_not_gang`."""
         raise ConfigError(f"{type(self).__name__} does not run in a gang: {self.why_not_gang()}")
 
 

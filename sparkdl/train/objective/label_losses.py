@@ -20,8 +20,7 @@ from sparkdl.train.objective.loss import ClassLoss, LossFunction, Rows, Sums, re
 def loss_of(loss: Any, task: Task, weights: Mapping[str, float]) -> LossFunction:
     """The loss: one, or with a mapping by label their sum, by ``weights``, 1 where there is none.
 
-    Raises:
-        ConfigError: see `resolve_loss`.
+    Errors are those of `resolve_loss`.
     """
     if not isinstance(loss, Mapping):
         return resolve_loss(loss, task)
@@ -31,11 +30,9 @@ def loss_of(loss: Any, task: Task, weights: Mapping[str, float]) -> LossFunction
 def for_each(loss: Any, labels: tuple[str, ...]) -> Any:
     """What ``loss`` means for several labels.
 
-    A mapping must have a loss for each. A name, or a loss of torch's kind, is taken for each. Any
-    other function is called once, with the module's output and a dict of all labels.
-
-    Raises:
-        ConfigError: the mapping has other names than the labels.
+    A mapping must have a loss for each label, and no other (ConfigError). A name, or a loss of
+    torch's kind, is taken for each. Any other function is called once, with the module's output and
+    a dict of all labels.
     """
     if isinstance(loss, Mapping):
         if set(loss) != set(labels):
@@ -117,8 +114,7 @@ class LossSum:
     def pairs(self, output: Any) -> list[tuple[str, LossFunction, Any]]:
         """Each label with its loss, and the part of the module's output that it is compared with.
 
-        Raises:
-            ConfigError: the module returned none for some.
+        ConfigError if the module returned none for some.
         """
         names, parts = list(self.parts), self.parts.values()
         if isinstance(output, Mapping) and set(names) <= set(output):
@@ -154,12 +150,10 @@ def no_sums(loss: LossFunction, device: torch.device) -> torch.Tensor:
 
 
 def loss_record(sums: list[float], names: tuple[str, ...], prefix: str = "") -> dict[str, float]:
-    """The history's entries: ``loss``, and ``loss_<label>`` where there are several.
+    """The history's entries: ``loss``, and ``loss_<label>`` where there are several ``names``.
 
-    Args:
-        sums: losses, weights, then the losses of each label.
-        names: the labels.
-        prefix: ``val_`` for an evaluation.
+    ``sums`` are of losses, weights, then the losses of each label; an evaluation's ``prefix`` is
+    ``val_``.
     """
     loss_sum, weight_sum, *parts = sums
     divisor = weight_sum if weight_sum > 0 else float("nan")

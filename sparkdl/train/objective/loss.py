@@ -261,8 +261,7 @@ def shape_text(shape: Iterable[object]) -> str:
 def match_shapes(output: Any, target: Any) -> tuple[torch.Tensor, torch.Tensor]:
     """Make ``(batch, 1)`` and ``(batch,)`` equal, and refuse whatever else would broadcast.
 
-    Raises:
-        ConfigError: the shapes differ otherwise, or one of the two is not a tensor.
+    ConfigError if the shapes differ otherwise, or one of the two is not a tensor.
     """
     _check_tensors(output, target)
     shapes = [tuple(output.shape), tuple(target.shape)]

@@ -228,8 +228,7 @@ class Metrics:
     def value(self, name: str, parts: Sequence[State]) -> Any:
         """A metric's value over several parts: a number, or (nested) lists of numbers.
 
-        Raises:
-            ConfigError: the metric takes means over ranks, which are none over samples.
+        ConfigError if the metric takes means over ranks, which are none over samples.
         """
         from torchmetrics.utilities.data import dim_zero_mean
 
@@ -292,8 +291,7 @@ def detached(output: Any) -> Any:
 def check_metrics(config: TrainConfig, loss: LossFunction) -> None:
     """Refuse what cannot be the metrics of a run, without knowing what its module returns.
 
-    Raises:
-        ConfigError: a name is unknown, or something is not a single metric.
+    ConfigError if a name is unknown, or something is not a single metric.
     """
     check_names(config.metrics, config.task, loss)
     if config.training_metrics and isinstance(loss, StepLoss):

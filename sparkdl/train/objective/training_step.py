@@ -42,8 +42,7 @@ class StepLoss(CallableLoss):
 def objective_of(config: TrainConfig, module: nn.Module) -> LossFunction:
     """What a run minimizes: the value of its training step if it has one, else its loss.
 
-    Raises:
-        ConfigError: see `loss.resolve_loss` and `lightning.check_module`.
+    Errors are those of `loss.resolve_loss` and `lightning.check_module`.
     """
     loss = loss_of(config.loss, config.task, config.loss_weights)
     step = TrainerStandIn(module, config) if logs(config, module) else config.training_step
