@@ -11,6 +11,7 @@ from collections.abc import Sequence as Items
 from dataclasses import KW_ONLY, dataclass
 from typing import Any, ClassVar, Literal
 
+from sparkdl.config import require
 from sparkdl.errors import ConfigError
 
 CHANNELS = (1, 3, 4)
@@ -41,15 +42,15 @@ class Specification:
     def __post_init__(self) -> None:
         if not isinstance(self.column, str):
             object.__setattr__(self, "column", tuple(self.column))
-        if not self.columns or not all(isinstance(c, str) and c for c in self.columns):
-            raise ConfigError(f"a specification needs a column's name; received {self.column!r}")
+        is_named = bool(self.columns) and all(isinstance(c, str) and c for c in self.columns)
+        require(is_named, "a specification needs a column's name", self.column)
         if len(self.columns) > 1 and self.transform is None:
             raise ConfigError(
                 f"{type(self).__name__}({list(self.columns)}) names several columns: pass a "
                 "transform that makes one value of them, or an input for each"
             )
-        if self.transform is not None and not callable(self.transform):
-            raise ConfigError(f"transform must be a function; received {self.transform!r}")
+        is_function = self.transform is None or callable(self.transform)
+        require(is_function, "transform must be a function", self.transform)
 
     @property
     def columns(self) -> tuple[str, ...]:
@@ -125,8 +126,8 @@ class Sequence(Specification):
         super().__post_init__()
         if self.mask is not None and not self.mask:
             raise ConfigError("mask must be the name of an argument of forward, or None")
-        if self.max_length is not None and self.max_length < 1:
-            raise ConfigError(f"max_length must be at least 1; received {self.max_length}")
+        most = self.max_length
+        require(most is None or most >= 1, "max_length must be at least 1", most)
 
     def check_padding(self, dtype: str) -> None:
         """Refuse a `padding_value` that the rows' values, of ``dtype``, cannot have.
@@ -185,14 +186,11 @@ class Image(Specification):
         super().__post_init__()
         if self.size is not None:
             object.__setattr__(self, "size", _sizes("size", self.size))
-            if len(self.size) != 2:
-                raise ConfigError(f"size must be (height, width); received {self.size}")
-        if self.channels not in CHANNELS:
-            raise ConfigError(f"channels must be one of {CHANNELS}; received {self.channels!r}")
-        if self.decode not in ("spool", "batch"):
-            raise ConfigError(f"decode must be 'spool' or 'batch'; received {self.decode!r}")
-        if self.on_error not in ("raise", "skip"):
-            raise ConfigError(f"on_error must be 'raise' or 'skip'; received {self.on_error!r}")
+            require(len(self.size) == 2, "size must be (height, width)", self.size)
+        channels, decode, on_error = self.channels, self.decode, self.on_error
+        require(channels in CHANNELS, f"channels must be one of {CHANNELS}", channels)
+        require(decode in ("spool", "batch"), "decode must be 'spool' or 'batch'", decode)
+        require(on_error in ("raise", "skip"), "on_error must be 'raise' or 'skip'", on_error)
 
     @property
     def keeps_dtype(self) -> bool:
@@ -259,6 +257,6 @@ def check_names(inputs: Items[Named]) -> None:
 
 def _sizes(name: str, value: Any) -> tuple[int, ...]:
     sizes = tuple(value) if isinstance(value, Items) else (value,)
-    if not all(isinstance(size, int) and size > 0 for size in sizes):
-        raise ConfigError(f"{name} must hold whole numbers of at least 1; received {value!r}")
+    are_sizes = all(isinstance(size, int) and size > 0 for size in sizes)
+    require(are_sizes, f"{name} must hold whole numbers of at least 1", value)
     return sizes

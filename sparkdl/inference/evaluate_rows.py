@@ -302,15 +302,10 @@ class _LabelLoss:
 
     def rows(self) -> tuple[torch.Tensor, torch.Tensor] | None:
         """Losses of the samples and by how much each counts; None: the loss knows sums only."""
-        counts: torch.Tensor | None = None
-        if self.factor is not None and isinstance(self.loss, ClassLoss):
-            losses = self.loss.sample_losses(self.output, self.target)
-        else:
-            found = self.loss.rows(self.output, self.target)
-            if found is None:
-                return None
-            losses, counts = found
-        losses = losses.double().cpu()
+        found = self.loss.rows(self.output, self.target)
+        if found is None:
+            return None
+        losses, counts = found[0].double().cpu(), found[1]
         if self.unknown is not None:
             losses = torch.where(self.unknown.cpu(), torch.inf, losses)
         return losses, torch.ones_like(losses) if counts is None else counts.double().cpu()

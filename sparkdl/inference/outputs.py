@@ -17,6 +17,7 @@ from typing import Any, Literal, get_args
 import torch
 from torch import nn
 
+from sparkdl.config import require
 from sparkdl.data.collate import Arguments
 from sparkdl.errors import ConfigError
 
@@ -57,15 +58,12 @@ class Output:
 
     def __post_init__(self) -> None:
         key = self.key if isinstance(self.key, tuple) else (self.key,)
-        if not all(isinstance(k, (str, int)) and not isinstance(k, bool) for k in key):
-            raise ConfigError(
-                f"the key of an output is a name, an index or a tuple of these; received {key!r}"
-            )
+        are_keys = all(isinstance(k, (str, int)) and not isinstance(k, bool) for k in key)
+        require(are_keys, "the key of an output is a name, an index or a tuple of these", key)
         object.__setattr__(self, "key", key)
-        if self.form not in FORMS:
-            raise ConfigError(f"the form of an output is one of {FORMS}; received {self.form!r}")
-        if self.layer is not None and not isinstance(self.layer, str):
-            raise ConfigError(f"a layer is given by its name; received {self.layer!r}")
+        require(self.form in FORMS, f"the form of an output is one of {FORMS}", self.form)
+        is_name = self.layer is None or isinstance(self.layer, str)
+        require(is_name, "a layer is given by its name", self.layer)
 
     @property
     def path(self) -> tuple[Key, ...]:

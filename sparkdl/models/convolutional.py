@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import nn
 
+from sparkdl.config import require
 from sparkdl.errors import ConfigError
 from sparkdl.models.layers import as_floats, check_positive
 
@@ -33,8 +34,7 @@ class LeNet5(nn.Module):
         """
         super().__init__()
         check_positive(in_channels=in_channels, num_classes=num_classes)
-        if padding < 0:
-            raise ConfigError(f"padding must be at least 0; received {padding}")
+        require(padding >= 0, "padding must be at least 0", padding)
         self.features = nn.Sequential(
             nn.Conv2d(in_channels, 6, kernel_size=5, padding=padding),
             nn.Tanh(),
@@ -82,8 +82,7 @@ class AlexNetR(nn.Module):
         """
         super().__init__()
         check_positive(in_channels=in_channels, widths=widths, num_classes=num_classes)
-        if len(widths) != 3:
-            raise ConfigError(f"widths must be three numbers; received {list(widths)}")
+        require(len(widths) == 3, "widths must be three numbers", list(widths))
         if len(image_size) != 2 or min(image_size) < 15:
             raise ConfigError(
                 f"image_size must be (height, width) of at least 15 pixels each; received "

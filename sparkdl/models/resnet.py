@@ -8,7 +8,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from sparkdl.errors import ConfigError
+from sparkdl.config import require
 from sparkdl.models.layers import as_floats, check_positive
 
 
@@ -44,8 +44,8 @@ class CifarResNet(nn.Module):
             num_classes: number of logits.
         """
         super().__init__()
-        if not blocks:
-            raise ConfigError("blocks must hold the number of blocks of at least one stage")
+        rule = "blocks must hold the number of blocks of at least one stage"
+        require(bool(blocks), rule, blocks)
         check_positive(blocks=blocks, width=width, in_channels=in_channels, num_classes=num_classes)
         block = _Bottleneck if is_bottleneck else _Basic
         self.stem = _convolution(in_channels, width, kernel_size=3)

@@ -277,18 +277,24 @@ def _check_archive(archive: bytes, trust: Trust) -> None:
 
 def _check_names(value: Any, key: str, trust: Trust) -> None:
     """Look at every string of a JSON value: what it may be depends on the key above it."""
+    for text, above in _texts(value, key):
+        _check_text(text, above, trust)
+
+
+def _texts(value: Any, key: str) -> Iterator[tuple[str, str]]:
+    """Every string of a JSON value, and the key above it, whose names are looked at."""
     if isinstance(value, dict):
         for name, item in value.items():
             if not _NAME.fullmatch(name):
                 raise _refusal(f"the name {name!r}")
             if name == "metadata" and item:
                 raise _refusal("metadata of nodes")
-            _check_names(item, name, trust)
+            yield from _texts(item, name)
     elif isinstance(value, list):
         for item in value:
-            _check_names(item, key, trust)
+            yield from _texts(item, key)
     elif isinstance(value, str):
-        _check_text(value, key, trust)
+        yield value, key
 
 
 def _check_text(text: str, key: str, trust: Trust) -> None:
@@ -324,19 +330,9 @@ def _is_allowed(operator: str) -> bool:
 def _unlisted_operators(archive: bytes) -> tuple[str, ...]:
     """Operators of an archive that `read_program` must be told to trust, without overloads."""
     model = json.loads(PT2ArchiveReader(io.BytesIO(archive)).read_string(_MODEL))
-    found = (_OPERATOR.fullmatch(text) for text in _operators(model, "") if not _is_allowed(text))
+    operators = [text for text, key in _texts(model, "") if key in _OPERATOR_KEYS]
+    found = (_OPERATOR.fullmatch(text) for text in operators if not _is_allowed(text))
     return tuple(sorted({match[1] for match in found if match is not None}))
-
-
-def _operators(value: Any, key: str) -> Iterator[str]:
-    if isinstance(value, dict):
-        for name, item in value.items():
-            yield from _operators(item, name)
-    elif isinstance(value, list):
-        for item in value:
-            yield from _operators(item, key)
-    elif isinstance(value, str) and key in _OPERATOR_KEYS:
-        yield value
 
 
 def _check_calls(part: torch.fx.GraphModule) -> None:

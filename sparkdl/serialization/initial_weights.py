@@ -11,6 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from sparkdl.config import require
 from sparkdl.errors import ConfigError, StorageError
 from sparkdl.runtime.name_patterns import check_fit, fits_any, renamed, some_of
 from sparkdl.storage.hadoop_storage import open_parent
@@ -54,8 +55,8 @@ class InitialWeights:
 
     def __post_init__(self) -> None:
         skip: Any = self.skip
-        if isinstance(skip, str) or not all(isinstance(one, str) for one in skip):
-            raise ConfigError(f"skip must be a tuple of patterns; received {skip!r}")
+        are_patterns = not isinstance(skip, str) and all(isinstance(one, str) for one in skip)
+        require(are_patterns, "skip must be a tuple of patterns", skip)
         object.__setattr__(self, "skip", tuple(skip))  # lists, from files
         names: Any = self.names
         pairs = names.items() if isinstance(names, Mapping) else [(names, None)]

@@ -13,6 +13,7 @@ import re
 import tempfile
 import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -81,7 +82,12 @@ def export_onnx(
     """
     _check_packages()
     module, signature = _resolve(model, trusted)
-    _check_device(module)
+    devices = {str(t.device) for t in (*module.parameters(), *module.buffers())} - {"cpu"}
+    if devices:
+        raise ConfigError(
+            f"export_onnx runs the module on the CPU, and parts of it are on {sorted(devices)}; "
+            "pass module.cpu()"
+        )
     example = _made_up(signature) if example_inputs is None else as_example(example_inputs)
     batches = [example.rows(num_rows) for num_rows in _NUM_ROWS]
     batches += [example.shorter()] * any(example.lengths)
@@ -96,7 +102,8 @@ def export_onnx(
         with evaluation_mode(module):
             difference = _compare(module, batches, file)
         for written in sorted(Path(folder).iterdir(), reverse=True):  # the weights first
-            storage.write(written.name, _pieces(written))
+            with written.open("rb") as opened:
+                storage.write(written.name, iter(partial(opened.read, _PIECE_BYTES), b""))
     return difference
 
 
@@ -113,15 +120,6 @@ def _resolve(model: Any, trusted: str | Iterable[str]) -> tuple[nn.Module, Model
             f"received {type(model).__name__}"
         )
     return module, ModelSignature(inputs=tuple(columns), num_classes=None)
-
-
-def _check_device(module: nn.Module) -> None:
-    devices = {str(t.device) for t in (*module.parameters(), *module.buffers())} - {"cpu"}
-    if devices:
-        raise ConfigError(
-            f"export_onnx runs the module on the CPU, and parts of it are on {sorted(devices)}; "
-            "pass module.cpu()"
-        )
 
 
 def _made_up(signature: ModelSignature | None) -> Example:
@@ -257,9 +255,3 @@ def _leaves(output: Any) -> list[torch.Tensor]:
                 f"returned {type(leaf).__name__}"
             )
     return leaves
-
-
-def _pieces(file: Path) -> Iterator[bytes]:
-    with file.open("rb") as opened:
-        while piece := opened.read(_PIECE_BYTES):
-            yield piece

@@ -58,8 +58,9 @@ class Trust:
             return import_object(path)
         module = current_path(path).partition(":")[0] if isinstance(path, str) else ""
         # To look at what is imported already runs nothing; all else is imported only if trusted.
+        # That a package is missing is another error.
         is_new = bool(module) and module not in sys.modules
-        if is_new and not self._admits_module(module) and _is_here(module):
+        if is_new and not self._admits_module(module) and find_spec(module.partition(".")[0]):
             raise _refusal(path, module)
         found = import_object(path)
         where = _defined_in(found)
@@ -129,11 +130,6 @@ def is_users_own(module: str) -> bool:
         return False
     places = [spec.origin] if spec.has_location else list(spec.submodule_search_locations or ())
     return bool(places) and not any(place is None or _is_in_packages(place) for place in places)
-
-
-def _is_here(module: str) -> bool:
-    """True if the package of a module is installed; one that is missing is another error."""
-    return find_spec(module.partition(".")[0]) is not None
 
 
 def _is_in_packages(file: str) -> bool:

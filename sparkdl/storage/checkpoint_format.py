@@ -27,7 +27,8 @@ from typing import Any
 
 import torch
 
-from sparkdl.errors import CheckpointError, ConfigError, StorageError
+from sparkdl.config import require
+from sparkdl.errors import CheckpointError, StorageError
 from sparkdl.storage.storage import Storage, is_definite
 from sparkdl.storage.tensor_tree import DTYPES, Snapshot, unpack
 
@@ -134,10 +135,8 @@ def rank_file(rank: int) -> str:
 
 def check_run_key(run_key: str) -> str:
     """Return a run's key or id that is fit to be the name of a folder; ConfigError if it is not."""
-    if not _RUN_KEY.fullmatch(run_key):
-        raise ConfigError(
-            f"a run key names a folder: use letters, digits, '_', '-' and '.'; received {run_key!r}"
-        )
+    rule = "a run key names a folder: use letters, digits, '_', '-' and '.'"
+    require(_RUN_KEY.fullmatch(run_key) is not None, rule, run_key)
     return run_key
 
 

@@ -252,15 +252,11 @@ class CheckpointManager:
             logger.debug("abandoned checkpoint %s", save.folder.name)
         except Exception as error:
             save.failure = error
-            if self._rank == 0 and is_full(error):
-                self._make_room(save.folder)
-
-    def _make_room(self, wreck: StepFolder) -> None:
-        """Remove what was written of a save that has not found space, or the next finds less."""
-        try:
-            remove(self._storage, wreck)
-        except (StorageError, GangError) as error:
-            logger.debug("%s is left: %s", wreck.path, error)
+            if self._rank == 0 and is_full(error):  # what is left would take the next one's space
+                try:
+                    remove(self._storage, save.folder)
+                except (StorageError, GangError) as other:
+                    logger.debug("%s is left: %s", save.folder.path, other)
 
     def _write(self, save: _Save) -> None:
         began = time.perf_counter()

@@ -94,22 +94,19 @@ class AdasumSynchronizer(ApartSynchronizer):
         self.close_round()
         return True
 
+    @torch.no_grad()
     def close_round(self) -> None:
-        if self.round_steps and self._comm.world_size > 1:
-            self._agree()
+        if self.round_steps and self._anchors:
+            for parameters, anchor in zip(self._kinds, self._anchors, strict=True):
+                moved = flat_of(parameters).sub_(anchor)
+                combine(moved, [parameter.numel() for parameter in parameters], self._comm)
+                anchor += moved
+                fill(parameters, anchor)
         super().close_round()
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Begin a round where the model, which was restored before, is."""
         self._set_anchors()
-
-    @torch.no_grad()
-    def _agree(self) -> None:
-        for parameters, anchor in zip(self._kinds, self._anchors, strict=True):
-            moved = flat_of(parameters).sub_(anchor)
-            combine(moved, [parameter.numel() for parameter in parameters], self._comm)
-            anchor += moved
-            fill(parameters, anchor)
 
     def _set_anchors(self) -> None:
         if self._comm.world_size > 1:

@@ -9,7 +9,6 @@ what an `OuterRule` makes of it.
 from __future__ import annotations
 
 import time
-from abc import abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Literal, get_args
@@ -21,7 +20,7 @@ from sparkdl.storage.stateful import Stateful
 from sparkdl.sync.apart import ApartSynchronizer
 from sparkdl.sync.averaging.mean import MeanOfReplicas
 from sparkdl.sync.averaging.outer_step import OuterRule
-from sparkdl.sync.averaging.period import Period, RoundReport
+from sparkdl.sync.averaging.period import FixedPeriod, Period, RoundReport
 from sparkdl.sync.collective import CollectiveStrategy
 from sparkdl.sync.exchange_pattern import ModelSize, Pattern
 from sparkdl.sync.gradient_buckets import Changes
@@ -36,6 +35,8 @@ class AveragingStrategy(CollectiveStrategy):
     """Base of strategies whose replicas train apart in rounds and then take their mean."""
 
     trains_apart = True
+    averaging_period: Any
+    """Steps of a round, or how these follow."""
 
     @property
     def weighting(self) -> Weighting:
@@ -62,9 +63,9 @@ class AveragingStrategy(CollectiveStrategy):
             )
         return None
 
-    @abstractmethod
     def make_period(self) -> Period:
         """The lengths of rounds."""
+        return FixedPeriod(self.averaging_period)
 
     def make_outer(self, world_size: int) -> OuterRule | None:
         """What follows the mean; None: nothing."""

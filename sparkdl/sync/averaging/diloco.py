@@ -26,7 +26,7 @@ from sparkdl.sync.apart import OwnWeightsSynchronizer
 from sparkdl.sync.averaging.averaging import AveragingStrategy, OptimizerState
 from sparkdl.sync.averaging.mean import MeanOfReplicas
 from sparkdl.sync.averaging.outer_step import OuterOptimizer
-from sparkdl.sync.averaging.period import FixedPeriod, Period, check_period
+from sparkdl.sync.averaging.period import check_period
 from sparkdl.sync.gradient_buckets import Changes
 from sparkdl.sync.strategy import SetupArguments, Synchronizer
 
@@ -94,9 +94,6 @@ class DiLoCo(AveragingStrategy):
     def is_streaming(self) -> bool:
         """Whether there are no rounds that all weights share."""
         return self.num_fragments > 1 or self.overlap_steps > 0 or self.kept > 0
-
-    def make_period(self) -> Period:
-        return FixedPeriod(self.averaging_period)
 
     def make_outer(self, world_size: int) -> OuterOptimizer:
         options = self.outer_params

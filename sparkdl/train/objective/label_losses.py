@@ -70,6 +70,9 @@ class LossSum:
 
     def __init__(self, parts: Mapping[str, LossFunction], weights: Mapping[str, float]) -> None:
         self.parts = dict(parts)
+        for part in self.parts.values():
+            if isinstance(part, ClassLoss):
+                part.counts_alike = True
         self.weights = {name: float(weights.get(name, 1.0)) for name in parts}
 
     def to(self, device: torch.device) -> None:
@@ -87,26 +90,18 @@ class LossSum:
     def rows(self, output: Any, target: Mapping[str, torch.Tensor]) -> Rows | None:
         weighted = []
         for name, part, value in self.pairs(output):
-            if isinstance(part, ClassLoss):
-                losses = part.sample_losses(value, target[name])
-            elif (rows := part.rows(value, target[name])) is not None:
-                losses = rows[0]
-            else:
+            rows = part.rows(value, target[name])
+            if rows is None:
                 return None
-            weighted.append(self.weights[name] * losses)
+            weighted.append(self.weights[name] * rows[0])
         return torch.stack(weighted).sum(0), None
 
     def apart(
         self, output: Any, target: Mapping[str, torch.Tensor], weight: torch.Tensor | None
     ) -> tuple[torch.Tensor, torch.Tensor | float, tuple[torch.Tensor, ...]]:
         """As `__call__`, and the sum of each label's losses, without its weight."""
-        sums = []
-        for name, part, value in self.pairs(output):
-            if isinstance(part, ClassLoss):
-                losses = part.sample_losses(value, target[name])
-                sums.append((losses if weight is None else losses * weight.to(losses.dtype)).sum())
-            else:
-                sums.append(part(value, target[name], weight)[0])
+        pairs = self.pairs(output)
+        sums = [part(value, target[name], weight)[0] for name, part, value in pairs]
         total = torch.stack([w * s for w, s in zip(self.weights.values(), sums, strict=True)])
         weight_sum = float(rows_of(target)) if weight is None else weight.sum()
         return total.sum(), weight_sum, tuple(sums)
