@@ -123,18 +123,12 @@ class ProgramModule(nn.Module):
 
 
 def write_program(module: nn.Module, example_inputs: Given) -> bytes:
-    """Export a module's forward pass in evaluation mode, for batches of any size.
+    """Export a forward pass in evaluation mode for `read_program`, with batches of any size.
 
-    Args:
-        module: on the CPU; left as it was.
-        example_inputs: one batch, ``(batch, ...)`` each, of at least one sample: a tuple by
-            position, a dict by name, or an `Example`, whose lengths stay free as well.
-
-    Returns:
-        A ``.pt2`` archive that `read_program` accepts.
-
-    Raises:
-        ConfigError: torch cannot export it, or the program does something else than the module.
+    The module is on the CPU, and left as it was. ``example_inputs`` are one batch, ``(batch, ...)``
+    each, of at least one sample: a tuple by position, a dict by name, or an `Example`, whose
+    lengths stay free as well. ConfigError if torch cannot export it, or the program does something
+    else than the module.
     """
     if isinstance(module, ProgramModule):
         return module.archive
@@ -239,8 +233,9 @@ def _export(module: nn.Module, example: Example) -> torch.export.ExportedProgram
             return {name: shape(item) for name, item in value.items()}
         return {0: batch, 1: torch.export.Dim.DYNAMIC} if pair.has_length(value) else {0: batch}
 
-    bound = signature(module.forward).bind(*pair.positional, **pair.by_name).arguments
-    return torch.export.export(module, pair.positional, pair.by_name, dynamic_shapes=shape(bound))
+    positional, by_name = pair.arguments.positional, pair.arguments.by_name
+    bound = signature(module.forward).bind(*positional, **by_name).arguments
+    return torch.export.export(module, positional, by_name, dynamic_shapes=shape(bound))
 
 
 def _strip(program: torch.export.ExportedProgram) -> None:

@@ -142,7 +142,7 @@ def _names(signature: ModelSignature, example: Example) -> list[str]:
     """The file's inputs: columns of what goes by position, then the names of all else."""
     columns = [column.name for column in signature.inputs if column.argument is None]
     # A mask may stand among the positions: its sequence goes by position, it never does.
-    return [*columns, *example.by_name]
+    return [*columns, *example.arguments.by_name]
 
 
 def _check_packages() -> None:
@@ -223,7 +223,7 @@ def _compare(module: nn.Module, batches: Sequence[Example], file: Path) -> float
 def _difference(module: nn.Module, session: Any, inputs: Example) -> float:
     """The largest difference on one batch; ConfigError if it is too large."""
     names = [node.name for node in session.get_inputs()]
-    ordered = (*inputs.positional, *inputs.by_name.values())
+    ordered = (*inputs.arguments.positional, *inputs.arguments.by_name.values())
     given = {name: x.numpy() for name, x in zip(names, ordered, strict=True)}
     found = [torch.from_numpy(array) for array in session.run(None, given)]
     with torch.no_grad():

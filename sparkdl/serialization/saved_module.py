@@ -118,18 +118,12 @@ def prepare_module(
 ) -> PreparedModule:
     """Find out how a module on the CPU can be made again, and do all of saving but the writing.
 
-    Args:
-        module: the fitted module; left as it was, and to be left until it is written.
-        factory: importable callable without arguments (or `functools.partial`) that makes such a
-            module; None if there is none.
-        example_inputs: a batch, ``(batch, ...)`` each, needed for an exported program only; see
-            `exported_program.write_program`.
-        extra: further values for `SavedModule.extra` to give back; see `json_objects.describe`.
-        others: further files, by name.
-
-    Raises:
-        ConfigError: the module cannot be made again in any of the three ways, or ``factory``
-            makes another one; names causes and remedies.
+    The module is left as it was, and must be left until it is written. ``factory``, if there is
+    one, is an importable callable without arguments (or `functools.partial`) that makes such a
+    module; ``example_inputs`` are needed for an exported program only, see `write_program`;
+    `SavedModule.extra` gives ``extra`` back, see `json_objects.describe`; ``others`` are further
+    files by name. ConfigError, with causes and remedies, if the module cannot be made again in any
+    of the three ways, or ``factory`` makes another one.
     """
     recipe, files, unlisted = _find_way(module, factory, example_inputs)
     # Plain dicts: names and tensors are all that another reader of safetensors needs.
@@ -188,14 +182,6 @@ def read_module_index(storage: Storage, path: str) -> dict[str, Any]:
     if len(ways) != 1 or not needed <= set(files) or "extra" not in index:
         raise StorageError(f"{path}/{INDEX} is damaged: it does not say how to make the module")
     return index
-
-
-def load_module_from(
-    storage: Storage, path: str, trust: Trust = USUAL
-) -> tuple[nn.Module, dict[str, Any]]:
-    """Make the module that was saved, and give back ``extra``; see `SavedModule`."""
-    saved = open_module(storage, path, trust)
-    return saved.make(), saved.extra()
 
 
 _Way = tuple[Mapping[str, Any], Mapping[str, bytes], Mapping[str, Any]]

@@ -92,11 +92,8 @@ class ServerSlice:
 
     A rank calls, per step, `push` after it has filled its `inbox` and then, if it wants, `pull`;
     and `close_round` when it is done with a round. Of the model's ``parameters``, those at
-    ``places`` are served; copies of them are taken.
-
-    Raises, from these methods:
-        CommunicationError: a rank has gone or is too late, or the optimizer has failed; see
-            `failure`.
+    ``places`` are served; copies of them are taken. CommunicationError, from these methods: a rank
+    has gone or is too late, or the optimizer has failed; see `failure`.
     """
 
     def __init__(

@@ -62,10 +62,7 @@ class LossSum:
     The module returns a dict by the labels' names, a tuple in the labels' order, or one tensor,
     which then goes to every loss. Class weights weigh the losses of their samples but do not enter
     the mean, and targets that are ignored count as no loss: the denominator is that of all labels.
-
-    Attributes:
-        parts: label -> its loss.
-        weights: label -> by how much its loss counts; 1 where none was given.
+    ``parts`` has the label's losses, ``weights`` by how much they count, 1 where none was given.
     """
 
     def __init__(self, parts: Mapping[str, LossFunction], weights: Mapping[str, float]) -> None:
