@@ -11,7 +11,6 @@ from collections.abc import Sequence as Items
 from dataclasses import KW_ONLY, dataclass
 from typing import Any, ClassVar, Literal
 
-from sparkdl.config import require
 from sparkdl.errors import ConfigError
 
 CHANNELS = (1, 3, 4)
@@ -42,15 +41,15 @@ class Specification:
     def __post_init__(self) -> None:
         if not isinstance(self.column, str):
             object.__setattr__(self, "column", tuple(self.column))
-        is_named = bool(self.columns) and all(isinstance(c, str) and c for c in self.columns)
-        require(is_named, "a specification needs a column's name", self.column)
+        if not self.columns or not all(isinstance(c, str) and c for c in self.columns):
+            raise ConfigError(f"a specification needs a column's name; received {self.column!r}")
         if len(self.columns) > 1 and self.transform is None:
             raise ConfigError(
                 f"{type(self).__name__}({list(self.columns)}) names several columns: pass a "
                 "transform that makes one value of them, or an input for each"
             )
-        is_function = self.transform is None or callable(self.transform)
-        require(is_function, "transform must be a function", self.transform)
+        if self.transform is not None and not callable(self.transform):
+            raise ConfigError(f"transform must be a function; received {self.transform!r}")
 
     @property
     def columns(self) -> tuple[str, ...]:
@@ -126,8 +125,8 @@ class Sequence(Specification):
         super().__post_init__()
         if self.mask is not None and not self.mask:
             raise ConfigError("mask must be the name of an argument of forward, or None")
-        most = self.max_length
-        require(most is None or most >= 1, "max_length must be at least 1", most)
+        if self.max_length is not None and self.max_length < 1:
+            raise ConfigError(f"max_length must be at least 1; received {self.max_length}")
 
     def check_padding(self, dtype: str) -> None:
         """Refuse a `padding_value` that the rows' values, of ``dtype``, cannot have.
@@ -186,11 +185,14 @@ class Image(Specification):
         super().__post_init__()
         if self.size is not None:
             object.__setattr__(self, "size", _sizes("size", self.size))
-            require(len(self.size) == 2, "size must be (height, width)", self.size)
-        channels, decode, on_error = self.channels, self.decode, self.on_error
-        require(channels in CHANNELS, f"channels must be one of {CHANNELS}", channels)
-        require(decode in ("spool", "batch"), "decode must be 'spool' or 'batch'", decode)
-        require(on_error in ("raise", "skip"), "on_error must be 'raise' or 'skip'", on_error)
+            if len(self.size) != 2:
+                raise ConfigError(f"size must be (height, width); received {self.size}")
+        if self.channels not in CHANNELS:
+            raise ConfigError(f"channels must be one of {CHANNELS}; received {self.channels!r}")
+        if self.decode not in ("spool", "batch"):
+            raise ConfigError(f"decode must be 'spool' or 'batch'; received {self.decode!r}")
+        if self.on_error not in ("raise", "skip"):
+            raise ConfigError(f"on_error must be 'raise' or 'skip'; received {self.on_error!r}")
 
     @property
     def keeps_dtype(self) -> bool:
@@ -257,6 +259,6 @@ def check_names(inputs: Items[Named]) -> None:
 
 def _sizes(name: str, value: Any) -> tuple[int, ...]:
     sizes = tuple(value) if isinstance(value, Items) else (value,)
-    are_sizes = all(isinstance(size, int) and size > 0 for size in sizes)
-    require(are_sizes, f"{name} must hold whole numbers of at least 1", value)
+    if not all(isinstance(size, int) and size > 0 for size in sizes):
+        raise ConfigError(f"{name} must hold whole numbers of at least 1; received {value!r}")
     return sizes

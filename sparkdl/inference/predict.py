@@ -261,10 +261,8 @@ def class_logits(output: torch.Tensor) -> torch.Tensor:
 
 def class_probabilities(output: torch.Tensor) -> torch.Tensor:
     """Probabilities of all classes, ``(rows, classes)`` in float64."""
-    logits = _matrix(output).double()
-    if logits.shape[1] == 1:
-        return torch.sigmoid(torch.cat([-logits, logits], dim=1))
-    return torch.softmax(logits, dim=1)
+    logits, is_single = class_logits(output), _matrix(output).shape[1] == 1
+    return torch.sigmoid(logits) if is_single else torch.softmax(logits, dim=1)
 
 
 _MAKERS: dict[Make, Callable[[torch.Tensor], torch.Tensor]] = {

@@ -147,7 +147,9 @@ class Evaluation(Mapping[str, Any]):
         values = {"rows": f"{self.rows:,}", "loss": f"{self.loss:.6g}"}
         own = set(self._values()) - set(self.metrics) - {"loss", "accuracy", "log_loss"}
         own -= set(vars(self.scores)) if self.scores is not None else set()
-        values |= {name: _shown(self[name]) for name in (*sorted(own), *self.metrics)}
+        for name in (*sorted(own), *self.metrics):
+            value = self[name]
+            values[name] = f"{value:.6g}" if isinstance(value, float) else str(value)
         width = max(_NAME_COLUMNS, *map(len, values))
         text = [f"{name:<{width}} {value}" for name, value in values.items()]
         if isinstance(self.scores, ClassificationScores):
@@ -194,10 +196,6 @@ BUILT_IN = frozenset(
      "curves", "per_class", "confusion")
 )  # fmt: skip
 """Names that metrics of the user's cannot have."""
-
-
-def _shown(value: Any) -> str:
-    return f"{value:.6g}" if isinstance(value, float) else str(value)
 
 
 class _Row(dict[int, float]):

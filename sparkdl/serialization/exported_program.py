@@ -197,16 +197,11 @@ def _exporting() -> Iterator[None]:
 
     ConfigError if the block has failed.
     """
-    logger = logging.getLogger("torch.fx.experimental.symbolic_shapes")
-    level = logger.level
-    logger.setLevel(logging.CRITICAL)  # torch prints the graph as far as it came
     try:
         with (
-            torch.no_grad(),
-            warnings.catch_warnings(),
-            contextlib.redirect_stderr(io.StringIO()),
+            silenced("torch.fx.experimental.symbolic_shapes", logging.CRITICAL),
+            contextlib.redirect_stderr(io.StringIO()),  # the graph as far as torch came
         ):
-            warnings.simplefilter("ignore")
             yield
     except GuardOnDataDependentSymNode:  # whose message is a page
         raise ConfigError(
@@ -217,8 +212,20 @@ def _exporting() -> Iterator[None]:
         raise ConfigError(
             f"torch.export cannot export it ({type(error).__name__}: {reason})"
         ) from error
+
+
+@contextlib.contextmanager
+def silenced(name: str, level: int) -> Iterator[None]:
+    """Without gradients, warnings, and lines of a logger of torch's below ``level``."""
+    logger = logging.getLogger(name)
+    before = logger.level
+    logger.setLevel(level)
+    try:
+        with torch.no_grad(), warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
     finally:
-        logger.setLevel(level)
+        logger.setLevel(before)
 
 
 def _export(module: nn.Module, example: Example) -> torch.export.ExportedProgram:

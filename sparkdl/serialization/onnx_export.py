@@ -6,13 +6,12 @@ on batches of several sizes beside the module. Only what agrees is put in its pl
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import os
 import re
 import tempfile
 import warnings
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
 from importlib import import_module
 from pathlib import Path
@@ -24,7 +23,7 @@ from torch.utils._pytree import tree_leaves
 
 from sparkdl.errors import ConfigError
 from sparkdl.serialization.example_inputs import Example, as_example, example_of
-from sparkdl.serialization.exported_program import export_program
+from sparkdl.serialization.exported_program import export_program, silenced
 from sparkdl.serialization.load import ModelSignature, open_saved, signature_of
 from sparkdl.storage.hadoop_storage import open_parent
 from sparkdl.storage.storage import without_password
@@ -163,27 +162,14 @@ def _check_packages() -> None:
 def _write(module: nn.Module, inputs: Example, names: Sequence[str] | None, file: Path) -> None:
     program = export_program(module, inputs)
     try:
-        with _quiet():
+        # The exporter warns of its own deprecations, and logs what concerns other packages.
+        with silenced("torch.onnx", logging.ERROR):
             exported: Any = torch.onnx.export(
                 program, dynamo=True, verbose=False, input_names=names
             )
             exported.save(str(file))
     except Exception as error:  # torch's errors of this kind are not public
         raise ConfigError(f"the module cannot be written as ONNX: {_reason(error)}") from error
-
-
-@contextlib.contextmanager
-def _quiet() -> Iterator[None]:
-    """Torch's exporter warns of its own deprecations, and logs what concerns other packages."""
-    logger = logging.getLogger("torch.onnx")
-    level = logger.level
-    logger.setLevel(logging.ERROR)
-    try:
-        with torch.no_grad(), warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # the file is compared with the module
-            yield
-    finally:
-        logger.setLevel(level)
 
 
 def _reason(error: BaseException) -> str:

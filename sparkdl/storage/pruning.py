@@ -61,7 +61,12 @@ def prune(storage: Storage, newest: StepFolder, keep: int) -> None:
     ]
     steps = steps_of(storage, mortal)
     in_use = {note.begun_from for note in alive.values() if note.begun_from is not None}
-    gone = surplus(steps, newest, keep, lambda step: _is_whole(storage, step), in_use)
+
+    def is_whole(step: StepFolder) -> bool:
+        # As far as names tell: a writer that was late may have left a manifest without files.
+        return {MANIFEST, SHARED} <= set(storage.list(step.path))
+
+    gone = surplus(steps, newest, keep, is_whole, in_use)
     for step in gone:
         remove(storage, step)
     left = {step.writer for step in steps if step not in gone} | {own}
@@ -76,8 +81,3 @@ def remove(storage: Storage, step: StepFolder) -> None:
     """Remove a checkpoint; what is half removed does not look like one."""
     storage.remove(f"{step.path}/{MANIFEST}")
     storage.remove(step.path)
-
-
-def _is_whole(storage: Storage, step: StepFolder) -> bool:
-    """As far as names tell: a writer that was late may have left a manifest without files."""
-    return {MANIFEST, SHARED} <= set(storage.list(step.path))

@@ -28,7 +28,7 @@ class StepLoss(CallableLoss):
 
     def __init__(self, step: TrainingStep, shown: LossFunction) -> None:
         """Take the user's step; ``shown`` says what metrics see of the module's output."""
-        super().__init__(_its_value)
+        super().__init__(lambda value, target: value)
         self.step = step
         self.shown = shown
 
@@ -52,10 +52,6 @@ def objective_of(config: TrainConfig, module: nn.Module) -> LossFunction:
 def logs(config: TrainConfig, module: nn.Module) -> bool:
     """True if the module's own training step is used, which may log values for the history."""
     return config.training_step is None and is_lightning(module)
-
-
-def _its_value(value: Any, target: Any) -> Any:
-    return value
 
 
 def run(loss: LossFunction, module: nn.Module, batch: Batch) -> Any:
