@@ -303,24 +303,20 @@ def _argument(module: nn.Module, parameter: inspect.Parameter) -> tuple[bool, An
     return True, value
 
 
-def _layer(**more: Callable[[Any], Any]) -> dict[str, Callable[[Any], Any]]:
-    """What all layers of transformers keep in their parts."""
-    return {
-        "d_model": lambda m: m.self_attn.embed_dim,
-        "nhead": lambda m: m.self_attn.num_heads,
-        "dim_feedforward": lambda m: m.linear1.out_features,
-        "dropout": lambda m: m.dropout.p,
-        "layer_norm_eps": lambda m: m.norm1.eps,
-        "batch_first": lambda m: m.self_attn.batch_first,
-        "bias": lambda m: m.linear1.bias is not None,
-        "dtype": lambda m: m.linear1.weight.dtype,
-        **more,
-    }
-
-
+_OF_LAYERS: dict[str, Callable[[Any], Any]] = {
+    "d_model": lambda m: m.self_attn.embed_dim,
+    "nhead": lambda m: m.self_attn.num_heads,
+    "dim_feedforward": lambda m: m.linear1.out_features,
+    "dropout": lambda m: m.dropout.p,
+    "layer_norm_eps": lambda m: m.norm1.eps,
+    "batch_first": lambda m: m.self_attn.batch_first,
+    "bias": lambda m: m.linear1.bias is not None,
+    "dtype": lambda m: m.linear1.weight.dtype,
+}
+"""What all layers of transformers keep in their parts."""
 _ARGUMENT_READERS: dict[type[nn.Module], dict[str, Callable[[Any], Any]]] = {
-    nn.TransformerEncoderLayer: _layer(),
-    nn.TransformerDecoderLayer: _layer(),
+    nn.TransformerEncoderLayer: _OF_LAYERS,
+    nn.TransformerDecoderLayer: _OF_LAYERS,
     nn.TransformerEncoder: {"encoder_layer": lambda m: m.layers[0]},
     nn.TransformerDecoder: {"decoder_layer": lambda m: m.layers[0]},
     nn.MultiheadAttention: {

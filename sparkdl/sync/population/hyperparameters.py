@@ -48,7 +48,7 @@ def set_values(
                     is_base = key == base and group[key] == before
                     group[key] = value if is_base or factor is None else group[key] * factor
         if name == LEARNING_RATE and scheduler is not None and factor is not None:
-            scheduler.load_state_dict(_scaled(scheduler.state_dict(), factor))
+            scheduler.load_state_dict(rescaled(scheduler.state_dict(), factor))
 
 
 def set_present_rate(
@@ -77,11 +77,17 @@ def set_present_rate(
     return factor
 
 
-def rescaled(schedule: dict[str, Any], factor: float | None) -> dict[str, Any]:
-    """A schedule's state, after its rates were multiplied by what `set_present_rate` gave."""
+def rescaled(state: Any, factor: float | None) -> Any:
+    """A schedule's state, and those of schedules in it, with rates times a factor of the above."""
     assert factor is not None, "refused by set_present_rate"
-    scaled: dict[str, Any] = _scaled(schedule, factor)
-    return scaled
+    if isinstance(state, list):
+        return [rescaled(item, factor) for item in state]
+    if not isinstance(state, dict):
+        return state
+    return {
+        key: [rate * factor for rate in value] if key in _SCHEDULED else rescaled(value, factor)
+        for key, value in state.items()
+    }
 
 
 def _first_value(optimizer: torch.optim.Optimizer, name: str) -> float:
@@ -102,15 +108,3 @@ def _key(optimizer: torch.optim.Optimizer, name: str) -> str:
         return name
     # A schedule keeps the rate that it started from there, and multiplies it.
     return "initial_lr" if "initial_lr" in optimizer.param_groups[0] else "lr"
-
-
-def _scaled(state: Any, factor: float) -> Any:
-    """A schedule's state, with those of the schedules in it, whose rates are multiplied."""
-    if isinstance(state, list):
-        return [_scaled(item, factor) for item in state]
-    if not isinstance(state, dict):
-        return state
-    return {
-        key: [rate * factor for rate in value] if key in _SCHEDULED else _scaled(value, factor)
-        for key, value in state.items()
-    }

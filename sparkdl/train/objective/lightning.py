@@ -64,17 +64,10 @@ _REFUSED = {
     "transfer_batch_to_device": _INPUTS,
 }
 """Methods that Lightning would call in a fit and the loop does not, and what to do instead."""
-_NOT_IN_ROUNDS = (
-    "on_fit_start",
-    "on_fit_end",
-    "on_train_start",
-    "on_train_end",
-    "on_train_epoch_start",
-    "on_train_epoch_end",
-    "on_validation_start",
-    "on_validation_end",
-    "on_validation_epoch_start",
-    "on_validation_epoch_end",
+_NOT_IN_ROUNDS = tuple(
+    f"on_{what}_{when}"
+    for what in ("fit", "train", "train_epoch", "validation", "validation_epoch")
+    for when in ("start", "end")
 )
 """Hooks for which there is no process that has seen the whole epoch where tasks train."""
 
