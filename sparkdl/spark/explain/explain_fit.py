@@ -132,15 +132,19 @@ def _with_times(found: Found, calibration: Calibration, wanted: Iterable[int]) -
 
 def _facts(found: Found, model: ModelSize, gang: Gang | None) -> PlanFacts:
     checked, plan = found.checked, found.plan
-    slots, config = checked.slots, checked.config
+    slots, config, strategy = checked.slots, checked.config, checked.strategy
+    in_gang = not checked.in_rounds
+    pattern = (
+        strategy.pattern(model, plan.world_size) if in_gang else strategy.stages_pattern(model)
+    )
     return PlanFacts(
         master=slots.cluster.master,
         slots=slots.total,
         num_workers=slots.num_workers,
         threads=slots.threads,
-        mode="rounds" if checked.in_rounds else "gang",
+        mode="gang" if in_gang else "rounds",
         device=config.device if gang is None else gang.device,
-        strategy=comparison.strategy_text(checked.strategy),
+        strategy=comparison.strategy_text(strategy),
         rows=plan.num_rows,
         validation_rows=plan.num_validation_rows,
         rows_by_shard=tuple(shard.num_rows for shard in plan.shards),
@@ -155,9 +159,7 @@ def _facts(found: Found, model: ModelSize, gang: Gang | None) -> PlanFacts:
         process_bytes=INTERPRETER_BYTES + model.worker_bytes,
         peak_bytes=None if gang is None else gang.peak_bytes,
         spool_bytes=plan.largest_spool_bytes,
-        sent_bytes_per_step=checked.strategy.bytes_per_step(
-            model.shapes, model.element_size, plan.world_size
-        ),
+        sent_bytes_per_step=pattern.sent_bytes_per_step(plan.world_size),
         checkpoint_bytes=model.checkpoint_bytes,
         checkpoint_interval=config.checkpoint.interval,
     )

@@ -29,7 +29,6 @@ from sparkdl.serialization.json_objects import DescribeError, describe, restore
 from sparkdl.serialization.load import column_as_json, column_from_json
 from sparkdl.serialization.saved_module import (
     PreparedModule,
-    load_module_from,
     open_module,
     prepare_module,
     prepare_weights,
@@ -259,7 +258,7 @@ class ParamsReader(MLReader[P]):
         if isinstance(value, dict) and "folder" in value:
             storage = stage_metadata.place_of(path, self.sparkSession)
             if name == "module":
-                return load_module_from(storage, _MODULE, self._trust)[0]
+                return open_module(storage, _MODULE, self._trust).make()
             state = open_module(storage, value["folder"]).weights()
             own = {key: v.clone() if isinstance(v, Tensor) else v for key, v in state.items()}
             if name == "initialState":

@@ -14,10 +14,9 @@ WINDOW = 10
 class LossWatch(Stateful):
     """Compares the mean of the newest losses with that of the first.
 
-    Args:
-        factor: the loss has exploded when the newest mean is more than so many times the first;
-            None looks for infinities and NaN only. Losses that begin at or below zero cannot be
-            judged by a factor, and are not.
+    The loss has exploded when the newest mean is more than ``factor`` times the first; None looks
+    for infinities and NaN only. Losses that begin at or below zero cannot be judged by a factor,
+    and are not.
     """
 
     shared_state = ("first", "newest")
@@ -28,11 +27,7 @@ class LossWatch(Stateful):
         self._newest: list[float] = []
 
     def look(self, loss: float, step: int) -> None:
-        """Take note of the loss of step number ``step``, from 1.
-
-        Raises:
-            TrainingDiverged: it is not finite, or has exploded.
-        """
+        """Take note of the loss of step ``step``, from 1; TrainingDiverged if it has run away."""
         if not math.isfinite(loss):
             raise diverged(loss, f"at step {step}")
         if self._factor is None:
