@@ -42,11 +42,7 @@ COMPLETION = Command(
 
 
 def script(shell: str) -> str:
-    """What the shell shall read.
-
-    Raises:
-        ConfigError: argcomplete is not installed.
-    """
+    """What the shell shall read; raises ConfigError without argcomplete."""
     remedy = "completion needs argcomplete; pip install argcomplete"
     with import_or(ConfigError(remedy)):
         argcomplete = import_module("argcomplete")

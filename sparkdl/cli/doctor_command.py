@@ -110,11 +110,7 @@ def _shown(what: str, findings: Iterator[Finding]) -> Iterator[Finding]:
 
 
 def make_order(given: argparse.Namespace) -> Order:
-    """What the command line asks for.
-
-    Raises:
-        ConfigError: an argument is wrong.
-    """
+    """What the command line asks for; raises ConfigError."""
     entries = [text.partition("=") for text in given.conf]
     for text, (key, separator, _) in zip(given.conf, entries, strict=True):
         require(bool(key and separator), "--conf takes key=value", text)

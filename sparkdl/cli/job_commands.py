@@ -390,9 +390,5 @@ TRAIN = JobCommand(
 
 
 def run_job(job: JobCommand[Any], arguments: Sequence[str] | None = None) -> int:
-    """Do a job as a script of ``jobs/``; the arguments are those of the process if None.
-
-    Returns:
-        The exit status, see `command_line.ended`.
-    """
+    """Do a job as a script of ``jobs/``; returns the exit status, see `command_line.ended`."""
     return job.command(Form.SCRIPT).run_script(arguments)

@@ -58,10 +58,7 @@ class TrainReport:
 def run_train(job: TrainJob, spark: SparkSession) -> TrainReport:
     """Train as the job says, save the model, and evaluate what was saved.
 
-    Raises:
-        ConfigError: the job cannot be done as it stands; found before training.
-        DataError: the data cannot be trained on; found before training.
-        StorageError: the model cannot be saved at ``output.path``; found before training.
+    Raises ConfigError, DataError or StorageError before training where it can be seen then.
     """
     with working(spark, "looking at the rows and at the output's place"):
         estimator = make_estimator(job)
@@ -119,11 +116,7 @@ def can_report(spark: SparkSession) -> bool:
 
 
 def run_explain(job: TrainJob, spark: SparkSession) -> Explanation:
-    """What the job would do, how long it would take, and what would be better; see docs/explain.md.
-
-    Raises:
-        SparkDLError: what training would raise before it begins.
-    """
+    """What the job would do, how long it would take, what would be better; see docs/explain.md."""
     with working(spark, "looking at the rows"):
         estimator: Any = make_estimator(job)
         rows = read_training_data(spark, job)
@@ -132,11 +125,7 @@ def run_explain(job: TrainJob, spark: SparkSession) -> Explanation:
 
 
 def run_tune(job: TuneJob, spark: SparkSession) -> TuneResult[Any]:
-    """Search as the job says, and keep all trials under ``output.path``; see `tune`.
-
-    Raises:
-        SparkDLError: what `tune` raises.
-    """
+    """Search as the job says, and keep all trials under ``output.path``; see `tune`."""
     from sparkdl.tuning.space import Chooser
     from sparkdl.tuning.study import StudyOptions, make_pruner
     from sparkdl.tuning.tune import tune_made
@@ -170,9 +159,7 @@ def run_tune(job: TuneJob, spark: SparkSession) -> TuneResult[Any]:
 def run_evaluate(job: EvaluateJob, spark: SparkSession) -> Evaluation:
     """Compare a saved model's predictions with the labels; write the numbers if asked to.
 
-    Raises:
-        ConfigError: ``output.path`` names no file.
-        StorageError: there is no model, or nothing can be written at ``output.path``; found first.
+    Raises ConfigError or StorageError first, if there is no model or no place for the numbers.
     """
     output = None if job.output is None else _file_at(job.output.path)
     section = job.evaluation
@@ -190,11 +177,8 @@ def run_evaluate(job: EvaluateJob, spark: SparkSession) -> Evaluation:
 def run_predict(job: PredictJob, spark: SparkSession) -> DataFrame:
     """Write a saved model's predictions; vectors become arrays, which every reader understands.
 
-    Returns:
-        The rows as they were written, read from where they are.
-
-    Raises:
-        ConfigError: a column is not there, or the format cannot hold it.
+    Returns the rows as they were written, read from where they are; raises ConfigError if a column
+    is not there, or the format cannot hold it.
     """
     with working(spark, "loading the model"):
         predictions = load_model(spark, job.model.path).transform(read_data(spark, job.data))
@@ -222,11 +206,7 @@ def run_prepare(job: PrepareJob, spark: SparkSession) -> Report:
 
 
 def load_model(spark: SparkSession, path: str) -> Any:
-    """A saved model of whatever class.
-
-    Raises:
-        StorageError: there is none at ``path``.
-    """
+    """A saved model of whatever class; raises StorageError if there is none at ``path``."""
     if not is_there(f"{path.rstrip('/')}/metadata", spark):
         name = without_password(path)
         raise StorageError(f"there is no saved model at {name}; check model.path, or train first")

@@ -64,11 +64,7 @@ def try_out(
     workers_per_machine: int,
     tries_rates: bool,
 ) -> dict[str, Any]:
-    """Try sizes of batches, then learning rates.
-
-    Returns:
-        The fields of the `Choice`s.
-    """
+    """Try sizes of batches, then learning rates; returns the fields of the `Choice`s."""
     batch_size, choices = steps.plan.batch_size, []
     if sizes is not None:
         choices.append(try_batches(steps, sizes, workers_per_machine).choice())

@@ -350,11 +350,7 @@ def recording(
 
     The record is left in ``storage``, or nowhere; ``known`` are other fields of `RunRecord`. When
     the block has failed, ``is_interrupted`` is asked whether the user wanted that; ``ask_tasks`` is
-    as for `Views`.
-
-    Raises:
-        StorageError: the storage cannot be written to.
-        Exception: what a listener raises when the run begins.
+    as for `Views`. Raises StorageError, and what a listener raises when the run begins.
     """
     start = RunStart(
         run_id=run_id,

@@ -124,11 +124,7 @@ class RunServer(ThreadingHTTPServer):
     daemon_threads = True
 
     def __init__(self, address: tuple[str, int], reader: RunReader) -> None:
-        """Listen at ``address``; port 0 takes a free one.
-
-        Raises:
-            OSError: the port is taken, or the address is not this machine's.
-        """
+        """Listen at ``address``; port 0 takes a free one; raises OSError where it cannot."""
         self.reader = reader
         self.reading = threading.Lock()
         self.is_local = address[0] in _LOOPBACK

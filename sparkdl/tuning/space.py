@@ -32,11 +32,7 @@ _STORED = (bool, int, float, str)
 
 
 def with_values(estimator: E, values: Values) -> E:
-    """A copy of the estimator that has these values.
-
-    Raises:
-        ConfigError: there is no such Param, or part of one, or it does not take the value.
-    """
+    """A copy of the estimator that has these values; raises ConfigError where it cannot."""
     changed: dict[str, Any] = {}
     for key in sorted(values, key=lambda key: key.count(".")):  # a Param before its parts
         name, *parts = key.split(".")
@@ -105,11 +101,7 @@ class Chooser:
     """Draws the values of a trial from a space."""
 
     def __init__(self, space: Space, estimator: _TorchEstimator | None = None) -> None:
-        """``estimator`` has the values that an `Around` goes by.
-
-        Raises:
-            ConfigError: the space is empty, or holds what is no domain.
-        """
+        """``estimator`` has the values that an `Around` goes by; raises ConfigError."""
         if not isinstance(space, Mapping) and not callable(space):
             raise ConfigError(
                 "space must be a dict from Params to their values, or a function that gets a "

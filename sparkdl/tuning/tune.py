@@ -142,11 +142,7 @@ def tune_made(
     options: StudyOptions,
     path: str | None,
 ) -> TuneResult[E]:
-    """`tune`, with a function that makes the estimator of a trial from its values.
-
-    Raises:
-        SparkDLError: what `tune` raises.
-    """
+    """`tune`, with a function that makes the estimator of a trial from its values."""
     optuna = import_optuna()
     if path is not None:
         with import_or(ConfigError(f"tune draws a plot in {path}: pip install matplotlib")):
@@ -363,11 +359,7 @@ class TuneResult(Generic[E]):
         )
 
     def _require_front(self) -> None:
-        """Refuse a search of which no trial came to its end.
-
-        Raises:
-            TrainingFailed: with what the last failure said.
-        """
+        """Raise TrainingFailed, with what the last failure said, if no trial came to its end."""
         rows = self._rows()
         if not any(row["state"] == "complete" for row in rows):
             said = [row["error"] for row in rows if row["error"]]
@@ -400,11 +392,7 @@ def _model_path(path: str, number: int) -> str:
 
 
 def _check_validation(estimator: _TorchEstimator, options: StudyOptions) -> None:
-    """Refuse to judge by validation rows of a DataFrame that has none.
-
-    Raises:
-        ConfigError: with the remedy.
-    """
+    """Raise ConfigError if trials are judged by validation rows, of which a DataFrame has none."""
     has_rows = any(
         estimator.value(name) for name in ("validationIndicatorCol", "validationFraction")
     )

@@ -48,13 +48,10 @@ def checked(subject: str, check: Callable[[], object], text: str) -> Finding:
 
 
 def bounded(action: Callable[[], T], seconds: float, what: str) -> T:
-    """What ``action`` returns, if it does in time.
+    """What ``action`` returns; raises ClusterError if that is not in time.
 
     It runs in a thread of its own, which is left alone when time is up: what waits in the JVM or
-    for a name server cannot be interrupted.
-
-    Raises:
-        ClusterError: it has not ended after ``seconds``; ``what`` says what was waited for.
+    for a name server cannot be interrupted. ``what`` says what was waited for.
     """
     answer: Future[T] = Future()
 

@@ -36,10 +36,9 @@ def arrow_type(options: ImageSection) -> pa.DataType:
 
 
 def convert(data: bytes, options: ImageSection, origin: str = "") -> Any:
-    """The value of the column ``image`` for a file's bytes; a struct keeps the path as ``origin``.
+    """The value of the column ``image`` for a file's bytes; raises BadImage.
 
-    Raises:
-        BadImage: the file holds no image that Pillow can decode.
+    A struct keeps the path as ``origin``.
     """
     with opened(data) as image:
         if options.encoding == "file":

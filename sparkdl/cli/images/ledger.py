@@ -62,12 +62,9 @@ class Ledger:
     """What tells this run from others; see `parts.digest_of`."""
 
     def begin(self, *, overwrite: bool) -> Literal["new", "unfinished", "finished"]:
-        """See what is there, and make the folder this run's.
+        """See what is there, and make the folder this run's; raises ConfigError if it is another's.
 
         With ``overwrite`` what another run has left there is removed.
-
-        Raises:
-            ConfigError: the folder holds another run, or something else.
         """
         finished = self._read(FINISHED)
         before = finished["plan"] if finished is not None else self._read(_PLAN)

@@ -74,11 +74,7 @@ class Listed:
 
 
 def list_files(spark: SparkSession, section: FolderSection) -> Listed:
-    """The files in a folder and below it; none is opened.
-
-    Raises:
-        DataError: there is no such folder.
-    """
+    """The files in a folder and below it; none is opened. Raises DataError if it is not there."""
     root = qualified(spark, section.path)
     reader = spark.read.format("binaryFile").option("recursiveFileLookup", True)
     try:
@@ -110,11 +106,7 @@ def list_files(spark: SparkSession, section: FolderSection) -> Listed:
 
 
 def read_files(spark: SparkSession, urls: Sequence[str]) -> DataFrame:
-    """Columns ``path`` (the URL) and ``content`` of the files named.
-
-    Raises:
-        DataError: one of them is not there any more.
-    """
+    """Columns ``path`` (the URL) and ``content`` of the files; raises DataError if one is gone."""
     reader = spark.read.format("binaryFile")
     try:
         return reader.load([escaped(url) for url in urls]).select("path", "content")

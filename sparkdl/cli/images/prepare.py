@@ -70,11 +70,7 @@ def prepare(spark: SparkSession, job: PrepareJob, label_table: DataFrame | None 
 
 
 def find_source(spark: SparkSession, job: PrepareJob, label_table: DataFrame | None) -> Source:
-    """List the files, and find their labels.
-
-    Raises:
-        DataError: there are no files, or labels are wrong.
-    """
+    """List the files, and find their labels; raises DataError if there are none, or wrong ones."""
     listed = list_files(spark, job.data)
     if not listed.table.num_rows:
         raise DataError(

@@ -68,8 +68,7 @@ class PartWriter:
     def write(self, parts: Sequence[Part]) -> dict[str, Record]:
         """Write parts into the folder of staged files; return what is in them, by the part's name.
 
-        Raises:
-            DataError: a file has vanished.
+        Raises DataError if a file has vanished.
         """
         self._numbers = {part.name: number for number, part in enumerate(parts)}
         plan = pa.concat_tables([self._plan(part) for part in parts])

@@ -299,11 +299,7 @@ _PY_FILES = "spark.submit.pyFiles"
 
 
 def check_reference(reference: str, name: str) -> None:
-    """Refuse what is not of the form ``package.module:name``.
-
-    Raises:
-        ConfigError: it is not.
-    """
+    """Raise ConfigError for what is not of the form ``package.module:name``."""
     module, separator, attribute = reference.partition(":")
     parts = [*module.split("."), *attribute.split(".")]
     if not separator or not all(part.isidentifier() for part in parts):

@@ -20,11 +20,7 @@ if TYPE_CHECKING:
 
 
 def read_data(spark: SparkSession, section: DataSection) -> DataFrame:
-    """The rows that a data section describes.
-
-    Raises:
-        DataError: they are not there, or a select expression names no column.
-    """
+    """The rows that a data section describes; raises DataError if they or columns are not there."""
     try:
         if section.format == "table":
             rows = spark.read.options(**section.options).table(str(section.table))
@@ -48,11 +44,7 @@ def read_data(spark: SparkSession, section: DataSection) -> DataFrame:
 
 
 def read_training_data(spark: SparkSession, job: TrainJob) -> DataFrame:
-    """The rows of ``[data]``; with ``validation.path`` also those, which a column marks.
-
-    Raises:
-        DataError: there are none.
-    """
+    """The rows of ``[data]``; with ``validation.path`` also those, which a column marks."""
     rows = read_data(spark, job.data)
     if job.validation is None or job.validation.path is None:
         return rows

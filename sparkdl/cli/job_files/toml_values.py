@@ -24,11 +24,7 @@ class MissingKey(ConfigError):
 
 
 def read_toml(path: str | Path) -> Tables:
-    """Read a TOML file.
-
-    Raises:
-        ConfigError: there is no such file, or it is not TOML.
-    """
+    """Read a TOML file; raises ConfigError."""
     try:
         return tomllib.loads(Path(path).read_text(encoding="utf-8"))
     except OSError as error:
@@ -53,10 +49,8 @@ def apply_settings(tables: Mapping[str, Any], settings: Iterable[str]) -> Tables
     """``tables`` with each ``section.key=value`` of the command line put in its place.
 
     What follows the second dot is one key of a table, dots included:
-    ``spark.conf.spark.sql.shuffle.partitions=4`` sets one entry of ``[spark.conf]``.
-
-    Raises:
-        ConfigError: a setting has another form.
+    ``spark.conf.spark.sql.shuffle.partitions=4`` sets one entry of ``[spark.conf]``. Raises
+    ConfigError.
     """
     merged: Tables = {
         name: dict(table) if isinstance(table, Mapping) else table for name, table in tables.items()
@@ -71,11 +65,7 @@ def apply_settings(tables: Mapping[str, Any], settings: Iterable[str]) -> Tables
 
 
 def put(tables: Tables, keys: Sequence[str], value: Any) -> None:
-    """Set one key in tables within tables; those that are changed are copied.
-
-    Raises:
-        ConfigError: a key on the way is no table.
-    """
+    """Set one key in tables within tables, which are copied; raises ConfigError if it cannot."""
     table = tables
     for key in keys[:-1]:
         inner = table.get(key, {})
@@ -91,10 +81,7 @@ def put(tables: Tables, keys: Sequence[str], value: Any) -> None:
 def build(kind: type[T], table: Any, where: str = "") -> T:
     """Make a dataclass of what TOML gave; fields without a default are required.
 
-    ``where`` is the table's name for messages, empty for a whole file.
-
-    Raises:
-        ConfigError: a key is unknown or missing, or a value has the wrong type.
+    ``where`` is the table's name for messages, empty for a whole file. Raises ConfigError.
     """
     if not isinstance(table, Mapping):
         raise ConfigError(f"{where} must be a table; received {table!r}")
@@ -142,12 +129,9 @@ def required(kind: Any) -> set[str]:
 
 
 def convert(value: Any, hint: Any, name: str) -> Any:
-    """``value`` as the type ``hint``; ``name`` is its place for messages.
+    """``value`` as the type ``hint``; ``name`` is its place for messages; raises ConfigError.
 
     Of a union the first member whose TOML type fits decides, so that its own errors reach the user.
-
-    Raises:
-        ConfigError: the value is of another type.
     """
     fitting = [kind for kind in parts_of(hint) if _fits(value, kind)]
     if not fitting:

@@ -111,11 +111,7 @@ class RunReader:
         return sorted(filter(_NAME.fullmatch, self._storage.list("")), reverse=True)
 
     def read(self, name: str) -> RunRecord | None:
-        """The record of the run in folder ``name``; None if there is no such run.
-
-        Raises:
-            StorageError: it cannot be read.
-        """
+        """The record of the run in folder ``name``; None if there is none; raises StorageError."""
         if name in self._ended:
             return self._ended[name]
         if name not in self.names():

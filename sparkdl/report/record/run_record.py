@@ -107,11 +107,7 @@ class RunRecord:
 
     @classmethod
     def from_dict(cls, values: Any) -> RunRecord:
-        """Rebuild what `to_dict` gave.
-
-        Raises:
-            StorageError: it was written by a later version, or is no record.
-        """
+        """Rebuild what `to_dict` gave; raises StorageError if it is none, or of a later version."""
         if not isinstance(values, Mapping):
             raise StorageError(f"this is not the record of a run, but a {type(values).__name__}")
         if values.get("format") != FORMAT:
@@ -268,11 +264,7 @@ class RecordBuilder:
                 values["weights"] = event.get("weights", "")
 
     def record(self) -> RunRecord:
-        """What is known so far.
-
-        Raises:
-            StorageError: the events were not those of a run.
-        """
+        """What is known so far; raises StorageError if the events were not those of a run."""
         return RunRecord.from_dict({"format": FORMAT, **copy.deepcopy(self._values)})
 
 

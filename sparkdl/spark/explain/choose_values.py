@@ -62,11 +62,8 @@ _FOLDER = "chosen"
 def start_of(rows: UserData, request: FitRequest) -> FitRequest:
     """The request with the strategy that choosing begins with, if it is ``"auto"``.
 
-    A fit that goes on from another has the strategy of that: it is chosen already.
-
-    Raises:
-        ConfigError: the strategy of the earlier fit is none of the package's own.
-        StorageError: the earlier fit cannot be read.
+    A fit that goes on from another has the strategy of that: it is chosen already. Raises
+    ConfigError if that is none of the package's own, StorageError if it cannot be read.
     """
     if "syncStrategy" not in request.automatic:
         return request
@@ -91,11 +88,7 @@ def start_of(rows: UserData, request: FitRequest) -> FitRequest:
 
 
 def strategy_of(text: str) -> SyncStrategy:
-    """The strategy whose ``repr`` a training state has kept.
-
-    Raises:
-        ConfigError: it, or an option of it, is none of the package's own.
-    """
+    """The strategy whose ``repr`` a training state has; raises ConfigError if it is not ours."""
     try:
         made = _made(ast.parse(text, mode="eval").body)
     except (ConfigError, SyntaxError, ValueError, TypeError):
@@ -119,10 +112,7 @@ def _made(node: ast.expr) -> Any:
 def choose(rows: UserData, request: FitRequest, spools: Spools | None) -> FitRequest:
     """The request of a fit with values in place of every ``"auto"``; ``spools`` as for `fit`.
 
-    Raises:
-        ConfigError: nothing can be chosen here.
-        SparkDLError: what a fit raises before it trains.
-        WorkerError: the user's code failed on a worker that measured it.
+    Raises ConfigError if nothing can be chosen here, and what a fit or a measuring worker raises.
     """
     began = time.perf_counter()
     started = start_of(rows, request)
@@ -277,11 +267,7 @@ class Kept:
         )
 
     def read(self) -> list[Choice] | None:
-        """What an equal request has chosen before; None: there was none.
-
-        Raises:
-            StorageError: it cannot be read.
-        """
+        """What an equal request has chosen before; None: there was none. Raises StorageError."""
         if not self.storage.exists(self.path):
             return None
         try:
@@ -303,10 +289,6 @@ class Kept:
         return replace(choice, value=most, reason=reason)
 
     def write(self, choices: Sequence[Choice]) -> None:
-        """Keep a choice for equal requests.
-
-        Raises:
-            StorageError: it cannot be written.
-        """
+        """Keep a choice for equal requests; raises StorageError."""
         plain = [{**vars(choice), "value": describe(choice.value)} for choice in choices]
         self.storage.write(self.path, json.dumps(plain, indent=2).encode())

@@ -57,13 +57,10 @@ def look(
     stack: ExitStack,
     earlier: Found | None = None,
 ) -> Found:
-    """Check a request as a fit does, look at some rows, and count them.
+    """Check a request as a fit does, with its errors, look at some rows, and count them.
 
     The ``stack`` removes the spool. The rows of what was found ``earlier``, with other workers or
     batches, are not read again.
-
-    Raises:
-        SparkDLError: what a fit raises before it trains.
     """
     checked = check_request(rows, request)
     if earlier is None:

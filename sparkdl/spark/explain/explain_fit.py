@@ -42,13 +42,9 @@ def explain(
     options: ExplainOptions,
     estimator_with: Callable[[Mapping[str, Any]], Any] | None = None,
 ) -> Explanation:
-    """The plan of a fit, what it would take, and what would be better.
+    """The plan of a fit, what it would take, and what would be better, with the errors of a fit.
 
     ``estimator_with`` makes an estimator like the one that asks, with some Params changed.
-
-    Raises:
-        SparkDLError: what the estimators' ``explain`` raises.
-        KeyboardInterrupt: the user has interrupted; nothing is left behind.
     """
     rows = user_data(data)
     began = time.perf_counter()

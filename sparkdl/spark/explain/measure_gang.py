@@ -110,7 +110,7 @@ def why_no_gang(checked: CheckedRequest) -> str | None:
 def measure(
     found: Found, seconds: float, stack: contextlib.ExitStack, *, only_choices: bool = False
 ) -> Calibration:
-    """Measure with as many ranks as there are slots, up to a limit.
+    """Measure with as many ranks as there are slots, up to a limit; raises as a fit does.
 
     Args:
         found: the request, its sample and columns; without a sample the source's rows are used.
@@ -118,10 +118,6 @@ def measure(
         stack: removes everything in the end.
         only_choices: True to leave out what no strategy needs that is chosen for a fit: rounds
             where gangs can run, and compressions but bf16.
-
-    Raises:
-        WorkerError: the user's code failed on a worker.
-        SparkDLError: as in a fit.
     """
     checked, ranks = found.checked, num_ranks(found.checked)
     tasks = replace(
@@ -321,9 +317,8 @@ def _asked(
 ) -> tuple[list[Any], int, float]:
     """Have a gang do a task; see `measure_worker.SampleOrder`.
 
-    Returns:
-        What each rank reports, the number of the next attempt on the run's link, and the seconds
-        of the submission that succeeded.
+    Returns what each rank reports, the number of the next attempt on the run's link, and the
+    seconds of the submission that succeeded.
     """
     weights = run.link.send(
         training.INITIAL,

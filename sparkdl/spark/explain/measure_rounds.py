@@ -37,15 +37,9 @@ class TimedRound:
 
 
 def measure_rounds(run: Run, first_attempt: int) -> Stages:
-    """Run some rounds of averaging as a fit does, and jobs that do nothing.
+    """Run some rounds of averaging as a fit does, with its errors, and jobs that do nothing.
 
     No other job on the run's link may have the number ``first_attempt`` or a larger one.
-
-    Raises:
-        ClusterError: an executor does not answer.
-        WorkerError: the user's code failed.
-        TrainingFailed: tasks were lost too often.
-        SparkDLError: what a task raised on purpose.
     """
     run = replace(run, run_id=f"{run.run_id}-rounds")
     jobs = RoundJobs(run, EpochBook(run.config, run.plan), first_attempt=first_attempt)

@@ -162,11 +162,7 @@ def to_outputs(value: Any) -> dict[str, Output]:
 
 
 def to_shapes(value: Any) -> list[Any]:
-    """Accept a shape, or a list with a shape or None per input column.
-
-    Returns:
-        A list of numbers for one shape, otherwise a list of such lists and None.
-    """
+    """Accept a shape, which is kept as a list, or a list with a shape or None per input column."""
     if _is_shape(value):
         return list(map(int, value))
     if isinstance(value, list | tuple) and all(one is None or _is_shape(one) for one in value):

@@ -108,15 +108,9 @@ class Population:
     def train_members(
         self, part: RoundPart, shards: Sequence[int], parts: Sequence[Parts]
     ) -> RoundDone:
-        """Let each member train the steps of ``part``.
+        """Let each member train the steps of ``part`` on its shard; raises TrainingDiverged.
 
-        Args:
-            part: the steps.
-            shards: where each member trains.
-            parts: what its task gets; see `parts_of`.
-
-        Raises:
-            TrainingDiverged: all members have diverged.
+        ``parts`` has what the task of each member gets; see `parts_of`.
         """
         run, by_shard = self._run, dict(zip(shards, parts, strict=True))
 
@@ -144,11 +138,7 @@ class Population:
         )
 
     def set_learning_rate(self, rate: float) -> None:
-        """See `Replicas.set_learning_rate`; members have rates of their own.
-
-        Raises:
-            ConfigError: always.
-        """
+        """Raise ConfigError: members have rates of their own."""
         raise ConfigError(
             f"a callback asked for the learning rate {rate:g}, but each member of a population has "
             "its own; use another strategy, or PopulationBasedTraining with mutations"
@@ -193,11 +183,7 @@ class Population:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore what `state_dict` gave.
-
-        Raises:
-            CheckpointError: there are more or fewer members now.
-        """
+        """Restore what `state_dict` gave; raises CheckpointError if members have come or gone."""
         found = state["members"]
         if len(found) != len(self.members):
             raise CheckpointError(

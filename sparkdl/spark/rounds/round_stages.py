@@ -135,9 +135,7 @@ def run_stage(
     """Run one round's job; raises TaskLost if a task cannot find its shard, or Spark's own errors.
 
     ``depth`` counts the levels of the tree that merges states; 1: the driver merges all of them.
-
-    Returns:
-        (shard id, kind, payload) of everything the tasks yielded, in the order of shards.
+    Returns what the tasks yielded, (shard id, kind, payload), in the order of shards.
     """
     num_shards = order.plan.world_size
     broadcast = None

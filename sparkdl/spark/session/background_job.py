@@ -134,14 +134,9 @@ class BackgroundJob(Generic[T]):
     def watched(self, timeout_seconds: float, *, queue_seconds: float = math.inf) -> T:
         """Run it to its end; each of its tasks takes little time once it runs.
 
-        Args:
-            timeout_seconds: ``spark.sparkdl.startTimeout``, the longest time in which tasks run and
-                none of them ends.
-            queue_seconds: ``spark.sparkdl.queueTimeout``, the longest wait for the first task.
-
-        Raises:
-            ClusterError: one of these times is over.
-            Exception: what the work raised.
+        ``timeout_seconds`` (``spark.sparkdl.startTimeout``) is the longest time in which tasks run,
+        and none ends; ``queue_seconds`` (``spark.sparkdl.queueTimeout``) the longest wait for the
+        first one. Raises ClusterError when they are over, and what the work raised.
         """
         began = time.monotonic()
         try:

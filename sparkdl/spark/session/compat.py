@@ -52,11 +52,9 @@ def shares_console(spark: SparkSession) -> bool:
 def run_workers_here(spark: SparkSession) -> None:
     """In local mode, let Spark's workers run this program's Python if nobody has chosen one.
 
-    Spark takes the first ``python3`` of the PATH, which seldom has the packages.
-
-    Raises:
-        ClusterError: somebody has chosen one that is not there, or has not the packages. Spark
-            would write a hundred lines of stacks to the console.
+    Spark takes the first ``python3`` of the PATH, which seldom has the packages. Raises
+    ClusterError if one was chosen that is not there or has not the packages: Spark would write a
+    hundred lines of stacks to the console.
     """
     if not shares_console(spark):
         return
@@ -204,13 +202,11 @@ def tag_jobs(spark: SparkSession, tag: str) -> None:
 
 
 def thread_properties(spark: SparkSession) -> Callable[[], None]:
-    """What Spark knows of the calling thread: its job group, scheduler pool and tags of jobs.
+    """What Spark knows of the calling thread, to be given to another by a call of what is returned.
 
-    Without it, jobs from another thread are not ended by ``cancelJobGroup``, as notebook servers
-    call it, and run in another pool. Tags of sparkdl's own are left out: each work has its own.
-
-    Returns:
-        Called in another thread, it gives the same to that one.
+    These are its job group, scheduler pool and tags of jobs. Without them, jobs from another thread
+    are not ended by ``cancelJobGroup``, as notebook servers call it, and run in another pool. Tags
+    of sparkdl's own are left out: each work has its own.
     """
     if is_connect(spark):
         own = _of_others(spark.getTags())

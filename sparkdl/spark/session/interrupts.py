@@ -164,11 +164,8 @@ def interruptible(spark: SparkSession, checkpoint_dir: str | None = None) -> Ite
     """Let Ctrl-C cancel the Spark jobs of the block and, once they have ended, end the block.
 
     In the main thread the block then ends in KeyboardInterrupt; in others, which run fits for it,
-    in TrainingFailed. Cleaning up belongs into a `Cleanup` within.
-
-    Raises:
-        KeyboardInterrupt: the user wants it.
-        ClusterError: the session has ended.
+    in TrainingFailed. Cleaning up belongs into a `Cleanup` within. Raises ClusterError if the
+    session has ended.
     """
     raise_if_ended(spark)
     _await_interrupted()
