@@ -10,7 +10,7 @@ import logging
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, Self, TypeVar
 
 import torch
 from pyspark.ml import Model
@@ -43,11 +43,7 @@ from sparkdl.spark.params import param_table
 from sparkdl.spark.params.accessors import ClassifierModelAccessors, ModelAccessors
 from sparkdl.spark.params.converters import to_metrics
 from sparkdl.spark.params.params import CheckedParams, ClassOutputParams, with_params
-
-if TYPE_CHECKING:
-    from typing import Self
-
-    from sparkdl.train.training_state import TrainingState
+from sparkdl.train.training_state import TrainingState
 
 logger = logging.getLogger(__name__)
 M = TypeVar("M", bound="TorchModel")
@@ -344,7 +340,7 @@ class TorchModel(Model, CheckedParams, MLWritable, MLReadable["TorchModel"], Mod
 
     def write(self) -> MLWriter:
         """A writer that saves Params, module and summary without pickle."""
-        from sparkdl.spark.params.save_stage import ModelWriter
+        from sparkdl.spark.params.save_stage import ModelWriter  # slow: torch.export
 
         return ModelWriter(self)
 

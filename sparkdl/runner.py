@@ -7,13 +7,13 @@ from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 from pyspark.sql import DataFrame, SparkSession
 
 from sparkdl.data.source import Source
 from sparkdl.errors import ClusterError, ConfigError, StorageError, TrainingFailed
-from sparkdl.inputs import check_names, named
+from sparkdl.inputs import Specification, check_names, named
 from sparkdl.report.listeners.listener import Listener
 from sparkdl.runtime.tracebacks import plainly
 from sparkdl.spark.frames import user_data
@@ -27,9 +27,6 @@ from sparkdl.spark.params.converters import to_inputs, to_run_name
 from sparkdl.spark.run.run_facts import shown
 from sparkdl.spark.session.interrupts import interruptible
 from sparkdl.worker.function_rank import Script
-
-if TYPE_CHECKING:
-    from sparkdl.inputs import Specification
 
 _DEVICES = ("auto", "cpu", "cuda")
 _ARGUMENTS = {

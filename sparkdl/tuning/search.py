@@ -148,8 +148,7 @@ class Search:
             raise
 
     def _next(self) -> None:
-        """Ask for values, try them, tell what came of it; raises ConfigError if others do so too.
-        """
+        """Ask for values, try them, tell what came of it; raises ConfigError if others do too."""
         from optuna.exceptions import UpdateFinishedTrialError
 
         if self._is_over:

@@ -15,11 +15,14 @@ import uuid
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import cloudpickle
+from pyspark.sql import SparkSession
+from torch import nn
 
 from sparkdl.comm import compression
+from sparkdl.comm.compression.compression import Compression
 from sparkdl.data.plan import make_plan
 from sparkdl.errors import ClusterError, ConfigError
 from sparkdl.explain import measure_worker, trials
@@ -52,12 +55,6 @@ from sparkdl.sync.frozen_layers import moving_buffers
 from sparkdl.sync.strategy import SyncStrategy
 from sparkdl.worker import training
 from sparkdl.worker.lifecycle import Member
-
-if TYPE_CHECKING:
-    from pyspark.sql import SparkSession
-    from torch import nn
-
-    from sparkdl.comm.compression.compression import Compression
 
 logger = logging.getLogger(__name__)
 

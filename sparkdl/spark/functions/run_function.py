@@ -16,7 +16,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 from pyspark.sql import SparkSession
 
@@ -41,7 +41,13 @@ from sparkdl.spark.session.compat import conf, run_workers_here, shares_console
 from sparkdl.spark.session.interrupts import Cleanup
 from sparkdl.spark.session.settings import read_settings
 from sparkdl.spark.session.termination import removed_at_termination
-from sparkdl.storage.checkpoint_format import StepFolder, Writer, folders, load_shared
+from sparkdl.storage.checkpoint_format import (
+    CheckpointInfo,
+    StepFolder,
+    Writer,
+    folders,
+    load_shared,
+)
 from sparkdl.storage.hadoop_storage import open_on_driver
 from sparkdl.storage.lease import Lease, Note, read_leases
 from sparkdl.storage.retried import Retried
@@ -49,9 +55,6 @@ from sparkdl.storage.storage import Storage, check_writable, open_storage
 from sparkdl.worker import function_rank
 from sparkdl.worker.context import Context, entered
 from sparkdl.worker.function_rank import called, checkpoints, default_group, environment_variables
-
-if TYPE_CHECKING:
-    from sparkdl.storage.checkpoint_format import CheckpointInfo
 
 logger = logging.getLogger(__name__)
 

@@ -12,7 +12,7 @@ import json
 import logging
 from collections.abc import Mapping
 from functools import partial
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, Self, TypeVar
 
 from pyspark.ml.param import Params
 from pyspark.ml.util import DefaultParamsWriter, MLReadable, MLReader, MLWriter
@@ -41,9 +41,6 @@ from sparkdl.spark.params.params import CheckedParams
 from sparkdl.spark.session.compat import conf
 from sparkdl.spark.session.settings import read_settings
 from sparkdl.storage.storage import drop_password, without_password
-
-if TYPE_CHECKING:
-    from typing import Self
 
 logger = logging.getLogger(__name__)
 P = TypeVar("P", bound=MLReadable[Any])

@@ -12,11 +12,13 @@ import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import reduce
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pyarrow as pa
 from pyspark import TaskContext
+from pyspark.core.broadcast import Broadcast
 from pyspark.errors import PythonException
+from pyspark.resource import ResourceProfile
 from pyspark.sql import DataFrame
 from pyspark.sql import functions as F
 
@@ -30,11 +32,6 @@ from sparkdl.spark.session.failures import TaskLost, spark_message
 from sparkdl.worker import round_task
 from sparkdl.worker.population_member import pack_parts
 from sparkdl.worker.round_task import RoundOrder, RoundPlace
-
-if TYPE_CHECKING:
-    from pyspark.core.broadcast import Broadcast
-    from pyspark.resource import ResourceProfile
-
 
 Rows = list[tuple[int, str, bytes]]
 
