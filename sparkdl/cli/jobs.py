@@ -9,34 +9,34 @@ from __future__ import annotations
 import json
 import logging
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from pyspark.sql import SparkSession
+from pyspark.errors import AnalysisException
+from pyspark.sql import DataFrame, SparkSession
+from pyspark.sql import functions as F
 from pyspark.sql.types import ArrayType, BinaryType, MapType, StructType
 
-from sparkdl.cli.job_files.job_file import EvaluateJob, PredictJob, TrainJob
-from sparkdl.cli.job_files.job_objects import make_estimator
-from sparkdl.cli.job_files.read_rows import read_data, read_training_data
+from sparkdl.cli.job_files.job_file import DataSection, EvaluateJob, PredictJob, TrainJob
+from sparkdl.cli.job_files.job_objects import VALIDATION_COLUMN, make_estimator
+from sparkdl.cli.job_files.prepare_file import PrepareJob
+from sparkdl.cli.job_files.study_file import TuneJob
 from sparkdl.cli.job_files.toml_values import to_tables
-from sparkdl.errors import ConfigError, StorageError
+from sparkdl.errors import ConfigError, DataError, StorageError
+from sparkdl.explain.explanation import Explanation
 from sparkdl.inference.scores import Evaluation
+from sparkdl.report.summary import TrainingSummary
 from sparkdl.runtime.activity import doing
 from sparkdl.spark.frames.columns import find, quoted, schema_of
 from sparkdl.spark.inference.output_columns import vectors_to_arrays
 from sparkdl.spark.params.stage_metadata import check_place, is_there, load_instance
+from sparkdl.spark.session.failures import raise_unless_loss
 from sparkdl.spark.session.stage_progress import working
 from sparkdl.storage.hadoop_storage import open_on_driver, open_parent
 from sparkdl.storage.storage import Storage, check_writable, without_password
 
 if TYPE_CHECKING:
-    from pyspark.sql import DataFrame
-
     from sparkdl.cli.images.ledger import Report
-    from sparkdl.cli.job_files.prepare_file import PrepareJob
-    from sparkdl.cli.job_files.study_file import TuneJob
-    from sparkdl.explain.explanation import Explanation
-    from sparkdl.report.summary import TrainingSummary
     from sparkdl.tuning.tune import TuneResult
 
 logger = logging.getLogger(__name__)
@@ -203,6 +203,41 @@ def run_prepare(job: PrepareJob, spark: SparkSession) -> Report:
 
     table = None if job.labels.table is None else read_data(spark, job.labels.table)
     return prepare(spark, job, table)
+
+
+def read_data(spark: SparkSession, section: DataSection) -> DataFrame:
+    """The rows that a data section describes; raises DataError if they or columns are not there."""
+    try:
+        if section.format == "table":
+            rows = spark.read.options(**section.options).table(str(section.table))
+        else:
+            reader = spark.read.format(section.format).options(**section.options)
+            if section.schema is not None:
+                reader = reader.schema(section.schema)
+            path = section.path
+            rows = reader.load(list(path) if isinstance(path, tuple) else path)
+        # Spark Connect looks at neither path nor expressions before somebody asks.
+        rows = rows.selectExpr(*section.select) if section.select else rows
+        rows.schema  # noqa: B018
+    except AnalysisException as error:
+        what = section.table or section.path
+        text = f"cannot read {what!r}: {str(error).strip().splitlines()[0]}"
+        raise DataError(without_password(text)) from error
+    except Exception as error:  # Spark reads some formats to find the columns
+        raise_unless_loss(error)
+        raise
+    return rows
+
+
+def read_training_data(spark: SparkSession, job: TrainJob) -> DataFrame:
+    """The rows of ``[data]``; with ``validation.path`` also those, which a column marks."""
+    rows = read_data(spark, job.data)
+    if job.validation is None or job.validation.path is None:
+        return rows
+    apart = read_data(spark, replace(job.data, path=job.validation.path))
+    return rows.withColumn(VALIDATION_COLUMN, F.lit(False)).unionByName(
+        apart.withColumn(VALIDATION_COLUMN, F.lit(True))
+    )
 
 
 def load_model(spark: SparkSession, path: str) -> Any:
