@@ -1,8 +1,4 @@
-"""The commands that do what a job file says: ``sparkdl train`` and ``spark-submit jobs/train.py``.
-
-Each is a row: the job's class, the function of `jobs` that does it, and a function
-that prints what came of it.
-"""
+"""The commands that do what a job file says: `sparkdl train`, `spark-submit jobs/train.py`."""
 
 from __future__ import annotations
 

@@ -1,8 +1,4 @@
-"""The work behind the commands that take a job file.
-
-`run_prepare`, `run_train`, `run_tune`, `run_explain`, `run_evaluate` and `run_predict` take a job
-and a session, and give back what there is to report; `job_commands` reads arguments and prints.
-"""
+"""The work behind the commands that take a job file: a job and a session in, a report out."""
 
 from __future__ import annotations
 
@@ -56,10 +52,7 @@ class TrainReport:
 
 
 def run_train(job: TrainJob, spark: SparkSession) -> TrainReport:
-    """Train as the job says, save the model, and evaluate what was saved.
-
-    Raises ConfigError, DataError or StorageError before training where it can be seen then.
-    """
+    """Train as the job says, save and evaluate the model; raises first what can be seen first."""
     with working(spark, "looking at the rows and at the output's place"):
         estimator = make_estimator(job)
         if not job.output.overwrite and is_there(job.output.path, spark):
@@ -157,10 +150,7 @@ def run_tune(job: TuneJob, spark: SparkSession) -> TuneResult[Any]:
 
 
 def run_evaluate(job: EvaluateJob, spark: SparkSession) -> Evaluation:
-    """Compare a saved model's predictions with the labels; write the numbers if asked to.
-
-    Raises ConfigError or StorageError first, if there is no model or no place for the numbers.
-    """
+    """Compare a saved model's predictions with the labels; write the numbers if asked to."""
     output = None if job.output is None else _file_at(job.output.path)
     section = job.evaluation
     columns = {"labelCol": section.label_col, "weightCol": section.weight_col}
@@ -175,11 +165,7 @@ def run_evaluate(job: EvaluateJob, spark: SparkSession) -> Evaluation:
 
 
 def run_predict(job: PredictJob, spark: SparkSession) -> DataFrame:
-    """Write a saved model's predictions; vectors become arrays, which every reader understands.
-
-    Returns the rows as they were written, read from where they are; raises ConfigError if a column
-    is not there, or the format cannot hold it.
-    """
+    """Write a saved model's predictions, vectors as arrays; returns the rows that were written."""
     with working(spark, "loading the model"):
         predictions = load_model(spark, job.model.path).transform(read_data(spark, job.data))
         rows = _choose_columns(vectors_to_arrays(predictions), job.output.columns)

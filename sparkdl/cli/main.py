@@ -1,7 +1,6 @@
 """The command ``sparkdl``: the table of its subcommands, and how the arguments choose one.
 
-Neither torch nor pyspark is imported before a subcommand runs, so that ``--help`` and the
-completion of a shell are quick, and work where these are missing.
+Neither torch nor pyspark is imported before a subcommand runs: ``--help`` needs neither.
 """
 
 from __future__ import annotations

@@ -49,10 +49,7 @@ def found_by(reports: Sequence[Report], places: Sequence[tuple[int, int]], secon
 
 
 def levels_of(reports: Sequence[Report], places: Sequence[tuple[int, int]]) -> list[Compute]:
-    """Each level's steps. Batches of several sizes are measured at the first of them.
-
-    The others are slower or quicker than it by a factor, whatever the size.
-    """
+    """Each level's steps. Batches of several sizes are measured at the first of them only."""
     levels = [[steps for steps in ranks if steps]  # of ranks that had rows, and were to work
               for ranks in zip(*(report["levels"] for report in reports), strict=True)]  # fmt: skip
     fixed, slope = fit_line(_points(levels[0]))

@@ -1,7 +1,4 @@
-"""Compares other numbers of workers and other strategies, and chooses among them.
-
-Pure: predictions in, values with their reasons out. docs/explain.md states the rules.
-"""
+"""Compares other numbers of workers and strategies, and chooses among them; see docs/explain.md."""
 
 from __future__ import annotations
 

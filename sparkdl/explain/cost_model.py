@@ -1,7 +1,6 @@
 """The cost model: seconds of the parts of a step, by formulae from measured numbers.
 
-A CPU, a GPU, shared memory or a network differ in the numbers only. Tests compare the formulae
-with steps that are played event by event; docs/explain.md derives each of them.
+Tests compare them with steps that are played event by event; docs/explain.md derives them.
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
 """What a rank measures for the cost model: some real steps and some real exchanges.
 
-Runs in a gang like training, with the user's module, loss and optimizer, on a sample of the rows,
-through the same loop and the same communicator. Nothing of it is kept.
+Runs in a gang like training, with the user's objects, on a sample of the rows; nothing is kept.
 """
 
 from __future__ import annotations
@@ -69,11 +68,7 @@ class SampleOrder(GangOrder):
 
 
 def run(environment: WorkerEnvironment, order: SampleOrder) -> Iterator[tuple[str, bytes]]:
-    """Do the task of one rank.
-
-    Yields:
-        ``("error", JSON)`` alone, or ``("result", JSON)``: what the task returned, and ``seconds``.
-    """
+    """Do the task of one rank; its one row is ``result`` (JSON, with ``seconds``) or ``error``."""
     yield from live(environment, order, partial(_done, order))
 
 

@@ -1,8 +1,4 @@
-"""What one worker tries out before a fit, and what is chosen by it: size of a batch, learning rate.
-
-Runs like `measure_costs` on a sample of the rows, with the user's module, loss and optimizer. The
-initial weights are not changed by it. docs/explain.md states the rules.
-"""
+"""What one worker tries out before a fit: size of a batch, learning rate; see docs/explain.md."""
 
 from __future__ import annotations
 
@@ -183,11 +179,7 @@ class BatchTrial:
 
 
 def try_batches(steps: StepTimer, sizes: BatchSizes, workers_per_machine: int) -> BatchTrial:
-    """Train on ever larger batches, until memory, rows or speed give no reason to go on.
-
-    The next size is not begun if it would take more than half of the worker's part of the memory
-    that is free.
-    """
+    """Train on ever larger batches, until memory, rows or speed give no reason to go on."""
     import torch
 
     limit = int(_FREE_SHARE * free_bytes(steps.device) / workers_per_machine)

@@ -62,10 +62,7 @@ class Recorder(View):
         began: Mapping[str, Any],
         views: Views | None = None,
     ) -> None:
-        """Begin, with the fields of `RunRecord`, ``began``, that are known already.
-
-        Without a folder the record is kept in memory only. Who made the views closes them.
-        """
+        """Begin, with the known fields of `RunRecord`; without a folder only memory has it."""
         self._clock = time.perf_counter()
         self._phase, self._phase_began = "", 0.0
         self._laps: dict[str, float] = {}
@@ -209,10 +206,7 @@ class Recorder(View):
         module: nn.Module | None = None,
         weights: str = "",
     ) -> None:
-        """What came of the run: a record per epoch or report, the trained module, and `weights`.
-
-        Listeners are shown the module at the end; ``weights`` are in words, as in `RunRecord`.
-        """
+        """What came of the run: a record per epoch or report, the module, `weights` in words."""
         self._history, self._module = [dict(record) for record in history], module
         self._weights = weights
         thin(self._history)

@@ -1,7 +1,6 @@
 """A server that shows the runs of a directory in a browser: a list, and each run's page, both live.
 
-The standard library's server, for one person on their own machine. It reads, and nothing else; the
-only names that it looks up are those that the directory has.
+It reads, and nothing else; the only names that it looks up are those that the directory has.
 """
 
 from __future__ import annotations

@@ -1,8 +1,4 @@
-"""The summary of a fit: plain values, kept with the fitted model.
-
-The driver makes it from what the ranks reported; it is saved as JSON next to the model. It needs
-neither torch nor pyspark.
-"""
+"""The summary of a fit: plain values, which are saved as JSON next to the model."""
 
 from __future__ import annotations
 

@@ -97,10 +97,7 @@ def make_pruner(given: Any, *, startup_trials: int = 5, warmup_epochs: int = 1) 
 
 
 def open_study(options: StudyOptions, space: Any, place: Storage | None) -> Study:
-    """The study, new, or as an earlier run left it with its unfinished trials in the queue.
-
-    Raises ConfigError if it was begun with another search, and StorageError.
-    """
+    """The study, new or as an earlier run left it; raises ConfigError if that is another."""
     optuna = import_optuna()
     storage = _storage(options.storage, place)
     try:

@@ -26,10 +26,7 @@ _TASKS_ON_CONNECT = 16
 
 
 def qualified(spark: SparkSession, path: str) -> str:
-    """A path as Spark takes it, with scheme and host: of the default file system without them.
-
-    A Spark Connect client cannot ask Spark; there a path without a scheme is a local one.
-    """
+    """A path with scheme and host, as Spark has it; for a Spark Connect client a local one."""
     if not is_connect(spark):
         return HadoopStorage(spark, path).url
     return path if ":" in path else f"file:{Path(path).expanduser().absolute()}"

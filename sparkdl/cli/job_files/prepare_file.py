@@ -1,7 +1,4 @@
-"""The sections and keys of a job file for ``jobs/prepare.py``.
-
-Reading them neither starts Spark nor imports Pillow.
-"""
+"""The sections and keys of a job file for ``jobs/prepare.py``, read without Spark and Pillow."""
 
 from __future__ import annotations
 

@@ -61,10 +61,7 @@ def _is_submitted(environ: Mapping[str, str]) -> bool:
 
 
 def _log_errors_only(environ: MutableMapping[str, str]) -> None:
-    """Have Spark's JVM log as our own file says, where the user has none.
-
-    Ten lines of warnings would come before the first of ours.
-    """
+    """Have Spark's JVM log as our own file says, where the user has none: without warnings."""
     option = f"-Dlog4j2.configurationFile={_LOG4J.as_uri()}"
     options = environ.get("SPARK_SUBMIT_OPTS", "")
     own = Path(environ.get("SPARK_HOME", "/"), "conf", _LOG4J.name)

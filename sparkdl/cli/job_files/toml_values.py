@@ -1,8 +1,4 @@
-"""TOML tables become frozen dataclasses here, with errors that help.
-
-A dataclass is the schema: its field names are the keys, its annotations the types. Nothing else
-is accepted, so that a misspelt key is found before any work is done.
-"""
+"""TOML tables become frozen dataclasses here, whose fields are all keys and types known."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""The learning curves of runs, which may still go on, as a picture or as text.
-
-Only the picture needs matplotlib; neither needs a notebook or Spark.
-"""
+"""The learning curves of runs, which may still go on, as a picture (matplotlib) or as text."""
 
 from __future__ import annotations
 

@@ -249,10 +249,7 @@ def _columns(output: int) -> int | None:
 
 
 class ConsoleView(RunView):
-    """A line for each epoch or report and for workers' lines; on a terminal with one in place.
-
-    Without a terminal, where that would fill a file, phases, restarts and the end have lines too.
-    """
+    """A line for each epoch or report and worker's line; in a file phases have lines, too."""
 
     _open: ClassVar[set[ConsoleView]] = set()
     """Those of this process whose runs go on."""

@@ -1,7 +1,4 @@
-"""HTML is put together here so that no text of a run can become markup by accident.
-
-Whatever is not `Markup` is escaped, wherever it is put.
-"""
+"""HTML, put together so that no text becomes markup by accident: all but `Markup` is escaped."""
 
 from __future__ import annotations
 
@@ -38,10 +35,9 @@ def joined(*parts: Content) -> Markup:
 
 
 def tag(name: str, /, *children: Content, **attributes: Content | bool) -> Markup:
-    """An element with its children.
+    """An element with its children; attributes that are None or False are left out.
 
-    In names of attributes ``_`` stands for ``-``, and one at the end for nothing (``class_``);
-    those that are None or False are left out.
+    In names of attributes ``_`` stands for ``-``, and one at the end for nothing (``class_``).
     """
     shown = "".join(
         f" {key.rstrip('_').replace('_', '-')}" + ("" if value is True else f'="{markup(value)}"')

@@ -1,7 +1,4 @@
-"""The page of a run: one HTML file that needs nothing else, and no script.
-
-Each section is a function of the record, and is left out where there is nothing to show.
-"""
+"""The page of a run: one HTML file without script, whose sections are functions of the record."""
 
 from __future__ import annotations
 

@@ -197,10 +197,7 @@ class _Growing:
         return replace(record, status="lost") if is_lost else record
 
     def silence(self, alive_at: float) -> float:
-        """Seconds since its driver last wrote, which was at ``alive_at`` by the driver's own clock.
-
-        Its clock and ours may differ, so ours counts as soon as a part was new to us.
-        """
+        """Seconds since its driver last wrote, at ``alive_at`` by a clock that may differ."""
         now = time.monotonic()
         if self.last_part is not None:
             return now - self.last_part

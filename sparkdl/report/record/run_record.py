@@ -130,10 +130,7 @@ class RunRecord:
 
 
 def count_of(record: Mapping[str, Any]) -> float | None:
-    """Which epoch or report of its run a history's record is of.
-
-    Functions count their reports, among whose values may be an ``epoch`` of their own.
-    """
+    """Which epoch or report a history's record is of; reports may have an ``epoch``, too."""
     number: float | None = record.get("report", record.get("epoch"))
     return number
 
@@ -158,10 +155,7 @@ _COSTS = ("gradient_norm", "learning_rate", "seconds")
 
 
 def curve_names(history: Iterable[Mapping[str, Any]], *, has_costs: bool = False) -> list[str]:
-    """The values of a history that are drawn as curves, in the order in which they came.
-
-    With ``has_costs`` the gradient's norm, learning rate and seconds come too, at the end.
-    """
+    """The values of a history that are drawn, in their order; with ``has_costs`` costs at last."""
     names = dict.fromkeys(name for record in history for name in record if name not in _COUNTS)
     own = [name for name in names if name not in _COSTS]
     return own + [name for name in _COSTS if has_costs and name in names]
@@ -269,10 +263,7 @@ class RecordBuilder:
 
 
 def presentable(value: Any) -> Any:
-    """A plain value whose texts are without URLs' passwords, and can be encoded.
-
-    Names of files that are no UTF-8 come as lone surrogates, which no file or page can hold.
-    """
+    """A plain value whose texts have no passwords of URLs, nor lone surrogates of file names."""
     if isinstance(value, str):
         return without_password(value).encode("utf-8", "replace").decode("utf-8")
     if isinstance(value, Mapping):

@@ -247,10 +247,7 @@ class Kept:
 
     @classmethod
     def of(cls, found: Found) -> Kept | None:
-        """The place of this request's choice; None: it has no ``checkpointDir``.
-
-        What counts is what names a run (`resume.run_key`), but of the rows their number only.
-        """
+        """The place of this request's choice, named like a run; None: no ``checkpointDir``."""
         checked = found.checked
         request, directory = checked.request, checked.config.checkpoint.directory
         if directory is None:

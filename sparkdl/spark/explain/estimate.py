@@ -1,7 +1,4 @@
-"""A request that was checked, with the plan that a fit would make.
-
-The plan comes from a sample and a count, or from what a source tells.
-"""
+"""A request that was checked, with the plan that a fit would make, from a sample and a count."""
 
 from __future__ import annotations
 

@@ -1,9 +1,4 @@
-"""Explains a fit before it runs: the whole of ``explain``, in order.
-
-The checks of ``fit`` come first, with its errors; then a sample and a count in place of the spool;
-then what the user has left to ``"auto"`` is chosen; then the plan; then, unless nothing shall be
-measured, a few measured steps and the predictions.
-"""
+"""Explains a fit before it runs: the whole of ``explain``, in order."""
 
 from __future__ import annotations
 

@@ -1,8 +1,6 @@
 """Measures the numbers of the cost model on a cluster, with a small gang and some rounds.
 
-Spools a repeated sample, has a gang of the real executors measure steps and exchanges on it
-(`measure_worker`), and runs some rounds on plain Spark stages. All of it takes seconds, whatever
-the size of the data.
+All of it takes seconds, whatever the size of the data: the rows are a repeated sample.
 """
 
 from __future__ import annotations
@@ -168,11 +166,7 @@ def try_out(
     stack: contextlib.ExitStack,
     **wanted: Any,
 ) -> list[Choice]:
-    """Have one worker try sizes of batches, then learning rates.
-
-    ``sizes`` and ``wanted`` are arguments of `trials.try_out`; the others, and what is raised, are
-    those of `measure`.
-    """
+    """Have one worker try sizes of batches, then learning rates, as `trials.try_out` says."""
     checked = found.checked
     # With the threads that workers will have in the fit.
     slots = replace(_gang_slots(checked, 1), threads=checked.slots.threads)
@@ -241,10 +235,7 @@ class _Place:
         )
 
     def run(self, times: int) -> tuple[Run, float]:
-        """What trains on rows and keeps nothing, and the seconds that spooling the rows took.
-
-        Each worker has a shard, of the sample so many times over, or of the source.
-        """
+        """What trains on rows, ``times`` the sample or the source's, and the spool's seconds."""
         checked, sample, slots = self.found.checked, self.found.sample, self.slots
         spec = replace(
             checked.table_spec, num_shards=slots.num_workers, shares=None, is_gang=slots.is_gang,

@@ -63,8 +63,8 @@ def measure_rounds(run: Run, first_attempt: int) -> Stages:
 def stages_of(timed: Sequence[TimedRound], empty_seconds: float) -> Stages:
     """The costs of a round by rounds of one step and of more; the very first of them is left out.
 
-    Of what they take beyond their steps the least counts: the driver's JVM is compiling what it
-    runs, and becomes faster by the round, as in a fit. The longest rounds are at the end.
+    Of what they take beyond their steps the least counts: the driver's JVM becomes faster by the
+    round, as in a fit. The longest rounds are at the end.
     """
     first, *others = timed
     by_length: dict[int, list[float]] = {}

@@ -239,10 +239,7 @@ class FunctionJob(Launch):
         return self.gang_job(self.sets.df, function_rank.run, order, keeps_process=False)
 
     def _newest(self, attempts: Attempts, storage: Storage) -> CheckpointInfo | None:
-        """The newest checkpoint that is this run's: another run has another function.
-
-        At the beginning that is whatever is there, if the user has asked to resume it.
-        """
+        """The newest checkpoint of this run, at first of any run if the user resumes it."""
         begun_from = attempts.begun_from
 
         def is_own(folder: StepFolder) -> bool:

@@ -84,10 +84,7 @@ def row_scores(
 def classes_and_metrics(
     module: nn.Module, inputs: Arguments, forward: Forward, predicted: Wanted, measures: Measures
 ) -> tuple[int, Mapping[str, Any]]:
-    """The classes that a classifier tells apart, else 0; and the metrics, see `named_metrics`.
-
-    Both follow from running the module on zeros. Raises ConfigError if they do not fit it.
-    """
+    """The classes that a classifier tells apart, else 0; and the metrics; raises ConfigError."""
     loss, task = measures.make_loss(), measures.task
     check_names(measures.metrics, task, loss)
     metrics = measures.metrics

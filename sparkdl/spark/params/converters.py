@@ -1,9 +1,7 @@
 """The values that Params accept, and the form in which they are kept.
 
-These are type converters as pyspark knows them: called when a Param is set, they return the value
-to keep or raise TypeError or ConfigError, to which the Param's name is added. Each gives back its
-own results unchanged, because copies of an estimator convert again. Most Params need none but
-their type, see `to_type`. Ranges of numbers are checked later, by `TrainConfig`.
+These are type converters as pyspark knows them: they return the value to keep, also of their own
+results, or raise TypeError or ConfigError. Ranges of numbers are checked later, by `TrainConfig`.
 """
 
 from __future__ import annotations

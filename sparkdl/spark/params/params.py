@@ -1,7 +1,4 @@
-"""Spark's side of the Params: the classes that have them, and what training gets of them.
-
-The Params themselves are the rows of `sparkdl.spark.params.param_table`.
-"""
+"""Spark's side of the Params of `param_table`: their classes, and what training gets of them."""
 
 from __future__ import annotations
 

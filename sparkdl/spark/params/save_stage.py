@@ -1,8 +1,6 @@
-"""Estimators and models are saved and loaded here, alone and inside pipelines.
+"""Estimators and models are saved and loaded here, alone and inside pipelines, without pickle.
 
-``<path>/metadata`` is written by Spark as for any ML instance, so pipelines can read it; values
-that are objects are described, never pickled. A model's files lie in ``<path>/model``, the module
-that an estimator holds (with its weights) in ``<path>/module``.
+A model's files lie in ``<path>/model``, the module that an estimator holds in ``<path>/module``.
 """
 
 from __future__ import annotations

@@ -1,9 +1,8 @@
 """Parameter averaging in rounds: one plain Spark job per round, and the driver merges in between.
 
 Deeplearning4j's shape: the state goes to every shard, each shard trains a round of steps from it,
-the states come back as their weighted mean, summed in the order of shards. No gang is needed: slots
-may be fewer than shards, come and go, and run a task twice. A lost task is run again by Spark, and
-gives the same bits.
+the states come back as their weighted mean, in the order of shards. Slots may be fewer than shards,
+come and go, and run a task twice: a lost task gives the same bits when it is run again.
 """
 
 from __future__ import annotations

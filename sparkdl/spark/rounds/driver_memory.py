@@ -1,8 +1,4 @@
-"""Refuses rounds whose states cannot fit into the driver, before any job.
-
-In rounds the replicas' states come back to the driver through Spark's JVM. One that runs out of
-memory dies, and nobody says why.
-"""
+"""Refuses rounds whose states, which come through its JVM, cannot fit into the driver."""
 
 from __future__ import annotations
 

@@ -1,8 +1,7 @@
 """Populations in rounds: the driver holds each member's state and sends it to the member's task.
 
-A round is one plain Spark job in which every member trains on one shard. The driver holds the
-newest state of every member as bytes that it never looks into: one times members times the size of
-weights and optimizer state, and once more while a checkpoint is written.
+A round is one plain Spark job in which every member trains on one shard. The driver holds states
+as bytes that it never looks into, and twice while a checkpoint is written.
 """
 
 from __future__ import annotations
@@ -89,12 +88,7 @@ class Member:
 
 
 class Population:
-    """The members of a run, and the jobs that train and measure them.
-
-    Attributes:
-        members: the newest state of each.
-        shards: the shard at which each begins.
-    """
+    """The members of a run, and the jobs that train and measure them."""
 
     def __init__(self, run: Run, jobs: RoundJobs) -> None:
         self._run = run
@@ -419,13 +413,9 @@ def parts_of(
     rival: Mapping[str, float] | None = None,
     may_diverge: bool = False,
 ) -> Parts:
-    """What a member's task gets.
+    """What a member's task gets, with the hyperparameters that are not what the user set.
 
-    Args:
-        member: its state.
-        hyperparameters: what it trains with where it is not what the user set.
-        rival: what it trains with if it loses to the member with which it competes first.
-        may_diverge: whether it may, and goes on from where its round began.
+    ``rival`` is what it trains with if it loses to the member with which it competes first.
     """
     options = {
         "hyperparameters": dict(hyperparameters or {}),

@@ -82,10 +82,9 @@ class Replicas(Protocol):
 def run_rounds(
     run: Run, period: Period, make: Callable[[RoundJobs], Replicas], *, watch: LossWatch
 ) -> Trained:
-    """Train, and give the weights to the run's module; raises what `RoundJobs.run` does.
+    """Train, and give the weights to the run's module; ``make`` makes the strategy's part.
 
-    ``make`` makes the strategy's part. ``watch`` judges the mean loss of each round, and raises
-    TrainingDiverged.
+    ``watch`` judges the mean loss of each round. Raises TrainingDiverged, and as `RoundJobs.run`.
     """
     rounds = _Rounds(run, period, make, watch)
     with contextlib.ExitStack() as stack:

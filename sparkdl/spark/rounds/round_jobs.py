@@ -70,10 +70,7 @@ class RoundJobs:
         self._payload = pack_payload(run.config, blank.skeleton, blank.tensors)
 
     def run(self, part: RoundPart | None, work: RoundWork, stage: Stage) -> Rows:
-        """Run one job; it may be run again ``max_restarts`` times, whatever came before it.
-
-        ``part`` None: it measures. Raises what `supervise` raises.
-        """
+        """Run one job, which measures if there is no part; raises what `supervise` raises."""
         run = self._run
         patient = replace(
             run.settings,

@@ -44,13 +44,7 @@ class RoundDone:
 
 
 class Totals:
-    """What the tasks have reported so far; lists are by shard.
-
-    Args:
-        num_shards: number of shards.
-        labels: the labels whose losses are kept apart.
-        report: gets what each shard's time was spent on, whenever that has grown.
-    """
+    """What tasks have reported so far, by shard; ``report`` gets what time was spent on."""
 
     def __init__(
         self,

@@ -207,10 +207,7 @@ class TaskProgress:
 
     @contextlib.contextmanager
     def of_this_thread(self) -> Iterator[None]:
-        """Have Spark Connect, which does not answer such questions, say it of this thread's jobs.
-
-        It sends what is new every ``spark.connect.progress.reportInterval`` (2 s).
-        """
+        """Have Spark Connect tell of this thread's jobs; it does not answer questions."""
         if not compat.is_connect(self._spark):
             yield
             return
@@ -229,10 +226,7 @@ class TaskProgress:
             self._spark.removeProgressHandler(handler)
 
     def seconds_without(self) -> float:
-        """Seconds since a task has ended, or since the first began; 0 while none runs.
-
-        Spark is asked once a second, however often this is called.
-        """
+        """Seconds since a task has ended, or the first began; asks Spark once a second."""
         now = time.monotonic()
         if now >= self._next:
             self._asked, self._next = now, now + _ASK_SECONDS
@@ -280,8 +274,6 @@ _WAIT_SECONDS = 60.0
 
 def end_job(spark: SparkSession, tag: str, is_over: threading.Event) -> None:
     """Cancel what is tagged until it has ended, and wait for that, but no longer than a minute.
-
-    A user who is in a hurry need not wait that long. The cancelling goes on in the background.
 
     ``tag`` is that of `tag_jobs` in the thread that submits the job, which sets ``is_over``.
     """

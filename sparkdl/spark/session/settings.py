@@ -1,8 +1,4 @@
-"""The Spark configuration entries of sparkdl, and their defaults.
-
-Operational settings are entries ``spark.sparkdl.*`` of the session rather than Params: they
-belong to a cluster, not to a model.
-"""
+"""The entries ``spark.sparkdl.*`` of the session: what belongs to a cluster, not to a model."""
 
 from __future__ import annotations
 

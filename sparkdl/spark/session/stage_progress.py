@@ -25,10 +25,7 @@ _ASK_SECONDS = 1.0
 def working(
     spark: SparkSession, what: str, *, has_lines: bool = True
 ) -> AbstractContextManager[None]:
-    """Show what the block does, or waits for, and how many of Spark's tasks are done.
-
-    ``has_lines`` False: on a terminal and in a notebook only, and not in a file.
-    """
+    """Show what the block does, and how many of Spark's tasks are done; see `activity_view`."""
     return showing(what, partial(activity_view, has_lines=has_lines), StageProgress(spark))
 
 
