@@ -33,7 +33,7 @@ from sparkdl.tuning.search import (
 )
 from sparkdl.tuning.space import Chooser, Space, with_values
 from sparkdl.tuning.study import StudyOptions, finished, import_optuna, open_study
-from sparkdl.tuning.trial_table import make_table
+from sparkdl.tuning.trial_table import make_table, plot
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -193,8 +193,6 @@ def tune_made(
     )
     result._require_front()
     if place is not None:
-        from sparkdl.tuning.study_plot import plot
-
         text = json.dumps(finite(result.to_dict()), indent=2, allow_nan=False)
         place.write("study.json", text.encode())
         place.write("study.png", plot(options, study.trials))

@@ -13,10 +13,9 @@ import math
 from typing import Any, ClassVar
 
 from sparkdl.data.plan import RoundPart
-from sparkdl.spark.rounds.round_driver import run_rounds
+from sparkdl.spark.rounds.round_driver import RoundDone, run_rounds
 from sparkdl.spark.rounds.round_jobs import Evaluation, RoundJobs
 from sparkdl.spark.rounds.round_stages import STATE, merge_states
-from sparkdl.spark.rounds.round_totals import RoundDone
 from sparkdl.spark.run.run import Run, Trained
 from sparkdl.storage.stateful import Stateful
 from sparkdl.sync.averaging.averaging import AveragingStrategy
