@@ -60,7 +60,6 @@ class _TorchEstimator(
         fit = plainly(Estimator.fit)  # without Spark's frames in between
 
     def _fit(self, dataset: DataFrame | Source) -> TorchModel:
-        """Train on a DataFrame, or on a source such as `ParquetSource`."""
         return self.fit_sharing(dataset)
 
     def fitMultiple(
@@ -149,7 +148,6 @@ class _TorchEstimator(
         return explain(dataset, self._request(), options, self._with)
 
     def _with(self, params: Mapping[str, Any]) -> Self:
-        """A copy with some Params changed."""
         return self.copy({self.getParam(name): value for name, value in params.items()})
 
     def _request(self) -> FitRequest:

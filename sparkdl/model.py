@@ -140,17 +140,14 @@ class TorchModel(Model, CheckedParams, MLWritable, MLReadable["TorchModel"], Mod
         return with_columns(dataset, self.uid, inputs, function, plan.spark_type, plan.columns)
 
     def _wanted(self) -> list[Wanted]:
-        """The output columns, without those that are off."""
         others: dict[str, Output] = self.getOrDefault("outputs")
         columns = [*self._predictions(), *(Wanted(column=n, output=o) for n, o in others.items())]
         return [item for item in columns if item.column]
 
     def _predictions(self) -> list[Wanted]:
-        """The columns that are made of the module's prediction."""
         return [Wanted(column=self.getOrDefault("predictionCol"), output=self._predicted())]
 
     def _predicted(self) -> Output:
-        """Which of the module's outputs is the prediction."""
         return self.getOrDefault("predictionOutput") or Output()
 
     def _forward(self, layers: Iterable[str | None]) -> Forward:

@@ -162,7 +162,6 @@ class TorchRunner:
 
 
 def _shown(request: FunctionRequest, train: Any) -> tuple[Mapping[str, Any], ...]:
-    """What is asked for, as a run's record shows it."""
     names = ("num_workers", "device", "max_restarts", "checkpoint_dir", "resume",
              "keep_checkpoints", "cpus_per_worker", "gpus_per_worker")  # fmt: skip
     values = {"run": train, **{name: getattr(request, name) for name in names}}

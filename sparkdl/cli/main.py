@@ -131,7 +131,6 @@ def _set_up_ui(parser: argparse.ArgumentParser) -> Run:
 
 
 def _serve(given: argparse.Namespace) -> None:
-    """Serve the runs of a directory until Ctrl-C."""
     from sparkdl.report.record.run_folder import RunReader
     from sparkdl.report.run_server import RunServer
     from sparkdl.storage.storage import open_storage, without_password

@@ -46,7 +46,6 @@ def run_list(runs: Sequence[tuple[str, RunRecord | SparkDLError]]) -> Markup:
 
 
 def _row(name: str, record: RunRecord | SparkDLError) -> tuple[str, Markup]:
-    """The state of a run, and its row."""
     if isinstance(record, RunRecord):
         try:
             return record.status, _readable_row(name, record)
@@ -163,7 +162,6 @@ class _Handler(BaseHTTPRequestHandler):
     sys_version = ""
 
     def do_GET(self) -> None:
-        """Answer a request."""
         # Whether the browser means this machine: other sites may let their names point here.
         host = urlsplit(f"//{self.headers.get('Host', '')}").hostname
         if self.server.is_local and host not in _LOOPBACK:

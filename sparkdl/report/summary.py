@@ -215,7 +215,6 @@ class TrainingSummary:
         return "\n".join(["TrainingSummary:", *lines])
 
     def _repr_html_(self) -> str:
-        """The summary as notebooks show it: the facts, then the last epochs of the history."""
         import pandas as pd
 
         with pd.option_context("display.max_colwidth", None):

@@ -165,7 +165,6 @@ class Search:
             ) from error
 
     def _tell(self, trial: optuna.Trial, record: Mapping[str, Any], model: Any) -> None:
-        """Keep what came of a trial, and show it."""
         from optuna.trial import TrialState
 
         state, error = record["state"], record.get("error", "")

@@ -375,7 +375,6 @@ class TuneResult(Generic[E]):
         return "\n".join(lines)
 
     def _repr_html_(self) -> str:
-        """The same with the table of trials, for notebooks."""
         table: str = self.trials.to_html(index=False, float_format="%.5g", na_rep="")
         return f"<pre>{html.escape(repr(self))}</pre>{table}"
 

@@ -69,7 +69,6 @@ def reason(data: bytes, options: ImageSection) -> str:
 
 
 def _size(width: int, height: int, options: ImageSection) -> tuple[int, int]:
-    """Width and height that are wanted."""
     if options.size is not None:
         return options.size[1], options.size[0]
     if options.shorter_side is None:

@@ -138,7 +138,6 @@ class PartWriter:
         return records
 
     def _explain(self, paths: Sequence[str]) -> dict[str, str]:
-        """Why files are bad; by path."""
         if not paths:
             return {}
         urls = {f"{self.source.root}/{path}": path for path in paths}

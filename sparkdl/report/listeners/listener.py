@@ -156,7 +156,6 @@ class _Entry:
 
     @property
     def num_waiting(self) -> int:
-        """Calls that wait for the listener."""
         return self._calls.qsize()
 
     def call(self, what: Callable[[RunListener], None]) -> None:
@@ -184,7 +183,6 @@ class _Entry:
         self._calls.put((what, True))
 
     def wait(self, seconds: float) -> None:
-        """Wait for its end, but no longer than so many seconds."""
         if self._is_over.wait(min(seconds, _QUIET_SECONDS)):
             return
         logger.info("waiting up to %.0f s for %s to end", seconds, self._name)

@@ -44,7 +44,6 @@ class CellOutputs:
         self._handles: dict[str, Any] = {}
 
     def __call__(self, name: str, bundle: Bundle) -> None:
-        """See `Show`."""
         from IPython.display import display
 
         if name in self._handles:

@@ -319,7 +319,6 @@ class ConsoleView(RunView):
         return f"{{desc}} |{{bar}}| {{n_fmt}}/{{total_fmt}} [{times}{{postfix}}]"
 
     def _redraw(self) -> None:
-        """Show the newest words and times, if they are new."""
         has_steps = self.total_steps and not self.has_ended
         bar_format = self._bar_format() if has_steps else "{desc}"
         state = self._state()

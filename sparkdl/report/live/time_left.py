@@ -25,7 +25,6 @@ class TimeLeft:
     """
 
     def __init__(self, start_step: int = 0) -> None:
-        """Of a run that begins after ``start_step`` steps."""
         self._begin = start_step
         self._reports: list[tuple[float, int]] = []
         """When so many steps were done, from the first step on."""

@@ -296,7 +296,6 @@ def _most_confused(counts: Sequence[Sequence[float]]) -> str:
 
 
 def _chosen(record: RunRecord) -> Markup:
-    """Params that were "auto"."""
     chosen = record.facts.get("chosen")
     if not chosen:
         return Markup("")

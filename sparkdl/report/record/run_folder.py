@@ -46,7 +46,6 @@ class RunFolder:
     """A run's folder, to write to."""
 
     def __init__(self, storage: Storage, folder: str) -> None:
-        """``folder`` is what `folder_name` gave."""
         self._storage = storage
         self.folder = folder
         self._num_parts = 0
@@ -101,7 +100,6 @@ class RunReader:
     """Reads the records of all runs in a storage; what cannot change any more it reads once."""
 
     def __init__(self, storage: Storage) -> None:
-        """``storage`` is the directory that runs leave their records in."""
         self._storage = storage
         self._ended: dict[str, RunRecord] = {}
         self._growing: dict[str, _Growing] = {}
@@ -181,7 +179,6 @@ class _Growing:
     """When a part was new, by our own clock; None as long as none was."""
 
     def take(self, events: Iterable[Event]) -> None:
-        """Take a part as a whole."""
         for event in events:
             self.builder.take(event)
         self.num_parts += 1

@@ -192,7 +192,6 @@ class RecordBuilder:
     """A record that grows, event by event."""
 
     def __init__(self) -> None:
-        """Of a run of which nothing is known yet."""
         self._values: dict[str, Any] = dataclasses.asdict(
             RunRecord(run_id="", name="", started=0.0)
         )

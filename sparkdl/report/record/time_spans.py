@@ -31,7 +31,6 @@ class Spans:
     """What each rank of an attempt has spent the time from ``begin`` to ``end`` on."""
 
     def __init__(self, world_size: int) -> None:
-        """Of ``world_size`` ranks."""
         self._share = max(20, min(_SPANS_OF_A_RANK, _SPANS_OF_ALL // world_size))
         self._ranks: dict[int, _Rank] = {}
 

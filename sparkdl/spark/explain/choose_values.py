@@ -152,7 +152,6 @@ def chosen_values(
 
 
 def _tried(found: Found, seconds: float, stack: ExitStack) -> list[Choice]:
-    """The size of a batch and the learning rate, as far as they are wanted."""
     checked = found.checked
     slots, wanted = checked.slots, checked.request.automatic
     obstacle = obstacle_to_gangs(checked.spark, slots.cluster, checked.settings)
@@ -188,7 +187,6 @@ def _with_batches(found: Found) -> Found:
 
 
 def _predicted(found: Found, calibration: Calibration) -> list[Choice]:
-    """The strategy and the number of workers, as far as they are wanted."""
     checked = found.checked
     slots, request = checked.slots, checked.request
     predictor = predictor_of(found, calibration)

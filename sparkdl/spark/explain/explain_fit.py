@@ -151,7 +151,6 @@ def _facts(found: Found, model: ModelSize, gang: Gang | None) -> PlanFacts:
 
 
 def _caveats(found: Found, calibration: Calibration, sizes: Iterable[int]) -> Iterator[str]:
-    """What the numbers do not hold for."""
     checked = found.checked
     yield (
         "times are of the machines as they were while explain measured; they say nothing of how "
@@ -178,7 +177,6 @@ def _caveats(found: Found, calibration: Calibration, sizes: Iterable[int]) -> It
 
 
 def _measured(calibration: Calibration) -> Iterator[tuple[str, str]]:
-    """What was measured, for people."""
     for title, levels in (("gang", calibration.levels), ("rounds", calibration.task_levels)):
         for ranks_per_node, compute in levels.items():
             yield (

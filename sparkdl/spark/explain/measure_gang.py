@@ -219,7 +219,6 @@ class _Place:
 
     @classmethod
     def open(cls, found: Found, slots: Slots, stack: contextlib.ExitStack) -> _Place:
-        """Have the executors checked."""
         checked, run_id, began = found.checked, uuid.uuid4().hex[:12], time.perf_counter()
         link = open_link(
             checked.spark,

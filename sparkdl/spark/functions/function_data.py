@@ -107,7 +107,6 @@ class DataSets(shard_table.SpoolTable):
         run_id: str,
         slots: Slots,
     ) -> None:
-        """Describe them; nothing is read yet."""
         super().__init__(spark, run_id=run_id, num_shards=slots.num_workers)
         self._slots = slots
         self._has_warned = False

@@ -246,7 +246,6 @@ class _Competition(Population, Stateful, ABC):
 
     @property
     def learning_rate(self) -> float:
-        """See `Replicas.learning_rate`; that of the best member."""
         return self.members[self._best_member].learning_rate
 
     @abstractmethod

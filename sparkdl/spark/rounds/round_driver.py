@@ -176,7 +176,6 @@ class _Rounds:
         """What the tasks have seen of the epoch's samples; see `objective.metric_states`."""
 
     def train(self) -> Trained:
-        """Train to the end."""
         run, book, totals = self.run, self.book, self.totals
         callbacks = run.config.callbacks
         self._resume()
@@ -292,7 +291,6 @@ class _Rounds:
             )
 
     def _act(self) -> None:
-        """Do what callbacks have asked for."""
         asked = self.requests.take(self.book.state.step)
         if asked.learning_rate is not None:
             self.replicas.set_learning_rate(asked.learning_rate)

@@ -195,7 +195,6 @@ class TaskProgress:
     """How the tasks of a tagged job get on, as Spark says it."""
 
     def __init__(self, spark: SparkSession, tag: str) -> None:
-        """Of jobs with this tag, which may not have begun."""
         self._spark = spark
         self._tag = tag
         self._told = 0, 0

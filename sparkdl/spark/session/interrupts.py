@@ -117,7 +117,6 @@ class Interruptible:
 
     @property
     def _cleaning(self) -> str:
-        """Tag of what is submitted in order to clean up."""
         return f"{self._tag}-cleaning"
 
     def _call(self, what: Callable[[SparkSession, str], None], tag: str) -> None:
@@ -152,7 +151,6 @@ class Cleanup(contextlib.ExitStack):
     """An ExitStack whose closing is not interrupted; for use within `interruptible`."""
 
     def __exit__(self, *details: Any) -> bool | None:
-        """Close everything."""
         mine = _mine()
         if mine is not None:
             mine.end()
