@@ -1,8 +1,6 @@
 """The Spark ML estimators, which train a module on a DataFrame.
 
-The estimators differ in their default loss, in what they make of the label column and in the
-model they return. Everything else is in their Params (`sparkdl.spark.params.param_table`) and in
-`sparkdl.spark.fit.fit`.
+They differ in their default loss, in what they make of the label column and in their model.
 """
 
 from __future__ import annotations

@@ -1,8 +1,4 @@
-"""Trained modules as Spark ML models.
-
-A model adds columns by one UDF, to which only inputs travel, as Arrow; see
-`sparkdl.inference.predict`.
-"""
+"""Trained modules as Spark ML models, which add columns by one UDF; see `inference.predict`."""
 
 from __future__ import annotations
 

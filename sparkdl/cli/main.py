@@ -45,11 +45,10 @@ _PORT = 4050
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run a subcommand; the arguments are those of the process if None.
+    """Run a subcommand, by default on the process's arguments.
 
     Returns:
-        The exit status: 0; 1 after an error that the user can mend, which is one line on stderr;
-        2 after wrong arguments.
+        The exit status of `ended`; 2 after wrong arguments.
     """
     parser = make_parser()
     complete(parser)

@@ -140,10 +140,7 @@ def at_work(plan: TrainPlan, nodes: Sequence[int], rank: int, ranks_per_node: in
 def _levels(
     steps: StepTimer, places: Sequence[tuple[int, int]], member: Member
 ) -> list[list[dict[str, Any]]]:
-    """Of each place the steps by size of the batch; none on ranks that rest, or have no rows.
-
-    In the first place batches of three sizes are timed, in others the largest of them.
-    """
+    """Of each place the steps by size of the batch, three in the first; none on ranks that rest."""
     from sparkdl.runtime.process import torch_threads
 
     comm, size = member.comm, steps.plan.batch_size
@@ -193,11 +190,7 @@ class StepTimer:
         }
 
     def sampled(self, batch_size: int, num_steps: int) -> tuple[TrainPlan, ShardRows]:
-        """A plan of so many steps on the rank's rows, and the rows.
-
-        The shards are read as often as an epoch of some steps needs them. If that is not often
-        enough, batches are smaller.
-        """
+        """A plan of so many steps on the rank's rows, read as often as is needed, and the rows."""
         num_rows = sum(shard.num_rows for shard in self.shards)
         times = min(_MOST_REPEATS, -(-_STEPS_OF_AN_EPOCH * batch_size // num_rows))
         shards = times * list(self.shards)
@@ -278,10 +271,7 @@ class ExchangeTimer:
     """About how long four measurements may take."""
 
     def measure(self, compressions: Sequence[Compression]) -> dict[str, Any]:
-        """Seconds of sums along a ring, and as the topology ``auto`` forms them; of compressions.
-
-        Sums are listed by their bytes; what is summed lies where the topology wants it.
-        """
+        """Seconds of sums by their bytes, along a ring and as ``auto`` forms them; of codecs."""
         from sparkdl.comm.topology import arrange, choose
 
         with contextlib.closing(arrange(self.comm, "ring", device=self.device)) as ring:

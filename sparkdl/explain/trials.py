@@ -83,10 +83,7 @@ class BatchSizes(NamedTuple):
 
 
 def batch_sizes(rows_per_worker: int, num_parts: int) -> BatchSizes:
-    """Sizes of which an epoch keeps some steps, up to one from which on nothing is gained.
-
-    Each of the ``num_parts`` micro-batches of a batch has a row at least.
-    """
+    """Sizes of which an epoch keeps some steps, up to one from which on nothing is gained."""
     whole = _power_of_two(max(1, rows_per_worker))
     most = min(whole, _MOST_BATCH, max(_LEAST_BATCH, _power_of_two(rows_per_worker // _STEPS)))
     parts = 1 << (num_parts - 1).bit_length()
@@ -328,10 +325,7 @@ def rate_at(number: int) -> float:
 
 
 def choose_rate(losses: Sequence[float]) -> Choice:
-    """A tenth of the rate at which the loss, as the mean of its neighbours, is lowest.
-
-    Where no rate lowers the loss by more than it varies, the optimizer's own default is left.
-    """
+    """A tenth of the rate at which the mean of neighbouring losses is lowest, or the default."""
     means = [
         statistics.fmean(losses[max(0, place - _AROUND) : place + _AROUND + 1])
         for place in range(len(losses))

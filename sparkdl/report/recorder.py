@@ -1,8 +1,7 @@
 """The recorder writes down on the driver what happens in a run, and calls the run's listeners.
 
-The fit and the supervisor call it on the fit's thread, and it keeps everything in memory, with long
-lists thinned; another thread writes it to the storage. If that fails, for whatever reason, the run
-goes on without a report, with one warning: hours of training are worth more than their record.
+It keeps everything in memory, with long lists thinned; another thread writes it to the storage. If
+that fails, the run goes on without a report, with one warning.
 """
 
 from __future__ import annotations

@@ -106,9 +106,8 @@ class Search:
     def run(self) -> None:
         """Try as many values as are left to be tried, so many at a time as the options say.
 
-        What ends this, such as Ctrl-C, leaves the trials that run unfinished in the study, from
-        where the next search takes them. `Study.optimize` would count them as failed. Raises
-        TrainingFailed if the first trials have all failed, and UnknownMonitor.
+        What ends this, such as Ctrl-C, leaves the trials that run unfinished in the study, unlike
+        `Study.optimize`. Raises TrainingFailed if the first trials have all failed.
         """
         interrupts.listen()
         termination.listen()

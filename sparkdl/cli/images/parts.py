@@ -1,8 +1,7 @@
 """The plan of the Parquet files: which image file becomes a row of which.
 
-It follows from paths, labels and options alone, so that a run that was killed is planned
-again as it was. Rows are in a random order that the hash of the path gives, so each Parquet file
-is a sample of its split.
+It follows from paths, labels and options alone, so a run that was killed is planned again as it
+was. Rows are in an order that the hash of the path gives: each file is a sample of its split.
 """
 
 from __future__ import annotations

@@ -1,10 +1,8 @@
-"""The sections and keys of job files, as dataclasses.
+"""The sections and keys of job files, as dataclasses; one TOML file describes one job.
 
-One TOML file describes one job: `TrainJob`, `EvaluateJob` or `PredictJob`; `tune.study_file` has
-`TuneJob`. Their fields are the file's sections, the sections' fields its keys; those of
-``[estimator]`` follow from the rows of `spark.params.param_table`. Reading a job file neither
-imports the user's code nor starts Spark; objects are named as ``package.module:name`` and imported
-by `job_objects`.
+The fields of `TrainJob`, `EvaluateJob` and `PredictJob` are the file's sections, the sections'
+fields its keys. Reading a job file neither imports the user's code nor starts Spark: objects are
+named as ``package.module:name`` and imported by `job_objects`.
 """
 
 from __future__ import annotations

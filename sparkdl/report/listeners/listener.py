@@ -1,8 +1,6 @@
 """Listeners, which watch a run from its driver, such as TensorBoard and MLflow.
 
-A listener is two objects, because one is a Param, which is copied, saved and used by several fits
-at once, and the other belongs to one run: `Listener` holds the options, `RunListener` is the
-listener at work. Unlike callbacks, which are on the workers, listeners need no module there.
+`Listener` holds the options, a Param that several fits may use, `RunListener` is at work in one.
 """
 
 from __future__ import annotations

@@ -1,9 +1,7 @@
 """What the driver's console shows of a run, and the base of all views.
 
-A terminal has a line in place: what the driver does or waits for, and then a progress bar with
-epoch, step, loss, rows per second and worker, and time left; above it stand the workers' log lines
-with their rank. Without a terminal there is a line for each phase that takes a second, and for each
-epoch. Warnings of the workers are always shown. Notebooks have a view of their own (`notebook`).
+A terminal has a line in place, and the workers' log lines above it; a file has a line for each
+phase that takes a second, and for each epoch. Notebooks have a view of their own (`notebook`).
 """
 
 from __future__ import annotations
@@ -78,8 +76,7 @@ class View:
     def begun_again(self, number: int, step: int | None) -> None:
         """What has failed is started again, for the ``number``-th time in the run.
 
-        Of a gang `attempt` follows, if it comes to that; a run in rounds goes on, and only a round
-        is repeated. ``step`` steps are done by then; None: that is not known yet.
+        Of a gang `attempt` follows; of rounds one is repeated. ``step`` None: it is not known yet.
         """
 
     def failure(self, reason: str) -> None:

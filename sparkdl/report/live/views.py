@@ -29,8 +29,7 @@ _PATIENCE_SECONDS = 2.0
 def choose_view(kind: str, verbose: int, *, run_id: str, name: str = "") -> View:
     """A view that shows nothing, a notebook's curves, a terminal's bar, or lines.
 
-    Of the run of a function (kind ``run``, not ``fit``) only the reports are known. ``verbose`` is
-    0, 1 or 2, as the Param says. A console tells a run by its name or its id's first letters.
+    ``kind`` is ``fit``, or ``run`` of a function; a console tells a run by its name or id.
     """
     if not verbose:
         return SilentView()

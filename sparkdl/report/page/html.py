@@ -54,8 +54,7 @@ def row(
 ) -> Markup:
     """A row of a table whose cells are ``kind``; ``th`` makes it a head.
 
-    In a table of class ``rows`` give the ``names`` of the columns: where it is too wide for the
-    screen, its rows become paragraphs with these names in them.
+    On narrow screens rows of tables of class ``rows`` become paragraphs, with ``names`` in them.
     """
     named = zip_longest(cells, names)
     return tag("tr", *(tag(kind, c, data_name=name or None, **attributes) for c, name in named))

@@ -1,8 +1,7 @@
 """The folder in which a run leaves its record, and a reader of such folders.
 
-While the run goes on, its events lie there in numbered files of JSON lines, which never change
-once they are written: so any storage will do, also one that cannot append. At its end there are
-``run.json`` and ``report.html`` in their place.
+While the run goes on, its events lie there in numbered files of JSON lines, so any storage will do,
+also one that cannot append. At its end ``run.json`` and ``report.html`` take their place.
 """
 
 from __future__ import annotations

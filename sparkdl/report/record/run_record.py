@@ -1,7 +1,6 @@
 """The record of a run: plain values, which follow from the events that its driver wrote down.
 
-An event is a dict with ``kind`` and ``at``, the seconds since the run began. The same events give
-the same record, whether they come from memory, or from the files of a run that is still going on.
+An event is a dict with ``kind`` and ``at``, the seconds since the run began.
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
 """Chooses the Params that are ``"auto"`` before a fit, by what `explain` measures.
 
-With a ``checkpointDir`` the choice is kept there, so that an equal fit goes on with it: another
-batch size, rate or strategy would be another run.
+An equal fit goes on with a choice that ``checkpointDir`` keeps: another would be another run.
 """
 
 from __future__ import annotations

@@ -288,10 +288,7 @@ def _repeats(sample: Sample, global_batch: int) -> int:
 
 
 def _places(tasks: Slots) -> tuple[list[Place], list[Place]]:
-    """Those of gangs and of tasks of rounds: with all ranks, and with one on each machine.
-
-    The threads of a task do not depend on how many there are.
-    """
+    """Those of gangs and of tasks of rounds: with all ranks, and with one on each machine."""
     cluster, cpus = tasks.cluster, tasks.cpus_per_worker
     executors = min(tasks.num_workers, max(1, cluster.num_executors or 1))
     numbers = dict.fromkeys((tasks.num_workers, executors))

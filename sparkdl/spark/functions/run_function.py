@@ -1,8 +1,7 @@
 """The whole of ``TorchRunner.run``: a function on all workers of a cluster, or in the driver.
 
-On a cluster checks come first, then the spools of its data sets, then the gang under the
-supervisor. Whatever happens, nothing is left behind. In the driver's own process, for debugging, it
-runs as rank 0 of one: what it raises comes out as it is, and breakpoints work.
+Whatever happens, nothing is left behind. In the driver's own process, for debugging, it runs as
+rank 0 of one: what it raises comes out as it is, and breakpoints work.
 """
 
 from __future__ import annotations

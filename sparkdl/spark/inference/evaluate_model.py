@@ -1,8 +1,4 @@
-"""A model's evaluation on Spark: one pass over the rows, and a stage that adds up.
-
-Each task gives the part of its partition. A second stage adds up the parts, so that the driver gets
-few of them, however many partitions there are.
-"""
+"""A model's evaluation on Spark: one pass over the rows, and a stage that adds up."""
 
 from __future__ import annotations
 

@@ -1,11 +1,7 @@
 """The Params of estimators and models, one row each.
 
-A row is an entry of a TypedDict: the Param's name, its type, and an `Option` with all the rest.
-Everything else follows from it: the keyword argument (editors and mypy read the TypedDict), the
-Spark Param with its setter and getter (`params.with_params`), the field that it fills
-(`params.training_values`), the key in job files (`cli.job_files`), its documentation there, in
-``docs/api/params.md`` and in ``explainParams()``, and how it is saved (`save_stage`).
-docs/extending.md has an example. This file imports neither torch nor pyspark.
+A row is an entry of a TypedDict: the Param's name, its type, and an `Option` with all the rest;
+docs/extending.md has an example, and all that follows from it. Imports neither torch nor pyspark.
 """
 
 from __future__ import annotations

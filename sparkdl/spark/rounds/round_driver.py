@@ -1,9 +1,7 @@
-"""The driver's loop of a run in rounds, whatever the strategy trains in them.
+"""The driver's loop of a run in rounds, whatever the strategy trains in them: see `Replicas`.
 
 One plain Spark job per round; counters, history, early stopping, checkpoints and callbacks between
-the rounds. What a round trains from, and what becomes of its results, is the strategy's part: see
-`Replicas`. Checkpoints are written if the user gave a ``checkpointDir``; without one, the driver
-holds the state of the newest round, and Spark runs lost tasks again.
+the rounds. Without a ``checkpointDir`` the driver holds the state of the newest round.
 """
 
 from __future__ import annotations

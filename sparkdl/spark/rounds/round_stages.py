@@ -1,8 +1,7 @@
 """A round as a Spark job: a plain stage over the shard table, and a tree of stages that merge.
 
-Nothing here needs a barrier: Spark may run tasks one after the other, twice (speculation), or
-again after a loss. The state travels as a broadcast variable, and on Spark Connect, which has
-none, as a broadcast join.
+Spark may run tasks one after the other, twice, or again after a loss. The state travels as a
+broadcast variable, and on Spark Connect, which has none, as a broadcast join.
 """
 
 from __future__ import annotations

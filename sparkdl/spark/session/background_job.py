@@ -1,8 +1,4 @@
-"""A Spark job in a thread of its own, so that its caller can look after it, and need not wait.
-
-pyspark's calls last as long as their jobs, and a job lasts for ever if a Python worker hangs, or if
-other jobs hold all slots.
-"""
+"""A Spark job in a thread of its own, so that its caller can look after it, and need not wait."""
 
 from __future__ import annotations
 

@@ -138,8 +138,7 @@ def driver_heap_bytes(spark: SparkSession) -> int | None:
 def driver_address(spark: SparkSession) -> tuple[str, str]:
     """Address to bind a server of the driver to, and the one that executors shall call.
 
-    On classic Spark these are Spark's own choice. A Spark Connect client takes the address of
-    the interface on which it talks to the Spark Connect server.
+    They are Spark's own choice, or the interface that talks to the Spark Connect server.
     """
     if is_connect(spark):
         client: Any = spark.client
@@ -166,8 +165,7 @@ def unbracketed(host: str) -> str:
 def described(spark: SparkSession, text: str) -> Iterator[None]:
     """Name the jobs and stages that this thread submits in the block, in Spark's own UI.
 
-    On classic Spark by description, which is that of before afterwards (the names of stages are
-    pyspark's, which overwrites them); on Spark Connect, which has none, by a tag.
+    On Spark Connect, which has no descriptions, by a tag.
     """
     if is_connect(spark):
         tag = text.replace(",", ";")
@@ -204,9 +202,8 @@ def tag_jobs(spark: SparkSession, tag: str) -> None:
 def thread_properties(spark: SparkSession) -> Callable[[], None]:
     """What Spark knows of the calling thread, to be given to another by a call of what is returned.
 
-    These are its job group, scheduler pool and tags of jobs. Without them, jobs from another thread
-    are not ended by ``cancelJobGroup``, as notebook servers call it, and run in another pool. Tags
-    of sparkdl's own are left out: each work has its own.
+    Without job group, pool and tags, ``cancelJobGroup`` would not end jobs of another thread, as
+    notebook servers do. Tags of sparkdl's own are left out: each work has its own.
     """
     if is_connect(spark):
         own = _of_others(spark.getTags())

@@ -123,8 +123,7 @@ def has_crashed(error: Exception) -> bool:
 def is_loss(error: Exception) -> bool:
     """True if a job failed for what starting it again may heal, as far as its type shows.
 
-    Spark's errors have no common, documented base class. A barrier stage that fails, for
-    whatever reason, gives a bare ``Py4JJavaError`` or its Spark Connect counterpart.
+    A barrier stage that fails, for whatever reason, gives a bare ``Py4JJavaError``, or Connect's.
     """
     if isinstance(error, TaskLost):
         return True

@@ -279,11 +279,7 @@ def _on_signal(number: int, frame: FrameType | None) -> None:
 
 
 def _is_ours(frame: FrameType | None) -> bool:
-    """True if a block is being entered or left, which must be done as a whole.
-
-    What contextlib does in between is part of it: the block's own ``with`` has not begun by then,
-    or is over.
-    """
+    """True if a block is being entered or left, by us and contextlib: that is done as a whole."""
     if frame is not None and frame.f_globals.get("__name__") == contextlib.__name__:
         return True
     while frame is not None:
