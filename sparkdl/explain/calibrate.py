@@ -82,7 +82,7 @@ def _points(ranks: Sequence[Sequence[Mapping[str, Any]]]) -> list[tuple[float, f
 
 
 def spreads(seconds_by_rank: Sequence[Sequence[float]]) -> tuple[float, float]:
-    """Standard deviations of the logarithm: of one rank's steps, robustly, and of ranks' medians."""
+    """Standard deviations of logarithms: of one rank's steps, robustly, and of ranks' medians."""
     logs = [[math.log(max(one, 1e-9)) for one in seconds] for seconds in seconds_by_rank]
     medians = [statistics.median(one) for one in logs]
     deviations = [

@@ -245,14 +245,10 @@ def load_job(
     settings: Sequence[str] = (),
     check: Callable[[T], None] | None = None,
 ) -> T:
-    """Read a job file, with ``settings`` of the form ``section.key=value`` laid over it.
+    """Read a job file, if there is one, with ``settings``, ``section.key=value``, laid over it.
 
-    Without a path the settings are the whole job. ``check`` raises a ConfigError for values that
-    the types of the keys allow.
-
-    Raises:
-        ConfigError: the file or a setting is wrong; the message begins with the file's path, or
-            with the setting without which it would not be.
+    ``check`` raises ConfigError for values that the types allow. The message of a ConfigError
+    begins with the file's path, or with the setting without which it would not be.
     """
     tables = read_toml(path) if path is not None else {}
 
