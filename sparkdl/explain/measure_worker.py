@@ -245,10 +245,7 @@ class _StepTimes(NullObserver):
         self.steps: list[dict[str, float]] = []
 
     def step(self, *, epoch: int, step: int, loss: float, rows: int) -> None:
-        if self._device.type == "cuda":
-            import torch
-
-            torch.cuda.synchronize(self._device)
+        _finish(self._device)
         now = time.perf_counter()
         if self._last is not None:
             self.steps.append({"rows": rows, "seconds": now - self._last})
@@ -334,15 +331,18 @@ def copy_seconds(device: torch.device) -> float:
 
 def timed(work: Callable[[], object], device: torch.device) -> float:
     """Seconds of one call, until the device is done."""
-    import torch
-
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
+    _finish(device)
     began = time.perf_counter()
     work()
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
+    _finish(device)
     return time.perf_counter() - began
+
+
+def _finish(device: torch.device) -> None:
+    if device.type == "cuda":
+        import torch
+
+        torch.cuda.synchronize(device)
 
 
 def peak_bytes(device: torch.device) -> int:

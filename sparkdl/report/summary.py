@@ -147,9 +147,6 @@ class TrainingSummary:
         Args:
             path: file to write (the suffix chooses the format); None writes none.
 
-        Returns:
-            The matplotlib figure.
-
         Raises:
             SparkDLError: matplotlib is not installed.
         """
@@ -163,9 +160,6 @@ class TrainingSummary:
 
         The page of a model that was saved and loaded has its curves and numbers, but not the
         course of its training, which is in ``reportDir``.
-
-        Returns:
-            The path.
 
         Raises:
             StorageError: it cannot be written.

@@ -12,7 +12,6 @@ import time
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any
 
 from sparkdl.config import ExplainOptions
@@ -38,9 +37,7 @@ from sparkdl.spark.frames.shared_spools import Spools
 from sparkdl.spark.frames.user_data import UserData
 from sparkdl.spark.run.resume import run_key
 from sparkdl.spark.run.run import FitRequest
-from sparkdl.spark.session.compat import conf
 from sparkdl.spark.session.interrupts import Cleanup
-from sparkdl.spark.session.settings import read_settings
 from sparkdl.storage.hadoop_storage import open_on_driver
 from sparkdl.storage.retried import Retried
 from sparkdl.storage.storage import Storage
@@ -74,14 +71,8 @@ def start_of(rows: UserData, request: FitRequest) -> FitRequest:
         choice = Choice(param="syncStrategy", value=strategy_of(method.strategy), reason=reason)
         return with_choices(request, [choice])
     strategy: SyncStrategy = AllReduce()
-    mode, spark, settings = (
-        request.execution_mode,
-        rows.spark,
-        read_settings(partial(conf, rows.spark)),
-    )
-    if mode == "rounds" or (
-        mode == "auto" and obstacle_to_gangs(spark, inspect_cluster(spark), settings) is not None
-    ):
+    mode, spark = request.execution_mode, rows.spark
+    if mode == "rounds" or (mode == "auto" and obstacle_to_gangs(spark, inspect_cluster(spark))):
         strategy = ParameterAveraging(averaging_period="auto", target_share=comparison.SMALL_SHARE)
     return replace(request, config=replace(request.config, sync_strategy=strategy))
 
@@ -153,7 +144,7 @@ def chosen_values(
 def _tried(found: Found, seconds: float, stack: ExitStack) -> list[Choice]:
     checked = found.checked
     slots, wanted = checked.slots, checked.request.automatic
-    obstacle = obstacle_to_gangs(checked.spark, slots.cluster, checked.settings)
+    obstacle = obstacle_to_gangs(checked.spark, slots.cluster)
     if obstacle is not None:
         raise ConfigError(
             "batchSize and learningRate cannot be 'auto' on this cluster, since they are tried in "

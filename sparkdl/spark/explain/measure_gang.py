@@ -46,7 +46,7 @@ from sparkdl.spark.frames.row_table import RowTable
 from sparkdl.spark.frames.shard_table import ShardTable
 from sparkdl.spark.run.run import Run
 from sparkdl.spark.session.compat import conf
-from sparkdl.spark.session.settings import Settings
+from sparkdl.spark.session.settings import read_settings
 from sparkdl.sync.collective import CollectiveStrategy
 from sparkdl.sync.exchange_pattern import ModelSize
 from sparkdl.sync.frozen_layers import moving_buffers
@@ -79,10 +79,11 @@ def num_ranks(checked: CheckedRequest) -> int:
     return min(_RANKS_IN_THE_DARK if checked.in_rounds else _MOST_RANKS, slots.num_workers)
 
 
-def obstacle_to_gangs(spark: SparkSession, cluster: ClusterInfo, settings: Settings) -> str | None:
+def obstacle_to_gangs(spark: SparkSession, cluster: ClusterInfo) -> str | None:
     """What `require_gang_support` refuses; None: nothing."""
+    get = partial(conf, spark)
     try:
-        require_gang_support(cluster, partial(conf, spark), settings)
+        require_gang_support(cluster, get, read_settings(get))
     except ClusterError as error:
         return str(error)
     return None
@@ -90,7 +91,7 @@ def obstacle_to_gangs(spark: SparkSession, cluster: ClusterInfo, settings: Setti
 
 def why_no_gang(checked: CheckedRequest) -> str | None:
     """Why no gang can be measured, as a sentence; None if one can."""
-    obstacle = obstacle_to_gangs(checked.spark, checked.slots.cluster, checked.settings)
+    obstacle = obstacle_to_gangs(checked.spark, checked.slots.cluster)
     if obstacle is not None:
         return f"this cluster runs no gang: {obstacle}"
     if checked.in_rounds and checked.slots.total is None:

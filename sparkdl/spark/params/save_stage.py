@@ -197,9 +197,6 @@ class ParamsReader(MLReader[P]):
         Example::
 
             model = TorchClassifierModel.read().trusting("timm").load("models/digits")
-
-        Returns:
-            The reader itself.
         """
         self._trusted = packages
         return self

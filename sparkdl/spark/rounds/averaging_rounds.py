@@ -20,15 +20,12 @@ from sparkdl.spark.run.run import Run, Trained
 from sparkdl.storage.stateful import Stateful
 from sparkdl.sync.averaging.averaging import AveragingStrategy
 from sparkdl.sync.population.hyperparameters import rescaled, set_present_rate
-from sparkdl.train.objective.divergence import LossWatch
 from sparkdl.train.state import Record, TrainState
 
 
 def train_in_rounds(run: Run, strategy: AveragingStrategy) -> Trained:
     """Train, and give the weights to the run's module; raises what `run_rounds` raises."""
-    watch = LossWatch(run.config.divergence_factor)
-    period = strategy.make_period()
-    return run_rounds(run, period, lambda jobs: Averaged(run, strategy, jobs), watch=watch)
+    return run_rounds(run, strategy.make_period(), lambda jobs: Averaged(run, strategy, jobs))
 
 
 class Averaged(Stateful):

@@ -62,16 +62,19 @@ Parts = dict[str, bytes]
 
 def train_population(run: Run, strategy: PopulationStrategy) -> Trained:
     """Train, and give the result to the run's module; raises what `run_rounds` raises."""
-    watch = LossWatch(run.config.divergence_factor)
     if isinstance(strategy, OneShotAveraging):
-        period: Period = FixedPeriod(sys.maxsize)
-        return run_rounds(run, period, lambda jobs: _OneShot(run, strategy, jobs), watch=watch)
+        return run_rounds(run, FixedPeriod(sys.maxsize), lambda jobs: _OneShot(run, strategy, jobs))
     if isinstance(strategy, Tournament):
         period = AlignedPeriod(strategy.period)
-        return run_rounds(run, period, lambda jobs: _Tournament(run, strategy, jobs), watch=watch)
+        return run_rounds(run, period, lambda jobs: _Tournament(run, strategy, jobs))
     assert isinstance(strategy, PopulationBasedTraining)
-    period, watch = AlignedPeriod(strategy.period), LossWatch(None)  # who runs away is replaced
-    return run_rounds(run, period, lambda jobs: _PopulationBased(run, strategy, jobs), watch=watch)
+    period = AlignedPeriod(strategy.period)
+    return run_rounds(
+        run,
+        period,
+        lambda jobs: _PopulationBased(run, strategy, jobs),
+        watch=LossWatch(None),  # who runs away is replaced
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -105,12 +108,10 @@ class Population:
 
         ``parts`` has what the task of each member gets; see `parts_of`.
         """
-        run, by_shard = self._run, dict(zip(shards, parts, strict=True))
+        by_shard = dict(zip(shards, parts, strict=True))
 
         def stage(order: RoundOrder) -> Rows:
-            return run_member_stage(
-                run.table.df, order, by_shard, link=run.link, profile=run.slots.profile
-            )
+            return run_member_stage(self._run, order, by_shard)
 
         results: dict[int, Parts] = {shard: {} for shard in by_shard}
         for shard, kind, data in self._jobs.run(part, population_member.work, stage):

@@ -12,6 +12,7 @@ import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Literal, Protocol
 
 import torch
@@ -113,13 +114,18 @@ class Replicas(Protocol):
 
 
 def run_rounds(
-    run: Run, period: Period, make: Callable[[RoundJobs], Replicas], *, watch: LossWatch
+    run: Run,
+    period: Period,
+    make: Callable[[RoundJobs], Replicas],
+    *,
+    watch: LossWatch | None = None,
 ) -> Trained:
     """Train, and give the weights to the run's module; ``make`` makes the strategy's part.
 
-    ``watch`` judges the mean loss of each round. Raises TrainingDiverged, and as `RoundJobs.run`.
+    ``watch`` judges the mean loss of each round; None: by the configuration. Raises
+    TrainingDiverged, and as `RoundJobs.run`.
     """
-    rounds = _Rounds(run, period, make, watch)
+    rounds = _Rounds(run, period, make, watch or LossWatch(run.config.divergence_factor))
     with contextlib.ExitStack() as stack:
         if run.link.url is not None:
             assert run.link.checkpoints is not None
@@ -319,26 +325,25 @@ class _Rounds:
 
     def _resume(self) -> None:
         """Go on from the newest checkpoint of the same run, or else from an earlier fit."""
-        link, begins_from = self.run.link, self.run.begins_from
-        found = None
+        link, begins_from, found = self.run.link, self.run.begins_from, None
         if link.url is not None and link.checkpoints is not None:
             found = find_checkpoint(self.run, link.checkpoints)
-        if found is None:
-            if begins_from is not None:
-                shared = copy.deepcopy(begins_from.shared())  # rules change theirs in place
-                self.replicas.load_state_dict(shared["states"])
-                self.period.load_state_dict(shared["period"])
-                self.book.load_state_dict(shared)
+        if found is not None:
+            if self.lease is not None:
+                self.lease.begin(0, found.path)
+            shared = patiently(partial(load_shared, found))
+        elif begins_from is not None:
+            shared = copy.deepcopy(begins_from.shared())  # rules change theirs in place
+        else:
             return
-        if self.lease is not None:
-            self.lease.begin(0, found.path)
-        shared = patiently(lambda: load_shared(found))
         self.replicas.load_state_dict(shared["states"])
         self.period.load_state_dict(shared["period"])
+        self.book.load_state_dict(shared)
+        if found is None:
+            return
         self.watch.load_state_dict(shared["watch"])
         self.totals.epoch_sums = list(shared["epoch_sums"])
         self.logs = shared["logs"]
-        self.book.load_state_dict(shared)
         give_states(self.run.config.callbacks, shared["callbacks"])
         if shared.get("shards") != self._fingerprints():
             self.book.state.begin_epoch_anew()

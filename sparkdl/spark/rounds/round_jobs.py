@@ -98,19 +98,7 @@ class RoundJobs:
         depth: int = 1,
     ) -> Rows:
         """Run one job in which all shards get the same ``state``; see `run` and `run_stage`."""
-        run = self._run
-
-        def stage(order: RoundOrder) -> Rows:
-            return run_stage(
-                run.table.df,
-                order,
-                state,
-                depth=depth,
-                channel=run.link.address(),
-                profile=run.slots.profile,
-            )
-
-        return self.run(part, work, stage)
+        return self.run(part, work, lambda order: run_stage(self._run, order, state, depth=depth))
 
     def encoded(self, state: Any) -> bytes:
         """A state that all shards share, as `train_or_evaluate` takes it."""

@@ -17,15 +17,14 @@ import pyarrow as pa
 from pyspark import TaskContext
 from pyspark.core.broadcast import Broadcast
 from pyspark.errors import PythonException
-from pyspark.resource import ResourceProfile
 from pyspark.sql import DataFrame
 from pyspark.sql import functions as F
 
 from sparkdl.comm import file_chunks
 from sparkdl.comm.access import OF_DRIVER, Address
 from sparkdl.comm.channel import ChannelStorage
-from sparkdl.spark.cluster.link import Link
 from sparkdl.spark.frames.shard_table import parse_shards
+from sparkdl.spark.run.run import Run
 from sparkdl.spark.session.compat import is_connect
 from sparkdl.spark.session.failures import TaskLost, spark_message
 from sparkdl.worker import round_task
@@ -119,29 +118,20 @@ def merge_states(payloads: Sequence[bytes]) -> tuple[float, Any]:
     return sum(weights), merge([part["state"] for part in parts], weights)
 
 
-def run_stage(
-    table: DataFrame,
-    order: RoundOrder,
-    state: bytes,
-    *,
-    depth: int,
-    channel: Address | None,
-    profile: ResourceProfile | None,
-) -> Rows:
+def run_stage(run: Run, order: RoundOrder, state: bytes, *, depth: int) -> Rows:
     """Run one round's job; raises TaskLost if a task cannot find its shard, or Spark's own errors.
 
     ``depth`` counts the levels of the tree that merges states; 1: the driver merges all of them.
     Returns what the tasks yielded, (shard id, kind, payload), in the order of shards.
     """
-    num_shards = order.plan.world_size
-    broadcast = None
-    if is_connect(table.sparkSession):
+    table, num_shards, broadcast = run.table.df, order.plan.world_size, None
+    if is_connect(run.spark):
         table = table.crossJoin(F.broadcast(_as_rows(table, state)))
     else:
-        broadcast = table.sparkSession.sparkContext.broadcast(state)
-    task = RoundTask(order=order, channel=channel, state=broadcast)
+        broadcast = run.spark.sparkContext.broadcast(state)
+    task = RoundTask(order=order, channel=run.link.address(), state=broadcast)
     try:
-        results = table.mapInArrow(task, file_chunks.RESULT_COLUMNS, profile=profile)
+        results = table.mapInArrow(task, file_chunks.RESULT_COLUMNS, profile=run.slots.profile)
         for num_groups in tree_levels(num_shards, depth):
             results = _merged(results, num_shards, num_groups)
         return collected(results)
@@ -184,32 +174,24 @@ def _as_rows(table: DataFrame, state: bytes) -> DataFrame:
     return table.sparkSession.createDataFrame(pa.table(columns))
 
 
-def run_member_stage(
-    table: DataFrame,
-    order: RoundOrder,
-    parts: Mapping[int, Mapping[str, bytes]],
-    *,
-    link: Link,
-    profile: ResourceProfile | None,
-) -> Rows:
+def run_member_stage(run: Run, order: RoundOrder, parts: Mapping[int, Mapping[str, bytes]]) -> Rows:
     """As `run_stage`, but each shard trains the member that is sent to it.
 
     ``parts`` has the state of each shard's member, as `population_member.work` takes it; other
     shards have nothing to do.
     """
-    table = table.where(F.col("shard_id").isin(list(parts)))
-    if link.channel is None:
-        table = table.join(F.broadcast(_as_member_rows(table, parts)), "shard_id")
-        task = RoundTask(order=order, channel=None, state=None)
-        return collected(table.mapInArrow(task, file_chunks.RESULT_COLUMNS, profile=profile))
-    folder = f"{OF_DRIVER}/members-{order.run_id}-{order.attempt}"
-    try:
-        for shard_id, own in parts.items():
-            link.files.write(f"{folder}/{shard_id}", pack_parts(own))
-        task = RoundTask(order=order, channel=link.address(), state=folder)
-        return collected(table.mapInArrow(task, file_chunks.RESULT_COLUMNS, profile=profile))
-    finally:
-        link.files.remove(folder)
+    table, folder = run.table.df.where(F.col("shard_id").isin(list(parts))), None
+    with contextlib.ExitStack() as stack:
+        if run.link.channel is None:
+            table = table.join(F.broadcast(_as_member_rows(table, parts)), "shard_id")
+        else:
+            folder = f"{OF_DRIVER}/members-{order.run_id}-{order.attempt}"
+            stack.callback(run.link.files.remove, folder)
+            for shard_id, own in parts.items():
+                run.link.files.write(f"{folder}/{shard_id}", pack_parts(own))
+        task = RoundTask(order=order, channel=run.link.address(), state=folder)
+        columns = file_chunks.RESULT_COLUMNS
+        return collected(table.mapInArrow(task, columns, profile=run.slots.profile))
 
 
 def _as_member_rows(table: DataFrame, parts: Mapping[int, Mapping[str, bytes]]) -> DataFrame:
