@@ -48,7 +48,7 @@ from sparkdl.storage.checkpoint_format import (
     load_shared,
 )
 from sparkdl.storage.hadoop_storage import open_on_driver
-from sparkdl.storage.lease import Lease, Note, read_leases
+from sparkdl.storage.lease import Lease, read_leases
 from sparkdl.storage.retried import Retried
 from sparkdl.storage.storage import Storage, check_writable, open_storage
 from sparkdl.worker import function_rank
@@ -85,7 +85,6 @@ class FunctionResult:
     values: list[Any]
     """What the function returned: on rank 0, or on all ranks."""
     history: list[dict[str, float]]
-    restarts: int
 
 
 Run = Callable[[SparkSession, str, FunctionRequest, Recorder], FunctionResult]
@@ -174,7 +173,7 @@ def check_folder(storage: Storage | None, request: FunctionRequest) -> None:
         return
     assert storage is not None
     if request.resume:
-        leases = patiently(partial(_leases, storage))
+        leases = patiently(lambda: read_leases(storage, RUN_KEY, storage.list(RUN_KEY)))
         for note in leases.values():
             if note.is_alive():
                 logger.warning(
@@ -191,10 +190,6 @@ def check_folder(storage: Storage | None, request: FunctionRequest) -> None:
             f"{request.checkpoint_dir} holds checkpoints of an earlier run; pass resume=True to go "
             "on from the newest of them, or another checkpoint_dir to begin anew"
         )
-
-
-def _leases(storage: Storage) -> dict[str, Note]:
-    return read_leases(storage, RUN_KEY, storage.list(RUN_KEY))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -257,19 +252,14 @@ class FunctionJob(Launch):
         return found
 
     def _result(self, result: GangResult) -> FunctionResult:
-        values: dict[int, Any] = {}
-        ranks = range(self.slots.num_workers if self.request.results == "all" else 1)
         in_rows = {rank: data for rank, kind, data in result.rows if kind == "value"}
-        for rank in ranks:
+        found = []
+        for rank in range(self.slots.num_workers if self.request.results == "all" else 1):
             data = in_rows.get(rank)
             if data is None:
                 data = self.link.files.read(function_rank.VALUE.format(rank))
-            values[rank] = function_rank.unpickled(data)
-        return FunctionResult(
-            values=[values[rank]["value"] for rank in ranks],
-            history=values[0]["history"],
-            restarts=result.restarts,
-        )
+            found.append(function_rank.unpickled(data))
+        return FunctionResult(values=[one["value"] for one in found], history=found[0]["history"])
 
 
 _SECONDS = 600.0
@@ -317,7 +307,7 @@ def in_driver(
         doing("")
         with environment_variables(place), entered(place):
             value = called(request.function)
-        return FunctionResult(values=[value], history=place.history, restarts=0)
+        return FunctionResult(values=[value], history=place.history)
 
 
 def _storage(spark: SparkSession | None, request: FunctionRequest, folder: str) -> Storage:
