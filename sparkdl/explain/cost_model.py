@@ -136,12 +136,9 @@ def between_nodes_seconds(link: Link, num_bytes: float, layout: Layout) -> float
 
 
 def fit_line(points: Sequence[tuple[float, float]]) -> tuple[float, float]:
-    """Intercept and slope, neither negative, with the least relative squared error.
+    """Intercept and slope of ``(x, y)``, neither negative, with the least relative squared error.
 
     Small messages count as much as large ones: what is wanted of both is a factor.
-
-    Args:
-        points: ``(x, y)`` with positive y; of a single x the slope takes it all.
     """
     x, y = np.array(points, dtype=np.float64).T
     if np.ptp(x) > 0:

@@ -8,25 +8,27 @@ from __future__ import annotations
 import contextlib
 import json
 import logging
+import statistics
 import time
 import uuid
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
 import cloudpickle
+import pyarrow as pa
 from pyspark.sql import SparkSession
 from torch import nn
 
 from sparkdl.comm import compression
 from sparkdl.comm.compression.compression import Compression
-from sparkdl.data.plan import make_plan
+from sparkdl.data.plan import RoundPart, make_plan
 from sparkdl.errors import ClusterError, ConfigError
 from sparkdl.explain import measure_worker, trials
 from sparkdl.explain.calibrate import found_by
 from sparkdl.explain.comparison import Choice
-from sparkdl.explain.cost_model import Calibration, Compute, Gang
+from sparkdl.explain.cost_model import Calibration, Compute, Gang, Stages
 from sparkdl.explain.predict_times import Predictor
 from sparkdl.explain.trials import BatchSizes
 from sparkdl.report.live.progress import SilentView
@@ -38,19 +40,23 @@ from sparkdl.spark.cluster.link import Link, open_link
 from sparkdl.spark.cluster.slots import Slots, plan_slots, threads_per_worker, wait_again
 from sparkdl.spark.cluster.supervisor import persistently, supervise
 from sparkdl.spark.explain.estimate import Found
-from sparkdl.spark.explain.measure_rounds import measure_rounds
 from sparkdl.spark.fit.check_request import CheckedRequest, check_sync_batch_norm
 from sparkdl.spark.fit.check_rows import replica_bytes
 from sparkdl.spark.frames.frame_sample import Sample
 from sparkdl.spark.frames.row_table import RowTable
 from sparkdl.spark.frames.shard_table import ShardTable
+from sparkdl.spark.rounds.averaging_rounds import Averaged
+from sparkdl.spark.rounds.round_jobs import RoundJobs
 from sparkdl.spark.run.run import Run
+from sparkdl.spark.session.background_job import BackgroundJob
 from sparkdl.spark.session.compat import conf
 from sparkdl.spark.session.settings import read_settings
+from sparkdl.sync.averaging.parameter_averaging import ParameterAveraging
 from sparkdl.sync.collective import CollectiveStrategy
 from sparkdl.sync.exchange_pattern import ModelSize
 from sparkdl.sync.frozen_layers import moving_buffers
 from sparkdl.sync.strategy import SyncStrategy
+from sparkdl.train.state import EpochBook
 from sparkdl.worker import training
 from sparkdl.worker.lifecycle import Member
 
@@ -66,6 +72,10 @@ _RANKS_IN_THE_DARK = 2
 """Tasks at a time, where the cluster does not tell how many it has room for."""
 _CHOSEN, _COMPARED = ("bf16",), ("bf16", "powersgd")
 """Compressions of strategies that are chosen, and of those that are shown."""
+
+_ROUNDS = (1, 1, 1, 1, 5, 5)
+"""Steps of the rounds that are timed; the very first starts processes."""
+_JOBS = 3
 
 Place = tuple[int, int]
 """Workers of a machine that are at work at the same time, and the threads of each."""
@@ -108,12 +118,9 @@ def measure(
 ) -> Calibration:
     """Measure with as many ranks as there are slots, up to a limit; raises as a fit does.
 
-    Args:
-        found: the request, its sample and columns; without a sample the source's rows are used.
-        seconds: about how long one measurement may take.
-        stack: removes everything in the end.
-        only_choices: True to leave out what no strategy needs that is chosen for a fit: rounds
-            where gangs can run, and compressions but bf16.
+    ``seconds`` is about how long one measurement may take; ``stack`` removes everything in the end.
+    ``only_choices`` leaves out what no strategy needs that is chosen for a fit: rounds where gangs
+    can run, and compressions but bf16.
     """
     checked, ranks = found.checked, num_ranks(found.checked)
     tasks = replace(
@@ -336,6 +343,88 @@ def _asked(
     taken = time.perf_counter() - submitted
     reports = {rank: json.loads(data) for rank, kind, data in result.rows if kind == "result"}
     return [reports[rank] for rank in sorted(reports)], result.restarts + 1, taken
+
+
+@dataclass(frozen=True, kw_only=True)
+class TimedRound:
+    """One round."""
+
+    num_steps: int
+    seconds: float
+    """With the merge on the driver."""
+    step_seconds: float
+    """Of the slowest task's steps."""
+    num_bytes: int
+    """Of the states of all tasks."""
+
+
+def measure_rounds(run: Run, first_attempt: int) -> Stages:
+    """Run some rounds of averaging as a fit does, with its errors, and jobs that do nothing.
+
+    No other job on the run's link may have the number ``first_attempt`` or a larger one.
+    """
+    run = replace(run, run_id=f"{run.run_id}-rounds")
+    jobs = RoundJobs(run, EpochBook(run.config, run.plan), first_attempt=first_attempt)
+    replicas = Averaged(run, ParameterAveraging(), jobs)
+    timed = []
+    for wanted in _ROUNDS:
+        num_steps = min(wanted, run.plan.steps_per_epoch)
+        began = time.perf_counter()
+        done = replicas.train(RoundPart(epoch=0, step_in_epoch=0, step=0, num_steps=num_steps))
+        timed.append(
+            TimedRound(
+                num_steps=num_steps,
+                seconds=time.perf_counter() - began,
+                step_seconds=done.seconds,
+                num_bytes=sum(done.bytes_sent.values()),
+            )
+        )
+    return stages_of(timed, _empty_job_seconds(run))
+
+
+def stages_of(timed: Sequence[TimedRound], empty_seconds: float) -> Stages:
+    """The costs of a round by rounds of one step and of more; the very first of them is left out.
+
+    Of what they take beyond their steps the least counts: the driver's JVM becomes faster by the
+    round, as in a fit. The longest rounds are at the end.
+    """
+    first, *others = timed
+    by_length: dict[int, list[float]] = {}
+    for one in others:
+        by_length.setdefault(one.num_steps, []).append(one.step_seconds)
+    (few, short), *longer = sorted((n, statistics.median(s)) for n, s in by_length.items())
+    step = short / few
+    for many, long in longer:
+        step = (long - short) / (many - few)
+    step = max(1e-9, step)
+    overhead = max(0.0, min(one.seconds - one.num_steps * step for one in others))
+    carried = max(0.0, overhead - empty_seconds) / max(1, others[-1].num_bytes)
+    return Stages(
+        fixed_seconds=min(overhead, empty_seconds),
+        byte_seconds=carried,
+        step_seconds=step,
+        first_seconds=max(0.0, first.seconds - first.num_steps * step - overhead),
+    )
+
+
+def _empty_job_seconds(run: Run) -> float:
+    """A job over the shards whose tasks do nothing; the median of some."""
+    found = []
+    for number in range(_JOBS):
+        job = BackgroundJob(
+            run.spark,
+            run.table.df.mapInArrow(_count, "rows long").collect,
+            tag=f"sparkdl-{run.run_id}-empty-{number}",
+            name=f"sparkdl {run.run_id}: a job that does nothing",
+        )
+        began = time.perf_counter()
+        job.watched(run.settings.start_timeout_seconds)
+        found.append(time.perf_counter() - began)
+    return statistics.median(found)
+
+
+def _count(batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
+    yield pa.RecordBatch.from_pydict({"rows": [sum(batch.num_rows for batch in batches)]})
 
 
 def predictor_of(found: Found, calibration: Calibration) -> Predictor:
