@@ -296,7 +296,5 @@ def check_reference(reference: str, name: str) -> None:
     """Raise ConfigError for what is not of the form ``package.module:name``."""
     module, separator, attribute = reference.partition(":")
     parts = [*module.split("."), *attribute.split(".")]
-    if not separator or not all(part.isidentifier() for part in parts):
-        raise ConfigError(
-            f"{name} must have the form 'package.module:name'; received {reference!r}"
-        )
+    is_reference = bool(separator) and all(part.isidentifier() for part in parts)
+    require(is_reference, f"{name} must have the form 'package.module:name'", reference)

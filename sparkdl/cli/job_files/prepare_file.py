@@ -125,11 +125,9 @@ class SplitSection:
     """Another seed draws other files."""
 
     def __post_init__(self) -> None:
-        if self.validation < 0 or self.test < 0 or self.validation + self.test >= 1:
-            raise ConfigError(
-                "validation and test must be shares from 0 that leave something for training; "
-                f"received {self.validation} and {self.test}"
-            )
+        shares = self.validation, self.test
+        rule = "validation and test must be shares from 0 that leave something for training"
+        require(min(shares) >= 0 and sum(shares) < 1, rule, shares)
 
 
 @dataclass(frozen=True, kw_only=True)

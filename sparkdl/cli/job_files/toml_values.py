@@ -8,6 +8,7 @@ from dataclasses import MISSING, fields, is_dataclass
 from pathlib import Path
 from typing import Any, Literal, TypeVar, get_args, get_origin, get_type_hints
 
+from sparkdl.config import require
 from sparkdl.errors import ConfigError, did_you_mean
 from sparkdl.spark.params.converters import NAMES, parts_of
 
@@ -54,8 +55,8 @@ def apply_settings(tables: Mapping[str, Any], settings: Iterable[str]) -> Tables
     for setting in settings:
         path, separator, text = setting.partition("=")
         keys = path.strip().split(".", 2)
-        if not separator or len(keys) < 2 or not all(keys):
-            raise ConfigError(f"--set takes section.key=value; received {setting!r}")
+        is_key = bool(separator) and len(keys) > 1 and all(keys)
+        require(is_key, "--set takes section.key=value", setting)
         put(merged, keys, parse_value(text.strip()))
     return merged
 
@@ -79,8 +80,7 @@ def build(kind: type[T], table: Any, where: str = "") -> T:
 
     ``where`` is the table's name for messages, empty for a whole file. Raises ConfigError.
     """
-    if not isinstance(table, Mapping):
-        raise ConfigError(f"{where} must be a table; received {table!r}")
+    require(isinstance(table, Mapping), f"{where} must be a table", table)
     hints = get_type_hints(kind)
     known = {item.name: item for item in fields(kind)}  # type: ignore[arg-type]
     for key in table:
@@ -130,8 +130,7 @@ def convert(value: Any, hint: Any, name: str) -> Any:
     Of a union the first member whose TOML type fits decides, so that its own errors reach the user.
     """
     fitting = [kind for kind in parts_of(hint) if _fits(value, kind)]
-    if not fitting:
-        raise ConfigError(f"{name} must be {describe(hint)}; received {value!r}")
+    require(bool(fitting), f"{name} must be {describe(hint)}", value)
     # Where any table is taken, one with the required keys of a dataclass is that.
     named = (kind for kind in fitting if is_dataclass(kind) and required(kind) <= set(value))
     others = [kind for kind in fitting if not is_dataclass(kind)] or fitting
