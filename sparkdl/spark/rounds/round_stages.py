@@ -133,7 +133,9 @@ def run_stage(run: Run, order: RoundOrder, state: bytes, *, depth: int) -> Rows:
     try:
         results = table.mapInArrow(task, file_chunks.RESULT_COLUMNS, profile=run.slots.profile)
         for num_groups in tree_levels(num_shards, depth):
-            results = _merged(results, num_shards, num_groups)
+            group = F.floor(F.col("rank") * num_groups / num_shards).cast("int").alias("group")
+            results = results.select("*", group).repartition(num_groups, "group")
+            results = results.mapInArrow(merge_groups, file_chunks.RESULT_COLUMNS)
         return collected(results)
     finally:
         if broadcast is not None:
@@ -157,12 +159,6 @@ def tree_levels(num_shards: int, depth: int) -> list[int]:
         count = -(-count // scale)
         levels.append(count)
     return levels
-
-
-def _merged(results: DataFrame, num_shards: int, num_groups: int) -> DataFrame:
-    group = F.floor(F.col("rank") * num_groups / num_shards).cast("int").alias("group")
-    grouped = results.select("*", group).repartition(num_groups, "group")
-    return grouped.mapInArrow(merge_groups, file_chunks.RESULT_COLUMNS)
 
 
 def _as_rows(table: DataFrame, state: bytes) -> DataFrame:
