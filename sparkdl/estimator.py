@@ -12,6 +12,7 @@ from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar, Self, TypeVar, Unpack
 
+from pyspark import keyword_only
 from pyspark.ml import Estimator
 from pyspark.ml.param.shared import HasLabelCol
 from pyspark.ml.util import MLReadable, MLReader, MLWritable, MLWriter
@@ -210,12 +211,14 @@ class TorchEstimator(_TorchEstimator, accessors.LabelsAccessors):
     _model_class = TorchModel
 
     @plainly
+    @keyword_only
     def __init__(self, **params: Unpack[param_table.LabelsArguments]) -> None:
         super().__init__()
         self._setDefault(loss="mse")
         self.setParams(**params)
 
     @plainly
+    @keyword_only
     def setParams(self, **params: Unpack[param_table.LabelsArguments]) -> TorchEstimator:
         """Set several Params at once."""
         return self._set(**params)
@@ -234,12 +237,14 @@ class TorchRegressor(_TorchEstimator, HasLabelCol, accessors.RegressorAccessors)
     _model_class = TorchRegressorModel
 
     @plainly
+    @keyword_only
     def __init__(self, **params: Unpack[param_table.RegressorArguments]) -> None:
         super().__init__()
         self._setDefault(loss="mse")
         self.setParams(**params)
 
     @plainly
+    @keyword_only
     def setParams(self, **params: Unpack[param_table.RegressorArguments]) -> TorchRegressor:
         """Set several Params at once."""
         return self._set(**params)
@@ -264,12 +269,14 @@ class TorchClassifier(
     _model_class = TorchClassifierModel
 
     @plainly
+    @keyword_only
     def __init__(self, **params: Unpack[param_table.ClassifierArguments]) -> None:
         super().__init__()
         self._setDefault(loss="cross_entropy")
         self.setParams(**params)
 
     @plainly
+    @keyword_only
     def setParams(self, **params: Unpack[param_table.ClassifierArguments]) -> TorchClassifier:
         """Set several Params at once."""
         return self._set(**params)
