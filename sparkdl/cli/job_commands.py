@@ -1,8 +1,4 @@
-"""The commands that do what a job file says: ``sparkdl train`` and ``spark-submit jobs/train.py``.
-
-Each is a row: the job's class, the function of `jobs` that does it, and a function
-that prints what came of it.
-"""
+"""The commands that do what a job file says: `sparkdl train`, `spark-submit jobs/train.py`."""
 
 from __future__ import annotations
 
@@ -390,9 +386,5 @@ TRAIN = JobCommand(
 
 
 def run_job(job: JobCommand[Any], arguments: Sequence[str] | None = None) -> int:
-    """Do a job as a script of ``jobs/``; the arguments are those of the process if None.
-
-    Returns:
-        The exit status, see `command_line.ended`.
-    """
+    """Do a job as a script of ``jobs/``; returns the exit status, see `command_line.ended`."""
     return job.command(Form.SCRIPT).run_script(arguments)

@@ -1,8 +1,7 @@
 """The recorder writes down on the driver what happens in a run, and calls the run's listeners.
 
-The fit and the supervisor call it on the fit's thread, and it keeps everything in memory, with long
-lists thinned; another thread writes it to the storage. If that fails, for whatever reason, the run
-goes on without a report, with one warning: hours of training are worth more than their record.
+It keeps everything in memory, with long lists thinned; another thread writes it to the storage. If
+that fails, the run goes on without a report, with one warning.
 """
 
 from __future__ import annotations
@@ -62,10 +61,7 @@ class Recorder(View):
         began: Mapping[str, Any],
         views: Views | None = None,
     ) -> None:
-        """Begin, with the fields of `RunRecord`, ``began``, that are known already.
-
-        Without a folder the record is kept in memory only. Who made the views closes them.
-        """
+        """Begin, with the known fields of `RunRecord`; without a folder only memory has it."""
         self._clock = time.perf_counter()
         self._phase, self._phase_began = "", 0.0
         self._laps: dict[str, float] = {}
@@ -210,10 +206,7 @@ class Recorder(View):
         module: nn.Module | None = None,
         weights: str = "",
     ) -> None:
-        """What came of the run: a record per epoch or report, the trained module, and `weights`.
-
-        Listeners are shown the module at the end; ``weights`` are in words, as in `RunRecord`.
-        """
+        """What came of the run: a record per epoch or report, the module, `weights` in words."""
         self._history, self._module = [dict(record) for record in history], module
         self._weights = weights
         thin(self._history)
@@ -351,11 +344,7 @@ def recording(
 
     The record is left in ``storage``, or nowhere; ``known`` are other fields of `RunRecord`. When
     the block has failed, ``is_interrupted`` is asked whether the user wanted that; ``ask_tasks`` is
-    as for `Views`.
-
-    Raises:
-        StorageError: the storage cannot be written to.
-        Exception: what a listener raises when the run begins.
+    as for `Views`. Raises StorageError, and what a listener raises when the run begins.
     """
     start = RunStart(
         run_id=run_id,

@@ -27,10 +27,11 @@ from sparkdl.cli.job_files.job_file import (
     load_job,
 )
 from sparkdl.cli.job_files.job_objects import VALIDATION_COLUMN
-from sparkdl.cli.job_files.read_rows import read_data, read_training_data
 from sparkdl.cli.jobs import (
     _choose_columns,
     load_model,
+    read_data,
+    read_training_data,
     run_evaluate,
     run_explain,
     run_predict,

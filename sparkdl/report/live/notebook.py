@@ -1,8 +1,6 @@
-"""What a notebook's cell shows while workers train.
+"""What a notebook's cell shows while workers train: the progress of its runs, and their curves.
 
-The cell has two outputs, which are drawn again in place: the progress of every run that it has
-begun, and their learning curves in one picture. They are no widgets, so they look the same in any
-front end and stay when the notebook is saved. The workers' log lines are printed.
+Both are outputs that are drawn again in place, and no widgets, so they stay when it is saved.
 """
 
 from __future__ import annotations
@@ -44,7 +42,6 @@ class CellOutputs:
         self._handles: dict[str, Any] = {}
 
     def __call__(self, name: str, bundle: Bundle) -> None:
-        """See `Show`."""
         from IPython.display import display
 
         if name in self._handles:

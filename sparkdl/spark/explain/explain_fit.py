@@ -1,9 +1,4 @@
-"""Explains a fit before it runs: the whole of ``explain``, in order.
-
-The checks of ``fit`` come first, with its errors; then a sample and a count in place of the spool;
-then what the user has left to ``"auto"`` is chosen; then the plan; then, unless nothing shall be
-measured, a few measured steps and the predictions.
-"""
+"""Explains a fit before it runs: the whole of ``explain``, in order."""
 
 from __future__ import annotations
 
@@ -42,13 +37,9 @@ def explain(
     options: ExplainOptions,
     estimator_with: Callable[[Mapping[str, Any]], Any] | None = None,
 ) -> Explanation:
-    """The plan of a fit, what it would take, and what would be better.
+    """The plan of a fit, what it would take, and what would be better, with the errors of a fit.
 
     ``estimator_with`` makes an estimator like the one that asks, with some Params changed.
-
-    Raises:
-        SparkDLError: what the estimators' ``explain`` raises.
-        KeyboardInterrupt: the user has interrupted; nothing is left behind.
     """
     rows = user_data(data)
     began = time.perf_counter()
@@ -166,7 +157,6 @@ def _facts(found: Found, model: ModelSize, gang: Gang | None) -> PlanFacts:
 
 
 def _caveats(found: Found, calibration: Calibration, sizes: Iterable[int]) -> Iterator[str]:
-    """What the numbers do not hold for."""
     checked = found.checked
     yield (
         "times are of the machines as they were while explain measured; they say nothing of how "
@@ -193,7 +183,6 @@ def _caveats(found: Found, calibration: Calibration, sizes: Iterable[int]) -> It
 
 
 def _measured(calibration: Calibration) -> Iterator[tuple[str, str]]:
-    """What was measured, for people."""
     for title, levels in (("gang", calibration.levels), ("rounds", calibration.task_levels)):
         for ranks_per_node, compute in levels.items():
             yield (

@@ -164,10 +164,7 @@ class DataSets(shard_table.SpoolTable):
 
 
 def _spread(data: Mapping[str, DataFrame], specs: Mapping[str, TableSpec]) -> DataFrame:
-    """The rows of all data sets as they are written; see `shard_table.spread`.
-
-    Those of several are in one frame: ``set``, ``set0``, ``set1``, ..., ``hash``.
-    """
+    """The rows of all data sets in one frame: ``set``, ``set0``, ``set1``, ..., ``hash``."""
     if len(data) == 1:
         ((name, df),) = data.items()
         return shard_table.spread(df, specs[name])

@@ -1,9 +1,7 @@
 """SIGTERM and SIGHUP end a driver, which says so and removes its runs' temporary folders first.
 
-That is how schedulers end a process, and terminals and lost ssh connections. Python ends without
-any cleaning up then, unless the program handles the signal itself, or ignores it, as under nohup;
-in that case nothing is changed here: its handler raises, and the runs clean up as after any
-exception, or it lets them go on.
+Python would end without any cleaning up. If the program handles or ignores the signal itself, as
+under nohup, nothing is changed here: its handler raises, and the runs clean up.
 """
 
 from __future__ import annotations
