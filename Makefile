@@ -147,7 +147,7 @@ faults: tools ## losses in every phase, on three hosts of this machine
 	@$(PYTEST) -m "$(FAULTS)" tests/faults
 	@$(BIN)/python -m tests.faults.table
 
-soak: tools ## fits, checkpoints and reports in numbers that would show a leak; make test-all has a fifth
+soak: tools ## fits, checkpoints and reports in numbers that would show a leak; make test-all has a tenth
 	@SOAK=1 $(PYTEST) -m "not bench" tests/soak
 
 cluster-gpu: tools ## GPUs that do not exist, on a local cluster
