@@ -5,7 +5,6 @@ Usage: train_on_changing.py rounds|gang|range MASTER MARKER [KEY=VALUE ...]
 
 from __future__ import annotations
 
-import os
 import sys
 from dataclasses import replace
 
@@ -14,6 +13,7 @@ from pyspark.sql import SparkSession
 from sparkdl.spark.fit.fit import fit
 from sparkdl.spark.run.run import FitRequest
 from sparkdl.sync.averaging.parameter_averaging import ParameterAveraging
+from tests import jvm
 from tests.cluster import faults
 from tests.cluster.test_recovery import digest, request, training_rows
 
@@ -39,8 +39,7 @@ def main(mode: str, master: str, marker: str, *settings: str) -> None:
     builder = builder.config("spark.driver.host", "127.0.0.1").config("spark.cores.max", "2")
     builder = builder.config("spark.executor.memory", "600m").config("spark.executor.cores", "1")
     builder = builder.config("spark.python.daemon.module", "sparkdl.spark.daemon")
-    options = os.environ.get("SPARK_SUBMIT_OPTS", "")
-    builder = builder.config("spark.executor.extraJavaOptions", options)
+    builder = builder.config("spark.executor.extraJavaOptions", jvm.OPTIONS)
     for setting in settings:
         builder = builder.config(*setting.split("=", 1))
     spark = builder.getOrCreate()

@@ -16,6 +16,8 @@ from pathlib import Path
 from types import TracebackType
 from xml.sax.saxutils import escape
 
+from tests import jvm
+
 _HDFS = "org.apache.hadoop.hdfs.server"
 _OPENED = (
     "java.lang", "java.lang.reflect", "java.util", "java.util.concurrent", "java.net", "java.io",
@@ -175,7 +177,7 @@ class Hdfs:
             self._configure(conf, name)
         opened = [f"--add-opens=java.base/{package}=ALL-UNNAMED" for package in _OPENED]
         class_path = os.pathsep.join(map(str, [conf, *self._jars]))
-        return [self._java, "-Xmx256m", "-XX:+UseSerialGC", "-XX:TieredStopAtLevel=1",
+        return [self._java, "-Xmx256m", *jvm.OPTIONS.split(),
                 "-Djava.net.preferIPv4Stack=true", f"-Djava.io.tmpdir={self._folder}",
                 f"-Dhadoop.log.dir={self._folder}", *opened, "-cp", class_path,
                 main_class]  # fmt: skip

@@ -127,7 +127,7 @@ def measured(module: nn.Module, df: DataFrame) -> tuple[float, float]:
 
 @pytest.mark.slow
 def test_a_tournament_is_about_as_good_as_the_best_of_independent_runs(df: DataFrame) -> None:
-    long = {"epochs": 6, "num_workers": 4}
+    long = {"epochs": 4, "num_workers": 4}
     apart = fit(df, wanted(Tournament(period=10_000), **long)).summary
     together = fit(df, wanted(Tournament(period=4), **long)).summary
     best = apart.history[-1]["val_loss"]
@@ -175,7 +175,7 @@ def test_the_learning_rate_moves_to_where_it_is_good(line: DataFrame) -> None:
     strategy = PopulationBasedTraining(
         period=3, mutations={"learning_rate": Range(1e-5, 100.0, log=True)}
     )
-    result = fit(line, regression(strategy, learning_rate=1e-4))
+    result = fit(line, regression(strategy, learning_rate=1e-4, epochs=2))
     notes = result.summary.population
     first, last = notes[:4], notes[-4:]
     assert first[0]["learning_rate"] == 1e-4
