@@ -255,8 +255,8 @@ def _watch(run: Launch, attempt: Attempt, job: BackgroundJob[Rows]) -> None:
             doomed_since = now
         if doomed_since is not None and now - doomed_since > _GRACE_SECONDS:
             return
-        if reaches_driver and doomed_since is None:
-            _check_start(attempt, now, run.settings, job)
+        if doomed_since is None:
+            _check_start(attempt, now, run.settings, job, reaches_driver=reaches_driver)
             silent = attempt.silent(now, timeout_seconds)
             if silent:
                 ranks = ", ".join(map(str, silent))
@@ -270,32 +270,43 @@ def _watch(run: Launch, attempt: Attempt, job: BackgroundJob[Rows]) -> None:
 
 def _say_how_many(attempt: Attempt, job: BackgroundJob[Rows], *, reaches_driver: bool) -> None:
     """Show how many workers are there until all are."""
-    num_there = len(attempt.last_event)
-    if not reaches_driver:
-        doing("training", "the workers cannot say how far they are")
-    elif num_there < attempt.world_size:
+    num_there = len(attempt.last_event) if reaches_driver else job.progress.num_begun
+    if num_there < attempt.world_size:
         said = f"{num_there} of {attempt.world_size} are there"
-        is_queued = not job.progress.has_begun and not num_there
+        is_queued = not job.progress.num_begun and not num_there
         if is_queued and time.monotonic() - attempt.submitted > _QUEUED_SECONDS:
             said += "; their tasks wait for slots"
         doing("starting workers", said)
-    else:
+    elif reaches_driver:
         doing(attempt.once_there, "")
+    else:
+        doing("training", "the workers cannot say how far they are")
 
 
 def _check_start(
-    attempt: Attempt, now: float, settings: Settings, job: BackgroundJob[Rows]
+    attempt: Attempt,
+    now: float,
+    settings: Settings,
+    job: BackgroundJob[Rows],
+    *,
+    reaches_driver: bool,
 ) -> None:
-    """Wait long for slots, but not for workers that have them; raises ClusterError."""
-    missing = attempt.world_size - len(attempt.last_event)
-    if missing == attempt.world_size:
-        silence, started = job.progress.seconds_without(), "since Spark runs their tasks"
-        waited = now - attempt.submitted
+    """Wait long for slots, but not for workers that have them; raises ClusterError.
+
+    Where workers do not reach the driver, as many are there as Spark runs tasks.
+    """
+    num_there = len(attempt.last_event) if reaches_driver else job.progress.num_begun
+    missing = attempt.world_size - num_there
+    if missing <= 0:
+        return
+    silence, started = job.progress.seconds_without(), "since Spark runs their tasks"
+    if not num_there:
         left = f"; restarts left after this one: {attempt.restarts_left}"
+        waited = now - attempt.submitted
         job.check_queue("worker", waited, settings.queue_timeout_seconds, left)
-    else:
+    elif reaches_driver:
         silence, started = now - attempt.first_event, "of the first"
-    if missing and silence > settings.start_timeout_seconds:
+    if silence > settings.start_timeout_seconds:
         first = min(set(range(attempt.world_size)) - set(attempt.last_event))
         message = (
             f"{missing} of {attempt.world_size} workers did not start within "
