@@ -19,7 +19,7 @@ export SPARK_CONF_DIR ?= $(CURDIR)/conf
 SUBMIT := $(BIN)/spark-submit
 
 .DEFAULT_GOAL := help
-.PHONY: help setup tools train evaluate predict test test-all promises lint format types docs unit plain
+.PHONY: help setup tools train evaluate predict test test-all promises lint format types docs picture unit plain
 .PHONY: gangs spark pages connect cluster cluster-gpu notebooks test-hdfs standalone petastorm
 .PHONY: archive package bench lock clean prerequisites faults soak
 
@@ -114,6 +114,9 @@ types: tools ## mypy, strict, on the package
 docs: tools ## the documentation as a site in docs/_build/html
 	@$(BIN)/python -m sphinx -W --keep-going -n -E -q -b html docs docs/_build/html
 	@echo "docs/_build/html/index.html"
+
+picture: tools ## docs/report.png anew, from a fit on digits
+	@$(BIN)/python -m docs.draw_report
 
 unit: tools ## the tests of TESTS, as TESTS=tests/sync, slow ones too
 	@-.ci/get_chromium.sh >/dev/null

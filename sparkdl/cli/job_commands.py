@@ -33,6 +33,7 @@ from sparkdl.cli.job_files.prepare_file import PrepareJob
 from sparkdl.cli.job_files.study_file import TuneJob
 from sparkdl.report.live.views import activity_view, showing
 from sparkdl.runtime.console_log import log_to_console
+from sparkdl.spark.session.termination import named_at_termination
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame
@@ -169,7 +170,8 @@ class JobCommand(Generic[T]):
         def load_and_do() -> None:
             with showing("checking the job file", partial(activity_view, has_lines=False)):
                 job = chosen.load(given.config, given.settings)
-            chosen.do(job, form)
+            with named_at_termination(form.start_of(self.name)):
+                chosen.do(job, form)
 
         return ended(load_and_do, in_file_words)
 
@@ -213,9 +215,12 @@ EVALUATE = JobCommand(
 
 
 def _show_rows(job: PredictJob, written: DataFrame, form: Form) -> None:
-    print(f"{written.count():,} rows in {job.output.path}, among them:")
-    width = (shutil.get_terminal_size().columns - 1) // len(written.columns) - 1
-    written.show(_ROWS_SHOWN, truncate=min(_CELL_COLUMNS[1], max(_CELL_COLUMNS[0], width)))
+    from sparkdl.spark.session.interrupts import interruptible
+
+    with interruptible(written.sparkSession):
+        print(f"{written.count():,} rows in {job.output.path}, among them:")
+        width = (shutil.get_terminal_size().columns - 1) // len(written.columns) - 1
+        written.show(_ROWS_SHOWN, truncate=min(_CELL_COLUMNS[1], max(_CELL_COLUMNS[0], width)))
 
 
 PREDICT = JobCommand(

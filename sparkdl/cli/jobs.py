@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -27,6 +28,7 @@ from sparkdl.spark.frames.columns import find, quoted, schema_of
 from sparkdl.spark.inference.output_columns import vectors_to_arrays
 from sparkdl.spark.params.stage_metadata import check_place, is_there, load_instance
 from sparkdl.spark.session.failures import raise_unless_loss
+from sparkdl.spark.session.interrupts import interruptible
 from sparkdl.spark.session.stage_progress import working
 from sparkdl.storage.hadoop_storage import open_on_driver, open_parent
 from sparkdl.storage.storage import Storage, check_writable, without_password
@@ -53,7 +55,7 @@ class TrainReport:
 
 def run_train(job: TrainJob, spark: SparkSession) -> TrainReport:
     """Train as the job says, save and evaluate the model; raises first what can be seen first."""
-    with working(spark, "looking at the rows and at the output's place"):
+    with _working(spark, "looking at the rows and at the output's place"):
         estimator = make_estimator(job)
         if not job.output.overwrite and is_there(job.output.path, spark):
             raise ConfigError(
@@ -66,7 +68,7 @@ def run_train(job: TrainJob, spark: SparkSession) -> TrainReport:
         test = read_data(spark, job.test) if job.test is not None else None
         rows = read_training_data(spark, job)
     model = estimator.fit(rows)
-    with working(spark, "saving the model"):
+    with _working(spark, "saving the model"):
         writer = model.write()
         (writer.overwrite() if job.output.overwrite else writer).save(job.output.path)
         scores = None
@@ -76,6 +78,13 @@ def run_train(job: TrainJob, spark: SparkSession) -> TrainReport:
             saved = kind.read().trusting(*_packages_of(job)).load(job.output.path)
             scores = saved.evaluate(test)
     return TrainReport(path=job.output.path, summary=model.summary, scores=scores)
+
+
+@contextmanager
+def _working(spark: SparkSession, what: str) -> Iterator[None]:
+    """Show what the block does, and let Ctrl-C cancel its Spark jobs before it ends the block."""
+    with interruptible(spark), working(spark, what):
+        yield
 
 
 def _packages_of(job: TrainJob) -> set[str]:
@@ -144,7 +153,7 @@ def run_tune(job: TuneJob, spark: SparkSession) -> TuneResult[Any]:
         return make_estimator(job.trial(values))
 
     chooser = Chooser({key: space.domain for key, space in section.search.items()})
-    with working(spark, "looking at the rows"):
+    with _working(spark, "looking at the rows"):
         rows = read_training_data(spark, job)
     return tune_made(make, chooser, rows, options, job.output.path)
 
@@ -155,7 +164,7 @@ def run_evaluate(job: EvaluateJob, spark: SparkSession) -> Evaluation:
     section = job.evaluation
     columns = {"labelCol": section.label_col, "weightCol": section.weight_col}
     given = {param: name for param, name in columns.items() if name is not None}
-    with working(spark, "loading the model"):
+    with _working(spark, "loading the model"):
         model = load_model(spark, job.model.path)
         scores: Evaluation = model.evaluate(read_data(spark, job.data), **given)
     if output is not None:
@@ -166,7 +175,7 @@ def run_evaluate(job: EvaluateJob, spark: SparkSession) -> Evaluation:
 
 def run_predict(job: PredictJob, spark: SparkSession) -> DataFrame:
     """Write a saved model's predictions, vectors as arrays; returns the rows that were written."""
-    with working(spark, "loading the model"):
+    with _working(spark, "loading the model"):
         predictions = load_model(spark, job.model.path).transform(read_data(spark, job.data))
         rows = _choose_columns(vectors_to_arrays(predictions), job.output.columns)
         if job.output.format == "csv":
@@ -188,7 +197,8 @@ def run_prepare(job: PrepareJob, spark: SparkSession) -> Report:
     from sparkdl.cli.images.prepare import prepare
 
     table = None if job.labels.table is None else read_data(spark, job.labels.table)
-    return prepare(spark, job, table)
+    with interruptible(spark):
+        return prepare(spark, job, table)
 
 
 def read_data(spark: SparkSession, section: DataSection) -> DataFrame:

@@ -74,6 +74,11 @@ def process_group(
         del group
 
 
+def speaks_for_all() -> bool:
+    """True on rank 0 and where there is no group: it says what all ranks find alike."""
+    return not dist.is_initialized() or dist.get_rank() == 0
+
+
 def is_own(address: str) -> bool:
     """Whether this host can listen at ``address``."""
     try:

@@ -48,6 +48,8 @@ _SLOWER_BY = 0.01
 _SILENT_WRITES = 10
 """How many pauses its driver may be silent for, and half a minute, before a run counts as lost."""
 _STEPS_KEPT = 500
+_USUAL_STEPS = 10
+"""Of an epoch, that are proposed where it has but one."""
 _MOST_WAITING = 100_000
 """Events that may wait for a storage that stalls; the record at the end has those beyond, too."""
 
@@ -127,7 +129,16 @@ class Recorder(View):
         self.listeners.call(lambda listener: listener.facts(shown))
 
     def planned(self, plan: TrainPlan) -> None:
+        """Show the steps of a fit, and warn if an epoch has but one where it could have more."""
         self._views.call(lambda view: view.planned(plan))
+        most = max(plan.rows_of(rank) for rank in range(plan.world_size))
+        if 1 < most < plan.batch_size:
+            choice = max(1, most // _USUAL_STEPS)
+            logger.warning(
+                "batchSize=%d is more than the %d rows that a worker has, so an epoch is a single "
+                "step on all rows; for %d steps choose batchSize=%d",
+                *(plan.batch_size, most, -(-most // choice), choice),
+            )
 
     def graph(self, graph: Mapping[str, Any]) -> None:
         """What the module is made of; see `record.module_graph`."""
@@ -213,6 +224,10 @@ class Recorder(View):
 
     def end(self, error: BaseException | None) -> None:
         """The run has ended; leave its record. Called by `recording`, once."""
+        if isinstance(error, Exception):  # and not because the user wanted it
+            kind = "" if isinstance(error, SparkDLError) else f"{type(error).__name__}: "
+            reason = kind + described(error)["message"].strip().partition("\n")[0]
+            self._views.call(lambda view: view.failed(reason))
         self._flush()
         self.end_phase()
         self._note(

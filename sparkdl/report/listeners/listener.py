@@ -12,13 +12,13 @@ import operator
 import queue
 import threading
 import time
-import traceback
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from sparkdl.config import Looks
+from sparkdl.runtime.tracebacks import formatted
 
 if TYPE_CHECKING:
     from torch import nn
@@ -200,12 +200,12 @@ class _Entry:
                 if is_last or not self._has_failed:
                     what(self._listener)
             # Whatever a listener raises, SystemExit too: else nobody would see its end.
-            except BaseException:
+            except BaseException as error:
                 self._has_failed = True
                 logger.warning(
                     "%s has failed; it is told nothing more of this run but its end:\n%s",
                     self._name,
-                    traceback.format_exc().rstrip(),
+                    formatted(error).rstrip(),
                 )
             now, self._busy_since = time.monotonic(), math.inf
             rest = (now - began) / _STEP_SHARE

@@ -139,6 +139,9 @@ class NotebookView(RunView):
             name = f"{self.curves.name}, " if len(self._board.views) > 1 else ""
             print(f"[{name}rank {rank}] {line}", flush=True)
 
+    def failed(self, reason: str) -> None:
+        self.has_ended, self.state = True, f"failed: {reason}"
+
     def close(self) -> None:
         if not self.has_ended:
             self.has_ended = True

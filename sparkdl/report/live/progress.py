@@ -111,6 +111,9 @@ class View:
     def done(self, steps: int) -> None:
         """Training succeeded after ``steps`` steps in all."""
 
+    def failed(self, reason: str) -> None:
+        """The run ended with an error, whose message begins with ``reason``; `close` follows."""
+
     def close(self) -> None:
         """The run ended, one way or the other."""
 

@@ -303,7 +303,7 @@ def _watch(
             doomed_since = now
         if doomed_since is not None and now - doomed_since > _GRACE_SECONDS:
             return
-        if reaches_driver and doomed_since is None:
+        if doomed_since is None:
             _check_start(attempt, now, run, job)
             silent = attempt.silent(now, timeout_seconds)
             if silent:
@@ -318,38 +318,42 @@ def _watch(
 
 def _say_how_many(attempt: Attempt, job: BackgroundJob[Rows], *, reaches_driver: bool) -> None:
     """Show how many workers are there until all are."""
-    num_there = len(attempt.last_event)
-    if not reaches_driver:
-        doing("training", "the workers cannot say how far they are")
-    elif num_there < attempt.world_size:
+    num_there = len(attempt.last_event) if reaches_driver else job.progress.num_begun
+    if num_there < attempt.world_size:
         said = f"{num_there} of {attempt.world_size} are there"
-        is_queued = not job.progress.has_begun and not num_there
+        is_queued = not job.progress.num_begun and not num_there
         if is_queued and time.monotonic() - attempt.submitted > _QUEUED_SECONDS:
             said += "; their tasks wait for slots"
         doing("starting workers", said)
-    else:
+    elif reaches_driver:
         doing(attempt.once_there, "")
+    else:
+        doing("training", "the workers cannot say how far they are")
 
 
 def _check_start(attempt: Attempt, now: float, run: Launch, job: BackgroundJob[Rows]) -> None:
     """Wait long for slots, but not for workers that have them; raises ClusterError.
 
-    The tasks of a plain stage get their slots one by one.
+    Where workers do not reach the driver, as many are there as Spark runs tasks. The tasks of a
+    plain stage get their slots one by one.
     """
-    settings = run.settings
-    missing = attempt.world_size - len(attempt.last_event)
-    if missing == attempt.world_size:
-        silence, started = job.progress.seconds_without(), "since Spark runs their tasks"
-        waited = now - attempt.submitted
+    settings, reaches_driver = run.settings, run.link.channel is not None
+    num_there = len(attempt.last_event) if reaches_driver else job.progress.num_begun
+    missing = attempt.world_size - num_there
+    if missing <= 0:
+        return
+    silence, started = job.progress.seconds_without(), "since Spark runs their tasks"
+    if not num_there:
         left = f"; restarts left after this one: {attempt.restarts_left}"
+        waited = now - attempt.submitted
         job.check_queue("worker", waited, settings.queue_timeout_seconds, left)
-    else:
+    elif reaches_driver:
         silence, started = now - attempt.first_event, "of the first"
         if not run.slots.is_barrier:
-            left = f"; {attempt.world_size - missing} of {attempt.world_size} workers are there"
+            left = f"; {num_there} of {attempt.world_size} workers are there"
             job.check_queue("further worker", silence, settings.queue_timeout_seconds, left)
             return
-    if missing and silence > settings.start_timeout_seconds:
+    if silence > settings.start_timeout_seconds:
         first = min(set(range(attempt.world_size)) - set(attempt.last_event))
         message = (
             f"{missing} of {attempt.world_size} workers did not start within "

@@ -139,7 +139,7 @@ class BackgroundJob(Generic[T]):
             self.begin()
             while not self.wait(_ASK_SECONDS):
                 silence, waited = self.progress.seconds_without(), time.monotonic() - began
-                if not self.progress.has_begun:
+                if not self.progress.num_begun:
                     self.check_queue(f"task of the job '{self._name}'", waited, queue_seconds)
                 if silence > timeout_seconds:
                     where = ", ".join(self.progress.hosts()) or "an executor"
@@ -195,8 +195,8 @@ class TaskProgress:
         self._tag = tag
         self._told = 0, 0
         """What Spark Connect said last: tasks that run, and those that have ended."""
-        self.has_begun = False
-        """True once a task has run, as far as `seconds_without` has asked."""
+        self.num_begun = 0
+        """Tasks that run or have ended, as far as `seconds_without` has asked."""
         self._ended = -1
         self._since = self._asked = self._next = 0.0
 
@@ -226,7 +226,7 @@ class TaskProgress:
         if now >= self._next:
             self._asked, self._next = now, now + _ASK_SECONDS
             running, ended = self._tasks()
-            self.has_begun |= running + ended > 0
+            self.num_begun = max(self.num_begun, running + ended)
             if not running or ended != self._ended:
                 self._ended, self._since = ended, now
         return self._asked - self._since

@@ -1,11 +1,16 @@
-"""Ends a fit whose loss has run away."""
+"""Ends a fit whose loss has run away, and warns of a monitored value that is NaN."""
 
 from __future__ import annotations
 
+import logging
 import math
+from collections.abc import Mapping
 
+from sparkdl.comm.process_group import speaks_for_all
 from sparkdl.errors import TrainingDiverged
 from sparkdl.storage.stateful import Stateful
+
+logger = logging.getLogger(__name__)
 
 WINDOW = 10
 """Losses over which a mean is taken; one bad batch is no divergence."""
@@ -48,3 +53,16 @@ def diverged(loss: float, where: str) -> TrainingDiverged:
         f"the loss is {loss:.4g} {where}; lower the learning rate, set gradientClipNorm, check the "
         "features for NaN, infinite or very large values, or use a wider precision"
     )
+
+
+def warn_if_nan(what: str, name: str, record: Mapping[str, float]) -> bool:
+    """Warn on rank 0 if the value that ``what`` monitors is NaN; True if it is."""
+    is_nan = math.isnan(record[name])
+    if is_nan and speaks_for_all():
+        logger.warning(
+            "%s monitors %r, which is NaN at epoch %.5g: that counts as no improvement. Look for "
+            "NaN in the rows, and for a metric that is not defined on them, or monitor another "
+            "value",
+            *(what, name, record["epoch"]),
+        )
+    return is_nan
