@@ -122,6 +122,8 @@ class Shard:
     fingerprint: str
     """Hash of the rows in their order: equal fingerprints mean the same rows in the same order."""
     num_bytes: int = 0
+    hosts: tuple[str, ...] = ()
+    """Hosts that can read it without the network, best first; empty: any."""
 
     @property
     def num_all_rows(self) -> int:
