@@ -100,7 +100,7 @@ def later_epochs(
     found.ratio(f"{name}, without thread / index_select", alone, plain)
 
 
-def opened(plan: TrainPlan) -> MappedRows:
+def opened(plan: TrainPlan) -> list[MappedRows]:
     """Rank 0's shards, mapped into memory."""
     found = []
     for shard in plan.shards_of(0):
@@ -108,7 +108,7 @@ def opened(plan: TrainPlan) -> MappedRows:
         found.append(
             open_spool(path, plan.columns, num_rows=rows, split="train", fingerprint=known)
         )
-    return MappedRows(found, plan)
+    return [MappedRows(shard, plan) for shard in found]
 
 
 def memory_of_epoch(plan: TrainPlan) -> int:
@@ -127,7 +127,7 @@ def memory_of_epoch(plan: TrainPlan) -> int:
     return most - before
 
 
-def from_spool(shards: MappedRows, plan: TrainPlan, number: int, *, prefetch: bool) -> None:
+def from_spool(shards: list[MappedRows], plan: TrainPlan, number: int, *, prefetch: bool) -> None:
     """All batches of an epoch."""
     rows = 0
     for batch in Batches(shards, plan, 0, seed=0, epoch=number, prefetch=prefetch):

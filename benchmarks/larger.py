@@ -190,7 +190,7 @@ def from_spool(order: dict, directory: Path, num_rows: int) -> Iterator[int]:
     """As a worker reads, in windows or in a permutation of all rows."""
     plan = planned(order, num_rows)
     shard = open_spool(directory, COLUMNS, num_rows=num_rows, split="train", fingerprint="larger")
-    for batch in Batches(MappedRows([shard], plan), plan, 0, seed=0, epoch=0):
+    for batch in Batches([MappedRows(shard, plan)], plan, 0, seed=0, epoch=0):
         yield batch.num_rows
 
 
@@ -202,7 +202,7 @@ def planned(order: dict, num_rows: int) -> TrainPlan:
         fingerprint="larger", num_bytes=size,
     )  # fmt: skip
     load = HostLoad(num_shards=1, num_bytes=size, memory_bytes=order["limit"])
-    windows = choose_windows([load], bytes_by_rank=[size], row_bytes=ROW_BYTES, window_bytes=None)
+    windows = choose_windows([load], bytes_by_shard=[size], row_bytes=ROW_BYTES, window_bytes=None)
     return make_plan(
         columns=COLUMNS, shards=[shard], world_size=1, batch_size=order["batch"], epochs=1,
         windows=windows if order["name"] == "windows" else None,

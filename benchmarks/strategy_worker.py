@@ -136,8 +136,8 @@ def one_run(comm, contender: Contender, device: str, options: dict, seed: int) -
     sent = sent_by(device)
     try:
         train(
-            module=module, config=config, plan=plan, shards=MappedRows([shards[comm.rank]], plan),
-            validation=MappedRows([validation[comm.rank]], plan), comm=comm,
+            module=module, config=config, plan=plan, shards=[MappedRows(shards[comm.rank], plan)],
+            validation=[MappedRows(validation[comm.rank], plan)], comm=comm,
             device=torch.device("cpu"), checkpoints=None, resume=None, observer=watch,
         )  # fmt: skip
         seconds = None

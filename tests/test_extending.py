@@ -24,7 +24,7 @@ from sparkdl.data.batches import Batches
 from sparkdl.data.collate import arguments, example_arguments
 from sparkdl.data.column_readers import read_trained
 from sparkdl.data.plan import Column, SpoolColumn, make_plan
-from sparkdl.data.source import Contents, Wanted
+from sparkdl.data.source import Contents, Wanted, open_shards
 from sparkdl.data.spool.spool_source import SpoolSource
 from sparkdl.data.spool.writer import SpoolWriter
 from sparkdl.errors import ConfigError, DataError
@@ -168,7 +168,7 @@ def epoch_of(contents: Contents, world_size: int, epoch: int, start: int = 0) ->
                      batch_size=4, epochs=3)  # fmt: skip
     reader, steps = pickle.loads(pickle.dumps(contents.reader)), []
     for rank in range(world_size):
-        rows = reader.open(plan, plan.shards_of(rank), "train")
+        rows = open_shards(reader, plan, rank, "train")
         for batch in Batches(rows, plan, rank, seed=3, epoch=epoch, start_step=start):
             (x,) = batch.inputs
             assert isinstance(batch.target, torch.Tensor)
@@ -269,7 +269,7 @@ def test_a_kind_of_input_is_spooled_and_put_together(tmp_path: Path) -> None:
     column = Column(name="fingerprint", role="feature", dtype="uint8", shape=(16,), argument="x",
                     specification=bits())  # fmt: skip
     plan = make_plan(columns=[column], shards=shards, world_size=1, batch_size=4, epochs=1)
-    rows = SpoolSource().open(plan, plan.shards, "train")
+    rows = open_shards(SpoolSource(), plan, 0, "train")
     batches = [batch.map(torch.clone) for batch in Batches(rows, plan, 0, seed=0, epoch=0)]
     assert {batch.names for batch in batches} == {("x",)}
     together = torch.cat([batch.inputs[0] for batch in batches])

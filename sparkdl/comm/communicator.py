@@ -91,6 +91,12 @@ class Communicator(Protocol):
     def receive(self, tensor: torch.Tensor, source: int) -> None:
         """Overwrite ``tensor`` with what ``source`` sends."""
 
+    def send_bytes(self, data: bytes, to: int) -> None:
+        """Send to one rank, which must call `receive_bytes`."""
+
+    def receive_bytes(self, source: int) -> bytes:
+        """What ``source`` sends by `send_bytes`."""
+
     def broadcast(self, tensor: torch.Tensor, source: int = 0) -> None:
         """Overwrite ``tensor`` on all ranks with that of ``source``."""
 
@@ -153,6 +159,12 @@ class LocalCommunicator(Communicator):
         raise AssertionError("a gang of one has no peer")
 
     def receive(self, tensor: torch.Tensor, source: int) -> None:
+        raise AssertionError("a gang of one has no peer")
+
+    def send_bytes(self, data: bytes, to: int) -> None:
+        raise AssertionError("a gang of one has no peer")
+
+    def receive_bytes(self, source: int) -> bytes:
         raise AssertionError("a gang of one has no peer")
 
     def broadcast(self, tensor: torch.Tensor, source: int = 0) -> None:
@@ -282,6 +294,19 @@ class ProcessGroupCommunicator(Communicator):
     def receive(self, tensor: torch.Tensor, source: int) -> None:
         with peer_errors("receive"):
             dist.recv(tensor, group=self._group, group_src=source)
+
+    def send_bytes(self, data: bytes, to: int) -> None:
+        self.send(torch.tensor([len(data)], dtype=torch.int64, device=self._device), to)
+        if data:
+            self.send(torch.frombuffer(bytearray(data), dtype=torch.uint8).to(self._device), to)
+
+    def receive_bytes(self, source: int) -> bytes:
+        size = torch.empty(1, dtype=torch.int64, device=self._device)
+        self.receive(size, source)
+        data = torch.empty(int(size.item()), dtype=torch.uint8, device=self._device)
+        if len(data):
+            self.receive(data, source)
+        return _bytes(data, len(data))
 
     def broadcast(self, tensor: torch.Tensor, source: int = 0) -> None:
         if self.rank == source:

@@ -1,4 +1,4 @@
-"""The batches of an epoch, made of a rank's rows.
+"""The batches of an epoch, made of the rows of a rank's shards.
 
 Rows are gathered for several steps at once into buffers that are used again and again: one
 large gather costs less than many small ones, and fresh memory costs page faults.
@@ -12,12 +12,15 @@ from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import KW_ONLY, dataclass
 
+import numpy as np
 import torch
 
 from sparkdl.data import collate
 from sparkdl.data.collate import Arguments, Rows
 from sparkdl.data.gather import Buffer
 from sparkdl.data.plan import TrainPlan, batch_bounds
+from sparkdl.data.ragged import Ragged, gather
+from sparkdl.data.shuffle import Order
 from sparkdl.data.source import ShardRows
 
 Inputs = tuple[torch.Tensor, ...]
@@ -89,12 +92,12 @@ class Batch:
 class Batches:
     """The batches of one rank in one epoch, from ``start_step`` on; iterate once.
 
-    Step ``s`` holds the rows ``plan.bounds(rank, s)`` of `shuffle.epoch_order`, or, if they are
-    mixed in windows, of `shuffle.windowed_order`, whatever ``start_step`` was; it may be empty.
+    Step ``s`` holds of each shard the rows in `plan.batch_bounds` of its order (`data.shuffle`),
+    whatever ``start_step`` was, one shard after the other; it may be empty.
     """
 
-    rows: ShardRows
-    """The rank's training rows, as its source has opened them."""
+    shards: Sequence[ShardRows]
+    """The rank's training rows, as their source has opened them, in the order of the shards."""
     plan: TrainPlan
     rank: int
     _: KW_ONLY
@@ -119,34 +122,90 @@ class Batches:
                 yield from run
 
     def _runs(self) -> Generator[list[Batch], None, None]:
-        plan, num_rows = self.plan, self.rows.num_rows
+        plan, num_steps = self.plan, self.plan.steps_per_epoch
+        shards = [rows for rows in self.shards if rows.num_rows]
+        num_rows = sum(rows.num_rows for rows in shards)
         assert num_rows == plan.rows_of(self.rank), "shards do not fit the plan"
-        num_steps = plan.steps_per_epoch
-        epoch = self.rows.epoch(self.seed, self.epoch, num_together=self.num_together)
-        num_together = min(
-            num_steps, max(1, GATHER_BYTES // max(1, epoch.row_bytes * plan.batch_size))
-        )
-        capacity = num_together * -(-num_rows // num_steps)
-        # The consumer holds one buffer, the next is ready, and the thread fills the third. Pinned
-        # memory is taken afresh instead: torch's allocator knows when the device has read it.
-        num_buffers = 3 if self.prefetch else 1
-        buffers = [Buffer(capacity) for _ in range(num_buffers)]
-        with contextlib.closing(epoch):
+        with contextlib.ExitStack() as stack:
+            epochs = [
+                stack.enter_context(
+                    contextlib.closing(
+                        rows.epoch(self.seed, self.epoch, num_together=self.num_together)
+                    )
+                )
+                for rows in shards
+            ]
+            step_bytes = sum(epoch.row_bytes for epoch in epochs) * plan.batch_size
+            num_together = min(num_steps, max(1, GATHER_BYTES // max(1, step_bytes)))
+            most = [num_together * -(-rows.num_rows // num_steps) for rows in shards]
+            # The consumer holds one buffer, the next is ready, and the thread fills the third.
+            # Pinned memory is taken afresh instead: torch's allocator knows when the device has
+            # read it.
+            num_buffers = 3 if self.prefetch else 1
+            buffers = [Buffer(sum(most)) for _ in range(num_buffers)]
+            parts = [Buffer(capacity) for capacity in most] if len(shards) > 1 else []
             for number, first in enumerate(range(self.start_step, num_steps, num_together)):
                 steps = range(first, min(first + num_together, num_steps))
-                together = [batch_bounds(num_rows, num_steps, step) for step in steps]
                 buffer = buffers[number % num_buffers]
                 if self.pin_memory:
-                    buffer = Buffer(capacity, pin_memory=True)
-                columns = epoch.read(together[0][0], together[-1][1], buffer)
-                yield cut(plan, columns, [high - low for low, high in together])
+                    buffer = Buffer(sum(most), pin_memory=True)
+                bounds = [
+                    [batch_bounds(rows.num_rows, num_steps, step) for step in steps]
+                    for rows in shards
+                ]
+                found = [
+                    epoch.read(own[0][0], own[-1][1], part)
+                    for epoch, own, part in zip(epochs, bounds, parts or [buffer], strict=False)
+                ]
+                sizes = [[high - low for low, high in own] for own in bounds]
+                columns = found[0] if len(found) == 1 else _by_step(plan, found, sizes, buffer)
+                yield cut(plan, columns, [sum(own[n] for own in sizes) for n in range(len(steps))])
 
 
-def sequential_batches(rows: ShardRows, plan: TrainPlan) -> Iterator[Batch]:
-    """All rows in their order, at most ``plan.batch_size`` at once; for evaluation."""
-    for columns in rows.in_order(plan.batch_size):
-        num_rows = len(next(iter(columns.values())))
-        yield from cut(plan, columns, [num_rows])
+def _by_step(
+    plan: TrainPlan,
+    shards: Sequence[Mapping[str, Rows]],
+    sizes: Sequence[Sequence[int]],
+    buffer: Buffer,
+) -> dict[str, Rows]:
+    """The rows of several shards for some steps, step by step instead of shard by shard.
+
+    Args:
+        plan: names the columns.
+        shards: each shard's rows of all these steps.
+        sizes: rows of each shard in each step.
+        buffer: memory for the result.
+    """
+    if not shards:
+        return {column.key: collate.no_rows(column) for column in plan.columns}
+    counts = np.asarray(sizes)  # (shards, steps)
+    order: Order | None = None
+    joined: dict[str, Rows] = {}
+    for column in plan.columns:
+        parts = [rows[column.key] for rows in shards]
+        dense = [rows for rows in parts if isinstance(rows, torch.Tensor)]
+        if dense:
+            rows = buffer.rows(column.key, dense[0], int(counts.sum()))
+            own = [torch.split(part, list(size)) for part, size in zip(dense, sizes, strict=True)]
+            torch.cat([rows for step in zip(*own, strict=True) for rows in step], out=rows)
+            joined[column.key] = rows
+            continue
+        if order is None:
+            step_of = [np.repeat(np.arange(counts.shape[1]), count) for count in counts]
+            order = np.argsort(np.concatenate(step_of), kind="stable")
+        joined[column.key] = gather([rows for rows in parts if isinstance(rows, Ragged)], order)
+    return joined
+
+
+def sequential_batches(shards: Sequence[ShardRows], plan: TrainPlan) -> Iterator[Batch]:
+    """All rows in their order, shard by shard, at most ``plan.batch_size`` at once.
+
+    For evaluation.
+    """
+    for rows in shards:
+        for columns in rows.in_order(plan.batch_size):
+            num_rows = len(next(iter(columns.values())))
+            yield from cut(plan, columns, [num_rows])
 
 
 def cut(plan: TrainPlan, columns: Mapping[str, Rows], sizes: Sequence[int]) -> list[Batch]:

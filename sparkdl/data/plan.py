@@ -7,8 +7,9 @@ plan, logs it and sends it to the workers, so all ranks agree on it without talk
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Any, Literal
 
 from sparkdl.data.shuffle_windows import Windows
@@ -139,16 +140,16 @@ class TrainPlan:
     shards: tuple[Shard, ...]
     world_size: int
     batch_size: int
-    """Largest number of samples that one rank uses in one step."""
+    """Largest number of samples of a shard in one step."""
     epochs: int
     """Epochs of this run."""
     max_steps: int
     """Steps of this run after which it ends whatever the epoch; -1 for no limit."""
     steps_per_epoch: int
     shards_by_rank: tuple[tuple[int, ...], ...] = field(default=())
-    """Shard ids of each rank; a rank keeps its shards over restarts."""
+    """Shard ids of each rank; who holds a shard changes nothing of what is computed."""
     windows: Windows | None = None
-    """How rows are mixed that do not fit into memory; None: each rank's as a whole."""
+    """How rows are mixed that do not fit into memory; None: each shard's as a whole."""
     first_epoch: int = 0
     """Number of the first epoch: those of the fits that this one goes on from count too."""
     first_step: int = 0
@@ -189,9 +190,39 @@ class TrainPlan:
         """Training rows of ``rank``."""
         return sum(shard.num_rows for shard in self.shards_of(rank))
 
-    def bounds(self, rank: int, step_in_epoch: int) -> tuple[int, int]:
-        """First and one past the last position, in ``rank``'s epoch order, of a step's batch."""
-        return batch_bounds(self.rows_of(rank), self.steps_per_epoch, step_in_epoch)
+    def rows_by_rank(self, step_in_epoch: int) -> list[int]:
+        """Each rank's samples in a step: of each of its shards those in `batch_bounds`."""
+        num_steps, after = self.steps_per_epoch, step_in_epoch + 1
+        found = [0] * self.world_size
+        for rank, rows in self._rows_and_ranks:
+            found[rank] += rows * after // num_steps - rows * step_in_epoch // num_steps
+        return found
+
+    def for_shards(self, shards: Sequence[Shard]) -> TrainPlan:
+        """The plan of the same shards, which lie elsewhere now."""
+        return replace(self, shards=tuple(shards))
+
+    def held_by(self, shards_by_rank: Sequence[Sequence[int]]) -> TrainPlan:
+        """The plan of a gang whose ranks hold these shards."""
+        held = tuple(tuple(sorted(own)) for own in shards_by_rank)
+        return replace(self, world_size=len(held), shards_by_rank=held)
+
+    @property
+    def fewest_in_a_step(self) -> int:
+        """So many samples at least each rank has in every step."""
+        return min(
+            sum(shard.num_rows // self.steps_per_epoch for shard in self.shards_of(rank))
+            for rank in range(self.world_size)
+        )
+
+    @cached_property
+    def _rows_and_ranks(self) -> list[tuple[int, int]]:
+        """The rank of each shard, and its training rows."""
+        return [
+            (rank, shard.num_rows)
+            for rank in range(self.world_size)
+            for shard in self.shards_of(rank)
+        ]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -215,9 +246,9 @@ def batch_bounds(num_rows: int, num_steps: int, step: int) -> tuple[int, int]:
     return num_rows * step // num_steps, num_rows * (step + 1) // num_steps
 
 
-def steps_per_epoch(rows_by_rank: Sequence[int], batch_size: int) -> int:
-    """Smallest number of steps in which no rank exceeds ``batch_size`` samples a step."""
-    return max(1, -(-max(rows_by_rank) // batch_size))
+def steps_per_epoch(rows_by_shard: Sequence[int], batch_size: int) -> int:
+    """Smallest number of steps in which no shard gives more than ``batch_size`` samples a step."""
+    return max(1, -(-max(rows_by_shard) // batch_size))
 
 
 def assign_shards(num_shards: int, world_size: int) -> tuple[tuple[int, ...], ...]:
@@ -226,6 +257,54 @@ def assign_shards(num_shards: int, world_size: int) -> tuple[tuple[int, ...], ..
         tuple(range(num_shards * r // world_size, num_shards * (r + 1) // world_size))
         for r in range(world_size)
     )
+
+
+_WORTH = 0.9
+"""A shard goes to a rank that must fetch it if the longest epoch takes so much less, or shorter."""
+
+
+def assign_near(
+    rows: Sequence[int], near: Sequence[Collection[int]], speeds: Sequence[float] | None = None
+) -> tuple[tuple[int, ...], ...]:
+    """Give shards to ranks: where they are near, then so that all ranks are ready together.
+
+    After MXNet's static balancing by the speed of devices. If all are near the ranks that
+    `assign_shards` gives them to, and no speeds are known, it stays at that.
+
+    Args:
+        rows: of each shard.
+        near: by rank the numbers of the shards that it reads without the network.
+        speeds: rows per second of each rank, in proportion; None: all alike.
+    """
+    ranks, default = range(len(near)), assign_shards(len(rows), len(near))
+    is_near = all(set(own) <= set(near[rank]) for rank, own in enumerate(default))
+    if is_near and speeds is None:
+        return default
+    speeds = speeds or [1.0] * len(near)
+    held: list[set[int]] = [set() for _ in ranks]
+    loads = [0.0] * len(near)
+
+    def take(shard: int, rank: int, sign: int = 1) -> None:
+        loads[rank] += sign * max(rows[shard], 0.5) / speeds[rank]  # also an empty one counts
+        (held[rank].add if sign > 0 else held[rank].remove)(shard)
+
+    for shard in sorted(range(len(rows)), key=lambda number: (-rows[number], number)):
+        choice = [rank for rank in ranks if shard in near[rank]] or list(ranks)
+        take(shard, min(choice, key=lambda rank: (loads[rank] + rows[shard] / speeds[rank], rank)))
+    while True:
+        slowest, idlest = max(ranks, key=loads.__getitem__), min(ranks, key=loads.__getitem__)
+        best, moved = _WORTH * loads[slowest], None
+        for shard in sorted(held[slowest]):
+            take(shard, slowest, -1)
+            take(shard, idlest)
+            if (after := max(loads[slowest], loads[idlest])) < best:
+                best, moved = after, shard
+            take(shard, idlest, -1)
+            take(shard, slowest)
+        if moved is None:
+            return tuple(tuple(sorted(own)) for own in held)
+        take(moved, slowest, -1)
+        take(moved, idlest)
 
 
 def make_plan(
@@ -254,8 +333,6 @@ def make_plan(
     ordered = tuple(sorted(shards, key=lambda shard: shard.shard_id))
     if not any(shard.num_rows for shard in ordered):
         raise DataError("the DataFrame has no training rows; check its filter and the validation")
-    shards_by_rank = assign_shards(len(ordered), world_size)
-    rows = [sum(ordered[i].num_rows for i in mine) for mine in shards_by_rank]
     return TrainPlan(
         columns=tuple(columns),
         shards=ordered,
@@ -263,8 +340,8 @@ def make_plan(
         batch_size=batch_size,
         epochs=epochs,
         max_steps=max_steps,
-        steps_per_epoch=steps_per_epoch(rows, batch_size),
-        shards_by_rank=shards_by_rank,
+        steps_per_epoch=steps_per_epoch([shard.num_rows for shard in ordered], batch_size),
+        shards_by_rank=assign_shards(len(ordered), world_size),
         windows=windows,
         first_epoch=first_epoch,
         first_step=first_step,

@@ -1,6 +1,6 @@
-"""The order in which a rank reads its rows in an epoch.
+"""The order in which the rows of a shard are read in an epoch.
 
-The order is a pure function of the seed, the epoch and the shards' content, so that any machine
+The order is a pure function of the seed, the epoch and the shard's content, so that any machine
 at any time, also after a restart, reads the same rows in the same steps. Rows that fit into memory
 are permuted as a whole. More of them are read in row groups, runs of neighbouring rows: the groups
 come in random order, and the rows of some of them, a window, are mixed (see `WindowedOrder`).
@@ -19,35 +19,30 @@ import numpy.typing as npt
 Order = npt.NDArray[Any]
 
 
-def epoch_order(seed: int, epoch: int, fingerprints: Sequence[str], rows: Sequence[int]) -> Order:
-    """A random permutation of the positions in the concatenation of a rank's shards.
+def epoch_order(seed: int, epoch: int, fingerprint: str, num_rows: int) -> Order:
+    """A random permutation of the positions of a shard's rows.
 
     Args:
         seed: the run's seed.
         epoch: number of the epoch, from 0.
-        fingerprints: content hash of each of the rank's shards.
-        rows: number of rows of each of these shards.
+        fingerprint: content hash of the shard.
+        num_rows: its rows.
 
     Returns:
-        Positions in ``range(sum(rows))``, each exactly once; int32 as long as that suffices, so
+        Positions in ``range(num_rows)``, each exactly once; int32 as long as that suffices, so
         that a shard of 60 million rows needs 240 MB.
     """
-    if len(fingerprints) != len(rows):
-        raise ValueError(f"{len(fingerprints)} fingerprints but {len(rows)} row counts")
-    return _permutation(sum(rows), _entropy(seed, epoch, fingerprints))
+    return _permutation(num_rows, _entropy(seed, epoch, [fingerprint]))
 
 
-def cut_rows(rows: Sequence[int], group_rows: int) -> list[int]:
-    """Cut each shard into row groups of ``group_rows`` rows; its last one may be smaller.
+def cut_rows(num_rows: int, group_rows: int) -> list[int]:
+    """Cut a shard into row groups of ``group_rows`` rows; the last one may be smaller.
 
     Returns:
-        Rows of each group, in the order of the shards' concatenation.
+        Rows of each group, in their order.
     """
-    sizes: list[int] = []
-    for count in rows:
-        whole, rest = divmod(count, group_rows)
-        sizes += [group_rows] * whole + [rest] * (rest > 0)
-    return sizes
+    whole, rest = divmod(num_rows, group_rows)
+    return [group_rows] * whole + [rest] * (rest > 0)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,8 +54,8 @@ class WindowedOrder:
     is resumed in the middle of an epoch computes none of those before.
     """
 
-    entropy: tuple[int, int, tuple[str, ...]]
-    """Seed, epoch, fingerprints of the shards."""
+    entropy: tuple[int, int, str]
+    """Seed, epoch, fingerprint of the shard."""
     starts: Order
     """int64 ``(groups + 1,)``: first position of each row group, and the number of all rows."""
     sequence: Order
@@ -90,14 +85,14 @@ class WindowedOrder:
     def mixture(self, window: int) -> Order:
         """The order of a window's rows, as places in the concatenation of its `groups`."""
         count = int(self.bounds[window + 1] - self.bounds[window])
-        seed, epoch, fingerprints = self.entropy
-        return _permutation(count, _entropy(seed, epoch, [*fingerprints, "window", str(window)]))
+        seed, epoch, fingerprint = self.entropy
+        return _permutation(count, _entropy(seed, epoch, [fingerprint, "window", str(window)]))
 
 
 def windowed_order(
     seed: int,
     epoch: int,
-    fingerprints: Sequence[str],
+    fingerprint: str,
     group_sizes: Sequence[int],
     groups_together: int,
 ) -> WindowedOrder:
@@ -110,8 +105,8 @@ def windowed_order(
     Args:
         seed: the run's seed.
         epoch: number of the epoch, from 0.
-        fingerprints: content hash of each of the rank's shards.
-        group_sizes: rows of each row group, in the order of the shards' concatenation.
+        fingerprint: content hash of the shard.
+        group_sizes: rows of each of its row groups, in their order.
         groups_together: row groups whose rows are mixed.
 
     Returns:
@@ -119,14 +114,14 @@ def windowed_order(
     """
     if groups_together < 1:
         raise ValueError(f"groups_together must be at least 1; received {groups_together}")
-    entropy = _entropy(seed, epoch, [*fingerprints, "groups"])
+    entropy = _entropy(seed, epoch, [fingerprint, "groups"])
     sequence = _permutation(len(group_sizes), entropy).astype(np.int64)
     num_windows = -(-len(group_sizes) // groups_together)
     cuts = len(group_sizes) * np.arange(num_windows + 1, dtype=np.int64) // max(1, num_windows)
     sizes = np.asarray(group_sizes, dtype=np.int64)
     ends = np.concatenate([np.zeros(1, np.int64), np.cumsum(sizes[sequence])])
     return WindowedOrder(
-        entropy=(seed, epoch, tuple(fingerprints)),
+        entropy=(seed, epoch, fingerprint),
         starts=np.concatenate([np.zeros(1, np.int64), np.cumsum(sizes)]),
         sequence=sequence,
         cuts=cuts,

@@ -20,7 +20,7 @@ _GROUPS_TOGETHER = 32
 """Row groups of a window, if these are not of the largest size."""
 _LEAST_WINDOW, _LARGEST_WINDOW = 16 << 20, 256 << 20
 _WINDOW_SHARE = 8
-"""A window takes this part of a worker's memory, within these limits, unless the user says."""
+"""A window takes this part of the memory for a shard, within these limits, unless the user says."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,7 +52,7 @@ class HostLoad:
 def choose_windows(
     hosts: Sequence[HostLoad],
     *,
-    bytes_by_rank: Sequence[int],
+    bytes_by_shard: Sequence[int],
     row_bytes: int,
     window_bytes: int | None,
 ) -> Windows | None:
@@ -60,21 +60,21 @@ def choose_windows(
 
     Args:
         hosts: where the shards lie.
-        bytes_by_rank: size of each rank's rows.
+        bytes_by_shard: size of each shard's rows.
         row_bytes: mean size of a row, at least 1.
         window_bytes: the user's wish for the size of a window; None: windows only if the rows of
-            a host take more than `MEMORY_SHARE` of its memory, an eighth of a worker's memory
+            a host take more than `MEMORY_SHARE` of its memory, an eighth of a shard's part of it
             each, but 16 to 256 MiB.
 
     Returns:
-        The windows; None: the rows of a rank are mixed as a whole.
+        The windows; None: the rows of a shard are mixed as a whole.
     """
     if window_bytes is None:
         if all(host.num_bytes <= MEMORY_SHARE * host.memory_bytes for host in hosts):
             return None
         each = min(host.memory_bytes // host.num_shards for host in hosts) // _WINDOW_SHARE
         return make_windows(min(max(each, _LEAST_WINDOW), _LARGEST_WINDOW), row_bytes)
-    if max(bytes_by_rank) <= window_bytes:
+    if max(bytes_by_shard) <= window_bytes:
         return None
     return make_windows(window_bytes, row_bytes)
 

@@ -1,7 +1,7 @@
 """The protocols of a source, which is where a fit's rows come from.
 
 On the driver a `Source` says what it holds and cuts it into shards; on a worker a
-`ShardSource` opens a rank's shards, and `ShardRows` give the rows of an epoch in its order. The
+`ShardSource` opens a shard, and `ShardRows` give its rows of an epoch in their order. The
 spool, which `fit` makes of a DataFrame, is one implementation; others are given to ``fit`` in place
 of a DataFrame.
 """
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 class EpochRows(Protocol):
-    """The rows of one rank in the order of one epoch."""
+    """The rows of one shard in the order of one epoch."""
 
     @property
     def row_bytes(self) -> int:
@@ -52,14 +52,16 @@ class EpochRows(Protocol):
 
 @runtime_checkable
 class ShardRows(Protocol):
-    """The rows of one rank in one split, opened on a worker."""
+    """The rows of one shard in one split, opened on a worker."""
 
     @property
     def num_rows(self) -> int:
-        """Rows of all the rank's shards; what the plan says."""
+        """What the plan says."""
 
     def epoch(self, seed: int, epoch: int, *, num_together: int | None = None) -> EpochRows:
-        """An order that is a pure function of seed, epoch and the shards' fingerprints.
+        """An order that is a pure function of seed, epoch and the shard's fingerprint.
+
+        Not called where there are no rows.
 
         Args:
             seed: the run's seed.
@@ -80,8 +82,8 @@ class ShardRows(Protocol):
 class ShardSource(Protocol):
     """Opens shards on a worker. Travels there by cloudpickle, and imports torch only when used."""
 
-    def open(self, plan: TrainPlan, shards: Sequence[Shard], split: Split) -> ShardRows:
-        """A rank's rows of ``split``: all of ``shards``, which the plan gives to one rank.
+    def open(self, plan: TrainPlan, shard: Shard, split: Split) -> ShardRows:
+        """The rows of ``split`` of one of the plan's shards.
 
         Raises:
             ShardLost: they are not there; they may be after a restart.
@@ -176,6 +178,11 @@ def with_shapes(wanted: Sequence[SpoolColumn], found: Sequence[Column]) -> tuple
     """The columns with the shapes in which a source has found them, for its workers to compare."""
     pairs = zip(wanted, found, strict=True)
     return tuple(replace(column, shape=tuple(known.shape)) for column, known in pairs)
+
+
+def open_shards(source: ShardSource, plan: TrainPlan, rank: int, split: Split) -> list[ShardRows]:
+    """The rows of ``rank``'s shards, in their order; raises what `ShardSource.open` raises."""
+    return [source.open(plan, shard, split) for shard in plan.shards_of(rank)]
 
 
 def rows_of(shard: Shard, split: Split) -> int:

@@ -95,7 +95,7 @@ def _local_sgd(predictor: Predictor, world_size: int) -> LocalSGD:
     pattern = dataclasses.replace(
         strategy.pattern(predictor.size, world_size), target_share=SMALL_SHARE
     )
-    steps = predictor.steps(pattern, world_size, predictor.plan.batch_size).settled()
+    steps = predictor.steps(pattern, world_size, predictor.batch_size(world_size)).settled()
     return LocalSGD(averaging_period=max(2, round(steps.pattern.period)))
 
 
@@ -107,7 +107,7 @@ def scaling(
     if not predictions:
         return ()
     one = predictor.predict(strategy, 1, in_rounds=in_rounds)
-    global_batch = predictor.plan.world_size * predictor.plan.batch_size
+    global_batch = len(predictor.plan.shards) * predictor.plan.batch_size
     rows = []
     for found in predictions:
         same = None

@@ -13,18 +13,19 @@ import math
 import resource
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import cloudpickle
+import numpy as np
 
 from sparkdl.comm.worker_environment import WorkerEnvironment
 from sparkdl.config import CheckpointConfig, TrainConfig
-from sparkdl.data.plan import Shard, TrainPlan, make_plan
-from sparkdl.data.source import ShardRows, ShardSource
-from sparkdl.data.spool.mapped import MappedRows
+from sparkdl.data.gather import Buffer, gather_column
+from sparkdl.data.plan import Column, Shard, TrainPlan, make_plan
+from sparkdl.data.source import EpochRows, ShardRows, ShardSource
 from sparkdl.data.spool.spool_source import SpoolSource
 from sparkdl.train.callbacks import NullObserver
 from sparkdl.worker.lifecycle import GangOrder, Member, Results, live
@@ -35,6 +36,7 @@ if TYPE_CHECKING:
 
     from sparkdl.comm.communicator import Communicator
     from sparkdl.comm.compression.compression import Compression
+    from sparkdl.data.collate import Rows
 
 _MOST_STEPS, _FEWEST_STEPS = 60, 3
 _STEPS_OF_AN_EPOCH = 3
@@ -120,6 +122,69 @@ def measure_costs(
     return report
 
 
+@dataclass(frozen=True)
+class RepeatedRows:
+    """A shard whose rows come several times in an epoch; see `source.ShardRows`."""
+
+    rows: ShardRows
+    plan: TrainPlan
+    times: int
+
+    @property
+    def num_rows(self) -> int:
+        return self.times * self.rows.num_rows
+
+    def epoch(self, seed: int, epoch: int, *, num_together: int | None = None) -> RepeatedEpoch:
+        first = epoch * self.times
+        return RepeatedEpoch(
+            self.plan.columns,
+            [
+                self.rows.epoch(seed, first + number, num_together=num_together)
+                for number in range(self.times)
+            ],
+            self.rows.num_rows,
+        )
+
+    def in_order(self, batch_size: int) -> Iterator[Mapping[str, Rows]]:
+        for _ in range(self.times):
+            yield from self.rows.in_order(batch_size)
+
+
+@dataclass(frozen=True)
+class RepeatedEpoch:
+    """Epochs of a shard as one; see `source.EpochRows`."""
+
+    columns: Sequence[Column]
+    epochs: Sequence[EpochRows]
+    num_rows: int
+    """Of each."""
+
+    @property
+    def row_bytes(self) -> int:
+        return self.epochs[0].row_bytes
+
+    def read(self, start: int, stop: int, buffer: Buffer) -> Mapping[str, Rows]:
+        """The rows of each epoch that has some of them, one after the other."""
+        first, last = start // self.num_rows, max(start, stop - 1) // self.num_rows
+        if first == last:
+            own = start - first * self.num_rows
+            return self.epochs[first].read(own, own + stop - start, buffer)
+        parts = []
+        for number in range(first, last + 1):
+            begin = number * self.num_rows
+            low, high = max(start - begin, 0), min(stop - begin, self.num_rows)
+            parts.append(self.epochs[number].read(low, high, Buffer(high - low)))
+        order = np.arange(stop - start)
+        return {
+            column.key: gather_column(column, [part[column.key] for part in parts], order, buffer)
+            for column in self.columns
+        }
+
+    def close(self) -> None:
+        for epoch in self.epochs:
+            epoch.close()
+
+
 def for_measuring(config: TrainConfig) -> TrainConfig:
     """The user's configuration without what watches, stops or keeps training."""
     return replace(
@@ -197,26 +262,29 @@ class StepTimer:
             "seconds": [step["seconds"] for step in steps],
         }
 
-    def sampled(self, batch_size: int, num_steps: int) -> tuple[TrainPlan, ShardRows]:
-        """A plan of so many steps on the rank's rows, and the rows.
+    def sampled(self, batch_size: int, num_steps: int) -> tuple[TrainPlan, list[ShardRows]]:
+        """A plan of so many steps on the rank's rows, and the rows of each shard.
 
         The shards are read as often as an epoch of some steps needs them. If that is not often
         enough, batches are smaller.
         """
-        num_rows = sum(shard.num_rows for shard in self.shards)
-        times = min(_MOST_REPEATS, -(-_STEPS_OF_AN_EPOCH * batch_size // num_rows))
-        shards = times * list(self.shards)
+        fewest = min(shard.num_rows for shard in self.shards)
+        times = min(_MOST_REPEATS, -(-_STEPS_OF_AN_EPOCH * batch_size // fewest))
         plan = make_plan(
             columns=self.plan.columns,
             # Numbers of their own for the plan; a source goes by those that it has given.
-            shards=[replace(shard, shard_id=number) for number, shard in enumerate(shards)],
+            shards=[
+                replace(shard, shard_id=number, num_rows=times * shard.num_rows)
+                for number, shard in enumerate(self.shards)
+            ],
             world_size=1,
-            batch_size=max(1, min(batch_size, times * num_rows // _STEPS_OF_AN_EPOCH)),
+            batch_size=max(1, min(batch_size, times * fewest // _STEPS_OF_AN_EPOCH)),
             epochs=_FOREVER,
             max_steps=num_steps,
             windows=self.plan.windows,
         )
-        return plan, self.source.open(plan, shards, "train")
+        opened = [self.source.open(plan, shard, "train") for shard in self.shards]
+        return plan, [RepeatedRows(rows, plan, times) for rows in opened]
 
     def with_batches(self, batch_size: int) -> TrainConfig:
         """The configuration for batches of so many rows."""
@@ -236,7 +304,7 @@ class StepTimer:
             config=self.with_batches(plan.batch_size),
             plan=plan,
             shards=shards,
-            validation=MappedRows([], plan),
+            validation=[],
             comm=LocalCommunicator(),
             device=self.device,
             checkpoints=None,

@@ -144,6 +144,13 @@ class Predictor:
     """Training rows of the fullest of so many workers."""
     check: Callable[[SyncStrategy, int], None]
     """Raises ConfigError where fit refuses a strategy with so many workers."""
+    num_shards: int | None = None
+    """Fixed parts of the rows; None: one for each worker."""
+
+    def batch_size(self, world_size: int) -> int:
+        """Rows that each of so many workers uses in a step, by the plan, at most."""
+        shards = 1 if self.num_shards is None else -(-self.num_shards // world_size)
+        return self.plan.batch_size * shards
 
     def layout(self, world_size: int, *, in_rounds: bool) -> Layout:
         """As Spark spreads workers; those of a gang beyond the slots on more machines like these.
@@ -200,7 +207,7 @@ class Predictor:
             if in_rounds
             else strategy.pattern(self.size, world_size)
         )
-        batch_size = batch_size or plan.batch_size
+        batch_size = batch_size or self.batch_size(world_size)
         num_steps = steps_per_epoch([self.largest_rows(world_size)], batch_size)
         steps = self.steps(pattern, world_size, batch_size).settled(most=num_steps)
         layout, period = steps.layout, steps.pattern.period

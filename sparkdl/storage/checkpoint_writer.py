@@ -14,7 +14,7 @@ import json
 import logging
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from typing import Any, Protocol
@@ -86,6 +86,7 @@ class CheckpointManager:
         timeout_seconds: longest wait for a save under way, and for the other ranks' files.
         is_required: False if training shall go on without checkpoints, however many fail for
             want of space or the like; the loss of the way to them still ends it.
+        on_written: is told on rank 0 the step of each checkpoint that is whole.
         pauses: seconds before each further try to write a file that goes in pieces; with the rest
             the storage is as patient as it is.
     """
@@ -102,6 +103,7 @@ class CheckpointManager:
         signal: KeyValue,
         timeout_seconds: float = 600.0,
         is_required: bool = True,
+        on_written: Callable[[int], None] = lambda _: None,
         pauses: Sequence[float] = PAUSES_SECONDS,
     ) -> None:
         self.stall_seconds = 0.0
@@ -114,6 +116,7 @@ class CheckpointManager:
         self._signal = signal
         self._timeout = timeout_seconds
         self._is_required = is_required
+        self._on_written = on_written
         self._pauses = pauses
         self._under_way: _Save | None = None
         self._num_failures = 0
@@ -296,6 +299,7 @@ class CheckpointManager:
         if save.abandoned.is_set():
             raise _Abandoned
         layout.write_manifest(info)
+        self._on_written(save.folder.step)
         size = sum(record.size_bytes for record in files.values())
         seconds = time.perf_counter() - began
         logger.debug("checkpoint %s: %.1f MB in %.2f s", path, size / 1e6, seconds)

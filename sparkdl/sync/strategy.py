@@ -73,6 +73,15 @@ class SyncStrategy(ABC):
         return True
 
     @property
+    def is_elastic(self) -> bool:
+        """Whether the weights follow from each step's united batch, whoever trains on what part.
+
+        Then there may be fewer workers than shards, and a run may go on with another number of
+        workers in the middle of an epoch. False where a worker keeps something of its own.
+        """
+        return False
+
+    @property
     def trains_apart(self) -> bool:
         """Whether replicas ever take steps that do not wait for those of the others."""
         return False

@@ -6,7 +6,7 @@ import contextlib
 import copy
 import dataclasses
 import time
-from collections.abc import Generator
+from collections.abc import Generator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -74,8 +74,8 @@ def train(
     module: nn.Module,
     config: TrainConfig,
     plan: TrainPlan,
-    shards: ShardRows,
-    validation: ShardRows,
+    shards: Sequence[ShardRows],
+    validation: Sequence[ShardRows],
     comm: Communicator,
     device: torch.device,
     checkpoints: CheckpointSink | None,
@@ -90,8 +90,8 @@ def train(
             stay in evaluation mode must see to it in ``train()``.
         config: what the user asked for.
         plan: the numbers that follow from it.
-        shards: this rank's training shards, in the plan's order.
-        validation: this rank's validation shards.
+        shards: the training rows of this rank's shards, in the plan's order.
+        validation: the validation rows of them.
         comm: the gang.
         device: where this rank computes.
         checkpoints: where checkpoints go, except that of the end; None for nowhere.
@@ -143,7 +143,7 @@ def train(
             step=step,
             looks=seen,
             clock=clock,
-            rows_by_rank=[plan.rows_of(rank) for rank in range(plan.world_size)],
+            with_rows=[rank for rank in range(plan.world_size) if plan.rows_of(rank)],
             requests=Requests(refusal=OUTSIDE, no_save=NO_PLACE if checkpoints is None else None),
             # Where time decides, all ranks would have to wait for the slowest.
             acts_every=steps_between(config.callbacks) if strategy.deterministic else None,
@@ -154,14 +154,15 @@ def train(
 class _Training(RankState):
     """One rank's training: its state, and what it works with."""
 
-    shards: ShardRows
-    validation: ShardRows
+    shards: Sequence[ShardRows]
+    validation: Sequence[ShardRows]
     comm: Communicator
     checkpoints: CheckpointSink | None
     observer: Observer
     looks: LayerLooks | None
     clock: Clock
-    rows_by_rank: list[int]
+    with_rows: list[int]
+    """The ranks that have rows."""
     acts_every: int | None
     """Steps after which the ranks agree on what callbacks ask for; None: when epochs end."""
 
@@ -231,7 +232,7 @@ class _Training(RankState):
         """Train on a batch; True if the round is closed."""
         replica, book = self.replica, self.book
         step = book.state.step
-        by_rank = self._batch_rows(book.state.step_in_epoch)
+        by_rank = replica.plan.rows_by_rank(book.state.step_in_epoch)
         sums = self.step(replica.on_device(batch), sum(by_rank), step)
         if sums.ranks is not None:  # the rows of the others were of no use
             by_rank = [rows * (rank in sums.ranks) for rank, rows in enumerate(by_rank)]
@@ -266,14 +267,6 @@ class _Training(RankState):
         book.is_checkpoint_due |= asked.save
         book.state.stopped_early |= asked.stop
 
-    def _batch_rows(self, step_in_epoch: int) -> list[int]:
-        """Each rank's samples in a step; `TrainPlan.bounds` is too slow for every step."""
-        num_steps, after = self.replica.plan.steps_per_epoch, step_in_epoch + 1
-        return [
-            rows * after // num_steps - rows * step_in_epoch // num_steps
-            for rows in self.rows_by_rank
-        ]
-
     def _close_round(self) -> None:
         self.clock.lap("other")
         self.replica.synchronizer.close_round()
@@ -284,8 +277,7 @@ class _Training(RankState):
         if self.replica.synchronizer.buffers_agree:
             return []
         own = [buffer.clone() for buffer in moving_buffers(self.replica.module)]
-        with_rows = [rank for rank, rows in enumerate(self.rows_by_rank) if rows]
-        sync_buffers(self.replica.module, self.comm, with_rows)
+        sync_buffers(self.replica.module, self.comm, self.with_rows)
         self.clock.lap("communication")
         return own
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -33,7 +34,8 @@ class ResumePoint:
     shared: dict[str, Any]
     """Equal on all ranks; rank 0's is kept."""
     rank_state: dict[str, Any] | None
-    """This rank's own; None when the shards are not those of the checkpoint."""
+    """This rank's own; of a gang of another size what `united` gives of all ranks' states; None
+    where the rows are not those of the checkpoint, or the strategy depends on who has them."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,8 +79,9 @@ class RankState:
     def restore(self, point: ResumePoint, *, seed: int, rank: int) -> None:
         """Go back to ``point``; bit-exact if it holds this rank's own state.
 
-        Otherwise an epoch that was under way is begun anew with the checkpoint's weights, and
-        the rank draws random numbers that no rank has drawn yet.
+        If it holds what all ranks had `united`, the epoch goes on, with random numbers that no rank
+        has drawn yet. Otherwise an epoch that was under way is begun anew with the checkpoint's
+        weights.
         """
         self.replica.load_state_dict(point.shared)
         if "strategy" in point.shared:  # of an earlier fit there may be none
@@ -86,25 +89,35 @@ class RankState:
         self.book.load_state_dict(point.shared)
         if "callbacks" in point.shared:  # those of an earlier fit are not asked
             give_states(self.replica.config.callbacks, point.shared["callbacks"])
-        if point.rank_state is not None:
-            self._restore_rank(point.rank_state)
-            return
-        self.book.state.begin_epoch_anew()
-        seed_everything(seed, rank, self.book.state.step)
+        state = point.rank_state
+        if state is None:
+            self.book.state.begin_epoch_anew()
+        else:
+            self._restore_rank(state, is_united="rng" not in state, rank=rank)
+        if state is None or "rng" not in state:
+            seed_everything(seed, rank, self.book.state.step)
+        else:
+            set_random_state(state["rng"])
 
-    def _restore_rank(self, rank_state: dict[str, Any]) -> None:
+    def _restore_rank(self, state: dict[str, Any], *, is_united: bool, rank: int) -> None:
         replica = self.replica
         buffers = dict(replica.module.named_buffers())
-        for name, value in rank_state["buffers"].items():
+        for name, value in state["buffers"].items():
             buffers[name].detach().copy_(value)
-        if rank_state["own"] is not None:
-            replica.load_state_dict(rank_state["own"])
-        replica.synchronizer.load_rank_state_dict(rank_state["strategy"])
-        self.epoch_sums.copy_(rank_state["epoch_sums"])
-        self.step.gradient_norms.copy_(rank_state["gradient_norms"])
-        for name, part in self._parts().items():
-            part.load_state_dict(rank_state[name])
-        set_random_state(rank_state["rng"])
+        if state["own"] is not None:
+            replica.load_state_dict(state["own"])
+        replica.synchronizer.load_rank_state_dict(state["strategy"])
+        parts = self._parts()
+        collector = parts.pop("collected", None)
+        for name, part in parts.items():
+            part.load_state_dict(state[name])
+        if is_united and rank > 0:
+            return  # what adds up over ranks is rank 0's
+        self.epoch_sums.copy_(state["epoch_sums"])
+        self.step.gradient_norms.copy_(state["gradient_norms"])
+        if collector is not None:
+            collected = state["collected"]
+            collector.load_state_dict(collector.joined(collected) if is_united else collected)
 
     def _parts(self) -> dict[str, Any]:
         """What has a state of this rank's own, by its name in checkpoints."""
@@ -120,3 +133,27 @@ class RankState:
         own = self.replica.state_dict()
         del own["model"]
         return own if synchronizer.keeps_optimizer else {**own, "optimizer": None}
+
+
+def united(states: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """What the ranks of a gang have as rank states, for a gang of another size to go on from.
+
+    For strategies with `SyncStrategy.is_elastic`. Buffers become their mean, as at an epoch's end.
+
+    Args:
+        states: of all ranks, in their order, as `RankState.snapshot` gave them.
+    """
+    first = states[0]
+    buffers = {
+        name: torch.stack([s["buffers"][name].double() for s in states]).mean(0).to(value.dtype)
+        if value.is_floating_point()
+        else value
+        for name, value in first["buffers"].items()
+    }
+    sums = {
+        name: torch.stack([state[name] for state in states]).sum(0)
+        for name in ("epoch_sums", "gradient_norms")
+    }
+    collected = [state["collected"] for state in states if "collected" in state]
+    known = {name: value for name, value in first.items() if name != "rng"}
+    return {**known, **sums, "buffers": buffers, "collected": collected}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Generator, Mapping
+from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -76,7 +76,7 @@ class Replica:
             scheduler.load_state_dict(rescaled(scheduler.state_dict(), factor))
 
     def batches(
-        self, shards: ShardRows, rank: int, *, epoch: int, first_step: int
+        self, shards: Sequence[ShardRows], rank: int, *, epoch: int, first_step: int
     ) -> Generator[Batch, None, None]:
         """The rank's training batches of an epoch, from a step of it on; in host memory."""
         return iter(

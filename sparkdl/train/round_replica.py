@@ -92,7 +92,7 @@ class RoundReplica:
         self,
         state: dict[str, Any],
         shard_id: int,
-        shards: ShardRows,
+        rows: ShardRows,
         part: RoundPart,
         observer: Observer,
         *,
@@ -103,8 +103,8 @@ class RoundReplica:
         Args:
             state: where the round begins: ``model``, and what an earlier round's outcome held
                 besides; an optimizer that is not in it begins anew.
-            shard_id: the plan's rank whose shards these are.
-            shards: its data.
+            shard_id: which shard it is.
+            rows: its rows.
             part: the steps.
             observer: gets each step.
             hyperparameters: numbers to give to the optimizer first; see `hyperparameters`.
@@ -131,8 +131,8 @@ class RoundReplica:
         clock = Clock()
         looks = self._looks if shard_id == 0 else None
         step = TrainStep(replica, clock=clock, looks=looks)
-        batches = replica.batches(shards, shard_id, epoch=part.epoch, first_step=part.step_in_epoch)
-        rows, began = 0, time.perf_counter()
+        batches = replica.batches([rows], shard_id, epoch=part.epoch, first_step=part.step_in_epoch)
+        num_rows, began = 0, time.perf_counter()
         label_sums = torch.zeros(len(replica.labels), dtype=torch.float64)
         with (
             contextlib.closing(batches),
@@ -147,7 +147,7 @@ class RoundReplica:
                 synchronizer.after_step(number)
                 if looks is not None:
                     looks.end(number, observer)
-                rows += batch.num_rows
+                num_rows += batch.num_rows
                 observer.step(
                     epoch=part.epoch + 1, step=number + 1, loss=step.loss, rows=batch.num_rows
                 )
@@ -170,7 +170,7 @@ class RoundReplica:
             state=replica.state_dict(),
             loss_sum=loss_sum,
             weight=weight,
-            rows=rows,
+            rows=num_rows,
             seconds=time.perf_counter() - began,
             spent=clock.seconds,
             label_sums=tuple(label_sums.tolist()),
@@ -200,7 +200,7 @@ class RoundReplica:
             in_memory_format(replica.module, replica.config.memory_format),
             contextlib.nullcontext() if lightning is None else lightning.validation() as logs,
         ):
-            sums = measure(replica, sequential_batches(validation, replica.plan))
+            sums = measure(replica, sequential_batches([validation], replica.plan))
         text = None if logs is None else as_text(logs.packed())
         return tuple(sums.tolist()), replica.metrics.packed(), text
 

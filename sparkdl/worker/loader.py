@@ -13,7 +13,7 @@ import torch
 from sparkdl.data.batches import Batch, Batches, sequential_batches
 from sparkdl.data.plan import Column, Shard, TrainPlan, make_plan
 from sparkdl.data.shuffle_windows import Windows
-from sparkdl.data.source import ShardRows, ShardSource
+from sparkdl.data.source import ShardRows, ShardSource, open_shards
 from sparkdl.errors import ConfigError, DataError
 
 
@@ -85,7 +85,7 @@ class Loader:
         self._check_columns()
         if shuffle:
             self._check_rows()
-        self._rows: ShardRows | None = None
+        self._rows: list[ShardRows] | None = None
 
     def __len__(self) -> int:
         """Batches of an epoch; with shuffling the same number on all ranks."""
@@ -118,14 +118,15 @@ class Loader:
         epoch, start = self._epoch, self._start
         self._epoch, self._start = epoch + 1, 0
         if self._rows is None:
-            shards = self._plan.shards_of(self._rank)
-            self._rows = self._data.source.open(self._plan, shards, "train")
+            self._rows = open_shards(self._data.source, self._plan, self._rank, "train")
         batches = self._batches(self._rows, epoch, start)
         with contextlib.closing(batches):
             for batch in batches:
                 yield self._given(batch)
 
-    def _batches(self, rows: ShardRows, epoch: int, start: int) -> Generator[Batch, None, None]:
+    def _batches(
+        self, rows: Sequence[ShardRows], epoch: int, start: int
+    ) -> Generator[Batch, None, None]:
         if not self._shuffle:
             yield from itertools.islice(sequential_batches(rows, self._plan), start, None)
             return

@@ -239,10 +239,10 @@ class Warm:
     def _rows(self, shard: Shard, planned: Shard, split: Split) -> ShardRows:
         """The shard's rows of one kind; what the plan sets aside are validation rows."""
         if planned.num_rows == shard.num_rows:
-            return self.source.open(self.plan, [shard], split)
+            return self.source.open(self.plan, shard, split)
         from sparkdl.data.spool.mapped import MappedRows
 
-        whole = self.source.open(self.plan, [shard], "train")
+        whole = self.source.open(self.plan, shard, "train")
         assert isinstance(whole, MappedRows), "fit has refused to set rows of other sources aside"
         first = planned.num_rows
         own = (0, first) if split == "train" else (first, shard.num_rows)

@@ -16,18 +16,21 @@ from typing import TYPE_CHECKING, Any
 
 import cloudpickle
 
+from sparkdl import sync
 from sparkdl.comm.access import OF_DRIVER
 from sparkdl.comm.channel import ChannelStorage
+from sparkdl.comm.file_chunks import gathered
 from sparkdl.comm.worker_environment import WorkerEnvironment
 from sparkdl.config import Looks
 from sparkdl.data.plan import TrainPlan
 from sparkdl.data.shuffle_windows import WINDOWS, as_text
-from sparkdl.data.source import ShardSource
+from sparkdl.data.source import ShardSource, open_shards
 from sparkdl.data.spool.spool_source import SpoolSource
 from sparkdl.runtime.process import cpu_model
 from sparkdl.runtime.versions import versions
 from sparkdl.storage.retried import OUTAGE_SECONDS, again
 from sparkdl.storage.storage import Storage
+from sparkdl.worker.held_shards import hold_shards
 from sparkdl.worker.lifecycle import (
     GangOrder,
     Member,
@@ -43,6 +46,7 @@ if TYPE_CHECKING:
     from torch import nn
 
     from sparkdl.comm.communicator import Communicator
+    from sparkdl.storage.checkpoint_format import CheckpointInfo
     from sparkdl.storage.checkpoint_writer import CheckpointManager
     from sparkdl.train.loop import TrainOutcome
     from sparkdl.train.rank_state import ResumePoint
@@ -72,6 +76,8 @@ class WorkOrder(GangOrder):
     """True if rank 0 sends what this fit leaves for another."""
     source: ShardSource = field(default_factory=SpoolSource)
     """Opens the plan's shards."""
+    is_placed: bool = True
+    """Whether each rank runs where the shards are that the plan gives it."""
     looks: Looks | None = None
     """What rank 0 looks at in its layers for reports; None: nothing."""
 
@@ -94,9 +100,18 @@ def _train(order: WorkOrder, member: Member) -> Results:
     from sparkdl.train.training_state import left_by
 
     config, structure = cloudpickle.loads(order.payload)
+    strategy = sync.resolve(config.sync_strategy)
     comm, files, reporter = member.comm, member.files, member.reporter
     reporter.phase("setup")
-    plan, mine = order.plan, order.plan.shards_of(comm.rank)
+    plan = order.plan
+    if not order.is_placed:
+        plan = hold_shards(
+            plan,
+            order.source,
+            comm,
+            run_id=order.run_id,
+            say_missing=lambda missing: reporter.send({"kind": "missing", "shards": missing}),
+        )
     with contextlib.ExitStack() as stack:
         module = initial_module(order.weights, structure, files, comm)
         storage = checkpoint_storage(order, files)
@@ -113,18 +128,19 @@ def _train(order: WorkOrder, member: Member) -> Results:
                     signal=member.client,
                     timeout_seconds=order.collective_timeout_seconds,
                     is_required=order.storage_url is not None,
+                    on_written=lambda step: reporter.send({"kind": "checkpoint", "step": step}),
                 )
             )
         outcome = train(
             module=module,
             config=config,
             plan=plan,
-            shards=order.source.open(plan, mine, "train"),
-            validation=order.source.open(plan, mine, "validation"),
+            shards=open_shards(order.source, plan, comm.rank, "train"),
+            validation=open_shards(order.source, plan, comm.rank, "validation"),
             comm=comm,
             device=member.device,
             checkpoints=checkpoints,
-            resume=_resume_point(order, storage, files, comm),
+            resume=_resume_point(order, storage, files, comm, is_elastic=strategy.is_elastic),
             observer=reporter,
             looks=order.looks,
         )
@@ -173,9 +189,17 @@ def _bits_depend_on(order: WorkOrder) -> dict[str, str]:
 
 
 def _resume_point(
-    order: WorkOrder, storage: Storage | None, files: ChannelStorage | None, comm: Communicator
+    order: WorkOrder,
+    storage: Storage | None,
+    files: ChannelStorage | None,
+    comm: Communicator,
+    *,
+    is_elastic: bool,
 ) -> ResumePoint | None:
-    """The checkpoint to go on from, or what an earlier fit has left; None: training begins."""
+    """The checkpoint to go on from, or what an earlier fit has left; None: training begins.
+
+    ``is_elastic`` is the strategy's. Collective.
+    """
     from sparkdl.storage.checkpoint_format import decode, load_rank
     from sparkdl.train.rank_state import ResumePoint
 
@@ -187,10 +211,28 @@ def _resume_point(
         data = _read(STATE, files, comm) if order.state is None else order.state
         return ResumePoint(step=order.plan.first_step, shared=decode(data, STATE), rank_state=None)
     info, shared = found
-    same_shards = info.world_size == comm.world_size and info.environment.get("rows") == now["rows"]
-    with may_be_lost(order):
-        rank_state = load_rank(info, comm.rank) if same_shards else None
-    return ResumePoint(step=info.step, shared=shared, rank_state=rank_state)
+    state = None
+    if info.environment.get("rows") == now["rows"]:
+        with may_be_lost(order):
+            if info.world_size == comm.world_size:
+                state = load_rank(info, comm.rank)
+            elif is_elastic:
+                state = _united_states(info, comm)
+    return ResumePoint(step=info.step, shared=shared, rank_state=state)
+
+
+def _united_states(info: CheckpointInfo, comm: Communicator) -> dict[str, Any]:
+    """What the ranks of another gang had, united by rank 0. Collective."""
+    from sparkdl.storage.checkpoint_format import decode, encode, load_rank
+    from sparkdl.storage.tensor_tree import snapshot
+    from sparkdl.train.rank_state import united
+
+    data = None
+    if comm.rank == 0:
+        states = [load_rank(info, rank) for rank in range(info.world_size)]
+        data = gathered(encode(snapshot(united(states))))
+    state: dict[str, Any] = decode(comm.broadcast_bytes(data), info.path)
+    return state
 
 
 def _report(

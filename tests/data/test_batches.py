@@ -15,7 +15,7 @@ from sparkdl.data import batches
 from sparkdl.data.batches import Batch, Batches, sequential_batches
 from sparkdl.data.collate import Rows
 from sparkdl.data.gather import gather_rows
-from sparkdl.data.plan import Column, Shard, TrainPlan, make_plan
+from sparkdl.data.plan import Column, Shard, TrainPlan, batch_bounds, make_plan
 from sparkdl.data.shuffle import cut_rows, epoch_order, windowed_order
 from sparkdl.data.shuffle_windows import Windows
 from sparkdl.data.spool.mapped import MappedRows, ShardData
@@ -71,11 +71,23 @@ def copied(source: Batches) -> list[Batch]:
 
 
 def batches_of(shards: Sequence[ShardData], plan: TrainPlan, rank: int, **options: Any) -> Batches:
-    return Batches(MappedRows(shards, plan), plan, rank, **options)
+    return Batches([MappedRows(shard, plan) for shard in shards], plan, rank, **options)
 
 
 def in_order(shards: Sequence[ShardData], plan: TrainPlan) -> Iterator[Batch]:
-    return sequential_batches(MappedRows(shards, plan), plan)
+    return sequential_batches([MappedRows(shard, plan) for shard in shards], plan)
+
+
+def by_step(orders: Sequence[Sequence[int]], num_steps: int) -> list[list[int]]:
+    """The rows of each step, where those of the shards follow each other in the data."""
+    steps: list[list[int]] = [[] for _ in range(num_steps)]
+    first = 0
+    for order in orders:
+        for step, rows in enumerate(steps):
+            low, high = batch_bounds(len(order), num_steps, step)
+            rows += [first + place for place in order[low:high]]
+        first += len(order)
+    return steps
 
 
 @pytest.mark.parametrize("rows", [[10], [7, 0, 5], [1], [1, 1]])
@@ -88,14 +100,12 @@ def test_epoch_holds_every_row_once_in_order(
     plan = make_test_plan(rows, 4)
     source = batches_of(make_shards(rows), plan, 0, seed=5, epoch=1, prefetch=prefetch)
     seen = copied(source)
-    kept = [(str(i), count) for i, count in enumerate(rows) if count]
-    order = epoch_order(5, 1, [name for name, _ in kept], [count for _, count in kept])
+    orders = [epoch_order(5, 1, str(n), count).tolist() for n, count in enumerate(rows)]
 
-    assert len(seen) == plan.steps_per_epoch
-    assert torch.cat([batch.target for batch in seen]).tolist() == order.tolist()
+    assert [batch.target.tolist() for batch in seen] == by_step(orders, plan.steps_per_epoch)
     for batch in seen:
         x, k = batch.inputs
-        assert batch.num_rows == len(batch.target) <= 4
+        assert batch.num_rows == len(batch.target) <= 4 * len(rows)
         assert x.dtype == torch.float32
         assert k.dtype == torch.int32
         assert torch.equal(x[:, 1], -batch.target.float())
@@ -122,12 +132,12 @@ def test_windows_change_the_order_alone(
     plan = replace(make_test_plan(rows, 4), windows=windows)
     shards = make_shards(rows)
     seen = [b.target.tolist() for b in copied(batches_of(shards, plan, 0, seed=5, epoch=1))]
-    kept = [(str(i), count) for i, count in enumerate(rows) if count]
-    sizes = cut_rows([count for _, count in kept], 3)
-    order = windowed_order(5, 1, [name for name, _ in kept], sizes, 4)
-    positions = order_of_windows(order)
-    assert list(chain(*seen)) == positions
-    assert sorted(positions) == list(range(sum(rows)))
+    orders = [
+        order_of_windows(windowed_order(5, 1, str(number), cut_rows(count, 3), 4))
+        for number, count in enumerate(rows)
+    ]
+    assert seen == by_step(orders, plan.steps_per_epoch)
+    assert sorted(chain(*seen)) == list(range(sum(rows)))
     whole = batches_of(shards, replace(plan, windows=None), 0, seed=5, epoch=1)
     assert [len(step) for step in seen] == [batch.num_rows for batch in whole]
     for start in (1, plan.steps_per_epoch - 1, plan.steps_per_epoch):

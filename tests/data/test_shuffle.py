@@ -10,7 +10,7 @@ from tests.data.row_windows import rows_of, whole
 
 
 def test_order_is_a_permutation() -> None:
-    order = epoch_order(0, 0, ["a", "b"], [60, 40])
+    order = epoch_order(0, 0, "a", 100)
     assert sorted(order.tolist()) == list(range(100))
     assert order.tolist() != list(range(100))
     assert order.dtype == np.int32
@@ -18,27 +18,24 @@ def test_order_is_a_permutation() -> None:
 
 def test_order_is_known_for_ever() -> None:
     # A change here breaks the resuming of every checkpoint.
-    assert epoch_order(1, 2, ["a"], [8]).tolist() == [2, 0, 6, 4, 7, 5, 1, 3]
+    assert epoch_order(1, 2, "a", 8).tolist() == [2, 0, 6, 4, 7, 5, 1, 3]
 
 
-@pytest.mark.parametrize(
-    "changed", [(1, 0, ["a"], [100]), (0, 1, ["a"], [100]), (0, 0, ["b"], [100])]
-)
-def test_order_depends_on_seed_epoch_and_content(changed: tuple[int, int, list[str], list[int]]):
-    base = epoch_order(0, 0, ["a"], [100])
-    assert base.tolist() == epoch_order(0, 0, ["a"], [100]).tolist()
+@pytest.mark.parametrize("changed", [(1, 0, "a", 100), (0, 1, "a", 100), (0, 0, "b", 100)])
+def test_order_depends_on_seed_epoch_and_content(changed: tuple[int, int, str, int]) -> None:
+    base = epoch_order(0, 0, "a", 100)
+    assert base.tolist() == epoch_order(0, 0, "a", 100).tolist()
     assert base.tolist() != epoch_order(*changed).tolist()
 
 
 def test_parts_of_the_seed_do_not_run_together() -> None:
-    first = epoch_order(1, 11, ["a"], [50])
-    assert first.tolist() != epoch_order(11, 1, ["a"], [50]).tolist()
-    assert first.tolist() != epoch_order(1, 1, ["1a"], [50]).tolist()
+    first = epoch_order(1, 11, "a", 50)
+    assert first.tolist() != epoch_order(11, 1, "a", 50).tolist()
+    assert first.tolist() != epoch_order(1, 1, "1a", 50).tolist()
 
 
 def test_no_rows() -> None:
-    assert epoch_order(0, 0, [], []).tolist() == []
-    assert epoch_order(0, 0, ["a"], [0]).tolist() == []
+    assert epoch_order(0, 0, "a", 0).tolist() == []
 
 
 def group_by_length(order: np.ndarray, lengths: np.ndarray, epoch: int) -> np.ndarray:
@@ -61,7 +58,7 @@ def test_groups_are_known_for_ever() -> None:
 
 @pytest.mark.parametrize("rows", [1, 7, 40])
 def test_rows_of_similar_length_meet(rows: int) -> None:
-    order = epoch_order(3, 0, ["a"], [rows])
+    order = epoch_order(3, 0, "a", rows)
     lengths = np.random.default_rng(1).integers(1, 50, rows)
     grouped = group_by_length(order, lengths, 0)
     assert sorted(grouped.tolist()) == list(range(rows))
@@ -80,13 +77,13 @@ def test_rows_of_similar_length_meet(rows: int) -> None:
 
 
 def test_shards_are_cut_into_row_groups() -> None:
-    assert cut_rows([7, 0, 6, 2], 3) == [3, 3, 1, 3, 3, 2]
+    assert [cut_rows(rows, 3) for rows in (7, 0, 6, 2)] == [[3, 3, 1], [], [3, 3], [2]]
 
 
 @pytest.mark.parametrize("together", [1, 3, 4, 100])
 @pytest.mark.parametrize("sizes", [[5], [4, 4, 4, 4, 4, 4, 4], [3, 9, 1, 1, 20, 2, 8, 0, 5]])
 def test_windows_are_a_permutation_of_the_rows(sizes: list[int], together: int) -> None:
-    order = windowed_order(1, 0, ["a", "b"], sizes, together)
+    order = windowed_order(1, 0, "a", sizes, together)
     assert sorted(whole(order)) == list(range(sum(sizes)))
     assert len(order) == sum(sizes)
     groups = np.repeat(np.arange(len(sizes)), sizes)
@@ -102,31 +99,29 @@ def test_windows_are_a_permutation_of_the_rows(sizes: list[int], together: int) 
 
 
 def test_windows_are_nearly_equal() -> None:
-    order = windowed_order(0, 0, ["a"], [10] * 11, 5)
+    order = windowed_order(0, 0, "a", [10] * 11, 5)
     assert np.diff(order.cuts).tolist() in ([3, 4, 4], [4, 3, 4], [4, 4, 3])
 
 
 def test_windowed_order_is_known_for_ever() -> None:
     # A change here breaks the resuming of every checkpoint.
-    order = windowed_order(1, 2, ["a"], [2, 2, 2, 2], 2)
+    order = windowed_order(1, 2, "a", [2, 2, 2, 2], 2)
     assert whole(order) == [2, 4, 5, 3, 6, 0, 7, 1]
     assert order.mixture(0).dtype == np.int32
 
 
-@pytest.mark.parametrize(
-    "changed", [(1, 0, ["a"]), (0, 1, ["a"]), (0, 0, ["b"]), (0, 0, ["a", "window"])]
-)
-def test_windows_depend_on_seed_epoch_and_content(changed: tuple[int, int, list[str]]) -> None:
-    base = windowed_order(0, 0, ["a"], [10] * 10, 3)
+@pytest.mark.parametrize("changed", [(1, 0, "a"), (0, 1, "a"), (0, 0, "b")])
+def test_windows_depend_on_seed_epoch_and_content(changed: tuple[int, int, str]) -> None:
+    base = windowed_order(0, 0, "a", [10] * 10, 3)
     other = windowed_order(*changed, [10] * 10, 3)
-    assert whole(base) == whole(windowed_order(0, 0, ["a"], [10] * 10, 3))
+    assert whole(base) == whole(windowed_order(0, 0, "a", [10] * 10, 3))
     assert base.sequence.tolist() != other.sequence.tolist()
     assert base.mixture(0)[:20].tolist() != other.mixture(0)[:20].tolist()
     assert base.mixture(0).tolist() != base.mixture(1).tolist()
 
 
 def test_no_windows_without_rows() -> None:
-    order = windowed_order(0, 0, [], [], 3)
+    order = windowed_order(0, 0, "a", [], 3)
     assert (len(order), order.num_windows, whole(order)) == (0, 0, [])
     with pytest.raises(ValueError, match="at least 1"):
-        windowed_order(0, 0, [], [], 0)
+        windowed_order(0, 0, "a", [], 0)

@@ -27,7 +27,7 @@ def chosen(
     ]
     by_rank = [size // shards for shards, size, _ in hosts]
     return choose_windows(
-        loads, bytes_by_rank=by_rank, row_bytes=row_bytes, window_bytes=window_bytes
+        loads, bytes_by_shard=by_rank, row_bytes=row_bytes, window_bytes=window_bytes
     )
 
 

@@ -61,7 +61,7 @@ def united_reference(
     optimizer = kind(trained, lr=config.learning_rate, **config.optimizer_params)
     for epoch in range(config.epochs):
         ranks = [
-            Batches(MappedRows([shards[r]], plan), plan, r, seed=config.seed, epoch=epoch)
+            Batches([MappedRows(shards[r], plan)], plan, r, seed=config.seed, epoch=epoch)
             for r in (0, 1)
         ]
         loss_sum = weight_sum = 0.0

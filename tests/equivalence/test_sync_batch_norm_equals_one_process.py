@@ -77,7 +77,7 @@ def united_reference(
     optimizer = torch.optim.SGD(net.parameters(), lr=0.05, momentum=0.9)
     for epoch in range(config.epochs):
         ranks = [
-            Batches(MappedRows([shards[r]], plan), plan, r, seed=config.seed, epoch=epoch)
+            Batches([MappedRows(shards[r], plan)], plan, r, seed=config.seed, epoch=epoch)
             for r in range(world_size)
         ]
         for batches in zip(*ranks, strict=True):

@@ -23,9 +23,9 @@ class Kept:
     def __init__(self, rows: Sequence[int]) -> None:
         self.data = make_data(rows, dtype=torch.float32)
 
-    def open(self, plan: TrainPlan, shards: Sequence[Shard], split: str) -> Any:
-        found = [self.data[shard.shard_id] for shard in shards]
-        assert [one.num_rows for one in found] == [shard.num_rows for shard in shards]
+    def open(self, plan: TrainPlan, shard: Shard, split: str) -> Any:
+        found = self.data[shard.shard_id]
+        assert found.num_rows == shard.num_rows
         return MappedRows(found, plan)
 
     def is_here(self, shard: Shard) -> bool:

@@ -17,7 +17,7 @@ from sparkdl import PetastormSource, TorchClassifier
 from sparkdl.config import EarlyStopping
 from sparkdl.data.batches import Batch, sequential_batches
 from sparkdl.data.plan import SpoolColumn
-from sparkdl.data.source import Contents
+from sparkdl.data.source import Contents, open_shards
 from sparkdl.errors import ConfigError, DataError
 from tests.data.sources import test_parquet
 from tests.data.sources.test_parquet import plan_of, wanted
@@ -104,7 +104,7 @@ def test_a_fraction_is_held_out(plain: str) -> None:
     plan = plan_of(contents)
     held = []
     for rank in (0, 1):
-        rows = contents.reader.open(plan, plan.shards_of(rank), "validation")
+        rows = open_shards(contents.reader, plan, rank, "validation")
         held += numbers(list(sequential_batches(rows, plan)))
     train = [n for rank in (0, 1) for n in numbers(epoch_of(contents, rank))]
     assert sorted(train + held) == list(range(ROWS))

@@ -127,7 +127,7 @@ class Replicas:
         self._batches = [
             iter(
                 Batches(
-                    MappedRows([shard], plan), plan, rank, seed=config.seed, epoch=0, start_step=0
+                    [MappedRows(shard, plan)], plan, rank, seed=config.seed, epoch=0, start_step=0
                 )
             )
             for rank, shard in enumerate(shards)

@@ -255,7 +255,7 @@ def test_tasks_of_rounds_cannot_act() -> None:
     part = RoundPart(epoch=0, step_in_epoch=0, step=0, num_steps=2)
     start = {"model": make_net().state_dict()}
     with pytest.raises(ConfigError, match="act in on_epoch_end"):
-        replica.train(start, 0, MappedRows(shards, plan), part, NullObserver())
+        replica.train(start, 0, MappedRows(shards[0], plan), part, NullObserver())
 
 
 def in_gang(comm: Any, strategy: Any, *callbacks: Callback) -> Any:

@@ -139,7 +139,7 @@ def test_in_rounds_the_first_shard_is_looked_at() -> None:
     for shard in (0, 1):
         kept = Kept()
         part = RoundPart(epoch=0, step_in_epoch=0, step=0, num_steps=10)
-        replica.train(state, shard, MappedRows([shards[shard]], plan), part, kept)
+        replica.train(state, shard, MappedRows(shards[shard], plan), part, kept)
         found.append(list(kept.found))
     assert found == [[10], []]
 

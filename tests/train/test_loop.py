@@ -70,7 +70,7 @@ def test_equals_a_plain_loop() -> None:
     optimizer = torch.optim.SGD(plain.parameters(), lr=0.1)
     for epoch in range(2):
         for batch in Batches(
-            MappedRows(data(), plan_for(data(), config)),
+            [MappedRows(shard, plan_for(data(), config)) for shard in data()],
             plan_for(data(), config),
             0,
             seed=0,

@@ -118,8 +118,8 @@ def test_grouped_batches_hold_every_row_once_and_pad_less(
         num_together: int | None, start_step: int = 0
     ) -> list[tuple[int, list[float], int]]:
         source = Batches(
-            MappedRows(shards, numbers), numbers, 0, seed=1, epoch=epoch, num_together=num_together,
-            start_step=start_step,
+            [MappedRows(shard, numbers) for shard in shards], numbers, 0, seed=1, epoch=epoch,
+            num_together=num_together, start_step=start_step,
         )  # fmt: skip
         return [
             (b.num_rows, sorted(b.target.tolist()), b.inputs[0].numel())  # type: ignore[union-attr]

@@ -54,7 +54,7 @@ def test_what_is_frozen_is_not_sent_back() -> None:
     outcome = (replica := RoundReplica(net, config, plan, CPU)).train(
         {"model": make_net().state_dict()},
         0,
-        MappedRows([SHARDS[0]], plan),
+        MappedRows(SHARDS[0], plan),
         part(0, 3),
         NullObserver(),
     )
@@ -79,7 +79,7 @@ def train(
 
 
 def rows_of(shard: int) -> MappedRows:
-    return MappedRows([SHARDS[shard]], plan_for(SHARDS, CONFIG, world_size=3))
+    return MappedRows(SHARDS[shard], plan_for(SHARDS, CONFIG, world_size=3))
 
 
 def test_training_metrics_of_rounds_are_those_of_all_rows() -> None:
@@ -98,7 +98,7 @@ def test_training_metrics_of_rounds_are_those_of_all_rows() -> None:
     driver = Metrics.of(config, objective_of(config, make()), CPU)
     for step in range(plan.steps_per_epoch):
         for shard in (0, 1):
-            rows = MappedRows([shards[shard]], plan)
+            rows = MappedRows(shards[shard], plan)
             outcome = replica.train(
                 {"model": make().state_dict()}, shard, rows, part(step, 1), NullObserver()
             )
@@ -172,7 +172,7 @@ def test_a_round_is_what_the_loop_does_apart() -> None:
     outcome = RoundReplica(nn.Linear(4, 1).double(), config, plan, CPU).train(
         start,
         0,
-        MappedRows(shards, plan),
+        MappedRows(shards[0], plan),
         RoundPart(epoch=0, step_in_epoch=0, step=0, num_steps=4),
         NullObserver(),
     )

@@ -26,7 +26,9 @@ def evaluated(net: nn.Module, shards: list[ShardData], batch_size: int, weighted
     plan = plan_for(shards, config, weighted=weighted)
     comm = LocalCommunicator()
     replica = make_replica(net, config, plan, CPU, lambda *made: AllReduce().setup(*made, comm))
-    values = evaluate(replica, sequential_batches(MappedRows(shards, plan), plan), comm)
+    values = evaluate(
+        replica, sequential_batches([MappedRows(shard, plan) for shard in shards], plan), comm
+    )
     assert set(values) == {"val_loss"}
     return values["val_loss"]
 

@@ -192,6 +192,6 @@ def test_rows_that_are_set_aside_are_measured_on_and_not_trained_on(plan: TrainP
     KEPT.release()
     list(round_task.run(place(plan), order(plan, Net()), encoded({"model": {}})))
     whole = KEPT.value.open(plan.shards[0], "train")
-    kept, held_out, all_rows = (rows._shards[0].columns for rows in (train, validation, whole))
+    kept, held_out, all_rows = (rows._shard.columns for rows in (train, validation, whole))
     for name, column in all_rows.items():
         assert torch.equal(torch.cat([kept[name], held_out[name]]), column)

@@ -83,8 +83,8 @@ def test_a_task_trains_its_steps_and_gives_its_state(plan: TrainPlan, driver: Dr
     found = work(place(plan, driver.server.address), order(plan, Net()))
     report = json.loads(found["result"])
     sent = decode(found["state"], "state")
-    first, last = plan.bounds(0, 1)[0], plan.bounds(0, 2)[1]
-    assert report["rows"] == report["weight"] == sent["weight"] == last - first
+    expected = plan.rows_by_rank(1)[0] + plan.rows_by_rank(2)[0]
+    assert report["rows"] == report["weight"] == sent["weight"] == expected
     assert sent["state"].keys() == {"model", "optimizer", "scheduler", "scaler"}
     assert sent["state"]["optimizer"]["state"][0]["step"] == 2
     assert driver.events("done") != []

@@ -12,10 +12,9 @@ import numpy as np
 import pyarrow as pa
 
 from sparkdl.data.column_rules import refuse_bad
-from sparkdl.data.plan import Column, Shard, Split, SpoolColumn
+from sparkdl.data.plan import Column, SpoolColumn
 from sparkdl.data.ragged import Array
 from sparkdl.data.shuffle import epoch_order
-from sparkdl.data.source import rows_of
 from sparkdl.errors import ConfigError, DataError
 from sparkdl.inputs import Tensor
 
@@ -190,15 +189,15 @@ def _fits(value: Array, dtype: np.dtype[Any]) -> bool:
     return not value.size or bool(about.min <= value.min() and value.max() <= about.max)
 
 
-Make = Callable[[int, int, int], Any]
-"""Makes the dataset of a shard, an epoch and a seed."""
+Make = Callable[[int, int], Any]
+"""Makes the dataset of a shard for an epoch and a seed."""
 Take = Callable[[int, int], tuple[list[Any], list[str]]]
 """The samples from one place of the epoch to another, and what errors call each."""
 
 
 @dataclass(frozen=True)
 class SampledRows:
-    """A rank's samples of a dataset; see `source.ShardRows`."""
+    """A shard's samples of a dataset; see `source.ShardRows`."""
 
     sampler: Sampler
     num_rows: int
@@ -217,21 +216,17 @@ class SampledRows:
             yield self.sampler.rows(samples, places)
 
 
-def by_index(
-    make: Make, indices: Array, shards: Sequence[Shard], split: Split
-) -> Callable[..., Take]:
+def by_index(make: Make, indices: Array, fingerprint: str) -> Callable[..., Take]:
     """Takes the samples of a map-style dataset at ``indices``, in an order of ours."""
 
     def taker(seed: int, epoch: int, *, is_shuffled: bool = True) -> Take:
         order = np.arange(len(indices))
         if is_shuffled:
-            rows = [rows_of(shard, split) for shard in shards]
-            order = epoch_order(seed, epoch, [shard.fingerprint for shard in shards], rows)
-        dataset = make(shards[0].shard_id, epoch, seed) if shards else None
+            order = epoch_order(seed, epoch, fingerprint, len(indices))
+        dataset = make(epoch, seed)
 
         def take(start: int, stop: int) -> tuple[list[Any], list[str]]:
             chosen = indices[order[start:stop]].tolist()
-            assert dataset is not None, "rows without shards"
             if hasattr(dataset, "__getitems__"):  # torch's way to ask for several at once
                 samples = list(dataset.__getitems__(chosen))
             else:
@@ -243,20 +238,19 @@ def by_index(
     return taker
 
 
-def as_given(make: Make, shards: Sequence[Shard], split: Split) -> Callable[..., Take]:
+def as_given(make: Make, shard_id: int, num_rows: int) -> Callable[..., Take]:
     """Takes the samples as an iterable dataset gives them, whatever order is asked for."""
 
     def given(seed: int, epoch: int) -> Iterator[Any]:
-        for shard in shards:
-            wanted, count = rows_of(shard, split), 0
-            for sample in islice(iter(make(shard.shard_id, epoch, seed)), wanted):
-                count += 1
-                yield sample
-            if count < wanted:
-                raise DataError(
-                    f"the dataset of shard {shard.shard_id} gave {count} samples in epoch "
-                    f"{epoch + 1}, but {wanted} are wanted; correct its __len__ or num_rows"
-                )
+        count = 0
+        for sample in islice(iter(make(epoch, seed)), num_rows):
+            count += 1
+            yield sample
+        if count < num_rows:
+            raise DataError(
+                f"the dataset of shard {shard_id} gave {count} samples in epoch {epoch + 1}, but "
+                f"{num_rows} are wanted; correct its __len__ or num_rows"
+            )
 
     def taker(seed: int, epoch: int, *, is_shuffled: bool = True) -> Take:
         samples = given(seed, epoch)

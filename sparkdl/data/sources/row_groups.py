@@ -199,15 +199,14 @@ class PieceShards:
     """Pieces that are mixed."""
     row_bytes: int
 
-    def open(self, plan: TrainPlan, shards: Sequence[Shard], split: Split) -> ShardRows:
+    def open(self, plan: TrainPlan, shard: Shard, split: Split) -> ShardRows:
         from sparkdl.data.sources.streamed import StreamedRows
 
-        pieces = [piece for shard in shards for piece in self.pieces[shard.shard_id][split]]
         return StreamedRows(
             plan,
-            [(piece, piece.num_rows) for piece in pieces],
+            [(piece, piece.num_rows) for piece in self.pieces[shard.shard_id][split]],
             self.reader(plan, split),
-            fingerprints=[shard.fingerprint for shard in shards],
+            fingerprint=shard.fingerprint,
             pieces_together=self.together,
             row_bytes=self.row_bytes,
         )

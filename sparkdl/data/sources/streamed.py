@@ -1,6 +1,6 @@
 """Rows that do not fit into memory together, read piece by piece and mixed on the way.
 
-The pieces of a rank come in random order. Those of a window are in memory together, where their
+The pieces of a shard come in random order. Those of a window are in memory together, where their
 rows are mixed, while a thread reads the next window's (see `shuffle.WindowedOrder`). So memory
 holds two windows, whatever the size of the data, and a run that goes on in the middle of an epoch
 reads at most one window whose rows it has used already.
@@ -36,7 +36,7 @@ Columns = Mapping[str, Rows]
 
 @dataclass(frozen=True)
 class StreamedRows(Generic[P]):
-    """A rank's rows, in pieces that are read when they are needed; see `source.ShardRows`."""
+    """A shard's rows, in pieces that are read when they are needed; see `source.ShardRows`."""
 
     plan: TrainPlan
     pieces: Sequence[tuple[P, int]]
@@ -44,8 +44,8 @@ class StreamedRows(Generic[P]):
     read: Callable[[P], Columns]
     """Gives a piece's rows, in memory of their own; called in one thread at a time."""
     _: KW_ONLY
-    fingerprints: Sequence[str]
-    """Content hash of each of the rank's shards."""
+    fingerprint: str
+    """Content hash of the shard."""
     pieces_together: int
     """Pieces whose rows are mixed."""
     row_bytes: int
@@ -60,7 +60,7 @@ class StreamedRows(Generic[P]):
         if num_together is not None:
             raise ConfigError("groupByLength needs a DataFrame; a source's lengths are not known")
         sizes = [rows for _, rows in self.pieces]
-        order = windowed_order(seed, epoch, self.fingerprints, sizes, self.pieces_together)
+        order = windowed_order(seed, epoch, self.fingerprint, sizes, self.pieces_together)
         return StreamedEpoch(
             self.plan, order, lambda numbers: [self._load(n) for n in numbers], self.row_bytes
         )

@@ -11,7 +11,7 @@ import hashlib
 import inspect
 import json
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import KW_ONLY, dataclass, replace
+from dataclasses import KW_ONLY, dataclass, field, replace
 from itertools import accumulate, pairwise
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -182,18 +182,20 @@ class DatasetShards:
     splits: Mapping[Split, DatasetSplit]
     names: tuple[str, ...]
     wanted: tuple[SpoolColumn, ...]
+    _made: dict[Split, Callable[[], Any]] = field(default_factory=dict, init=False, compare=False)
+    """Gives the dataset of a split that all of a rank's shards have in common."""
 
-    def open(self, plan: TrainPlan, shards: Sequence[Shard], split: Split) -> ShardRows:
+    def open(self, plan: TrainPlan, shard: Shard, split: Split) -> ShardRows:
         dataset = self.splits[split]
-        make_part = _maker(dataset.factory, len(dataset.sizes))
+        once = self._made.setdefault(split, functools.cache(dataset.factory))
+        make_part = _maker(dataset.factory, once, shard.shard_id, len(dataset.sizes))
+        num_rows = rows_of(shard, split)
         if dataset.style == "iterable":
-            taker = as_given(make_part, shards, split)
+            taker = as_given(make_part, shard.shard_id, num_rows)
         else:
-            indices = [dealt(dataset.sizes, shard.shard_id) for shard in shards]
-            own = np.concatenate([np.empty(0, np.int64), *indices])
-            taker = by_index(make_part, own, shards, split)
-        sampler = Sampler(plan.columns, self.wanted, self.names)
-        return SampledRows(sampler, sum(rows_of(shard, split) for shard in shards), taker)
+            own = dealt(dataset.sizes, shard.shard_id)
+            taker = by_index(make_part, own, shard.fingerprint)
+        return SampledRows(Sampler(plan.columns, self.wanted, self.names), num_rows, taker)
 
     def is_here(self, shard: Shard) -> bool:
         """See `source.ShardSource.is_here`: the user's function is everywhere."""
@@ -211,11 +213,12 @@ def dealt(sizes: Sequence[int], number: int) -> np.ndarray:
     return np.sort(order[start : start + sizes[number]])
 
 
-def _maker(factory: Callable[..., Any], num_shards: int) -> Make:
-    """Makes the dataset of a shard for an epoch; only once if its function takes no argument."""
-    once = functools.cache(factory)
+def _maker(
+    factory: Callable[..., Any], once: Callable[[], Any], shard_id: int, num_shards: int
+) -> Make:
+    """Makes the dataset of a shard for an epoch; ``once`` if its function takes no argument."""
 
-    def make_part(shard_id: int, epoch: int, seed: int) -> Any:
+    def make_part(epoch: int, seed: int) -> Any:
         if not takes_part(factory):
             return once()
         return factory(

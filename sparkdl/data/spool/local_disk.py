@@ -18,6 +18,16 @@ class DiskFull(StorageError):
     """A spool does not fit on its disk. Its writer does not know how much was still to come."""
 
 
+def local_dirs() -> list[str]:
+    """Spark's local directories of the executor that runs this task."""
+    return [name for name in os.environ.get("SPARK_LOCAL_DIRS", "").split(",") if name]
+
+
+def run_folder(run_id: str) -> str:
+    """Name of the folder of one run's spools, in every local directory."""
+    return f"sparkdl-{run_id}"
+
+
 @contextlib.contextmanager
 def disk_errors(directory: Path) -> Iterator[None]:
     """Raise errors of the operating system as ours.

@@ -113,74 +113,59 @@ class ShardData:
 
 
 class MappedRows:
-    """A rank's shards; any row can be read at any time. See `source.ShardRows`."""
+    """A shard of which any row can be read at any time. See `source.ShardRows`."""
 
-    def __init__(self, shards: Sequence[ShardData], plan: TrainPlan) -> None:
-        self._shards = [shard for shard in shards if shard.num_rows]
+    def __init__(self, shard: ShardData, plan: TrainPlan) -> None:
+        self._shard = shard
         self._plan = plan
 
     @property
     def num_rows(self) -> int:
-        """Rows of all shards."""
-        return sum(shard.num_rows for shard in self._shards)
+        return self._shard.num_rows
 
     def part(self, start: int, stop: int) -> MappedRows:
-        """Some of the rows of the only shard, from its begin or up to its end."""
-        (shard,) = self._shards
+        """Some of the rows, from the shard's begin or up to its end."""
+        shard = self._shard
         columns = {name: rows[start:stop] for name, rows in shard.columns.items()}
-        return MappedRows([ShardData(shard.fingerprint, columns, shard.files)], self._plan)
+        return MappedRows(ShardData(shard.fingerprint, columns, shard.files), self._plan)
 
     def epoch(self, seed: int, epoch: int, *, num_together: int | None = None) -> EpochRows:
-        plan, windows, groups = self._plan, self._plan.windows, None
+        plan, shard, groups = self._plan, self._shard, None
         if num_together is not None:
             steps = plan.steps_per_epoch
-            groups = LengthGroups(self.num_rows, steps, num_together, seed=seed, epoch=epoch)
-        rows = [shard.num_rows for shard in self._shards]
-        known = (seed, epoch, [shard.fingerprint for shard in self._shards])
-        if windows is None:
-            return MappedEpoch(self._shards, plan, epoch_order(*known, rows), groups)
-        sizes = cut_rows(rows, windows.group_rows)
-        order = windowed_order(*known, sizes, windows.groups_together)
+            groups = LengthGroups(shard.num_rows, steps, num_together, seed=seed, epoch=epoch)
+        known = (seed, epoch, shard.fingerprint)
+        if plan.windows is None:
+            return MappedEpoch(shard, plan, epoch_order(*known, shard.num_rows), groups)
+        sizes = cut_rows(shard.num_rows, plan.windows.group_rows)
+        order = windowed_order(*known, sizes, plan.windows.groups_together)
 
         def load(numbers: Sequence[int]) -> list[dict[str, Rows]]:
-            pieces = [self._piece(*order.starts[n : n + 2].tolist()) for n in numbers]
-            return [{column.key: _joined(column, pieces) for column in plan.columns}]
+            pieces = [slice(*order.starts[n : n + 2].tolist()) for n in numbers]
+            return [{column.key: _joined(shard, column, pieces) for column in plan.columns}]
 
-        return StreamedEpoch(plan, order, load, _row_bytes(self._shards), groups)
-
-    def _piece(self, start: int, stop: int) -> tuple[ShardData, slice]:
-        """The shard that has these rows of the shards' concatenation, and where."""
-        for shard in self._shards:
-            if start < shard.num_rows:
-                return shard, slice(start, stop)
-            start, stop = start - shard.num_rows, stop - shard.num_rows
-        raise AssertionError("rows behind the last shard")
+        return StreamedEpoch(plan, order, load, _row_bytes(shard), groups)
 
     def in_order(self, batch_size: int) -> Iterator[Mapping[str, Rows]]:
-        """Shard after shard; see `source.ShardRows.in_order`."""
-        for shard in self._shards:
-            for start in range(0, shard.num_rows, batch_size):
-                rows = slice(start, min(start + batch_size, shard.num_rows))
-                # Copies: a model that changes its input in place must not reach the spool's pages.
-                yield {
-                    column.key: collate.copied(shard.columns[column.key][rows])
-                    if self._plan.windows is None
-                    else _joined(column, [(shard, rows)])
-                    for column in self._plan.columns
-                }
+        shard = self._shard
+        for start in range(0, shard.num_rows, batch_size):
+            rows = slice(start, min(start + batch_size, shard.num_rows))
+            # Copies: a model that changes its input in place must not reach the spool's pages.
+            yield {
+                column.key: collate.copied(shard.columns[column.key][rows])
+                if self._plan.windows is None
+                else _joined(shard, column, [rows])
+                for column in self._plan.columns
+            }
 
 
 class MappedEpoch:
     """An epoch of rows that fit into memory; see `source.EpochRows`."""
 
     def __init__(
-        self,
-        shards: Sequence[ShardData],
-        plan: TrainPlan,
-        order: Order,
-        groups: LengthGroups | None,
+        self, shard: ShardData, plan: TrainPlan, order: Order, groups: LengthGroups | None
     ) -> None:
-        self._sources = sources = [shard.columns for shard in shards]
+        self._shard = shard
         self._plan = plan
         self._order = order
         self._by_length: DealtByLength | None = None
@@ -188,18 +173,16 @@ class MappedEpoch:
             self._by_length = DealtByLength(
                 groups,
                 lambda start, stop: order[start:stop],
-                lambda rows: sum_of_lengths(plan.columns, sources, rows),
+                lambda rows: sum_of_lengths(plan.columns, [shard.columns], rows),
             )
-        self.row_bytes = _row_bytes(shards)
+        self.row_bytes = _row_bytes(shard)
 
     def read(self, start: int, stop: int, buffer: Buffer) -> dict[str, Rows]:
         """Gather the rows at these places of the order."""
         dealt = self._by_length
         positions = self._order[start:stop] if dealt is None else dealt.rows(start, stop)
         return {
-            column.key: gather_column(
-                column, [source[column.key] for source in self._sources], positions, buffer
-            )
+            column.key: gather_column(column, [self._shard.columns[column.key]], positions, buffer)
             for column in self._plan.columns
         }
 
@@ -207,10 +190,10 @@ class MappedEpoch:
         """Nothing is held."""
 
 
-def _row_bytes(shards: Sequence[ShardData]) -> int:
-    """About the memory of a row, by the first shard."""
+def _row_bytes(shard: ShardData) -> int:
+    """About the memory of a row."""
     total = 0
-    for rows in shards[0].columns.values() if shards else ():
+    for rows in shard.columns.values():
         if isinstance(rows, Ragged):
             total += rows.num_bytes // max(1, len(rows))
         else:
@@ -218,22 +201,22 @@ def _row_bytes(shards: Sequence[ShardData]) -> int:
     return total
 
 
-def _joined(column: Column, pieces: Sequence[tuple[ShardData, slice]]) -> Rows:
+def _joined(shard: ShardData, column: Column, pieces: Sequence[slice]) -> Rows:
     """A column of some row groups, read one after the other into memory of its own."""
-    found = [shard.columns[column.key][rows] for shard, rows in pieces]
+    found = [shard.columns[column.key][rows] for rows in pieces]
     values = [rows.own() if isinstance(rows, Ragged) else (rows.numpy(),) for rows in found]
+    files = shard.files.get(column.key)
     outs: list[Array] = []
     for number, parts in enumerate(zip(*values, strict=True)):
         out = empty((sum(map(len, parts)), *parts[0].shape[1:]), parts[0].dtype)
-        files = [shard.files.get(column.key) for shard, _ in pieces]
-        for own, part in zip(files, parts, strict=True):
-            if own and len(pieces) > 1:  # of neighbours the kernel reads the next by itself
-                own[number].prefetch(part)
+        if files and len(pieces) > 1:  # of neighbours the kernel reads the next by itself
+            for part in parts:
+                files[number].prefetch(part)
         end = 0
-        for own, part in zip(files, parts, strict=True):
+        for part in parts:
             start, end = end, end + len(part)
-            if own:
-                own[number].read(part, out[start:end])
+            if files:
+                files[number].read(part, out[start:end])
             else:
                 out[start:end] = part
         outs.append(out)

@@ -27,20 +27,17 @@ if TYPE_CHECKING:
 class SpoolSource:
     """The default: shards that a Spark task has written to a disk of this host."""
 
-    def open(self, plan: TrainPlan, shards: Sequence[Shard], split: Split) -> ShardRows:
+    def open(self, plan: TrainPlan, shard: Shard, split: Split) -> ShardRows:
         """See `ShardSource.open`: maps the files into memory."""
         from sparkdl.data.spool.mapped import MappedRows
 
-        opened = [
-            open_spool(
-                Path(shard.path),
-                plan.columns,
-                num_rows=rows_of(shard, split),
-                split=split,
-                fingerprint=shard.fingerprint,
-            )
-            for shard in shards
-        ]
+        opened = open_spool(
+            Path(shard.path),
+            plan.columns,
+            num_rows=rows_of(shard, split),
+            split=split,
+            fingerprint=shard.fingerprint,
+        )
         return MappedRows(opened, plan)
 
     def is_here(self, shard: Shard) -> bool:

@@ -107,6 +107,11 @@ class SpoolWriter:
             self._write(batch.slice(start, step))
 
     @property
+    def num_rows(self) -> int:
+        """Rows so far, with those that are left out."""
+        return self._num_begun
+
+    @property
     def row_bytes(self) -> float:
         """Mean size of the rows so far; after a failure about that of those that were written."""
         return self._num_bytes / max(1, self._num_begun)

@@ -41,6 +41,16 @@ class Attempt:
     done: set[int] = field(default_factory=set)
     failures: list[Mapping[str, Any]] = field(default_factory=list)
     """Failures in the order of their arrival."""
+    missing: set[int] = field(default_factory=set)
+    """Shards that no worker could read."""
+    steps: tuple[int, float] | None = None
+    """The newest step that rank 0 has reported, and when; None: none yet."""
+    first_step: tuple[int, float] | None = None
+    """The first one, likewise."""
+    saved: int | None = None
+    """The step of the newest checkpoint of this attempt."""
+    resized: str | None = None
+    """Why it was ended to start again with more workers; None: it was not."""
     crashes: dict[int, str] = field(default_factory=dict)
     """Of ranks whose process is gone: where it has crashed, as Python's faulthandler says it;
     empty: it does not."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import re
 import time
 from collections.abc import Callable
@@ -23,8 +24,12 @@ from sparkdl.spark.cluster.cluster_info import (
     total_slots,
     wait_for_slots,
 )
-from sparkdl.spark.session.compat import conf, is_connect
+from sparkdl.spark.session.compat import conf, is_connect, num_slots
+from sparkdl.spark.session.failures import raise_if_ended
+from sparkdl.spark.session.interrupts import raise_if_asked
 from sparkdl.spark.session.settings import Settings
+
+logger = logging.getLogger(__name__)
 
 _STILL_SECONDS = 3.0
 """How long no executor may have come before they are taken to be all there."""
@@ -74,7 +79,7 @@ class Slots:
     """The workers of a run, and the cluster as it was when they were chosen."""
 
     num_workers: int
-    """Workers of a gang, or shards that are trained in rounds."""
+    """Workers of a gang as it begins, or shards that are trained in rounds."""
     threads: int
     """Threads of torch in each worker."""
     cluster: ClusterInfo
@@ -84,6 +89,10 @@ class Slots:
     is_gang: bool = True
     """True if all workers run at the same time; False if their tasks wait for each other's slots,
     as in rounds."""
+    min_workers: int | None = None
+    """Fewest workers with which a gang may go on; None: all of them."""
+    max_workers: int | None = None
+    """Most workers, if a gang may have fewer."""
 
     @property
     def total(self) -> int | None:
@@ -107,19 +116,31 @@ def plan_slots(
     cpus_per_worker: int | None,
     gpus_per_worker: float | None,
     is_gang: bool = True,
+    most_workers: int | None = None,
+    min_workers: int | None = None,
 ) -> Slots:
     """Decide for a gang, and wait until all its slots are free; or for rounds.
 
-    The shards of rounds need no slots of their own, so none are waited for. Raises ClusterError.
+    If the user leaves the number of workers open, it is at most ``most_workers``. A gang may begin
+    with fewer workers than it should have, if there are ``min_workers``. The shards of rounds need
+    no slots of their own, so none are waited for. Raises ClusterError.
     """
     info = await_executors(spark, settings) if num_workers is None else inspect_cluster(spark)
     if is_gang:
         require_gang_support(info, partial(conf, spark), settings)
     profile = make_profile(info, cpus_per_worker, gpus_per_worker)
-    if is_gang or num_workers is None:
+    is_open = num_workers is None
+    if num_workers is None or (is_gang and min_workers is None):
         num_workers = choose_num_workers(
             info, num_workers, cpus_per_worker=cpus_per_worker, gpus_per_worker=gpus_per_worker
         )
+    if is_open and most_workers is not None:
+        num_workers = min(num_workers, most_workers)
+    max_workers = None
+    if is_gang and min_workers is not None:
+        max_workers = num_workers
+        num_workers = wait_for_workers(spark, num_workers, min_workers, profile, settings)
+        info = inspect_cluster(spark)
     # In rounds fixed by the task's own cores, so that it gives the same bits wherever it runs.
     threads = cpus_per_worker or info.task_threads
     slots = Slots(
@@ -130,6 +151,8 @@ def plan_slots(
         cpus_per_worker=cpus_per_worker,
         gpus_per_worker=gpus_per_worker,
         is_gang=is_gang,
+        min_workers=min_workers,
+        max_workers=max_workers,
     )
     has_waited = is_gang and wait_for_slots(spark, num_workers, profile, settings)
     return slots.asked_again(spark) if has_waited else slots
@@ -137,10 +160,52 @@ def plan_slots(
 
 def wait_again(
     spark: SparkSession, slots: Slots, settings: Settings, restarts_left: int = 0
-) -> None:
-    """Wait for a gang's executors before a job is submitted again; in rounds Spark itself waits."""
+) -> int:
+    """Wait for a gang's executors before a job is submitted again; in rounds Spark itself waits.
+
+    Returns:
+        With how many workers to go on.
+    """
+    if slots.min_workers is not None and slots.max_workers is not None:
+        return wait_for_workers(
+            spark, slots.max_workers, slots.min_workers, slots.profile, settings, restarts_left
+        )
     if slots.is_gang:
         wait_for_slots(spark, slots.num_workers, slots.profile, settings, restarts_left)
+    return slots.num_workers
+
+
+def wait_for_workers(
+    spark: SparkSession,
+    most: int,
+    fewest: int,
+    profile: ResourceProfile | None,
+    settings: Settings,
+    restarts_left: int | None = None,
+) -> int:
+    """Wait for the slots of a gang: shortly for those of all, then for those of the fewest.
+
+    Returns:
+        How many workers it can have now.
+
+    Raises:
+        ClusterError: there are not even slots for ``fewest``.
+    """
+    deadline = time.monotonic() + settings.elastic_wait_seconds
+    while (there := num_slots(spark, profile)) < most and time.monotonic() < deadline:
+        raise_if_ended(spark)
+        raise_if_asked()
+        doing("waiting for slots", f"{there} of {most} are there; {fewest} are enough")
+        time.sleep(0.1)
+    if there < most:
+        wait_for_slots(spark, fewest, profile, settings, restarts_left)
+        there = min(most, max(fewest, num_slots(spark, profile)))
+        logger.warning(
+            "the gang has %d of %d workers (minWorkers=%d); it starts again with more when there "
+            "are slots",
+            *(there, most, fewest),
+        )
+    return min(there, most)
 
 
 def make_profile(

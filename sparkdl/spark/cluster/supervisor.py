@@ -89,6 +89,8 @@ T = TypeVar("T")
 _TICK_SECONDS = 0.05
 _QUEUED_SECONDS = 3.0
 """After how long without a task a gang is said to wait for slots."""
+_RESIZE_SECONDS = 1.0
+"""Between two looks whether the gang can have more workers."""
 _GRACE_SECONDS = 3.0
 """How long the other ranks' reports and Spark's own reason may follow the first sign of failure."""
 
@@ -107,6 +109,7 @@ def supervise(
     *,
     first_attempt: int = 0,
     heal: Callable[[Attempt], None] | None = None,
+    resize: Callable[[Attempt], str | None] | None = None,
     what: str = "train",
     once_there: str = "waiting for the first step",
 ) -> GangResult:
@@ -122,6 +125,8 @@ def supervise(
             in it where it starts, and returns the call that runs the job and gives its rows.
         first_attempt: number of the first submission, where a run makes several jobs.
         heal: given a failed attempt, mends what would make the next one fail too.
+        resize: asked every few seconds whether to start again with another number of workers, and
+            why; that is no failure. None: never.
         what: is done, for Spark's UI.
         once_there: as in `Attempt`.
 
@@ -147,10 +152,13 @@ def supervise(
             job = submit(attempt)
             attempt.submitted = time.monotonic()
             name = f"sparkdl {run.run_id}: {what}" + f", restart {restarts}" * (restarts > 0)
-            _run(run, job, attempt, name)
+            _run(run, job, attempt, name, resize)
         except Exception as error:
             failures.raise_unless_loss(error)
             attempt.spark_error, attempt.cancelled = error, False
+        if attempt.resized is not None and attempt.rows is None and not attempt.failures:
+            logger.info("%s", attempt.resized)
+            continue
         reason = restart_reason(attempt)
         if reason is None:
             assert attempt.rows is not None
@@ -182,7 +190,7 @@ def _given_up(what: str, times: int, reason: str, max_restarts: int) -> Training
 
 
 def persistently(
-    action: Callable[[], T], *, max_restarts: int, prepare: Callable[[int], None]
+    action: Callable[[], T], *, max_restarts: int, prepare: Callable[[int], object]
 ) -> T:
     """Run a Spark job again after the loss of a worker or executor, as `supervise` does.
 
@@ -203,13 +211,19 @@ def persistently(
     raise _given_up("spooling", max_restarts + 1, reason, max_restarts)
 
 
-def _run(run: Launch, work: Callable[[], Rows], attempt: Attempt, name: str) -> None:
+def _run(
+    run: Launch,
+    work: Callable[[], Rows],
+    attempt: Attempt,
+    name: str,
+    resize: Callable[[Attempt], str | None] | None,
+) -> None:
     """Submit once and watch until Spark's job has ended."""
     tag = f"sparkdl-{run.run_id}-{attempt.number}"
     job = BackgroundJob(run.spark, work, tag=tag, name=name)
     try:
         job.begin()
-        _watch(run, attempt, job)
+        _watch(run, attempt, job, resize)
     finally:
         job.end()
         _receive(run, attempt)  # the last events may come a moment after the rows
@@ -237,11 +251,16 @@ def _await_crash(run: Launch, attempt: Attempt) -> None:
         _receive(run, attempt)
 
 
-def _watch(run: Launch, attempt: Attempt, job: BackgroundJob[Rows]) -> None:
+def _watch(
+    run: Launch,
+    attempt: Attempt,
+    job: BackgroundJob[Rows],
+    resize: Callable[[Attempt], str | None] | None,
+) -> None:
     """Return when the job has ended, or when it must be cancelled."""
     reaches_driver = run.link.channel is not None
     timeout_seconds = run.settings.heartbeat_timeout_seconds
-    before = time.monotonic()
+    before = asked = time.monotonic()
     doomed_since: float | None = None
     while not job.wait(_TICK_SECONDS):
         _receive(run, attempt)
@@ -251,6 +270,11 @@ def _watch(run: Launch, attempt: Attempt, job: BackgroundJob[Rows]) -> None:
             # The driver itself stood still; silence during that time says nothing.
             attempt.last_event = dict.fromkeys(attempt.last_event, now)
         before = now
+        if resize is not None and doomed_since is None and now - asked > _RESIZE_SECONDS:
+            asked = now
+            attempt.resized = resize(attempt)
+            if attempt.resized is not None:
+                return
         if attempt.failures and doomed_since is None:
             doomed_since = now
         if doomed_since is not None and now - doomed_since > _GRACE_SECONDS:
@@ -325,7 +349,11 @@ def _take(event: Event, attempt: Attempt, run: Launch) -> None:
     attempt.last_event[event.rank] = event.received
     kind = event.body["kind"]
     if kind == "heartbeat":
-        run.view.progress(event.rank, Progress.of(event.body))
+        progress = Progress.of(event.body)
+        if event.rank == 0 and progress.step > attempt.start:
+            attempt.steps = (progress.step, event.received)
+            attempt.first_step = attempt.first_step or attempt.steps
+        run.view.progress(event.rank, progress)
     elif kind == "log":
         for level, line in event.body["lines"]:
             run.view.log(event.rank, line, level)
@@ -336,6 +364,10 @@ def _take(event: Event, attempt: Attempt, run: Launch) -> None:
         attempt.done.add(event.rank)
     elif kind == "done":
         attempt.done.add(event.rank)
+    elif kind == "missing":
+        attempt.missing.update(event.body["shards"])
+    elif kind == "checkpoint":
+        attempt.saved = event.body["step"]
     elif kind == "crash":
         attempt.crashes[event.rank] = event.body["text"]
     elif kind != "alive":  # which is all that a watcher says

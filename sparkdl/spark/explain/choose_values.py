@@ -192,7 +192,7 @@ def _tried(found: Found, seconds: float, stack: ExitStack) -> list[Choice]:
 def _with_batches(found: Found) -> Found:
     """The same with the plan of batches of the size that was chosen."""
     plan, batch_size = found.plan, found.checked.config.batch_size
-    rows = [plan.rows_of(rank) for rank in range(plan.world_size)]
+    rows = [shard.num_rows for shard in plan.shards]
     num_steps = steps_per_epoch(rows, batch_size)
     return replace(found, plan=replace(plan, batch_size=batch_size, steps_per_epoch=num_steps))
 

@@ -10,7 +10,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass, replace
 
 from sparkdl.config import ExplainOptions
-from sparkdl.data.plan import Column, Shard, TrainPlan
+from sparkdl.data.plan import Column, Shard, TrainPlan, assign_shards
 from sparkdl.explain.calibrate import shard_rows, shared_rows
 from sparkdl.spark.fit.check_request import CheckedRequest, check_request
 from sparkdl.spark.fit.check_rows import check_rows
@@ -41,12 +41,15 @@ class Found:
     """Whether there are rows for validation, or whether that is not known."""
     counted: Counted
 
-    def largest_rows(self, num_shards: int) -> int:
-        """Training rows of the fullest of so many shards, without those that are set aside."""
-        if num_shards == self.plan.world_size:
-            return max(self.plan.rows_of(rank) for rank in range(num_shards))
+    def largest_rows(self, num_workers: int) -> int:
+        """Training rows of the fullest of so many workers, without those that are set aside."""
+        if self.checked.request.num_shards is not None:
+            rows = [shard.num_rows for shard in self.plan.shards]
+            return max(sum(rows[n] for n in own) for own in assign_shards(len(rows), num_workers))
+        if num_workers == self.plan.world_size:
+            return max(self.plan.rows_of(rank) for rank in range(num_workers))
         hashes = () if self.sample is None else self.sample.hashes
-        largest = max(shard_rows(hashes, self.num_rows, num_shards))
+        largest = max(shard_rows(hashes, self.num_rows, num_workers))
         return -(-largest * self.plan.num_rows // self.num_rows)
 
 
@@ -78,7 +81,7 @@ def look(
         table = checked.data.table(spec, run_id)
     else:
         shown = UserRows(checked.data.frame, spec.columns, spec.validation)
-        spec = replace(spec, num_shards=1, shares=None, is_gang=False, profile=None)
+        spec = replace(spec, num_shards=1, num_places=1, shares=None, is_gang=False, profile=None)
         spec = replace(spec, columns=sample.prepared, validation=sample.validation)
         table = ShardTable(sample.df, spec, run_id=run_id, shown=shown)
     stack.callback(table.close)
@@ -141,7 +144,7 @@ def _shards(
     checked: CheckedRequest, sample: Sample, spooled: Shard, num_rows: int, num_validation: int
 ) -> list[Shard]:
     """The shards of a fit, of so many rows of the sample's size."""
-    num_shards, executors = checked.slots.num_workers, checked.slots.cluster.num_executors or 1
+    num_shards, executors = checked.num_shards, checked.slots.cluster.num_executors or 1
     if checked.shares is None:
         rows = shard_rows(sample.hashes, num_rows, num_shards)
     else:

@@ -103,6 +103,8 @@ def _with_times(found: Found, calibration: Calibration, wanted: Iterable[int]) -
     slots, strategy, in_rounds = checked.slots, checked.strategy, checked.in_rounds
     predictor = predictor_of(found, calibration)
     sizes = comparison.world_sizes(slots.total, num_ranks(checked), slots.num_workers, wanted)
+    most = checked.request.num_shards
+    sizes = [one for one in sizes if most is None or one <= most]
     available = [one for one in sizes if slots.total is None or one <= slots.total]
     planned = predictor.predict(strategy, slots.num_workers, in_rounds=in_rounds)
     facts = _facts(found, predictor.size, calibration.gang)

@@ -38,7 +38,7 @@ from sparkdl.spark.cluster.slots import Slots, plan_slots, threads_per_worker, w
 from sparkdl.spark.cluster.supervisor import persistently, supervise
 from sparkdl.spark.explain.estimate import Found
 from sparkdl.spark.explain.measure_rounds import measure_rounds
-from sparkdl.spark.fit.check_request import CheckedRequest, check_sync_batch_norm
+from sparkdl.spark.fit.check_request import CheckedRequest, check_shards, check_sync_batch_norm
 from sparkdl.spark.fit.check_rows import replica_bytes
 from sparkdl.spark.frames.frame_sample import Sample
 from sparkdl.spark.frames.row_table import RowTable
@@ -254,7 +254,8 @@ class _Place:
         """
         checked, sample, slots = self.found.checked, self.found.sample, self.slots
         spec = replace(
-            checked.table_spec, num_shards=slots.num_workers, shares=None, is_gang=slots.is_gang,
+            checked.table_spec, num_shards=slots.num_workers, num_places=slots.num_workers,
+            shares=None, is_gang=slots.is_gang,
             profile=slots.profile,
         )  # fmt: skip
         table: RowTable
@@ -280,7 +281,7 @@ class _Place:
                 columns=self.found.columns,
                 shards=[replace(part.shard, num_validation_rows=0) for part in spooled],
                 world_size=len(spooled),
-                batch_size=checked.config.batch_size,
+                batch_size=checked.config.batch_size * checked.shards_per_worker,
                 epochs=1,
             ),
             config=measure_worker.for_measuring(checked.config),
@@ -370,6 +371,7 @@ def predictor_of(found: Found, calibration: Calibration) -> Predictor:
         slots=checked.slots.total,
         largest_rows=found.largest_rows,
         check=partial(_check, found),
+        num_shards=checked.request.num_shards,
     )
 
 
@@ -404,4 +406,5 @@ def _check(found: Found, strategy: SyncStrategy, world_size: int) -> None:
     checked.data.check_training(config, checked.request.validation, has_logs=checked.has_logs)
     checked.data.check_plan(found.plan, strategy)
     strategy.check(config, world_size)
+    check_shards(checked.request.num_shards, strategy, world_size)
     check_sync_batch_norm(checked.module, config, world_size)

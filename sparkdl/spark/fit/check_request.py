@@ -118,15 +118,28 @@ class CheckedRequest(CheckedValues):
         return not self.slots.is_gang
 
     @property
+    def num_shards(self) -> int:
+        """Fixed parts of the rows."""
+        slots = self.slots
+        return self.request.num_shards or slots.max_workers or slots.num_workers
+
+    @property
+    def shards_per_worker(self) -> int:
+        """Shards of a worker, at most."""
+        return -(-self.num_shards // self.slots.num_workers)
+
+    @property
     def table_spec(self) -> TableSpec:
         """What the shards of the run shall hold."""
         return TableSpec(
             columns=self.columns,
-            num_shards=self.slots.num_workers,
+            num_shards=self.num_shards,
+            num_places=self.slots.num_workers,
             validation=self.validation,
             validation_col=self.request.validation_col,
             shares=self.shares,
-            is_gang=self.slots.is_gang,
+            # Where workers come and go shards move to them, and no stage may need all slots.
+            is_gang=self.slots.is_gang and self.slots.min_workers is None,
             profile=self.slots.profile,
             heartbeat_timeout_seconds=self.settings.heartbeat_timeout_seconds,
             queue_timeout_seconds=self.settings.queue_timeout_seconds,
@@ -135,7 +148,7 @@ class CheckedRequest(CheckedValues):
     @property
     def shares(self) -> tuple[float, ...] | None:
         """Each shard's part of the rows, adding up to 1; None: equal parts."""
-        shares = self.strategy.row_shares(self.slots.num_workers)
+        shares = self.strategy.row_shares(self.num_shards)
         return None if shares is None else tuple(shares)
 
     def make_plan(self, columns: Items[Column], shards: Items[Shard]) -> TrainPlan:
@@ -143,7 +156,7 @@ class CheckedRequest(CheckedValues):
         plan = make_plan(
             columns=columns,
             shards=shards,
-            world_size=len(shards),
+            world_size=self.slots.num_workers,
             batch_size=self.config.batch_size,
             epochs=self.config.epochs,
             max_steps=self.config.max_steps,
@@ -179,6 +192,7 @@ def check_request(data: UserData, request: FitRequest) -> CheckedRequest:
     data.check_inputs((*request.specified, *request.labels))
     data.check_training(config, request.validation, has_logs=values.has_logs)
     columns, validation = prepare_columns(data.frame, request, values.float_dtype)
+    check_range(request, strategy, values.mode, is_connect=compat.is_connect(data.spark))
     slots = plan_slots(
         data.spark,
         settings,
@@ -186,6 +200,8 @@ def check_request(data: UserData, request: FitRequest) -> CheckedRequest:
         cpus_per_worker=request.cpus_per_worker,
         gpus_per_worker=request.gpus_per_worker,
         is_gang=values.mode == "gang",
+        most_workers=request.num_shards,
+        min_workers=request.min_workers,
     )
     if request.num_workers is None and "numWorkers" not in request.automatic:
         logger.info(
@@ -193,6 +209,7 @@ def check_request(data: UserData, request: FitRequest) -> CheckedRequest:
             slots.num_workers,
         )
     strategy.check(config, slots.num_workers)
+    check_shards(request.num_shards, strategy, slots.max_workers or slots.num_workers)
     if not slots.is_gang and isinstance(strategy, AveragingStrategy):
         check_driver_memory(
             partial(compat.conf, data.spark),
@@ -213,6 +230,57 @@ def check_request(data: UserData, request: FitRequest) -> CheckedRequest:
         method=method,
         begins_from=begins_from,
     )
+
+
+def check_range(
+    request: FitRequest, strategy: SyncStrategy, mode: str, *, is_connect: bool
+) -> None:
+    """Refuse a range of workers that cannot be had, or that changes the result; ConfigError."""
+    fewest, most = request.min_workers, request.num_workers
+    if fewest is None:
+        return
+    if most is not None and fewest > most:
+        raise ConfigError(f"minWorkers={fewest} is more than numWorkers={most}; lower it")
+    if mode == "rounds":
+        raise ConfigError(
+            "minWorkers is of a gang: rounds train their shards with however many slots there "
+            "are; leave it unset"
+        )
+    if not strategy.is_elastic:
+        raise ConfigError(
+            f"minWorkers={fewest}: what {type(strategy).__name__} learns depends on the number of "
+            "workers; leave minWorkers unset, use AllReduce without compression and backup "
+            "workers, or a strategy that runs in rounds"
+        )
+    if is_connect:
+        raise ConfigError(
+            "minWorkers needs classic Spark: Spark Connect does not tell how many slots there are"
+        )
+
+
+def check_shards(shards: int | None, strategy: SyncStrategy, workers: int) -> None:
+    """Refuse more workers than shards, or fewer where that changes the result; raises ConfigError.
+
+    Averaging strategies train a replica on each shard.
+    """
+    if shards is None or shards == workers:
+        return
+    if shards < workers:
+        raise ConfigError(
+            f"numShards={shards} is less than the {workers} workers, of which each needs a shard; "
+            f"raise numShards, or set numWorkers to at most {shards}"
+        )
+    name = type(strategy).__name__
+    if not strategy.is_elastic:
+        raise ConfigError(
+            f"numShards={shards} with {workers} workers: what {name} learns depends on which "
+            "worker has which rows; leave numShards unset, or use AllReduce without compression "
+            "and backup workers"
+        )
+    if strategy.row_shares(workers) is not None:
+        raise ConfigError(
+            "work_shares cuts the rows by worker, and numShards by itself; set one of them"
+        )
 
 
 def check_values(request: FitRequest) -> CheckedValues:

@@ -119,7 +119,10 @@ def check_plan(checked: CheckedRequest, plan: TrainPlan, *, has_validation: bool
         replica_bytes=replica_bytes(module),
         # gradients, two moments as Adam keeps them, and a checkpoint's copy of it all
         state_bytes=trained + 2 * trained + replica_bytes(module) + 2 * trained,
-        spool_bytes=max(shard.num_bytes for shard in plan.shards),
+        spool_bytes=max(
+            sum(shard.num_bytes for shard in plan.shards_of(rank))
+            for rank in range(plan.world_size)
+        ),
         num_workers=slots.num_workers,
     )
 
@@ -144,8 +147,8 @@ def check_manual_plan(module: nn.Module, plan: TrainPlan, *, apart: bool) -> Non
     name = f"{type(module).__name__} sets automatic_optimization=False, so"
     if plan.num_validation_rows and not is_overridden(module, "validation_step"):
         raise ConfigError(f"{name} validation rows need a validation_step; write one")
-    fewest = min(plan.rows_of(rank) for rank in range(plan.world_size))
-    if fewest < plan.steps_per_epoch and plan.world_size > 1 and not apart:
+    if not plan.fewest_in_a_step and plan.world_size > 1 and not apart:
+        fewest = min(plan.rows_of(rank) for rank in range(plan.world_size))
         raise ConfigError(
             f"{name} each worker needs rows in each of the {plan.steps_per_epoch} steps of an "
             f"epoch, and one has {fewest} rows only; raise batchSize, or use fewer workers"
@@ -301,8 +304,8 @@ def check_empty_batches(module: nn.Module, plan: TrainPlan, config: TrainConfig)
     from sparkdl.data.collate import example_arguments
     from sparkdl.sync.frozen_layers import evaluation_mode
 
-    smallest = min(plan.rows_of(rank) for rank in range(plan.world_size)) // plan.steps_per_epoch
-    has_empty = plan.world_size > 1 and smallest < config.gradient_accumulation_steps
+    fewest = plan.fewest_in_a_step
+    has_empty = plan.world_size > 1 and fewest < config.gradient_accumulation_steps
     if not (config.sync_batch_norm and has_empty):
         return
     features = [column for column in plan.columns if column.role == "feature"]

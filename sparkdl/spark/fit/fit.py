@@ -261,12 +261,13 @@ def _make_plan(
 
 
 def _log_plan(plan: TrainPlan, slots: Slots, shares: Sequence[float] | None) -> None:
-    """Log the plan's numbers; warn if a worker has many more rows than it should have."""
+    """Log the plan's numbers; warn if a shard has many more rows than it should have."""
     logger.info(
-        "%d rows for training, %d for validation; %d worker(s) of %d thread(s); batches of up to "
-        "%d rows per worker, %d for all; %d steps per epoch, %d in all",
+        "%d rows for training, %d for validation, in %d shard(s); %d worker(s) of %d thread(s); "
+        "batches of up to %d rows per shard, %d for all; %d steps per epoch, %d in all",
         plan.num_rows,
         plan.num_validation_rows,
+        len(plan.shards),
         plan.world_size,
         slots.threads,
         plan.batch_size,
@@ -274,13 +275,13 @@ def _log_plan(plan: TrainPlan, slots: Slots, shares: Sequence[float] | None) -> 
         plan.steps_per_epoch,
         plan.total_steps,
     )
-    shares = shares or [1 / plan.world_size] * plan.world_size
-    rows = [plan.rows_of(rank) for rank in range(plan.world_size)]
-    worst = max(range(plan.world_size), key=lambda rank: rows[rank] / shares[rank])
+    rows = [shard.num_rows for shard in plan.shards]
+    shares = shares or [1 / len(rows)] * len(rows)
+    worst = max(range(len(rows)), key=lambda number: rows[number] / shares[number])
     if rows[worst] > _SKEW * shares[worst] * plan.num_rows and rows[worst] > plan.batch_size:
         logger.warning(
-            "worker %d has %d of the %d rows, because equal rows stay together: the result is "
-            "exact, but the other workers wait for it; use fewer workers, or fewer equal rows",
+            "shard %d has %d of the %d rows, because equal rows stay together: the result is "
+            "exact, but other workers wait for its; use fewer shards, or fewer equal rows",
             worst,
             rows[worst],
             plan.num_rows,

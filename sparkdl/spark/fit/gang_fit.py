@@ -3,22 +3,28 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
-from dataclasses import replace
+import time
+from collections.abc import Callable, Collection
 from functools import partial
 from typing import Any
 
 import cloudpickle
 
 from sparkdl.comm.file_chunks import gathered
+from sparkdl.data.plan import assign_shards
+from sparkdl.data.spool.spool_source import SpoolSource
 from sparkdl.report.summary import TrainingSummary
 from sparkdl.spark.cluster.attempt import Attempt, Rows
 from sparkdl.spark.cluster.supervisor import GangResult, supervise
 from sparkdl.spark.run.resume import Attempts, find_checkpoint, gang_attempts
 from sparkdl.spark.run.run import Run, Trained
+from sparkdl.spark.session.compat import num_slots
 from sparkdl.storage.checkpoint_format import decode, encode
 from sparkdl.storage.tensor_tree import Snapshot, pack
 from sparkdl.worker import training
+
+_WORTH = 2.0
+"""A gang starts again with more workers if that saves so many times what it costs."""
 
 
 def train_in_gang(run: Run) -> Trained:
@@ -28,9 +34,10 @@ def train_in_gang(run: Run) -> Trained:
     state = None  # safetensors of what an earlier fit has left, if training goes on from there
     if run.begins_from is not None:
         state = gathered(encode(Snapshot(*pack(run.begins_from.shared()))))
-    with gang_attempts(run, run.run_key, run.table.rebuild) as attempts:
+    with gang_attempts(run, run.run_key, partial(_rebuild, run)) as attempts:
         submit = partial(_submit, run, attempts, payload, state)
-        result = supervise(run, submit, heal=attempts.heal)
+        resize = Growth(run) if run.slots.max_workers is not None else None
+        result = supervise(run, submit, heal=attempts.heal, resize=resize)
     run.module.load_state_dict(_sent(run, result, "weights", training.FINAL))
     left = _sent(run, result, "left", training.LEFT) if run.keeps_state else None
     return Trained(summary=_trained(result), left=left)
@@ -39,12 +46,18 @@ def train_in_gang(run: Run) -> Trained:
 def _submit(
     run: Run, attempts: Attempts, payload: bytes, state: bytes | None, attempt: Attempt
 ) -> Callable[[], Rows]:
-    """Prepare a submission: lost shards are rebuilt, the newest checkpoint is found."""
+    """Prepare a submission: lost shards are rebuilt, the newest checkpoint is found.
+
+    A gang of another size than at first finds the shards where they are; see `worker.held_shards`.
+    """
     find = partial(find_checkpoint, run, passed_over=attempts.passed_over, lease=attempts.lease)
     path = attempts.begin(attempt, find, run.plan.first_step)
-    shards = run.plan.shards
-    if attempt.number > 0:
-        shards = tuple(part.shard for part in run.table.collect())
+    df, plan, world_size = run.table.df, run.plan, attempt.world_size
+    if world_size != run.slots.num_workers:
+        df = run.spark.range(0, world_size, 1, world_size)
+        plan = plan.for_shards([part.shard for part in run.table.known])
+    elif attempt.number > 0:
+        plan = plan.for_shards([part.shard for part in run.table.collect()])
     send = partial(run.link.send, remedy="submit the job inside the cluster's network")
     tensors, what = run.packed.tensors, "the module's weights have"
     order = run.gang_order(
@@ -52,7 +65,7 @@ def _submit(
         attempt=attempt.number,
         run_key=run.run_key,
         device=run.config.device,
-        plan=replace(run.plan, shards=shards),
+        plan=plan.held_by(assign_shards(len(plan.shards), world_size)),
         payload=payload,
         weights=send(training.INITIAL, tensors, what=what),
         begins_from_state=run.begins_from is not None,
@@ -60,9 +73,60 @@ def _submit(
         keeps_state=run.keeps_state,
         resume_path=path,
         source=run.table.reader,
+        is_placed=run.slots.max_workers is None and isinstance(run.table.reader, SpoolSource),
         looks=run.looks,
     )
-    return run.gang_job(run.table.df, training.run, order)
+    return run.gang_job(df, training.run, order)
+
+
+def _rebuild(run: Run, missing: Collection[int]) -> None:
+    """Have lost shards written anew: with the table's own partitions, or only those that are."""
+    if run.slots.max_workers is None:
+        run.table.rebuild()
+    else:
+        run.table.remake(missing or range(len(run.plan.shards)))
+
+
+class Growth:
+    """Whether a gang shall start again with more workers, since there are slots for them.
+
+    It shall when the slots have been there for a while and the time that more workers save is
+    worth twice what starting again costs: as long as this attempt took to its first step, and the
+    steps since its last checkpoint once more.
+    """
+
+    def __init__(self, run: Run) -> None:
+        self._run = run
+        self._seen: tuple[int, float] | None = None
+        """A number of workers that could be had, and since when."""
+
+    def __call__(self, attempt: Attempt) -> str | None:
+        """Why to start again; None: go on."""
+        run, slots = self._run, self._run.slots
+        assert slots.max_workers is not None
+        there = min(slots.max_workers, num_slots(run.spark, slots.profile))
+        if there <= attempt.world_size or not attempt.steps or not attempt.first_step:
+            self._seen = None
+            return None
+        now = time.monotonic()
+        if self._seen is None or self._seen[0] != there:
+            self._seen = (there, now)
+        if attempt.saved is None or now - self._seen[1] < run.settings.elastic_wait_seconds:
+            return None
+        (first, began), (step, at) = attempt.first_step, attempt.steps
+        if step <= first:
+            return None
+        step_seconds = (at - began) / (step - first)
+        end = run.plan.first_step + run.plan.total_steps
+        saved = (end - step) * step_seconds * (1 - attempt.world_size / there)
+        cost = began - attempt.submitted + max(0, step - attempt.saved) * step_seconds
+        if saved < _WORTH * cost:
+            return None
+        self._seen = None
+        return (
+            f"there are slots for {there} workers: the gang of {attempt.world_size} starts again "
+            f"from the checkpoint of step {attempt.saved}, which saves about {saved - cost:.0f} s"
+        )
 
 
 def _warn_of_space(run: Run) -> None:

@@ -10,7 +10,7 @@ import functools
 import hashlib
 import json
 import math
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Protocol
 
@@ -18,7 +18,7 @@ from pyspark.sql import DataFrame, SparkSession
 from pyspark.sql import functions as F
 
 from sparkdl.data.column_stats import SpooledShard
-from sparkdl.data.plan import Column, SpoolColumn, TrainPlan
+from sparkdl.data.plan import Column, SpoolColumn, TrainPlan, assign_shards
 from sparkdl.data.shuffle_windows import Windows
 from sparkdl.data.source import Contents, ShardSource, Source, Wanted
 from sparkdl.errors import DataError
@@ -38,6 +38,8 @@ class TableSpec:
 
     columns: tuple[SpoolColumn, ...]
     num_shards: int
+    num_places: int | None = None
+    """Partitions of the table, each with neighbouring shards; None: one for each shard."""
     validation: SparkColumn | None = None
     """True for rows for validation; None: there are none."""
     validation_col: str | None = None
@@ -54,13 +56,25 @@ class TableSpec:
     queue_timeout_seconds: float = math.inf
     """Longest wait for the first task that spools, while other jobs hold the slots."""
 
+    @property
+    def num_partitions(self) -> int:
+        """Of the table."""
+        return self.num_places or self.num_shards
+
+    @property
+    def shards_by_place(self) -> tuple[tuple[int, ...], ...] | None:
+        """The shards of each partition of the table; None: one each."""
+        if self.num_partitions == self.num_shards:
+            return None
+        return assign_shards(self.num_shards, self.num_partitions)
+
 
 class RowTable(Protocol):
     """The shards of one run. What has a default is for shards that lie on executors' disks."""
 
     @property
     def df(self) -> DataFrame:
-        """One row per shard, each in a partition of its own; where a worker is to read it."""
+        """A row for each place that holds shards, in a partition of its own."""
 
     @property
     def reader(self) -> ShardSource:
@@ -97,6 +111,14 @@ class RowTable(Protocol):
     def rebuild(self) -> None:
         """Forget all shards, so that they are made anew."""
         return
+
+    def remake(self, missing: Collection[int]) -> None:
+        """Write some shards anew, wherever there are slots; `known` tells where."""
+        return
+
+    @property
+    def known(self) -> tuple[SpooledShard, ...]:
+        """The shards as they were seen last, without looking whether they are still there."""
 
     def note(self, paths: set[str]) -> None:
         """Remember where tasks have found shards that Spark has made anew."""
@@ -172,10 +194,14 @@ class SourceTable(RowTable):
         contents = self._source.contents(self._wanted)
         shards = _spooled(contents)
         if self._contents is None:
-            self._contents, self._df = contents, _frame(self._spark, shards)
+            self._contents, self._df = contents, _frame(self._spark, shards, self._spec)
         else:
             require_same(_spooled(self._contents), shards)
         return shards
+
+    @property
+    def known(self) -> tuple[SpooledShard, ...]:
+        return _spooled(self._known)
 
     def columns(self, shards: Sequence[SpooledShard]) -> tuple[Column, ...]:
         return tuple(
@@ -201,10 +227,12 @@ def _spooled(contents: Contents) -> tuple[SpooledShard, ...]:
     )
 
 
-def _frame(spark: SparkSession, shards: Sequence[SpooledShard]) -> DataFrame:
+def _frame(spark: SparkSession, shards: Sequence[SpooledShard], spec: TableSpec) -> DataFrame:
     """The rows that `shard_table.parse_shards` reads."""
-    payloads = [F.lit(json.dumps({"shards": [part.to_dict()]})) for part in shards]
-    return spark.range(0, len(shards), 1, len(shards)).select(
+    parts = [part.to_dict() for part in shards]
+    places = spec.shards_by_place or [[number] for number in range(len(parts))]
+    payloads = [F.lit(json.dumps({"shards": [parts[n] for n in own]})) for own in places]
+    return spark.range(0, len(payloads), 1, len(payloads)).select(
         F.col("id").cast("int").alias("shard_id"),
         F.element_at(F.array(*payloads), F.col("id").cast("int") + 1).alias("payload"),
     )

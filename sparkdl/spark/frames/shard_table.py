@@ -14,7 +14,8 @@ import threading
 import time
 import uuid
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
+from dataclasses import replace
 from functools import partial
 from itertools import accumulate
 from pathlib import Path
@@ -25,7 +26,7 @@ from pyspark.sql import functions as F
 
 from sparkdl import errors
 from sparkdl.data.column_stats import SpooledShard, merge_stats, no_rows, skipped_rows
-from sparkdl.data.plan import Column, SpoolColumn, TrainPlan
+from sparkdl.data.plan import Column, SpoolColumn, TrainPlan, assign_shards
 from sparkdl.data.shuffle_windows import HostLoad, Windows, choose_windows
 from sparkdl.data.spool.local_disk import remove_spool
 from sparkdl.data.spool.spool_source import SpoolSource
@@ -34,7 +35,11 @@ from sparkdl.errors import DataError
 from sparkdl.spark.cluster.cluster_info import ClusterInfo, Get, parse_bytes
 from sparkdl.spark.frames.columns import quoted
 from sparkdl.spark.frames.example_rows import UserRows, in_words
-from sparkdl.spark.frames.row_table import TableSpec, require_same, spool_columns
+from sparkdl.spark.frames.row_table import (
+    TableSpec,
+    require_same,
+    spool_columns,
+)
 from sparkdl.spark.frames.spool_task import TABLE_SCHEMA, CleanTask, SpoolTask
 from sparkdl.spark.session.background_job import BackgroundJob
 from sparkdl.spark.session.compat import conf, described, has_ended, num_slots
@@ -67,11 +72,11 @@ class SpoolTable:
     df: DataFrame
     """Columns of `spool_task.TABLE_SCHEMA`; persisted."""
 
-    def __init__(self, spark: SparkSession, *, run_id: str, num_shards: int) -> None:
-        """Of a table that the class itself describes in ``df``."""
+    def __init__(self, spark: SparkSession, *, run_id: str, num_places: int) -> None:
+        """Of a table that the class itself describes in ``df``, with so many partitions."""
         self._spark = spark
         self._run_id = run_id
-        self.num_shards = num_shards
+        self.num_places = num_places
         self._seen: set[str] = set()
         self._spooling = threading.RLock()
         self._stragglers = False
@@ -83,8 +88,12 @@ class SpoolTable:
         self.df = table.persist()
         self._queue_timeout_seconds = spec.queue_timeout_seconds
 
-    def _spooled(self, num_sets: int = 1) -> list[tuple[SpooledShard, ...]]:
+    def _spooled(
+        self, num_sets: int = 1, table: DataFrame | None = None
+    ) -> list[tuple[SpooledShard, ...]]:
         """Spool what is not there, and give of each data set its shards in their order.
+
+        ``table`` is None for the run's own.
 
         One thread at a time: two jobs would both write what they find missing.
         """
@@ -92,7 +101,7 @@ class SpoolTable:
             job = BackgroundJob(
                 self._spark,
                 # A new query each time: one that has failed gives its failure again, from memory.
-                lambda: self.df.select("shard_id", "payload").collect(),
+                lambda: (table or self.df).select("shard_id", "payload").collect(),
                 tag=f"sparkdl-{self._run_id}-spool-{uuid.uuid4().hex[:4]}",
                 name=f"sparkdl {self._run_id}: spool",
             )
@@ -104,8 +113,10 @@ class SpoolTable:
         payloads = [json.loads(row["payload"]) for row in sorted(rows)]
         self._seen.update(payload["path"] for payload in payloads if "path" in payload)
         # Spark runs no task at all if it finds that there is nothing to do.
-        found = zip(*(parse_shards(payload) for payload in payloads), strict=True)
-        return list(found) or [()] * num_sets
+        found = [parse_shards(payload) for payload in payloads]
+        if num_sets == 1:  # of which a partition may hold several shards
+            return [tuple(shard for shards in found for shard in shards)]
+        return list(zip(*found, strict=True)) or [()] * num_sets
 
     def rebuild(self) -> None:
         self.df.unpersist()
@@ -160,14 +171,14 @@ class SpoolTable:
         """Remove what executors have; of earlier runs too, where that could not be done then."""
         _left.pop(self._run_id, None)
         try:
-            # As many tasks as shards usually meet the executors that spooled; else all slots,
+            # As many tasks as partitions usually meet the executors that spooled; else all slots,
             # or, where Spark does not tell how many there are, several times as many tasks.
-            self._clean(self.num_shards)
+            self._clean(self.num_places)
             if self._seen or self._stragglers:
                 # Something was lost or cancelled, so tasks that Spark has given up may go on
                 # writing for a moment, and keep the slots from which they would be met.
                 time.sleep(_KILL_SECONDS)
-                self._clean(max(num_slots(self._spark), _PASSES * self.num_shards))
+                self._clean(max(num_slots(self._spark), _PASSES * self.num_places))
         except Exception as error:
             if has_ended(self._spark):
                 return
@@ -212,6 +223,8 @@ class SpooledRows:
         self._spec = spec
         self._shown = shown
         self._first: tuple[SpooledShard, ...] | None = None
+        self.known: tuple[SpooledShard, ...] = ()
+        """The shards as they were seen last."""
 
     def checked(self, shards: tuple[SpooledShard, ...]) -> tuple[SpooledShard, ...]:
         """The shards, which hold rows, and the same as at the first call; raises DataError."""
@@ -220,6 +233,7 @@ class SpooledRows:
         if self._first is not None:
             require_same(self._first, shards)
         self._first = self._first or shards
+        self.known = shards
         return shards
 
     def columns(self, shards: Sequence[SpooledShard]) -> tuple[Column, ...]:
@@ -258,21 +272,37 @@ class ShardTable(SpoolTable, SpooledRows):
         self, df: DataFrame, spec: TableSpec, *, run_id: str, shown: UserRows | None = None
     ) -> None:
         """Describe the table; messages show ``shown`` where the rows of ``df`` are copies."""
-        SpoolTable.__init__(self, df.sparkSession, run_id=run_id, num_shards=spec.num_shards)
+        SpoolTable.__init__(self, df.sparkSession, run_id=run_id, num_places=spec.num_partitions)
         self._rows = shown or UserRows(df, spec.columns, spec.validation)
         SpooledRows.__init__(self, spec, self._rows)
-        task = SpoolTask(
+        self._df = df
+        self._task = SpoolTask(
             run_id=run_id,
             sets=(spool_columns(spec.columns),),
+            shards_by_place=spec.shards_by_place,
             has_validation=spec.validation is not None,
             heartbeat_timeout_seconds=spec.heartbeat_timeout_seconds,
         )
-        self._describe(spread(df, spec), task, spec)
+        self._describe(spread(df, spec), self._task, spec)
 
     def collect(self) -> tuple[SpooledShard, ...]:
         with self._spooling:
             (shards,) = self._spooled()
             return self.checked(shards)
+
+    def remake(self, missing: Collection[int]) -> None:
+        """See `RowTable.remake`: a plain stage reads all rows, and writes those of some shards."""
+        own = sorted(missing)
+        places = assign_shards(len(own), min(len(own), max(1, num_slots(self._spark))))
+        ids = tuple(tuple(own[number] for number in numbers) for numbers in places)
+        rows = spread(self._df, self._spec, ids)
+        table = rows.mapInArrow(
+            replace(self._task, shards_by_place=ids), TABLE_SCHEMA, profile=self._spec.profile
+        )
+        with self._spooling:
+            (made,) = self._spooled(table=table)
+            by_id = {part.shard.shard_id: part for part in (*self.known, *made)}
+            self.checked(tuple(by_id[number] for number in sorted(by_id)))
 
     def labels_outside(
         self, label_col: str, num_classes: int, index: int, shards: Sequence[SpooledShard]
@@ -321,21 +351,45 @@ def selected(
     return df.select(*expressions)
 
 
-def spread(df: DataFrame, spec: TableSpec) -> DataFrame:
+def spread(
+    df: DataFrame, spec: TableSpec, shards_by_place: Sequence[Sequence[int]] | None = None
+) -> DataFrame:
     """The rows as they are written, shard by shard, each with its hash.
 
     The order is canonical: equal data gives equal shards in equal order, run after run and after
     the loss of an executor, which round-robin repartitioning does not.
+
+    Args:
+        df: the rows.
+        spec: what the shards shall hold.
+        shards_by_place: those of each partition, where they are some of all; None: all of them.
     """
     rows = selected(df, spec.columns, spec.validation)
     hashed = rows.withColumn("hash", F.xxhash64(*[F.col(name) for name in rows.columns]))
-    if spec.shares is None:
-        shards = hashed.repartition(spec.num_shards, "hash")
+    if spec.shares is None:  # the shard to which `repartition` deals a row
+        shard = F.pmod(F.hash("hash"), F.lit(spec.num_shards))
     else:
         shard = shard_of_hash(F.col("hash"), spec.shares)
-        shards = hashed.repartitionById(spec.num_shards, shard)
     # Rows that differ only in where nulls or ends of arrays are have equal hashes.
-    return shards.sortWithinPartitions("hash", *rows.columns)
+    order = ("hash", *rows.columns)
+    if shards_by_place is None and spec.shards_by_place is None:
+        if spec.shares is None:
+            shards = hashed.repartition(spec.num_shards, "hash")
+        else:
+            shards = hashed.repartitionById(spec.num_shards, shard)
+        return shards.sortWithinPartitions(*order)
+    dealt = hashed.select(shard.alias("shard"), *hashed.columns)
+    if shards_by_place is None:
+        # As `assign_shards` has it: the last place that begins at the shard, or before.
+        place = F.floor(((F.col("shard") + 1) * spec.num_partitions - 1) / spec.num_shards)
+        return dealt.repartitionById(spec.num_partitions, place.cast("int")).sortWithinPartitions(
+            "shard", *order
+        )
+    place_of = {shard: place for place, own in enumerate(shards_by_place) for shard in own}
+    entries = [F.lit(number) for pair in place_of.items() for number in pair]
+    wanted = dealt.where(F.col("shard").isin(list(place_of)))
+    place = F.element_at(F.create_map(*entries), F.col("shard"))
+    return wanted.repartitionById(len(shards_by_place), place).sortWithinPartitions("shard", *order)
 
 
 def shard_of_hash(row_hash: SparkColumn, shares: Sequence[float]) -> SparkColumn:
@@ -348,7 +402,11 @@ def shard_of_hash(row_hash: SparkColumn, shares: Sequence[float]) -> SparkColumn
 
 
 def parse_shards(payload: dict[str, Any]) -> list[SpooledShard]:
-    """The shards, one of each data set, that a row of the table describes; raises SparkDLError."""
+    """The shards that a row of the table describes: of one data set, or one of each.
+
+    Raises:
+        SparkDLError: what the task has met.
+    """
     if "error" in payload:
         raise getattr(errors, payload["error"])(payload["message"])
     return [SpooledShard.from_dict(values) for values in payload["shards"]]
@@ -364,20 +422,18 @@ def windows_of_spool(
     """The windows of a run that begins; None: rows are mixed as a whole."""
     num_bytes = sum(part.shard.num_bytes for part in spooled)
     num_rows = sum(part.shard.num_all_rows for part in spooled)
-    by_rank = [
-        sum(shard.num_bytes for shard in plan.shards_of(rank)) for rank in range(plan.world_size)
-    ]
+    by_shard = [shard.num_bytes for shard in plan.shards]
     windows = choose_windows(
         host_loads(spooled, info, get),
-        bytes_by_rank=by_rank,
+        bytes_by_shard=by_shard,
         row_bytes=max(1, -(-num_bytes // num_rows)),
         window_bytes=window_bytes,
     )
     if windows is not None:
         logger.info(
-            "up to %d MiB of rows per worker are not mixed as a whole: %d row groups of %d rows "
+            "up to %d MiB of rows per shard are not mixed as a whole: %d row groups of %d rows "
             "at a time",
-            max(by_rank) >> 20,
+            max(by_shard) >> 20,
             windows.groups_together,
             windows.group_rows,
         )

@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 import json
-import os
 import shutil
 import socket
 import uuid
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +18,15 @@ from pyspark import BarrierTaskContext, TaskContext
 
 from sparkdl.data.column_stats import SpooledShard
 from sparkdl.data.plan import SpoolColumn
-from sparkdl.data.spool.local_disk import DiskFull, free_bytes, full_disk, remove_spool, roomiest
+from sparkdl.data.spool.local_disk import (
+    DiskFull,
+    free_bytes,
+    full_disk,
+    local_dirs,
+    remove_spool,
+    roomiest,
+    run_folder,
+)
 from sparkdl.data.spool.writer import SpoolWriter
 from sparkdl.errors import SparkDLError
 from sparkdl.runtime.process import memory_bytes
@@ -38,12 +43,15 @@ class SpoolTask:
 
     Record batches of one data set have what `SpoolWriter` takes. Those of several have the columns
     ``set`` (number of the row's data set), ``set0``, ``set1``, ... (its columns, as a struct; null
-    in the rows of the others) and ``hash``. The rows of a data set stand together.
+    in the rows of the others) and ``hash``. Where a partition holds several shards of one data set,
+    the first column is ``shard``, the row's. The rows of a data set, or of a shard, stand together.
     """
 
     run_id: str
     sets: tuple[tuple[SpoolColumn, ...], ...]
     """Columns of each data set, of which the partition has a shard each."""
+    shards_by_place: tuple[tuple[int, ...], ...] | None = None
+    """Shards of each partition; None: one each, of the partition's number."""
     has_validation: bool = False
     heartbeat_timeout_seconds: float = 60.0
     """How long the task may neither run Python nor use the CPU, before its process is ended."""
@@ -56,65 +64,92 @@ class SpoolTask:
 
     def _spool(self, batches: Iterator[pa.RecordBatch]) -> dict[str, list[Any]]:
         """Spool one partition; returns the row that says where it is."""
-        shard_id, host = _place()
+        place, host = _place()
         try:
             root = roomiest(local_dirs())
-            name = f"shard-{shard_id:05d}-{uuid.uuid4().hex[:8]}"
+            name = f"shard-{place:05d}-{uuid.uuid4().hex[:8]}"
             directory = root / run_folder(self.run_id) / name
             shards = [
                 replace(
-                    spooled,
-                    shard=replace(spooled.shard, shard_id=shard_id, host=host),
-                    memory_bytes=memory_bytes(),
+                    spooled, shard=replace(spooled.shard, host=host), memory_bytes=memory_bytes()
                 ).to_dict()
-                for spooled in self._write(root, directory, shard_id, batches)
+                for spooled in self._write(root, directory, place, batches)
             ]
             payload = {"path": str(directory), "shards": shards}
         except SparkDLError as error:
             for _ in batches:  # a worker whose input was not read to the end is not reused
                 pass
             payload = {"error": type(error).__name__, "message": str(error)}
-        return {"shard_id": [shard_id], "payload": [json.dumps(payload)]}
+        return {"shard_id": [place], "payload": [json.dumps(payload)]}
 
     def _write(
-        self, root: Path, directory: Path, shard_id: int, batches: Iterator[pa.RecordBatch]
+        self, root: Path, directory: Path, place: int, batches: Iterator[pa.RecordBatch]
     ) -> list[SpooledShard]:
-        """Write the files; those of several data sets into folders by their numbers."""
-        writer_of = partial(
-            SpoolWriter, has_validation=self.has_validation, where=f" of partition {shard_id}"
-        )
-        if len(self.sets) == 1:
-            writers = [writer_of(directory, self.sets[0])]
-            pieces = ((0, batch) for batch in batches)
-        else:
-            writers = [writer_of(directory / str(n), sets) for n, sets in enumerate(self.sets)]
+        """Write the files; those of several data sets or shards into folders by their numbers."""
+        pieces: Iterator[tuple[int, pa.RecordBatch]]
+        if len(self.sets) > 1:
+            parts = [(n, place, columns) for n, columns in enumerate(self.sets)]
             pieces = (piece for batch in batches for piece in _by_set(batch))
-        free, rows = free_bytes(root), [0] * len(writers)
+        elif self.shards_by_place is not None:
+            parts = [(shard_id, shard_id, self.sets[0]) for shard_id in self.shards_by_place[place]]
+            pieces = (piece for batch in batches for piece in _by_shard(batch))
+        else:
+            parts = [(0, place, self.sets[0])]
+            pieces = ((0, batch) for batch in batches)
+        several = len(self.sets) > 1 or self.shards_by_place is not None
+        free, following = free_bytes(root), next(pieces, None)
+        written: list[SpooledShard] = []
+        needed, writer = 0.0, None  # bytes of what is written, and who writes
         try:
-            with contextlib.ExitStack() as stack:
-                for writer in writers:
-                    stack.enter_context(writer)
-                for number, piece in pieces:
-                    rows[number] += piece.num_rows
-                    writers[number].write(piece)
+            for number, shard_id, columns in parts:
+                writer = SpoolWriter(
+                    directory / str(number) if several else directory,
+                    columns,
+                    has_validation=self.has_validation,
+                    where=f" of partition {shard_id}",
+                )
+                with writer:
+                    while following is not None and following[0] == number:
+                        writer.write(following[1])
+                        following = next(pieces, None)
+                found = writer.summary()
+                needed += found.shard.num_bytes
+                written.append(replace(found, shard=replace(found.shard, shard_id=shard_id)))
         except DiskFull as error:
-            for number, piece in pieces:
-                rows[number] += piece.num_rows
-            needed = sum(n * w.row_bytes for n, w in zip(rows, writers, strict=True))
-            raise full_disk(root, shard_id, needed=int(needed), free=free) from error
-        return [writer.summary() for writer in writers]
+            shutil.rmtree(directory, ignore_errors=True)
+            assert writer is not None
+            rest = sum(piece.num_rows for _, piece in pieces)
+            needed += (writer.num_rows + rest) * writer.row_bytes
+            raise full_disk(root, place, needed=int(needed), free=free) from error
+        except BaseException:
+            shutil.rmtree(directory, ignore_errors=True)
+            raise
+        assert following is None, "rows of a shard that is not this partition's"
+        return written
+
+
+def _runs(numbers: Any) -> Iterator[tuple[int, int, int]]:
+    """Each run of equal numbers: the number, and where the run begins and ends."""
+    starts = [0, *(np.flatnonzero(np.diff(numbers)) + 1).tolist(), len(numbers)]
+    for start, stop in itertools.pairwise(starts):
+        if start < stop:
+            yield int(numbers[start]), start, stop
+
+
+def _by_shard(batch: pa.RecordBatch) -> Iterator[tuple[int, pa.RecordBatch]]:
+    """Number of a shard and its rows, without that number."""
+    rest = batch.select(batch.schema.names[1:])
+    for number, start, stop in _runs(batch.column(0).to_numpy()):
+        yield number, rest.slice(start, stop - start)
 
 
 def _by_set(batch: pa.RecordBatch) -> Iterator[tuple[int, pa.RecordBatch]]:
     """Number of a data set and its rows, with its own columns and the hash."""
-    numbers = batch.column("set").to_numpy()
-    starts = [0, *(np.flatnonzero(np.diff(numbers)) + 1).tolist(), len(numbers)]
-    for start, stop in itertools.pairwise(starts):
-        if start < stop:
-            number, piece = int(numbers[start]), batch.slice(start, stop - start)
-            columns = [*piece.column(f"set{number}").flatten(), piece.column("hash")]
-            names = [f"c{index}" for index in range(len(columns))]
-            yield number, pa.RecordBatch.from_arrays(columns, names)
+    for number, start, stop in _runs(batch.column("set").to_numpy()):
+        piece = batch.slice(start, stop - start)
+        columns = [*piece.column(f"set{number}").flatten(), piece.column("hash")]
+        names = [f"c{index}" for index in range(len(columns))]
+        yield number, pa.RecordBatch.from_arrays(columns, names)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -144,13 +179,3 @@ def _place() -> tuple[int, str]:
     if not isinstance(context, BarrierTaskContext):
         return number, socket.gethostname()
     return number, context.getTaskInfos()[number].address.rsplit(":", 1)[0]
-
-
-def local_dirs() -> list[str]:
-    """Spark's local directories of the executor that runs this task."""
-    return [name for name in os.environ.get("SPARK_LOCAL_DIRS", "").split(",") if name]
-
-
-def run_folder(run_id: str) -> str:
-    """Name of the folder of one run's spools, in every local directory."""
-    return f"sparkdl-{run_id}"

@@ -108,7 +108,7 @@ class DataSets(shard_table.SpoolTable):
         slots: Slots,
     ) -> None:
         """Describe them; nothing is read yet."""
-        super().__init__(spark, run_id=run_id, num_shards=slots.num_workers)
+        super().__init__(spark, run_id=run_id, num_places=slots.num_workers)
         self._slots = slots
         self._has_warned = False
         settings = read_settings(partial(conf, spark))

@@ -205,7 +205,7 @@ class FunctionJob(Launch):
 
     def run(self) -> FunctionResult:
         """Run the gang to its end, however many submissions that takes."""
-        with gang_attempts(self, RUN_KEY, self.sets.rebuild) as attempts:
+        with gang_attempts(self, RUN_KEY, lambda _: self.sets.rebuild()) as attempts:
             submit = partial(self._submit, attempts)
             result = supervise(
                 self, submit, heal=attempts.heal, what="run a function", once_there=""

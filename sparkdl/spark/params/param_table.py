@@ -292,13 +292,23 @@ class EstimatorArguments(InputArguments, total=False):
     maxSteps: Annotated[int, Option(
         "optimizer steps after which training ends whatever the epoch (>= 1), -1 for no limit.")]
     batchSize: Annotated[int | Literal["auto"], Option(
-        "rows that one worker uses in one step (>= 1); all workers together use numWorkers times "
-        "as many. 'auto': as many as make a worker faster, fit into its memory and leave an epoch "
-        "its steps.", start=TrainConfig.batch_size)]
+        "rows of a shard in one step (>= 1); all shards together give numShards times as many, "
+        "and each worker has one shard unless numShards is set. 'auto': as many as make a worker "
+        "faster, fit into its memory and leave an epoch its steps.",
+        start=TrainConfig.batch_size)]
     numWorkers: Annotated[int | Literal["auto"] | None, Option(
         "number of workers that train together, or of shards that train in rounds; None: one per "
         "executor, or one per GPU; 'auto': the number with which the fit is shortest, by the cost "
         "model of explain.", default=None, fills="request", least=1)]
+    minWorkers: Annotated[int | None, Option(
+        "fewest workers (>= 1) with which training goes on where numWorkers are not to be had: "
+        "after a loss it starts again with those that are left, and with more when they are back. "
+        "None: numWorkers.", default=None, fills="request", least=1)]
+    numShards: Annotated[int | None, Option(
+        "fixed parts of the rows (>= numWorkers), of which each worker has one or more. What is "
+        "learnt depends on them and not on the number of workers, so a later fit may go on with "
+        "more or fewer, within an epoch too. None: one for each worker.",
+        default=None, fills="request", least=1)]
     seed: Annotated[int, Option("random seed.")]
     syncStrategy: Annotated[Literal["auto"] | str | SyncStrategy, Option(
         "how replicas are kept in agreement: a SyncStrategy, its name (such as 'allreduce' or "

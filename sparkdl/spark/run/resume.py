@@ -180,8 +180,9 @@ class Attempts:
     """The submissions of a gang: what one of them leaves for the next to know."""
 
     run: Launch
-    rebuild: Callable[[], None]
-    """Has shards that were lost written anew."""
+    rebuild: Callable[[Collection[int]], None]
+    """Has shards that were lost written anew: those that no worker could read, or all if it is
+    not known which."""
     lease: Lease | None = None
     """None: there is no place for checkpoints."""
     begun_from: list[str | None] = field(default_factory=list)
@@ -192,7 +193,7 @@ class Attempts:
     def heal(self, failed: Attempt) -> None:
         """Mend what would make the next submission fail too."""
         if failed.has_reported(ShardLost):  # the file is gone, although Spark still holds its row
-            self.rebuild()
+            self.rebuild(failed.missing)
         path = self.begun_from[-1] if self.begun_from else None
         if failed.has_reported(CheckpointLost) and path is not None:
             self.passed_over.add(path)
@@ -210,7 +211,9 @@ class Attempts:
         run, number = self.run, attempt.number
         if number > 0:
             run.view.begun_again(number, None)
-            wait_again(run.spark, run.slots, run.settings, attempt.restarts_left)
+            attempt.world_size = wait_again(
+                run.spark, run.slots, run.settings, attempt.restarts_left
+            )
         found = None if run.link.checkpoints is None else find(run.link.checkpoints)
         path = None if found is None else found.path
         self.begun_from.append(path)
@@ -222,7 +225,9 @@ class Attempts:
 
 
 @contextlib.contextmanager
-def gang_attempts(run: Launch, key: str, rebuild: Callable[[], None]) -> Iterator[Attempts]:
+def gang_attempts(
+    run: Launch, key: str, rebuild: Callable[[Collection[int]], None]
+) -> Iterator[Attempts]:
     """Those of a gang that keeps its checkpoints under ``key``, with the lease for them."""
     checkpoints = run.link.checkpoints
     with contextlib.ExitStack() as stack:

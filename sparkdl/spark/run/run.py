@@ -91,6 +91,10 @@ class FitRequest(Request):
     validation_col: str | None
     validation_fraction: float | None = None
     """Part of the rows for validation, drawn by their hash."""
+    min_workers: int | None = None
+    """Fewest workers that train; None: as many as `num_workers`."""
+    num_shards: int | None = None
+    """Fixed parts of the rows; None: one for each worker."""
     initial_weights: InitialWeights | None = None
     """Where training starts from; None: the weights that the module has."""
     initial_state: InitialState | None = None

@@ -42,6 +42,9 @@ class Settings:
     """Longest wait for executors to register, and for the others once one worker has started."""
     queue_timeout_seconds: float = _entry("queueTimeout", float, 3600.0)
     """Longest wait for slots that other jobs hold, and for other executors after a loss."""
+    elastic_wait_seconds: float = _entry("elasticWait", float, 10.0)
+    """How long a gang that may have fewer workers waits for the others before it starts, and how
+    long new slots must have been there before it starts again with more."""
     collective_timeout_seconds: float = _entry("collectiveTimeout", float, 600.0)
     """Longest wait for the peers in one collective."""
     channel: str = _entry("channel", str, "auto")

@@ -60,6 +60,11 @@ class AllReduce(CollectiveStrategy):
         """See `SyncStrategy.deterministic`; who comes too late is another one each time."""
         return self.num_backup_workers == 0
 
+    @property
+    def is_elastic(self) -> bool:
+        """See `SyncStrategy.is_elastic`: unless something is left out, or kept for later."""
+        return self.compression is None and self.num_backup_workers == 0
+
     def check(self, config: TrainConfig, world_size: int) -> None:
         super().check(config, world_size)
         if self.work_shares is not None and len(self.work_shares) != world_size:

@@ -147,9 +147,8 @@ class Competition(PopulationStrategy):
                 "are none to set aside: every shard has one row at most; lower numWorkers, give "
                 "more rows, or mark some with validationIndicatorCol"
             )
-        amended = replace(plan, shards=shards)
-        rows = [amended.rows_of(rank) for rank in range(plan.world_size)]
-        return replace(amended, steps_per_epoch=steps_per_epoch(rows, plan.batch_size))
+        steps = steps_per_epoch([shard.num_rows for shard in shards], plan.batch_size)
+        return replace(plan, shards=shards, steps_per_epoch=steps)
 
     def stages_pattern(self, size: ModelSize) -> Pattern:
         return replace(super().stages_pattern(size), period=self.period)

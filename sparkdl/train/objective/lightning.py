@@ -11,7 +11,7 @@ import contextlib
 import functools
 import inspect
 import numbers
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -19,7 +19,7 @@ from torch import nn
 
 from sparkdl.config import TrainConfig
 from sparkdl.errors import ConfigError
-from sparkdl.train.objective.logs import WITHOUT_LOSS, Logs, fill, metrics_of
+from sparkdl.train.objective.logs import WITHOUT_LOSS, Logs, fill, joined_logs, metrics_of
 from sparkdl.train.objective.loss import rows_of
 from sparkdl.train.objective.manual import (
     ManualBackward,
@@ -28,7 +28,7 @@ from sparkdl.train.objective.manual import (
     clip_gradients,
     is_manual,
 )
-from sparkdl.train.objective.metric_states import REDUCTIONS, give, seen_by
+from sparkdl.train.objective.metric_states import REDUCTIONS, give, merged, seen_by
 
 if TYPE_CHECKING:
     from sparkdl.comm.communicator import Communicator
@@ -319,6 +319,15 @@ class TrainerStandIn:
         """What a checkpoint must hold of it."""
         metrics = {path: seen_by(metric) for path, metric in metrics_of(self._module).items()}
         return {"logs": self._logs.state_dict(), "metrics": metrics}
+
+    def joined(self, states: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+        """What several ranks' `state_dict` tell together."""
+        metrics = {
+            path: seen_by(merged(metric, [state["metrics"][path] for state in states]))
+            for path, metric in metrics_of(self._module).items()
+            if path in states[0]["metrics"]
+        }
+        return {"logs": joined_logs([state["logs"] for state in states]), "metrics": metrics}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore what `state_dict` gave."""

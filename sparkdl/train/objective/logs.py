@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import base64
 import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -94,6 +94,17 @@ class Logs:
             name: (reduce, float(value), float(weight))
             for name, (reduce, value, weight) in self._numbers.items()
         }
+
+
+def joined_logs(states: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """What several ranks' `Logs.state_dict` tell together."""
+    numbers: dict[str, Number] = {}
+    metrics: dict[str, str] = {}
+    for state in states:
+        for name, number in state["numbers"].items():
+            numbers[name] = with_number(numbers.get(name), tuple(number))
+        metrics.update(state["metrics"])
+    return {"numbers": numbers, "metrics": metrics}
 
 
 def fill(record: dict[str, float], parts: Iterable[bytes], module: nn.Module) -> None:

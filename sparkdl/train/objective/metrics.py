@@ -217,6 +217,13 @@ class Metrics:
         for name, seen in state.items():
             give(self._metrics[name], seen)
 
+    def joined(self, states: Sequence[Mapping[str, Any]]) -> dict[str, State]:
+        """What several ranks' `state_dict` tell together."""
+        return {
+            name: seen_by(merged(metric, [state[name] for state in states]))
+            for name, metric in self._metrics.items()
+        }
+
     def listed_bytes(self) -> dict[str, int]:
         """Size of the states that grow by the sample, by metric."""
         return {name: listed_bytes(states_of(metric)) for name, metric in self._metrics.items()}

@@ -15,7 +15,7 @@ from PIL import Image as pillow
 
 from sparkdl.data.kinds import Rows
 from sparkdl.data.plan import Column, SpoolColumn, make_plan
-from sparkdl.data.source import Wanted
+from sparkdl.data.source import Wanted, open_shards
 from sparkdl.data.sources.column_conversion import as_spark, checked_rows, column_at
 from sparkdl.data.sources.parquet import ParquetSource
 from sparkdl.errors import DataError
@@ -74,7 +74,7 @@ def test_a_source_tells_its_workers_the_shape_that_it_has_found(tmp_path: Path) 
         plan = make_plan(
             columns=[column], shards=contents.shards, world_size=1, batch_size=1, epochs=1
         )
-        rows = contents.reader.open(plan, plan.shards_of(0), "train")
+        (rows,) = open_shards(contents.reader, plan, 0, "train")
         return [batch[column.key].tolist() for batch in rows.in_order(1)]
 
     pq.write_table(pa.table({"x": [[[1.0, 2.0, 3.0], [4.0, 5.0, 6.0]]]}), tmp_path / "a.parquet")

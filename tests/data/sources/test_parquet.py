@@ -15,7 +15,7 @@ import torch
 
 from sparkdl.data.batches import Batch, Batches, sequential_batches
 from sparkdl.data.plan import SpoolColumn, TrainPlan, make_plan
-from sparkdl.data.source import Contents, Source, Wanted
+from sparkdl.data.source import Contents, Source, Wanted, open_shards
 from sparkdl.data.sources.parquet import ParquetSource
 from sparkdl.errors import ConfigError, DataError, StorageError
 from sparkdl.inputs import Sequence as SequenceInput
@@ -61,13 +61,13 @@ def plan_of(contents: Contents, batch_size: int = 4, world_size: int | None = No
 
 def epoch_of(contents: Contents, plan: TrainPlan, rank: int, **changes: Any) -> list[Batch]:
     reader = cloudpickle.loads(cloudpickle.dumps(contents.reader))
-    rows = reader.open(plan, plan.shards_of(rank), "train")
+    rows = open_shards(reader, plan, rank, "train")
     options = {"seed": 3, "epoch": 0, **changes}
     return [b.map(torch.clone) for b in Batches(rows, plan, rank, **options)]
 
 
 def validation_of(contents: Contents, plan: TrainPlan, rank: int) -> list[int]:
-    rows = contents.reader.open(plan, plan.shards_of(rank), "validation")
+    rows = open_shards(contents.reader, plan, rank, "validation")
     return [int(y) for b in sequential_batches(rows, plan) for y in b.target]
 
 

@@ -11,7 +11,7 @@ import pytest
 
 from sparkdl.data.batches import Batches
 from sparkdl.data.plan import SpoolColumn
-from sparkdl.data.source import Contents
+from sparkdl.data.source import Contents, open_shards
 from sparkdl.data.sources.parquet import ParquetSource
 from sparkdl.data.sources.parquet_files import digest_of
 from sparkdl.errors import DataError, StorageError
@@ -32,7 +32,7 @@ def test_values_that_change_between_epochs_are_noticed(tmp_path: Path, is_replac
     write_values(folder / "a.parquet", 1.0)
     contents = ParquetSource(folder).contents(wanted(FEATURES, num_shards=1))
     plan = plan_of(contents)
-    rows = contents.reader.open(plan, plan.shards, "train")
+    rows = open_shards(contents.reader, plan, 0, "train")
 
     def epoch(number: int) -> list[float]:
         batches = Batches(rows, plan, 0, seed=0, epoch=number)
@@ -131,7 +131,7 @@ def test_columns_that_folders_tell_are_of_one_type_and_are_checked(tmp_path: Pat
     (contents,) = [source.contents(wanted(column))]
     plan = plan_of(contents)
     for shard in plan.shards:
-        rows = contents.reader.open(plan, [shard], "train")
+        rows = contents.reader.open(plan, shard, "train")
         found = [x for columns in rows.in_order(100) for x in columns["feature year"].tolist()]
         assert set(found) <= {-1, 2024}
     assert set(types) == {pa.int32()}

@@ -7,7 +7,7 @@ import numpy as np
 import pyarrow as pa
 
 from sparkdl.data.plan import SpoolColumn
-from sparkdl.data.source import Contents
+from sparkdl.data.source import Contents, open_shards
 from sparkdl.data.sources.parquet import ParquetSource
 from sparkdl.data.sources.streamed import StreamedRows
 from sparkdl.inputs import Sequence
@@ -37,7 +37,7 @@ def test_empty_sequences_do_not_decide(tmp_path: Path) -> None:
 def held_bytes(contents: Contents) -> list[int]:
     """Memory of the rows of each window."""
     plan = plan_of(contents)
-    rows = contents.reader.open(plan, plan.shards, "train")
+    (rows,) = open_shards(contents.reader, plan, 0, "train")
     assert isinstance(rows, StreamedRows)
     epoch = rows.epoch(0, 0)
     found = []

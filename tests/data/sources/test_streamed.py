@@ -25,7 +25,7 @@ def streamed(
         plan,
         pieces,
         lambda piece: columns_of(*piece),
-        fingerprints=["a"],
+        fingerprint="a",
         pieces_together=together,
         row_bytes=row_bytes,
     )
@@ -40,7 +40,7 @@ def test_an_epoch_holds_every_row_once(
 ) -> None:
     plan = make_test_plan([sum(sizes)], 4)
     rows = streamed(plan, sizes, together=together, row_bytes=row_bytes)
-    seen = copied(Batches(rows, plan, 0, seed=5, epoch=1, prefetch=prefetch))
+    seen = copied(Batches([rows], plan, 0, seed=5, epoch=1, prefetch=prefetch))
     assert len(seen) == plan.steps_per_epoch
     assert sorted(torch.cat([batch.target for batch in seen]).tolist()) == list(range(sum(sizes)))
     for batch in seen:
@@ -54,7 +54,7 @@ def test_the_order_follows_from_seed_and_epoch() -> None:
 
     def order(seed: int, epoch: int, row_bytes: int = 28) -> list[int]:
         rows = streamed(plan, [10] * 5, row_bytes=row_bytes)
-        found = copied(Batches(rows, plan, 0, seed=seed, epoch=epoch))
+        found = copied(Batches([rows], plan, 0, seed=seed, epoch=epoch))
         return torch.cat([batch.target for batch in found]).tolist()
 
     assert order(1, 0) == order(1, 0, 1 << 23)
@@ -65,15 +65,15 @@ def test_the_order_follows_from_seed_and_epoch() -> None:
 def test_a_resumed_epoch_goes_on_where_it_was(row_bytes: int) -> None:
     plan = make_test_plan([44], 3)
     rows = streamed(plan, [10, 4, 10, 10, 10], row_bytes=row_bytes)
-    whole = copied(Batches(rows, plan, 0, seed=0, epoch=3))
+    whole = copied(Batches([rows], plan, 0, seed=0, epoch=3))
     for start in range(plan.steps_per_epoch + 1):
-        rest = copied(Batches(rows, plan, 0, seed=0, epoch=3, start_step=start))
+        rest = copied(Batches([rows], plan, 0, seed=0, epoch=3, start_step=start))
         assert [b.target.tolist() for b in rest] == [b.target.tolist() for b in whole[start:]]
 
 
 def test_evaluation_sees_the_rows_as_they_are_stored() -> None:
     plan = make_test_plan([17], 4)
-    batches = list(sequential_batches(streamed(plan, [6, 1, 10]), plan))
+    batches = list(sequential_batches([streamed(plan, [6, 1, 10])], plan))
     assert torch.cat([batch.target for batch in batches]).tolist() == list(range(17))
     assert max(batch.num_rows for batch in batches) == 4
 
@@ -95,13 +95,11 @@ def test_memory_holds_two_windows_at_most() -> None:
         return held
 
     pieces = [((start, 8), 8) for start in range(0, 96, 8)]
-    rows = StreamedRows(
-        plan, pieces, read, fingerprints=["a"], pieces_together=3, row_bytes=1 << 20
-    )
-    for batch in Batches(rows, plan, 0, seed=0, epoch=0):
+    rows = StreamedRows(plan, pieces, read, fingerprint="a", pieces_together=3, row_bytes=1 << 20)
+    for batch in Batches([rows], plan, 0, seed=0, epoch=0):
         assert batch.num_rows
     assert most == 6
-    for _ in sequential_batches(rows, plan):
+    for _ in sequential_batches([rows], plan):
         pass
     assert most == 6
 
@@ -109,7 +107,7 @@ def test_memory_holds_two_windows_at_most() -> None:
 def test_an_epoch_that_ends_early_leaves_no_thread() -> None:
     plan = make_test_plan([60], 4)
     before = threading.active_count()
-    batches = iter(Batches(streamed(plan, [20] * 3), plan, 0, seed=0, epoch=0))
+    batches = iter(Batches([streamed(plan, [20] * 3)], plan, 0, seed=0, epoch=0))
     next(batches)
     assert threading.active_count() > before
     batches.close()
@@ -122,23 +120,23 @@ def test_rows_that_are_gone_are_an_error() -> None:
         plan,
         [(0, 8)],
         lambda _: columns_of(0, 7),
-        fingerprints=["a"],
+        fingerprint="a",
         pieces_together=1,
         row_bytes=28,
     )
     with pytest.raises(DataError, match="has 7 rows, not 8"):
-        list(Batches(rows, plan, 0, seed=0, epoch=0))
+        list(Batches([rows], plan, 0, seed=0, epoch=0))
 
 
 def test_lengths_are_not_known() -> None:
     plan = make_test_plan([8], 4)
     with pytest.raises(ConfigError, match="groupByLength"):
-        list(Batches(streamed(plan, [8]), plan, 0, seed=0, epoch=0, num_together=2))
+        list(Batches([streamed(plan, [8])], plan, 0, seed=0, epoch=0, num_together=2))
 
 
 def test_a_rank_without_rows_takes_all_steps() -> None:
     plan = make_test_plan([0, 9], 4, world_size=2)
-    seen = list(Batches(streamed(plan, []), plan, 0, seed=0, epoch=0))
+    seen = list(Batches([streamed(plan, [])], plan, 0, seed=0, epoch=0))
     assert [batch.num_rows for batch in seen] == [0, 0, 0]
     assert [column.name for column in COLUMNS if column.role == "feature"] == ["x", "k"]
     assert seen[0].inputs[0].shape == (0, 2)

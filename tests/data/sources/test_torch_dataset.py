@@ -11,7 +11,7 @@ from torch.utils.data import Dataset, IterableDataset, TensorDataset
 
 from sparkdl.data.batches import Batch, sequential_batches
 from sparkdl.data.plan import SpoolColumn
-from sparkdl.data.source import Contents, Source, Wanted
+from sparkdl.data.source import Contents, Source, Wanted, open_shards
 from sparkdl.data.sources.torch_dataset import DatasetShard, DatasetSource
 from sparkdl.errors import ConfigError, DataError
 from sparkdl.inputs import Sequence
@@ -101,7 +101,7 @@ def test_validation_is_another_dataset() -> None:
     plan = plan_of(contents)
     assert [shard.num_validation_rows for shard in contents.shards] == [16, 15]
     for rank, expected in ((0, range(0, 31, 2)), (1, range(1, 31, 2))):
-        rows = contents.reader.open(plan, plan.shards_of(rank), "validation")
+        rows = open_shards(contents.reader, plan, rank, "validation")
         assert sorted(labels(list(sequential_batches(rows, plan)))) == list(expected)
 
 
@@ -128,7 +128,7 @@ def test_datasets_for_validation_without_a_length() -> None:
     contents = source.contents(wanted())
     assert [shard.num_validation_rows for shard in contents.shards] == [4, 5]
     plan = plan_of(contents)
-    rows = contents.reader.open(plan, plan.shards_of(1), "validation")
+    rows = open_shards(contents.reader, plan, 1, "validation")
     assert len(labels(list(sequential_batches(rows, plan)))) == 5
     with pytest.raises(ConfigError, match="needs a dataset for validation"):
         DatasetSource(tensors, num_validation_rows=9)

@@ -43,7 +43,7 @@ def main() -> None:
 
 def read(shards: list[ShardData], plan: TrainPlan, what: str) -> int:
     """Sum of all values, so that every row is looked at."""
-    rows = MappedRows(shards, plan)
+    rows = [MappedRows(shard, plan) for shard in shards]
     source = Batches(rows, plan, 0, seed=0, epoch=0)
     batches = sequential_batches(rows, plan) if what == "validation" else source
     return sum(int(batch.inputs[0].sum(dtype=torch.int64)) for batch in batches)

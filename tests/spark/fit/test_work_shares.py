@@ -168,7 +168,7 @@ def plan(*rows: int) -> TrainPlan:
 def test_the_batch_size_is_that_of_the_largest_share() -> None:
     made = plan(600, 300)
     assert made.steps_per_epoch == 60
-    assert [made.bounds(rank, 0) for rank in (0, 1)] == [(0, 10), (0, 5)]
+    assert made.rows_by_rank(0) == [10, 5]
 
 
 @pytest.mark.parametrize(

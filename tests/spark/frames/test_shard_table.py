@@ -52,14 +52,14 @@ class Tables:
 
     def __call__(
         self, df: DataFrame, *, num_shards: int = 2, validation: bool = False,
-        as_classes: bool = True,
+        as_classes: bool = True, num_places: int | None = None,
     ) -> ShardTable:  # fmt: skip
         columns = (
             prepare(df.schema, "x", "feature", float_dtype="float32"),
             prepare(df.schema, "y", "label", float_dtype="float32", as_classes=as_classes),
             prepare(df.schema, "w", "weight", float_dtype="float32"),
         )
-        spec = TableSpec(columns=columns, num_shards=num_shards)
+        spec = TableSpec(columns=columns, num_shards=num_shards, num_places=num_places)
         if validation:
             indicator = validation_indicator(df.schema, "v")
             spec = replace(spec, validation=indicator, validation_col="v")
@@ -101,6 +101,24 @@ def read(table: ShardTable, spooled: Sequence[SpooledShard], split: str = "train
 def persisted(spark: SparkSession) -> int:
     context: Any = spark.sparkContext
     return int(context._jsc.getPersistentRDDs().size())
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_shards_are_the_same_however_few_partitions_hold_them(
+    good: DataFrame, tables: Tables
+) -> None:
+    each = tables(good, num_shards=5, validation=True)
+    known = each.collect()
+    expected = [(part.shard.shard_id, part.shard.fingerprint, part.content) for part in known]
+    table = tables(good, num_shards=5, num_places=2, validation=True)
+    found = table.collect()
+    assert [(p.shard.shard_id, p.shard.fingerprint, p.content) for p in found] == expected
+    assert len({Path(part.shard.path).parent for part in found}) == 2
+    for split in ("train", "validation"):
+        assert read(table, found, split) == read(each, known, split)
+    one = tables(frame(good.sparkSession, GOOD[:1]), num_shards=5, num_places=2)
+    assert sorted(part.shard.num_rows for part in one.collect()) == [0] * 4 + [1]
 
 
 @pytest.mark.slow
@@ -427,7 +445,7 @@ class Blocked(SpoolTable):
     def __init__(self, *seen: Path) -> None:
         self.context, self.ended = MagicMock(), threading.Event()
         self.context.cancelJobsWithTag.side_effect = lambda _: self.ended.set()
-        super().__init__(MagicMock(sparkContext=self.context), run_id="r", num_shards=2)
+        super().__init__(MagicMock(sparkContext=self.context), run_id="r", num_places=2)
         self.df = MagicMock()
         self._seen = {str(path) for path in seen}
 
@@ -464,7 +482,7 @@ def test_where_the_session_has_ended_nothing_is_asked_of_it(
 ) -> None:
     spark = MagicMock()
     spark.sparkContext._jsc = None
-    table = SpoolTable(spark, run_id="r", num_shards=2)
+    table = SpoolTable(spark, run_id="r", num_places=2)
     table.df = MagicMock()
     table.close()
     assert table.df.mock_calls == spark.range.mock_calls == [] and caplog.text == ""
@@ -492,7 +510,7 @@ def test_a_later_run_removes_what_an_earlier_one_has_left_where_it_meets_it(
 
     monkeypatch.setattr(module, "CleanTask", task)
     spark = MagicMock()
-    table = SpoolTable(spark, run_id="r", num_shards=2)
+    table = SpoolTable(spark, run_id="r", num_places=2)
     table.df = MagicMock()
     collect = spark.range.return_value.mapInArrow.return_value.collect
     collect.return_value = [{"path": here}]
@@ -512,7 +530,7 @@ def test_what_a_lost_host_has_is_noted_for_later_runs(
     monkeypatch.setattr(module, "_left", {})
     spark = MagicMock()
     spark.range.return_value.mapInArrow.return_value.collect.return_value = []
-    table = SpoolTable(spark, run_id="r", num_shards=2)
+    table = SpoolTable(spark, run_id="r", num_places=2)
     table.df = MagicMock()
     table.note({"/away/sparkdl-r/shard-1"})
     monkeypatch.setattr(module, "num_slots", lambda _: 2)

@@ -91,12 +91,12 @@ def training_orders(shard: Spooled, *, windows: bool) -> list[Ints]:
     """Rows of the source in the order of each epoch."""
     rows, orders = len(shard.source), []
     for epoch in range(EPOCHS):
-        positions = epoch_order(7, epoch, [shard.fingerprint], [rows]).astype(np.int64)
+        positions = epoch_order(7, epoch, shard.fingerprint, rows).astype(np.int64)
         if windows:
             chosen = make_windows(rows * 16 // 8, 16)  # an eighth of the shard
-            sizes = cut_rows([rows], chosen.group_rows)
+            sizes = cut_rows(rows, chosen.group_rows)
             positions = by_windows(
-                windowed_order(7, epoch, [shard.fingerprint], sizes, chosen.groups_together)
+                windowed_order(7, epoch, shard.fingerprint, sizes, chosen.groups_together)
             )
         orders.append(shard.source[positions])
     return orders
@@ -126,7 +126,7 @@ def test_windows_alone_mix_groups_of_a_sorted_source(num_groups: int) -> None:
     """What is left if nothing but the order of row groups mixes rows that lie sorted."""
     found = []
     for seed in range(40):
-        order = by_windows(windowed_order(seed, 0, ["a"], [ROWS // num_groups] * num_groups, 32))
+        order = by_windows(windowed_order(seed, 0, "a", [ROWS // num_groups] * num_groups, 32))
         found.append(correlation(order))
     assert max(map(abs, found)) < 3.5 / np.sqrt(num_groups - 1)  # of 40 values
     assert np.std(found) == pytest.approx(1 / np.sqrt(num_groups - 1), rel=0.35)

@@ -30,7 +30,7 @@ from sparkdl import (
 from sparkdl.config import EarlyStopping
 from sparkdl.data.batches import sequential_batches
 from sparkdl.data.plan import Split, make_plan
-from sparkdl.data.source import Contents, Wanted
+from sparkdl.data.source import Contents, Wanted, open_shards
 from sparkdl.errors import ConfigError, DataError
 from sparkdl.inputs import Image, Named, Sequence, Sparse, Tensor
 from sparkdl.spark.fit.check_request import prepare_columns
@@ -304,7 +304,7 @@ def rows_of(table: Any, wanted: FitRequest, split: Split) -> Iterator[dict[Any, 
             batch_size=1,
             epochs=1,
         )
-        rows = table.reader.open(plan, plan.shards, split)
+        rows = open_shards(table.reader, plan, 0, split)
         for batch in sequential_batches(rows, plan):
             named = dict(zip(batch.names, batch.inputs, strict=True))
             assert isinstance(batch.target, torch.Tensor)

@@ -20,13 +20,13 @@ def failed(kind: str) -> Attempt:
 def test_lost_shards_are_written_anew(kind: str, rebuilt: int) -> None:
     calls: list[int] = []
     run: Any = SimpleNamespace()
-    Attempts(run, lambda: calls.append(1)).heal(failed(kind))
+    Attempts(run, lambda _: calls.append(1)).heal(failed(kind))
     assert len(calls) == rebuilt
 
 
 def test_a_checkpoint_that_workers_cannot_read_is_passed_over() -> None:
     run: Any = SimpleNamespace()
-    attempts = Attempts(run, lambda: None, begun_from=["run/a-0/step-00000004"])
+    attempts = Attempts(run, lambda _: None, begun_from=["run/a-0/step-00000004"])
     attempts.heal(failed("CommunicationError"))
     assert attempts.passed_over == set()
     attempts.heal(failed("CheckpointLost"))

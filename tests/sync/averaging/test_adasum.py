@@ -113,7 +113,7 @@ def reference(config: TrainConfig, rows: list[int]) -> tuple[torch.Tensor, list[
     for epoch in range(config.epochs):
         anchor = [p.detach().clone() for p in nets[0].parameters()]
         parts = [
-            Batches(MappedRows([shard], plan), plan, rank, seed=config.seed, epoch=epoch)
+            Batches([MappedRows(shard, plan)], plan, rank, seed=config.seed, epoch=epoch)
             for rank, shard in enumerate(shards)
         ]
         loss_sum = 0.0

@@ -110,7 +110,7 @@ def reference(
     losses, num_rows, step = [], 0, 0
     for epoch in range(config.epochs):
         parts = [
-            Batches(MappedRows([shard], plan), plan, rank, seed=config.seed, epoch=epoch)
+            Batches([MappedRows(shard, plan)], plan, rank, seed=config.seed, epoch=epoch)
             for rank, shard in enumerate(shards)
         ]
         loss_sum, count = 0.0, 0

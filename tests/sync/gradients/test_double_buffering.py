@@ -47,7 +47,7 @@ def reference(config: TrainConfig, rows: list[int]) -> tuple[torch.Tensor, list[
     losses = []
     for epoch in range(config.epochs):
         parts = [
-            Batches(MappedRows([shard], plan), plan, rank, seed=config.seed, epoch=epoch)
+            Batches([MappedRows(shard, plan)], plan, rank, seed=config.seed, epoch=epoch)
             for rank, shard in enumerate(shards)
         ]
         loss_sum = weight_sum = 0.0

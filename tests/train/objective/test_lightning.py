@@ -389,7 +389,7 @@ def test_rounds_add_up_to_the_epoch(rounds: tuple[RoundReplica, Any]) -> None:
     for step in range(plan.steps_per_epoch):
         for shard in (0, 1):
             part = RoundPart(epoch=0, step_in_epoch=step, step=step, num_steps=1)
-            rows = MappedRows([shards[shard]], plan)
+            rows = MappedRows(shards[shard], plan)
             outcome = replica.train(start, shard, rows, part, NullObserver())
             assert outcome.logs is not None
             parts.append(from_text(outcome.logs))
@@ -404,7 +404,7 @@ def test_rounds_add_up_to_the_epoch(rounds: tuple[RoundReplica, Any]) -> None:
     assert record["train_mae"] == pytest.approx(
         float((make_lit()(x) - y).abs().mean().detach()), rel=1e-5
     )
-    *_, text = replica.evaluate(start, MappedRows([make_data([3])[0]], plan))
+    *_, text = replica.evaluate(start, MappedRows(make_data([3])[0], plan))
     assert text is not None
     fill(record, [from_text(text)], replica_module(replica))
     assert record["val_mae"] == pytest.approx(record["val_loss"], rel=1e-6)

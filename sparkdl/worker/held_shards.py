@@ -1,0 +1,126 @@
+"""Which shards a rank holds: those near it, fetched from a peer where they must move.
+
+Every rank tells the others what it can read, and all derive the same assignment from that. A shard
+that nobody has here is lost; one that another rank has is sent over the gang's own network, once.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+import socket
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+
+from sparkdl.comm.communicator import Communicator
+from sparkdl.data.plan import Shard, TrainPlan, assign_near
+from sparkdl.data.source import ShardSource
+from sparkdl.data.spool.local_disk import disk_errors, local_dirs, roomiest, run_folder
+from sparkdl.errors import CommunicationError, ShardLost
+
+_PIECE_BYTES = 8 << 20
+
+
+def hold_shards(
+    plan: TrainPlan,
+    source: ShardSource,
+    comm: Communicator,
+    *,
+    run_id: str,
+    say_missing: Callable[[list[int]], None],
+) -> TrainPlan:
+    """The plan with the shards that each rank holds; this rank's can be opened here. Collective.
+
+    Args:
+        plan: of any assignment.
+        source: opens the shards.
+        comm: the gang.
+        run_id: names the folder of shards that are fetched.
+        say_missing: is told which shards no rank can read, on rank 0.
+
+    Raises:
+        ShardLost: no rank can read some of them.
+        CommunicationError: a peer was lost.
+        StorageError: the local disk cannot be written.
+    """
+    found = [_found_here(shard, source, run_id) for shard in plan.shards]
+    names = {comm.address, socket.gethostname(), socket.getfqdn()}
+    told = {
+        "here": [number for number, shard in enumerate(found) if shard is not None],
+        "near": [
+            number
+            for number, shard in enumerate(found)
+            if shard is not None and (not shard.hosts or names & set(shard.hosts))
+        ],
+    }
+    ranks = [json.loads(data) for data in comm.all_gather_bytes(json.dumps(told).encode())]
+    here, near = ([set(rank[what]) for rank in ranks] for what in ("here", "near"))
+    missing = sorted(set(range(len(plan.shards))).difference(*here))
+    if missing:
+        if comm.rank == 0:
+            say_missing(missing)
+        raise ShardLost(f"no worker can read the shards {missing}")
+    assigned = assign_near([shard.num_rows for shard in plan.shards], near)
+    shards = [shard or planned for shard, planned in zip(found, plan.shards, strict=True)]
+    for rank, own in enumerate(assigned):
+        for number in own:
+            if number in here[rank]:
+                continue
+            peer = min(other for other, has in enumerate(here) if number in has)
+            if comm.rank == peer:
+                _send(shards[number], comm, rank)
+            elif comm.rank == rank:
+                shards[number] = _receive(plan.shards[number], comm, peer, run_id)
+    return replace(plan.held_by(assigned), shards=tuple(shards))
+
+
+def _found_here(shard: Shard, source: ShardSource, run_id: str) -> Shard | None:
+    """The shard as this rank can open it; None: it cannot."""
+    if source.is_here(shard):
+        return shard
+    for root in local_dirs():
+        copy = Path(root) / run_folder(run_id) / _name(shard)
+        if copy.is_dir():
+            return replace(shard, path=str(copy))
+    return None
+
+
+def _name(shard: Shard) -> str:
+    return f"fetched-{shard.shard_id:05d}-{shard.fingerprint}"
+
+
+def _send(shard: Shard, comm: Communicator, to: int) -> None:
+    """Send the files of a shard's spool."""
+    files = sorted(path for path in Path(shard.path).iterdir() if path.is_file())
+    with disk_errors(Path(shard.path)):
+        sizes = [path.stat().st_size for path in files]
+    listing = [[path.name, size] for path, size in zip(files, sizes, strict=True)]
+    comm.send_bytes(json.dumps(listing).encode(), to)
+    for path in files:
+        for piece in _pieces(path):
+            comm.send_bytes(piece, to)
+
+
+def _pieces(path: Path) -> Iterator[bytes]:
+    with path.open("rb") as file:
+        while piece := file.read(_PIECE_BYTES):
+            yield piece
+
+
+def _receive(shard: Shard, comm: Communicator, peer: int, run_id: str) -> Shard:
+    """Write the files that ``peer`` sends of a shard; the folder has its name when it is whole."""
+    root = roomiest(local_dirs()) / run_folder(run_id)
+    whole, partial = root / _name(shard), root / f"{_name(shard)}.part"
+    with disk_errors(root):
+        shutil.rmtree(partial, ignore_errors=True)
+        partial.mkdir(mode=0o700, parents=True)
+    for name, size in json.loads(comm.receive_bytes(peer)):
+        if Path(name).name != name:
+            raise CommunicationError(f"rank {peer} has sent a file of the name {name!r}")
+        with disk_errors(root), (partial / name).open("wb") as file:
+            while file.tell() < size:
+                file.write(comm.receive_bytes(peer))
+    with disk_errors(root):
+        partial.rename(whole)
+    return replace(shard, path=str(whole))
