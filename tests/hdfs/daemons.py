@@ -169,16 +169,6 @@ class Hdfs:
             return set()
         return {node["xferaddr"] for node in json.loads(bean["LiveNodes"]).values()}
 
-    def bytes_read(self) -> dict[str, int]:
-        """Of each data node that is on a host of its own: bytes of blocks it has read so far."""
-        found = {}
-        for name, host in self._hosts.items():
-            if name != "namenode":
-                query = "Hadoop:service=DataNode,name=DataNodeActivity*"
-                (bean,) = _beans(f"{host.address}:{_DATA_HTTP_PORT}", query)
-                found[host.name] = int(bean["BytesRead"])
-        return found
-
     def _format(self) -> None:
         command = [*self._command("namenode", f"{_HDFS}.namenode.NameNode"),
                    "-format", "-nonInteractive"]  # fmt: skip
@@ -230,7 +220,7 @@ class Hdfs:
             "dfs.datanode.address": f"{address}:0",
             "dfs.datanode.http.address": f"{address}:{http_port}",
             "dfs.datanode.ipc.address": f"{address}:0",
-            "dfs.datanode.hostname": address,
+            "dfs.datanode.hostname": own.name if own else _LOOPBACK,
             "dfs.namenode.datanode.registration.ip-hostname-check": "false",
             "dfs.namenode.safemode.extension": 0,
             "dfs.heartbeat.interval": 1,
@@ -267,6 +257,13 @@ def _beans(address: str, query: str) -> list[dict[str, Any]]:
     with opener.open(f"http://{address}/jmx?qry={query}", timeout=5) as answer:
         found: list[dict[str, Any]] = json.load(answer)["beans"]
     return found
+
+
+def bytes_read(host: str) -> int:
+    """Bytes of blocks that the data node on a host of its own has read so far."""
+    query = "Hadoop:service=DataNode,name=DataNodeActivity*"
+    (bean,) = _beans(f"{host}:{_DATA_HTTP_PORT}", query)
+    return int(bean["BytesRead"])
 
 
 def _free_ports(number: int) -> list[int]:
