@@ -290,7 +290,9 @@ def assign_near(
 
     for shard in sorted(range(len(rows)), key=lambda number: (-rows[number], number)):
         choice = [rank for rank in ranks if shard in near[rank]] or list(ranks)
-        take(shard, min(choice, key=lambda rank: (loads[rank] + rows[shard] / speeds[rank], rank)))
+        ready = [loads[rank] + rows[shard] / speeds[rank] for rank in choice]
+        first = [rank for rank, when in zip(choice, ready, strict=True) if when == min(ready)]
+        take(shard, next((rank for rank in first if shard in default[rank]), first[0]))
     while True:
         slowest, idlest = max(ranks, key=loads.__getitem__), min(ranks, key=loads.__getitem__)
         best, moved = _WORTH * loads[slowest], None

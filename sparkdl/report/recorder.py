@@ -140,13 +140,14 @@ class Recorder(View):
 
     # --- called by the supervisor -------------------------------------------------------------
 
-    def attempt(self, number: int, start_step: int) -> None:
-        self._views.call(lambda view: view.attempt(number, start_step))
+    def attempt(self, number: int, start_step: int, workers: int | None = None) -> None:
+        self._views.call(lambda view: view.attempt(number, start_step, workers))
         self._flush()
         self._spans = Spans(self._world_size)
         self._rows = None
         self._step = start_step
-        self._note("attempt", number=number, start_step=start_step)
+        told = {} if workers is None else {"workers": workers}
+        self._note("attempt", number=number, start_step=start_step, **told)
 
     def begun_again(self, number: int, step: int | None) -> None:
         self._views.call(lambda view: view.begun_again(number, step))

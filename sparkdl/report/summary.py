@@ -87,6 +87,9 @@ class TrainingSummary:
     steps: int = 0
     """Optimizer steps of each rank."""
     world_size: int = 1
+    """Workers in the end."""
+    gang_sizes: list[list[int]] = field(default_factory=list)
+    """``[step, workers]`` for each time that a gang began: with how many workers, and where."""
     throughput_by_rank: list[float] = field(default_factory=list)
     """Training rows per second of each rank while it trained."""
     bytes_sent_by_rank: list[int] = field(default_factory=list)
@@ -236,6 +239,10 @@ class TrainingSummary:
         numbers = [record["epoch"] for record in self.history] or [0]
         epochs = numbers[-1] - math.ceil(numbers[0]) + bool(self.history)
         workers = f"{self.world_size} worker" + "s" * (self.world_size != 1)
+        if len({size for _, size in self.gang_sizes}) > 1:
+            first, *later = self.gang_sizes
+            changes = ", ".join(f"{size} from step {step:,}" for step, size in later)
+            workers = f"{first[1]} workers, {changes}"
         lines = [
             ("rows", rows + f", {self.skipped_rows:,} skipped" * bool(self.skipped_rows)),
             ("epochs", f"{epochs:.4g}, {self.steps:,} steps on {workers}"),

@@ -8,6 +8,7 @@ from sparkdl.data.plan import (
     Column,
     Shard,
     TrainPlan,
+    assign_near,
     assign_shards,
     batch_bounds,
     make_plan,
@@ -85,6 +86,36 @@ def test_shards_go_to_ranks_in_contiguous_runs() -> None:
     assert [s.shard_id for s in made.shards_of(1)] == [2, 3, 4]
     assert made.rows_of(1) == 12
     assert made.num_validation_rows == 6
+
+
+@pytest.mark.parametrize(
+    ("rows", "near", "expected"),
+    [
+        ([5, 5, 5, 5], [{0, 1, 2, 3}] * 2, ((0, 1), (2, 3))),  # where all are near: as planned
+        ([5, 5, 5, 5], [{2, 3}, {0, 1}], ((2, 3), (0, 1))),
+        ([5, 5, 5, 5, 5], [{0, 1, 2, 3, 4}, set()], ((2, 3, 4), (0, 1))),  # some must move
+        ([9, 1, 1, 1], [{0, 1}, {2, 3}, {2, 3}], ((0, 1), (3,), (2,))),  # not worth the way
+        ([10, 9], [{0, 1}, set()], ((1,), (0,))),
+        ([0, 0, 0], [{0, 1, 2}, set(), set()], ((2,), (0,), (1,))),  # nobody is without a shard
+        ([10, 9, 8], [{0, 1, 2}, {2}], ((0,), (1, 2))),
+    ],
+)
+def test_shards_go_where_they_are_near(
+    rows: list[int], near: list[set[int]], expected: tuple[tuple[int, ...], ...]
+) -> None:
+    assert assign_near(rows, near) == expected
+
+
+def test_faster_ranks_get_more_rows() -> None:
+    everywhere = [set(range(8))] * 2
+    found = assign_near([10] * 8, everywhere, speeds=[3.0, 1.0])
+    assert [len(own) for own in found] == [6, 2]
+
+
+def test_a_thousand_shards_are_assigned_at_once() -> None:
+    near = [{n for n in range(2000) if n % 500 == rank % 500} for rank in range(999)]
+    found = assign_near([100 + n % 7 for n in range(2000)], near)
+    assert max(map(len, found)) <= 4 and sum(map(len, found)) == 2000
 
 
 def test_the_order_of_the_shard_table_does_not_matter() -> None:

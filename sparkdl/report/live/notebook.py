@@ -119,8 +119,8 @@ class NotebookView(RunView):
     def tick(self) -> None:
         self._board.changed(*([] if self.is_training else ["progress"]))
 
-    def attempt(self, number: int, start_step: int) -> None:
-        super().attempt(number, start_step)
+    def attempt(self, number: int, start_step: int, workers: int | None = None) -> None:
+        super().attempt(number, start_step, workers)
         if self.kind != "fit":
             self.state = f"running, restart {number}" if number else "running"
         self._board.changed("progress")

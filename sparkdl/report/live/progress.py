@@ -72,8 +72,11 @@ class View:
     def tick(self) -> None:
         """Called several times a second, from another thread, between the other calls."""
 
-    def attempt(self, number: int, start_step: int) -> None:
-        """A gang, or a run in rounds, starts at ``start_step``; ``number`` counts from 0."""
+    def attempt(self, number: int, start_step: int, workers: int | None = None) -> None:
+        """A gang, or a run in rounds, starts at ``start_step``; ``number`` counts from 0.
+
+        ``workers`` is given where their number may change.
+        """
 
     def begun_again(self, number: int, step: int | None) -> None:
         """What has failed is started again, for the ``number``-th time in the run.
@@ -167,7 +170,7 @@ class RunView(View):
     def begun_again(self, number: int, step: int | None) -> None:
         self.is_training = False
 
-    def attempt(self, number: int, start_step: int) -> None:
+    def attempt(self, number: int, start_step: int, workers: int | None = None) -> None:
         """Go back to where the gang starts; the ranks count their rows anew."""
         self._restart = f", restart {number}" if number else ""
         self.state, self.step = f"starting{self._restart}", start_step
@@ -356,9 +359,9 @@ class ConsoleView(RunView):
             self._bar.close()
             self._bar = None
 
-    def attempt(self, number: int, start_step: int) -> None:
+    def attempt(self, number: int, start_step: int, workers: int | None = None) -> None:
         """Put the bar where the gang starts, or print where a restart goes on."""
-        super().attempt(number, start_step)
+        super().attempt(number, start_step, workers)
         if self._bar is not None and self.total_steps:
             self._bar.reset(total=self.total_steps)
             self._bar.n = self._bar.initial = start_step
@@ -366,7 +369,8 @@ class ConsoleView(RunView):
         if number > 0 and not (self._has_bar and self.epochs):
             unit = "step" if self.epochs else "checkpoint"
             place = f"from {unit} {start_step}" if start_step else "from the beginning"
-            self._write(f"restart {number}, {place}")
+            with_whom = "" if workers is None else f", with {workers} worker" + "s" * (workers > 1)
+            self._write(f"restart {number}, {place}{with_whom}")
 
     def progress(self, rank: int, progress: Progress) -> None:
         if self.has_moved(rank, progress) and self._bar is not None:

@@ -105,7 +105,7 @@ def _tiles(record: RunRecord) -> Markup:
     if speed is not None:
         tiles.append(_tile("rows per s", html.value(speed), "all workers"))
     if "workers" in record.facts:
-        tiles.append(_tile("workers", str(record.facts["workers"]), record.facts.get("mode")))
+        tiles.append(_tile("workers", _workers(record), record.facts.get("mode")))
     steps = record.steps[-1][1] if record.steps else None
     if steps is not None and record.facts.get("steps"):
         planned = record.facts.get("first_step", 0) + record.facts["steps"]
@@ -120,6 +120,14 @@ def _tile(name: str, value: Content, small: Content) -> Markup:
         "div", tag("span", name), tag("b", value), tag("small", small) if small else None,
         class_="tile",
     )  # fmt: skip
+
+
+def _workers(record: RunRecord) -> str:
+    """Their number, or the numbers between which it was."""
+    sizes = {attempt["workers"] for attempt in record.attempts if "workers" in attempt}
+    if len(sizes) > 1:
+        return f"{min(sizes)} to {max(sizes)}"
+    return str(sizes.pop() if sizes else record.facts["workers"])
 
 
 def _best(history: Sequence[Mapping[str, Any]], key: str) -> str | None:
@@ -211,21 +219,42 @@ def _time_table(totals: Mapping[str, Mapping[str, float]], used: Sequence[str]) 
 
 
 def _failures(record: RunRecord) -> Markup:
-    if not record.failures:
+    if not record.failures and len({a.get("workers") for a in record.attempts}) < 2:
         return Markup("")
-    rows = []
-    later = {attempt["number"]: attempt for attempt in record.attempts}
-    for number, failure in enumerate(record.failures, 1):
-        attempt = later.get(number)
+    later = [attempt for attempt in record.attempts if attempt["number"]]
+    followed = [_following(later, failure) for failure in record.failures]
+    found: list[tuple[float, str, str]] = []
+    for failure, attempt in zip(record.failures, followed, strict=True):
         what = "the run ended"
         if attempt is not None:
             after = html.duration(attempt["at"] - failure["at"])
-            what = f"started again after {after}"
-            if (step := attempt["start_step"]) is not None:
-                what += f", from step {step:,}" if step else ", from the beginning"
-        rows.append(row(html.duration(failure["at"]), failure["reason"], what, class_="text"))
-    names = ("after", "what was lost", "what followed")
+            what = f"started again after {after}{_begun(attempt)}"
+        found.append((failure["at"], failure["reason"], what))
+    for attempt in later:
+        if attempt not in followed and "workers" in attempt:
+            what = f"started again{_begun(attempt)}"
+            found.append((attempt["at"], "there were slots for more workers", what))
+    rows = [
+        row(html.duration(at), reason, what, class_="text") for at, reason, what in sorted(found)
+    ]
+    names = ("after", "what happened", "what followed")
     return section("Failures and restarts", tag("table", row(*names, kind="th"), *rows))
+
+
+def _following(
+    attempts: Sequence[Mapping[str, Any]], failure: Mapping[str, Any]
+) -> Mapping[str, Any] | None:
+    """The attempt that was made after a failure."""
+    return next((attempt for attempt in attempts if attempt["at"] >= failure["at"]), None)
+
+
+def _begun(attempt: Mapping[str, Any]) -> str:
+    """Where an attempt began, and with how many workers if that may change."""
+    text = ""
+    if (step := attempt["start_step"]) is not None:
+        text = f", from step {step:,}" if step else ", from the beginning"
+    workers = attempt.get("workers")
+    return text if workers is None else f"{text}, with {workers} worker" + "s" * (workers > 1)
 
 
 def _confusion(record: RunRecord) -> Markup:

@@ -101,6 +101,9 @@ class GangResult:
 
     rows: Rows
     restarts: int
+    """After losses."""
+    sizes: list[tuple[int, int]]
+    """Of each submission the step at which it began, and its workers."""
 
 
 def supervise(
@@ -137,7 +140,8 @@ def supervise(
         ClusterError: no slots became free, or the session has ended.
         SparkDLError: what a worker raised on purpose, such as a version mismatch.
     """
-    failed, furthest = 0, -1
+    failed, furthest, losses = 0, -1, 0
+    sizes: list[tuple[int, int]] = []
     for restarts in itertools.count():
         attempt = Attempt(
             number=first_attempt + restarts,
@@ -150,6 +154,7 @@ def supervise(
         try:
             run.link.hub.begin(attempt.number)  # what is left of the one before is shut out
             job = submit(attempt)
+            sizes.append((attempt.start, attempt.world_size))
             attempt.submitted = time.monotonic()
             name = f"sparkdl {run.run_id}: {what}" + f", restart {restarts}" * (restarts > 0)
             _run(run, job, attempt, name, resize)
@@ -162,10 +167,10 @@ def supervise(
         reason = restart_reason(attempt)
         if reason is None:
             assert attempt.rows is not None
-            return GangResult(rows=attempt.rows, restarts=restarts)
+            return GangResult(rows=attempt.rows, restarts=losses, sizes=sizes)
         if attempt.start > furthest:
             failed, furthest = 0, attempt.start
-        failed += 1
+        failed, losses = failed + 1, losses + 1
         run.view.failure(reason)
         failures.raise_if_ended(run.spark, attempt.spark_error)
         if failed > run.max_restarts:

@@ -193,7 +193,7 @@ def _fit(
         validation_rows=plan.num_validation_rows,
         skipped_rows=num_skipped,
         run_name=request.run_name,
-        world_size=plan.world_size,
+        world_size=trained.summary.world_size if checked.slots.is_gang else plan.world_size,
         seconds=sum(laps.values()),
         weights_of=_weights_of(trained.summary, plan, checked.config.early_stopping),
         chosen={name: dict(choice) for name, choice in request.chosen.items()},

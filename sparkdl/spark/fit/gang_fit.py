@@ -158,6 +158,8 @@ def _trained(result: GangResult) -> TrainingSummary:
         history=first["history"],
         steps=first["steps"],
         restarts=result.restarts,
+        world_size=result.sizes[-1][1],
+        gang_sizes=[list(size) for size in result.sizes],
         phase_seconds={f"rank 0: {name}": spent for name, spent in first["seconds"].items()},
         throughput_by_rank=[reports[rank]["rows_per_second"] for rank in sorted(reports)],
         bytes_sent_by_rank=[reports[rank]["bytes_sent"] for rank in sorted(reports)],

@@ -220,7 +220,8 @@ class Attempts:
         if self.lease is not None:
             self.lease.begin(number, path)
         attempt.start = first_step if found is None else found.step
-        run.view.attempt(number, attempt.start)
+        may_change = run.slots.max_workers is not None
+        run.view.attempt(number, attempt.start, attempt.world_size if may_change else None)
         return path
 
 

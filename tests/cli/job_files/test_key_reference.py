@@ -27,7 +27,7 @@ def test_params_have_type_default_and_meaning() -> None:
     assert (keys["epochs"].value, keys["epochs"].default) == ("an integer", "1")
     assert keys["checkpoint_interval"].default == "500"
     assert keys["sync_strategy"].default == "'allreduce'"
-    assert "num_workers times as many" in keys["batch_size"].doc  # not numWorkers
+    assert "num_shards times as many" in keys["batch_size"].doc  # not numShards
     assert all(key.doc for key in estimator.keys if key.name != "kind")
 
 

@@ -94,7 +94,7 @@ class FakeView(View):
         self.shown: list[tuple[Any, ...]] = []
         self.on_heartbeat: Callable[[], None] = lambda: None
 
-    def attempt(self, number: int, start_step: int) -> None:
+    def attempt(self, number: int, start_step: int, workers: int | None = None) -> None:
         raise AssertionError("the one who submits says where an attempt starts")
 
     def progress(self, rank: int, progress: Progress) -> None:
@@ -142,8 +142,11 @@ class Stage:
         is_watched: bool = True,
         heal: Callable[[Attempt], None] | None = None,
         starts: Sequence[int] = (),
+        sizes: Sequence[int] = (),
+        resize: Callable[[Attempt], str | None] | None = None,
     ) -> GangResult:
         def submit(attempt: Attempt) -> Job:
+            attempt.world_size = sizes[attempt.number] if sizes else world_size
             self.submitted.append(attempt.number)
             self.left.append(attempt.restarts_left)
             attempt.start = starts[attempt.number] if starts else 0
@@ -169,7 +172,7 @@ class Stage:
             view=self.view,
             max_restarts=max_restarts,
         )
-        return supervise(run, submit, heal=heal)
+        return supervise(run, submit, heal=heal, resize=resize)
 
 
 def failure(rank: int, kind: str, type_name: str = "X", message: str = "m") -> dict[str, Any]:
@@ -219,6 +222,44 @@ def test_each_attempt_shuts_out_the_one_before(stage: Stage) -> None:
     assert stage.hub.get("0/key") is None and stage.hub.get("1/key") == b""
 
 
+def test_a_gang_that_starts_again_with_more_workers_has_not_failed(
+    stage: Stage, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(module, "_RESIZE_SECONDS", 0.1)
+
+    def job() -> Rows:
+        stage.say(0, "heartbeat", epoch=1, step=7, loss=0.5, rows=9)
+        stage.say(0, "checkpoint", step=6)
+        return stage.until_cancelled()
+
+    def grow(attempt: Attempt) -> str | None:
+        return "there are slots" if attempt.saved == 6 and attempt.number == 0 else None
+
+    caplog.set_level("INFO", "sparkdl")
+    found = stage.run(
+        job, lambda: result(0, 1, 2), sizes=(2, 3), starts=(5, 6), max_restarts=0, resize=grow
+    )
+    assert found == GangResult(rows=result(0, 1, 2), restarts=0, sizes=[(5, 2), (6, 3)])
+    assert "there are slots" in caplog.text
+    assert stage.left == [0, 0]  # it cost no restart
+
+
+def test_what_is_lost_while_a_gang_is_resized_is_a_loss(
+    stage: Stage, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "_RESIZE_SECONDS", 0.1)
+
+    def fails() -> Rows:
+        time.sleep(0.3)
+        stage.fail(USER_1)
+        return stage.until_cancelled()
+
+    with pytest.raises(WorkerError, match="one"):
+        stage.run(
+            fails, max_restarts=0, resize=lambda attempt: "more" if attempt.failures else None
+        )
+
+
 def test_a_good_run(stage: Stage) -> None:
     def job() -> Rows:
         for rank in (0, 1):
@@ -229,7 +270,7 @@ def test_a_good_run(stage: Stage) -> None:
         return result(0, 1)
 
     found = stage.run(job)
-    assert found == GangResult(rows=result(0, 1), restarts=0)
+    assert found == GangResult(rows=result(0, 1), restarts=0, sizes=[(0, 2)])
     assert stage.spark.sparkContext.tags == ["sparkdl-r-0"]
     assert stage.spark.sparkContext.cancelled == []
     assert stage.view.shown == [

@@ -76,6 +76,8 @@ SAMPLES: dict[str, tuple[Any, Any]] = {
     "maxSteps": (7, 7),
     "batchSize": (5, 5),
     "numWorkers": (2, 2),
+    "minWorkers": (1, 1),
+    "numShards": (4, 4),
     "seed": (11, 11),
     "syncStrategy": (AllReduce(), AllReduce()),
     "syncBatchNorm": (True, True),
