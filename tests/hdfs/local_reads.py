@@ -49,6 +49,7 @@ def main(master: str, address: str, folder: str, url: str, webhdfs_url: str) -> 
     found = {"blocks": blocks(spark, url, webhdfs_url)}
     fit(spark, source, epochs=1)  # what is done once a session is not counted
     found["local"] = fit(spark, source, epochs=EPOCHS)
+    found["explained"] = regressor(1).explain(source, calibrate=False).notes
     row_table.locate_blocks = lambda spark, *place: nowhere(*place)  # type: ignore[attr-defined]
     found["anywhere"] = fit(spark, source, epochs=EPOCHS)
     print(json.dumps(found), flush=True)
@@ -80,17 +81,20 @@ def described(found: Blocks) -> dict[str, Any]:
     }
 
 
-def fit(spark: SparkSession, source: ParquetSource, epochs: int) -> dict[str, Any]:
-    """Train; what went through each executor's host."""
-    regressor = TorchRegressor(
+def regressor(epochs: int) -> TorchRegressor:
+    return TorchRegressor(
         module=partial(nn.Linear, WIDTH, 1), featuresCol="x", labelCol="y", epochs=epochs,
         numWorkers=2, batchSize=20_000, learningRate=0.001, seed=1, verbose=0,
     )  # fmt: skip
+
+
+def fit(spark: SparkSession, source: ParquetSource, epochs: int) -> dict[str, Any]:
+    """Train; what went through each executor's host."""
     locate = partial(row_table.locate_blocks, spark)
     wanted = Wanted(columns=(FEATURES,), validation=None, num_shards=2, shares=None, locate=locate)
     hosts = [list(shard.hosts) for shard in source.contents(wanted).shards]
     before = counted(spark)
-    rows = regressor.fit(source).summary.rows
+    rows = regressor(epochs).fit(source).summary.rows
     after = counted(spark)
     counts = {
         host: {what: after[host][what] - before[host][what] for what in ("eth0", "lo", "disk")}

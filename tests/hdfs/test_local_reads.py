@@ -53,6 +53,7 @@ def test_row_groups_are_read_on_the_hosts_that_have_them(tmp_path: Path) -> None
     local, anywhere = found["local"], found["anywhere"]
     assert local["rows"] == anywhere["rows"] == FILES * ROWS
     assert anywhere["hosts"] == [[], []]
+    assert any("2 of 2 shards lie mostly on one host" in note for note in found["explained"])
     for name in ("worker-1", "worker-2"):
         mine, ours = by_name["local"][name], by_name["anywhere"][name]
         assert mine["disk"] > 0.6 * BYTES / 2 and ours["disk"] > 0.6 * BYTES / 2

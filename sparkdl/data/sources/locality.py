@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 from sparkdl.data.sources.parquet_files import Listing, RowGroup
 from sparkdl.storage.blocks import Host, Locate
@@ -54,6 +55,11 @@ class Places:
             rows[homes[number]] += groups[number].num_rows
         return [groups[number] for number in sorted(homes, key=lambda n: (homes[n], n))]
 
+    @cached_property
+    def _hosts(self) -> set[Host]:
+        """All that have something."""
+        return {host for several in self.num_bytes.values() for host in several}
+
     def _holders(self, group: RowGroup) -> list[Host]:
         """The hosts that have about as much of a row group as the one that has most."""
         held = self.num_bytes.get((group.file.path, group.number), {})
@@ -71,8 +77,7 @@ class Places:
             of_group = self.num_bytes.get((group.file.path, group.number), {})
             held.update({host: round(share * count) for host, count in of_group.items()})
         most = max(held.values(), default=0)
-        everywhere = {host for several in self.num_bytes.values() for host in several}
-        if all(held[host] > _NEARLY_ALL * most for host in everywhere):
+        if all(held[host] > _NEARLY_ALL * most for host in self._hosts):
             return ()
         best = sorted(held, key=lambda host: (-held[host], host))[:_HOSTS_NAMED]
         return tuple(name for host in best if held[host] > most / 2 for name in host)

@@ -24,7 +24,9 @@ A = TypeVar("A")
 B = TypeVar("B")
 
 _FEW = 256
-"""Items for which a job does not pay; those of the first one."""
+"""Items for which a job does not pay."""
+_FIRST = 1024
+"""Items of the first job, whose results tell how large those of the others are."""
 _ITEMS_PER_TASK = 32
 _JOB_BYTES = 128 << 20
 """Of a job's results, far below what ``spark.driver.maxResultSize`` allows by default (1 GiB)."""
@@ -44,12 +46,12 @@ class ExecutorCalls:
         if len(items) <= _FEW:
             return in_threads(call, items)
         found: list[B] = []
-        count = _FEW
+        count = _FIRST
         while len(found) < len(items):
             part = items[len(found) : len(found) + count]
             answers = self._answers(CallTask(call, part))
             found += map(_opened, answers)
-            count = max(_FEW, _JOB_BYTES * len(part) // sum(map(len, answers)))
+            count = max(1, _JOB_BYTES * len(part) // sum(map(len, answers)))
         return found
 
     def _answers(self, task: CallTask) -> list[bytes]:

@@ -19,16 +19,16 @@ from tests.data.sources.test_parquet import FEATURES, LABEL, write
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
 
-pytestmark = [pytest.mark.spark, pytest.mark.slow]
+pytestmark = [pytest.mark.spark, pytest.mark.slow, pytest.mark.timeout(300)]
 
 
 def test_footers_of_many_files(
     spark: SparkSession, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Of both splits, and in several jobs; an error is that of the call."""
-    monkeypatch.setattr(executor_calls, "_FEW", 40)
-    monkeypatch.setattr(executor_calls, "_JOB_BYTES", 1)
-    folder = write(tmp_path / "data", [4] * 90)
+    monkeypatch.setattr(executor_calls, "_FEW", 20)
+    monkeypatch.setattr(executor_calls, "_FIRST", 30)
+    folder = write(tmp_path / "data", [4] * 50)
     columns = (FEATURES, LABEL)
     spec = TableSpec(columns=columns, num_shards=3, validation_col="held")
     found = [part.shard for part in SourceTable(spark, ParquetSource(folder), spec).collect()]
@@ -36,9 +36,9 @@ def test_footers_of_many_files(
     assert found == list(ParquetSource(folder).contents(wanted).shards)
     calls = ExecutorCalls(spark, None, 60.0)
     here = os.getpid()
-    processes = calls(lambda _: os.getpid(), range(90))
-    assert here not in processes and set(calls(lambda _: os.getpid(), range(40))) == {here}
-    (folder / "part-77.parquet").write_text("no Parquet")
+    processes = calls(lambda _: os.getpid(), range(21))
+    assert here not in processes and set(calls(lambda _: os.getpid(), range(20))) == {here}
+    (folder / "part-47.parquet").write_text("no Parquet")
     with pytest.raises(StorageError, match=r"cannot read .*Parquet magic") as error:
         SourceTable(spark, ParquetSource(folder), spec).collect()
     assert isinstance(error.value, SparkDLError) and "Traceback" not in str(error.value)
