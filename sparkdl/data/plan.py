@@ -208,6 +208,14 @@ class TrainPlan:
         return replace(self, world_size=len(held), shards_by_rank=held)
 
     @property
+    def largest_spool_bytes(self) -> int:
+        """What the shards of a rank take, at most."""
+        return max(
+            sum(shard.num_bytes for shard in self.shards_of(rank))
+            for rank in range(self.world_size)
+        )
+
+    @property
     def fewest_in_a_step(self) -> int:
         """So many samples at least each rank has in every step."""
         return min(

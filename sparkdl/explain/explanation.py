@@ -216,7 +216,7 @@ class Explanation:
                        f"({plan.skew:.2f} of the mean)"),
             ("steps", f"{plan.steps_per_epoch:,} per epoch, {plan.total_steps:,} in "
                       f"{plan.epochs} epoch{'s' * (plan.epochs != 1)}, batches of up to "
-                      f"{plan.batch_size} per worker"),
+                      f"{plan.batch_size} per shard"),
             ("parameters", f"{plan.parameters:,}"),
             ("memory per worker", f"{size(plan.process_bytes)} "
                                   f"({size(plan.worker_bytes)} of tensors)"

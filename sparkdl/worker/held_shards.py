@@ -44,7 +44,7 @@ def hold_shards(
         CommunicationError: a peer was lost.
         StorageError: the local disk cannot be written.
     """
-    found = [_found_here(shard, source, run_id) for shard in plan.shards]
+    found = [found_here(shard, source, run_id) for shard in plan.shards]
     names = {comm.address, socket.gethostname(), socket.getfqdn()}
     told = {
         "here": [number for number, shard in enumerate(found) if shard is not None],
@@ -75,8 +75,8 @@ def hold_shards(
     return replace(plan.held_by(assigned), shards=tuple(shards))
 
 
-def _found_here(shard: Shard, source: ShardSource, run_id: str) -> Shard | None:
-    """The shard as this rank can open it; None: it cannot."""
+def found_here(shard: Shard, source: ShardSource, run_id: str) -> Shard | None:
+    """The shard as it can be opened on this host; None: it cannot."""
     if source.is_here(shard):
         return shard
     for root in local_dirs():

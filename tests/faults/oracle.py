@@ -56,6 +56,8 @@ class Outcome:
     """Why the gang started again."""
     losses: tuple[float, ...] = ()
     """Of each epoch."""
+    sizes: tuple[tuple[int, int], ...] = ()
+    """Of each gang its first step, and its workers."""
     steps_lost: int | None = None
     """Done before the first fault, and done again."""
     notice: float | None = None
@@ -86,6 +88,7 @@ def trained(name: str, df: DataFrame, request: FitRequest, faults: Faults) -> Ou
         seconds=seconds,
         reasons=tuple(failure["reason"] for failure in record.failures),
         losses=tuple(epoch["loss"] for epoch in result.summary.history),
+        sizes=tuple((step, workers) for step, workers in result.summary.gang_sizes),
         **_costs(faults, ends, record.attempts, said),
     )
     MEASURED.parent.mkdir(exist_ok=True)

@@ -44,7 +44,7 @@ class Found:
 
     def largest_rows(self, num_workers: int) -> int:
         """Training rows of the fullest of so many workers, without those that are set aside."""
-        if self.checked.request.num_shards is not None:
+        if self.checked.fixed_shards is not None:
             rows = [shard.num_rows for shard in self.plan.shards]
             return max(sum(rows[n] for n in own) for own in assign_shards(len(rows), num_workers))
         if num_workers == self.plan.world_size:

@@ -102,8 +102,10 @@ def _with_times(found: Found, calibration: Calibration, wanted: Iterable[int]) -
     checked = found.checked
     slots, strategy, in_rounds = checked.slots, checked.strategy, checked.in_rounds
     predictor = predictor_of(found, calibration)
+    if slots.min_workers is not None and slots.max_workers is not None:
+        wanted = (*wanted, slots.min_workers, slots.max_workers)
     sizes = comparison.world_sizes(slots.total, num_ranks(checked), slots.num_workers, wanted)
-    most = checked.request.num_shards
+    most = checked.fixed_shards
     sizes = [one for one in sizes if most is None or one <= most]
     available = [one for one in sizes if slots.total is None or one <= slots.total]
     planned = predictor.predict(strategy, slots.num_workers, in_rounds=in_rounds)
@@ -152,7 +154,7 @@ def _facts(found: Found, model: ModelSize, gang: Gang | None) -> PlanFacts:
         worker_bytes=model.worker_bytes,
         process_bytes=INTERPRETER_BYTES + model.worker_bytes,
         peak_bytes=None if gang is None else gang.peak_bytes,
-        spool_bytes=max(shard.num_bytes for shard in plan.shards),
+        spool_bytes=plan.largest_spool_bytes,
         sent_bytes_per_step=checked.strategy.bytes_per_step(
             model.shapes, model.element_size, plan.world_size
         ),

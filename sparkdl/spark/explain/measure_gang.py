@@ -371,7 +371,7 @@ def predictor_of(found: Found, calibration: Calibration) -> Predictor:
         slots=checked.slots.total,
         largest_rows=found.largest_rows,
         check=partial(_check, found),
-        num_shards=checked.request.num_shards,
+        num_shards=checked.fixed_shards,
     )
 
 
@@ -406,5 +406,5 @@ def _check(found: Found, strategy: SyncStrategy, world_size: int) -> None:
     checked.data.check_training(config, checked.request.validation, has_logs=checked.has_logs)
     checked.data.check_plan(found.plan, strategy)
     strategy.check(config, world_size)
-    check_shards(checked.request.num_shards, strategy, world_size)
+    check_shards(checked.fixed_shards, strategy, world_size)
     check_sync_batch_norm(checked.module, config, world_size)

@@ -118,10 +118,14 @@ class CheckedRequest(CheckedValues):
         return not self.slots.is_gang
 
     @property
+    def fixed_shards(self) -> int | None:
+        """Parts of the rows that do not follow from the number of workers; None: they do."""
+        return self.request.num_shards or self.slots.max_workers
+
+    @property
     def num_shards(self) -> int:
-        """Fixed parts of the rows."""
-        slots = self.slots
-        return self.request.num_shards or slots.max_workers or slots.num_workers
+        """Parts of the rows."""
+        return self.fixed_shards or self.slots.num_workers
 
     @property
     def shards_per_worker(self) -> int:

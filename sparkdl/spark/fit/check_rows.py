@@ -119,10 +119,7 @@ def check_plan(checked: CheckedRequest, plan: TrainPlan, *, has_validation: bool
         replica_bytes=replica_bytes(module),
         # gradients, two moments as Adam keeps them, and a checkpoint's copy of it all
         state_bytes=trained + 2 * trained + replica_bytes(module) + 2 * trained,
-        spool_bytes=max(
-            sum(shard.num_bytes for shard in plan.shards_of(rank))
-            for rank in range(plan.world_size)
-        ),
+        spool_bytes=plan.largest_spool_bytes,
         num_workers=slots.num_workers,
     )
 

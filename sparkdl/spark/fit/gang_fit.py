@@ -48,14 +48,14 @@ def _submit(
 ) -> Callable[[], Rows]:
     """Prepare a submission: lost shards are rebuilt, the newest checkpoint is found.
 
-    A gang of another size than at first finds the shards where they are; see `worker.held_shards`.
+    A gang that may have another size than at first finds the shards where they are.
     """
     find = partial(find_checkpoint, run, passed_over=attempts.passed_over, lease=attempts.lease)
     path = attempts.begin(attempt, find, run.plan.first_step)
     df, plan, world_size = run.table.df, run.plan, attempt.world_size
-    if world_size != run.slots.num_workers:
+    if attempt.number > 0 and run.slots.max_workers is not None:
         df = run.spark.range(0, world_size, 1, world_size)
-        plan = plan.for_shards([part.shard for part in run.table.known])
+        plan = plan.for_shards([part.shard for part in run.table.restore(world_size)])
     elif attempt.number > 0:
         plan = plan.for_shards([part.shard for part in run.table.collect()])
     send = partial(run.link.send, remedy="submit the job inside the cluster's network")

@@ -112,6 +112,13 @@ class RowTable(Protocol):
         """Forget all shards, so that they are made anew."""
         return
 
+    def restore(self, num_workers: int) -> tuple[SpooledShard, ...]:
+        """Write those shards anew that none of so many executors' slots can open; list all.
+
+        Where they lie is no matter; a gang of any size finds them (`worker.held_shards`).
+        """
+        return self.known
+
     def remake(self, missing: Collection[int]) -> None:
         """Write some shards anew, wherever there are slots; `known` tells where."""
         return

@@ -40,7 +40,7 @@ from sparkdl.spark.frames.row_table import (
     require_same,
     spool_columns,
 )
-from sparkdl.spark.frames.spool_task import TABLE_SCHEMA, CleanTask, SpoolTask
+from sparkdl.spark.frames.spool_task import TABLE_SCHEMA, CleanTask, FindTask, SpoolTask
 from sparkdl.spark.session.background_job import BackgroundJob
 from sparkdl.spark.session.compat import conf, described, has_ended, num_slots
 from sparkdl.spark.session.interrupts import is_hurried
@@ -289,6 +289,25 @@ class ShardTable(SpoolTable, SpooledRows):
         with self._spooling:
             (shards,) = self._spooled()
             return self.checked(shards)
+
+    def restore(self, num_workers: int) -> tuple[SpooledShard, ...]:
+        """See `RowTable.restore`: a barrier stage of as many tasks looks where the gang will be."""
+        shards = tuple(part.shard for part in self.known)
+        task = FindTask(run_id=self._run_id, shards=shards)
+        slots = self._spark.range(0, num_workers, 1, num_workers)
+        rows = slots.mapInArrow(task, "shard_id int", barrier=True, profile=self._spec.profile)
+        job = BackgroundJob(
+            self._spark,
+            lambda: rows.distinct().collect(),
+            tag=f"sparkdl-{self._run_id}-find-{uuid.uuid4().hex[:4]}",
+            name=f"sparkdl {self._run_id}: look for shards",
+        )
+        found = job.watched(math.inf, queue_seconds=self._queue_timeout_seconds)
+        here = {row["shard_id"] for row in found}
+        if missing := [shard.shard_id for shard in shards if shard.shard_id not in here]:
+            logger.info("%d of %d shards are written anew", len(missing), len(shards))
+            self.remake(missing)
+        return self.known
 
     def remake(self, missing: Collection[int]) -> None:
         """See `RowTable.remake`: a plain stage reads all rows, and writes those of some shards."""

@@ -17,7 +17,7 @@ import pyarrow as pa
 from pyspark import BarrierTaskContext, TaskContext
 
 from sparkdl.data.column_stats import SpooledShard
-from sparkdl.data.plan import SpoolColumn
+from sparkdl.data.plan import Shard, SpoolColumn
 from sparkdl.data.spool.local_disk import (
     DiskFull,
     free_bytes,
@@ -27,9 +27,11 @@ from sparkdl.data.spool.local_disk import (
     roomiest,
     run_folder,
 )
+from sparkdl.data.spool.spool_source import SpoolSource
 from sparkdl.data.spool.writer import SpoolWriter
 from sparkdl.errors import SparkDLError
 from sparkdl.runtime.process import memory_bytes
+from sparkdl.worker.held_shards import found_here
 from sparkdl.worker.kept import KEPT
 from sparkdl.worker.watcher import ended_when_hung
 
@@ -150,6 +152,22 @@ def _by_set(batch: pa.RecordBatch) -> Iterator[tuple[int, pa.RecordBatch]]:
         columns = [*piece.column(f"set{number}").flatten(), piece.column("hash")]
         names = [f"c{index}" for index in range(len(columns))]
         yield number, pa.RecordBatch.from_arrays(columns, names)
+
+
+@dataclass(frozen=True, kw_only=True)
+class FindTask:
+    """Tells which shards of a run can be opened on this executor."""
+
+    run_id: str
+    shards: tuple[Shard, ...]
+
+    def __call__(self, batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
+        """Look for all of them."""
+        for _ in batches:
+            pass
+        source = SpoolSource()
+        found = [s.shard_id for s in self.shards if found_here(s, source, self.run_id) is not None]
+        yield pa.RecordBatch.from_pydict({"shard_id": pa.array(found, pa.int32())})
 
 
 @dataclass(frozen=True, kw_only=True)
