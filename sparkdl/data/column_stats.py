@@ -91,7 +91,8 @@ class SpooledShard:
     def from_dict(cls, values: dict[str, Any]) -> SpooledShard:
         """Inverse of `to_dict`."""
         columns = tuple(ColumnStats.from_dict(column) for column in values["columns"])
-        return cls(**{**values, "shard": Shard(**values["shard"]), "columns": columns})
+        shard = {**values["shard"], "hosts": tuple(values["shard"]["hosts"])}
+        return cls(**{**values, "shard": Shard(**shard), "columns": columns})
 
 
 def no_rows(shards: Sequence[SpooledShard]) -> str:

@@ -9,10 +9,12 @@ of a DataFrame.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar, runtime_checkable
 
 from sparkdl.data.plan import Column, Shard, Split, SpoolColumn, TrainPlan
+from sparkdl.storage.blocks import Locate, nowhere
 
 if TYPE_CHECKING:
     from sparkdl.data.collate import Rows
@@ -111,6 +113,29 @@ class Contents:
     checkpoints of another one are not continued."""
 
 
+A = TypeVar("A")
+B = TypeVar("B")
+
+
+class Spread(Protocol):
+    """Calls a function for each of several items, at once where it can."""
+
+    def __call__(self, call: Callable[[A], B], items: Sequence[A]) -> list[B]:
+        """What ``call`` gives for each item, in their order.
+
+        Function, items and results must go by cloudpickle to executors and back.
+        """
+
+
+_THREADS = 16
+
+
+def in_threads(call: Callable[[A], B], items: Sequence[A]) -> list[B]:
+    """See `Spread`: in this process, in threads, since what is called waits for storage."""
+    with ThreadPoolExecutor(_THREADS) as pool:
+        return list(pool.map(call, items))
+
+
 @dataclass(frozen=True, kw_only=True)
 class Wanted:
     """What a fit asks of a source."""
@@ -121,6 +146,10 @@ class Wanted:
     num_shards: int
     shares: tuple[float, ...] | None
     """Each shard's part of the rows, adding up to 1; None: equal parts."""
+    spread: Spread = in_threads
+    """Where many small reads are to happen."""
+    locate: Locate = nowhere
+    """Tells where the blocks of files lie."""
 
 
 @runtime_checkable

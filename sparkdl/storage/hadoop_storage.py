@@ -160,7 +160,7 @@ class HadoopStorage:
         folder = self._at(path)
         # Others may remove it at any moment, so it is not asked for beforehand.
         absent = contextlib.suppress(FileNotFoundError, NotADirectoryError)
-        with self._failures("list", path), absent, _java_errors():
+        with self._failures("list", path), absent, java_errors():
             if self._fs.getFileStatus(folder).isDirectory():
                 return sorted(entry.getPath().getName() for entry in self._fs.listStatus(folder))
         return []
@@ -196,12 +196,12 @@ class HadoopStorage:
     @contextlib.contextmanager
     def _failures(self, action: str, path: str) -> Iterator[None]:
         place = f"{self._name.rstrip('/')}/{path}" if path else self._name
-        with failures(action, place), _java_errors():
+        with failures(action, place), java_errors():
             yield
 
 
 @contextlib.contextmanager
-def _java_errors() -> Iterator[None]:
+def java_errors() -> Iterator[None]:
     """Raise exceptions of the JVM as Python's own, with the first line of their messages."""
     from py4j.protocol import Py4JJavaError
 

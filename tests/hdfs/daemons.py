@@ -1,4 +1,4 @@
-"""A small real HDFS on one machine: a name node and data nodes on the loopback."""
+"""A small real HDFS on one machine: its daemons on the loopback, or on hosts of their own."""
 
 from __future__ import annotations
 
@@ -11,12 +11,14 @@ import socket
 import subprocess
 import time
 import urllib.request
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import TracebackType
+from typing import Any
 from xml.sax.saxutils import escape
 
 from tests import jvm
+from tests.faults.hosts import Host
 
 _HDFS = "org.apache.hadoop.hdfs.server"
 _OPENED = (
@@ -29,6 +31,9 @@ log4j.appender.A=org.apache.log4j.ConsoleAppender
 log4j.appender.A.layout=org.apache.log4j.PatternLayout
 log4j.appender.A.layout.ConversionPattern=%d{ISO8601} %p %c: %m%n
 """
+_LOOPBACK = "127.0.0.1"
+_DATA_HTTP_PORT = 50075
+"""Of data nodes on hosts of their own."""
 _START_SECONDS = 90.0
 _STOP_SECONDS = 15.0
 
@@ -39,11 +44,25 @@ class Hdfs:
     Args:
         folder: for configuration, data and logs.
         jars: the daemons' class path.
-        num_data_nodes: as many copies are kept of each block.
+        num_data_nodes: as many copies are kept of each block, if ``replication`` is None.
+        replication: copies of each block.
+        hosts: for the name node first, then for each data node; none: all are here.
     """
 
-    def __init__(self, folder: Path, jars: list[Path], num_data_nodes: int = 2) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        jars: list[Path],
+        num_data_nodes: int = 2,
+        *,
+        replication: int | None = None,
+        hosts: Sequence[Host] = (),
+    ) -> None:
         self.num_data_nodes = num_data_nodes
+        self._replication = num_data_nodes if replication is None else replication
+        names = ["namenode", *(f"datanode{number}" for number in range(num_data_nodes))]
+        self._hosts = dict(zip(names, hosts, strict=bool(hosts)))
+        self._address = self._hosts["namenode"].address if hosts else _LOOPBACK
         self._folder = folder
         self._jars = jars
         self._java = _java()
@@ -53,17 +72,17 @@ class Hdfs:
     @property
     def url(self) -> str:
         """``hdfs://`` URL of the root."""
-        return f"hdfs://127.0.0.1:{self._port}"
+        return f"hdfs://{self._address}:{self._port}"
 
     @property
     def webhdfs_url(self) -> str:
         """``webhdfs://`` URL of the root."""
-        return f"webhdfs://{getpass.getuser()}@127.0.0.1:{self._http_port}"
+        return f"webhdfs://{getpass.getuser()}@{self._address}:{self._http_port}"
 
     @property
     def client_conf(self) -> dict[str, str]:
         """What a Hadoop client needs to know besides the URL."""
-        return {"dfs.replication": str(self.num_data_nodes)}
+        return {"dfs.replication": str(self._replication)}
 
     def __enter__(self) -> Hdfs:
         try:
@@ -142,16 +161,14 @@ class Hdfs:
 
     def _data_nodes(self) -> set[str]:
         """Addresses of those that count as alive; none before the name node serves."""
-        opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
-        query = "Hadoop:service=NameNode,name=NameNodeInfo"
+        name = f"{self._address}:{self._http_port}"
         try:
-            with opener.open(f"http://127.0.0.1:{self._http_port}/jmx?qry={query}", timeout=5) as f:
-                beans: list[dict[str, str]] = json.load(f)["beans"]
-        except OSError:
+            (bean,) = _beans(name, "Hadoop:service=NameNode,name=NameNodeInfo")
+        except (OSError, ValueError):
             return set()
-        if not beans or beans[0]["Safemode"]:
+        if bean["Safemode"]:
             return set()
-        return {node["xferaddr"] for node in json.loads(beans[0]["LiveNodes"]).values()}
+        return {node["xferaddr"] for node in json.loads(bean["LiveNodes"]).values()}
 
     def _format(self) -> None:
         command = [*self._command("namenode", f"{_HDFS}.namenode.NameNode"),
@@ -177,30 +194,34 @@ class Hdfs:
             self._configure(conf, name)
         opened = [f"--add-opens=java.base/{package}=ALL-UNNAMED" for package in _OPENED]
         class_path = os.pathsep.join(map(str, [conf, *self._jars]))
-        return [self._java, "-Xmx256m", *jvm.OPTIONS.split(),
-                "-Djava.net.preferIPv4Stack=true", f"-Djava.io.tmpdir={self._folder}",
-                f"-Dhadoop.log.dir={self._folder}", *opened, "-cp", class_path,
-                main_class]  # fmt: skip
+        words = [self._java, "-Xmx256m", *jvm.OPTIONS.split(),
+                 "-Djava.net.preferIPv4Stack=true", f"-Djava.io.tmpdir={self._folder}",
+                 f"-Dhadoop.log.dir={self._folder}", *opened, "-cp", class_path,
+                 main_class]  # fmt: skip
+        return self._hosts[name].command(words) if self._hosts else words
 
     def _configure(self, conf: Path, name: str) -> None:
         role = "hdfs" if name == "namenode" else "datanode"
+        own = self._hosts.get(name)
+        address, http_port = (own.address, _DATA_HTTP_PORT) if own else (_LOOPBACK, 0)
         (conf / "webapps" / role / "WEB-INF").mkdir(parents=True)
         (conf / "webapps" / role / "WEB-INF" / "web.xml").write_text(_WEB_XML, encoding="utf-8")
         (conf / "log4j.properties").write_text(_LOG4J, encoding="utf-8")
         _write_site(conf / "core-site.xml", {"fs.defaultFS": self.url,
                                              "hadoop.tmp.dir": self._folder / "tmp"})  # fmt: skip
         _write_site(conf / "hdfs-site.xml", {
-            "dfs.replication": self.num_data_nodes,
+            "dfs.replication": self._replication,
+            "dfs.namenode.fs-limits.min-block-size": 0,
             "dfs.permissions.enabled": "true",
             "dfs.webhdfs.enabled": "true",
             "dfs.namenode.name.dir": f"file://{self._folder}/name",
             "dfs.datanode.data.dir": f"file://{self._folder}/{name}-data",
-            "dfs.namenode.rpc-address": f"127.0.0.1:{self._port}",
-            "dfs.namenode.http-address": f"127.0.0.1:{self._http_port}",
-            "dfs.datanode.address": "127.0.0.1:0",
-            "dfs.datanode.http.address": "127.0.0.1:0",
-            "dfs.datanode.ipc.address": "127.0.0.1:0",
-            "dfs.datanode.hostname": "127.0.0.1",
+            "dfs.namenode.rpc-address": f"{self._address}:{self._port}",
+            "dfs.namenode.http-address": f"{self._address}:{self._http_port}",
+            "dfs.datanode.address": f"{address}:0",
+            "dfs.datanode.http.address": f"{address}:{http_port}",
+            "dfs.datanode.ipc.address": f"{address}:0",
+            "dfs.datanode.hostname": own.name if own else _LOOPBACK,
             "dfs.namenode.datanode.registration.ip-hostname-check": "false",
             "dfs.namenode.safemode.extension": 0,
             "dfs.heartbeat.interval": 1,
@@ -229,6 +250,21 @@ def _java() -> str:
     if java is None:
         raise RuntimeError(f"{named} is not an executable; name a Java with HDFS_JAVA")
     return java
+
+
+def _beans(address: str, query: str) -> list[dict[str, Any]]:
+    """What a daemon says of itself."""
+    opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+    with opener.open(f"http://{address}/jmx?qry={query}", timeout=5) as answer:
+        found: list[dict[str, Any]] = json.load(answer)["beans"]
+    return found
+
+
+def bytes_read(host: str) -> int:
+    """Bytes of blocks that the data node on a host of its own has read so far."""
+    query = "Hadoop:service=DataNode,name=DataNodeActivity*"
+    (bean,) = _beans(f"{host}:{_DATA_HTTP_PORT}", query)
+    return int(bean["BytesRead"])
 
 
 def _free_ports(number: int) -> list[int]:

@@ -1,7 +1,7 @@
 """Parquet files as a source that workers read by themselves.
 
-No Spark job reads them and nothing is written to local disks. The driver reads footers: they tell
-the row groups, and which of them have nulls, rows of another width or labels out of range; the
+No Spark job reads them and nothing is written to local disks. Footers come first: they tell the
+row groups, and which of them have nulls, rows of another width or labels out of range; the
 columns of those alone are then read to say how many. Workers check every row that they read.
 """
 
@@ -11,12 +11,20 @@ import logging
 import os
 from collections.abc import Sequence
 from dataclasses import KW_ONLY, dataclass, replace
+from itertools import chain, groupby
 
 import pyarrow as pa
 
-from sparkdl.data.source import Contents, Wanted, with_shapes
+from sparkdl.data.source import Contents, Spread, Wanted, with_shapes
 from sparkdl.data.sources.column_conversion import as_spark, path_of
-from sparkdl.data.sources.parquet_files import ColumnPath, Reader, RowGroup, list_files
+from sparkdl.data.sources.locality import Places
+from sparkdl.data.sources.parquet_files import (
+    ColumnPath,
+    Reader,
+    RowGroup,
+    list_files,
+    schema_under,
+)
 from sparkdl.data.sources.parquet_statistics import ColumnSurvey
 from sparkdl.data.sources.row_groups import (
     RowGroupShards,
@@ -59,14 +67,14 @@ class ParquetSource:
         check_options(self.buffer_bytes, self.validation_fraction)
 
     def schema(self) -> pa.Schema:
-        schema = list_files(str(self.path)).schema
+        schema = schema_under(str(self.path))
         fields = [field.with_type(as_spark(field.type)) for field in schema]
         return pa.schema(fields, metadata=schema.metadata)
 
     def contents(self, wanted: Wanted) -> Contents:
         if wanted.validation is not None and self.validation_fraction:
             raise ConfigError("set either validation_fraction or validationIndicatorCol, not both")
-        listing = list_files(str(self.path))
+        listing = list_files(str(self.path), wanted.spread)
         groups = listing.row_groups()
         paths = tuple(
             tuple(path_of(listing.schema, name) for name in column.kind.columns)
@@ -84,8 +92,9 @@ class ParquetSource:
         if marker is None:
             split = hold_out(groups, self.validation_fraction)
         else:
-            split = _marked(groups, marker, Reader(listing.url))
-        pieces = deal_both(*split, wanted)
+            split = _marked(groups, MarkedRows(listing.url, marker), wanted.spread)
+        places = Places.of(listing, wanted.locate)
+        pieces = deal_both(*split, wanted, places)
         sizes = [
             survey.bytes_of(piece)
             for shard in pieces
@@ -96,7 +105,7 @@ class ParquetSource:
         return Contents(
             columns=columns,
             shards=describe_shards(
-                pieces, together=together, about=marker, num_bytes=self.buffer_bytes
+                pieces, places, together=together, about=marker, num_bytes=self.buffer_bytes
             ),
             content=listing.content([marker, self.validation_fraction]),
             reader=RowGroupShards(
@@ -112,13 +121,26 @@ class ParquetSource:
         )
 
 
+@dataclass(frozen=True)
+class MarkedRows:
+    """Counts the rows for validation, by reading one column, on the driver or on executors."""
+
+    url: str
+    marker: ColumnPath
+
+    def __call__(self, groups: Sequence[RowGroup]) -> list[int]:
+        """Those of row groups of one file."""
+        reader, path = Reader(self.url), self.marker
+        return [int(marks(reader.read(g, [path])[path], path, g).sum()) for g in groups]
+
+
 def _marked(
-    groups: Sequence[RowGroup], marker: ColumnPath, reader: Reader
+    groups: Sequence[RowGroup], count: MarkedRows, spread: Spread
 ) -> tuple[list[RowGroup], list[RowGroup]]:
-    """Rows of each row group for training and for validation, by reading that one column."""
+    """Rows of each row group for training and for validation."""
+    by_file = [list(of_file) for _, of_file in groupby(groups, key=lambda group: group.file.path)]
     train, validation = [], []
-    for group in groups:
-        marked = int(marks(reader.read(group, [marker])[marker], marker, group).sum())
+    for group, marked in zip(groups, chain(*spread(count, by_file)), strict=True):
         train.append(replace(group, num_rows=group.num_rows - marked))
         validation.append(replace(group, num_rows=marked))
     return [g for g in train if g.num_rows], [g for g in validation if g.num_rows]

@@ -9,9 +9,9 @@ import json
 import os
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +20,7 @@ import pyarrow.dataset as ds
 import pyarrow.parquet as pq
 from pyarrow import fs
 
+from sparkdl.data.source import Spread, in_threads
 from sparkdl.data.sources.column_conversion import as_spark, column_at
 from sparkdl.errors import DataError
 from sparkdl.storage.storage import (
@@ -48,7 +49,6 @@ def open_files(path_or_url: str | os.PathLike[str]) -> tuple[fs.FileSystem, str]
     return getattr(files, "fs", None) or fs.PyFileSystem(fs.FSSpecHandler(files)), path
 
 
-_FOOTERS_AT_ONCE = 16
 _INSTANT = pa.timestamp("us", tz="UTC")
 _FOOTERS_KEPT = 256
 """Files whose footers a reader does not read again."""
@@ -122,6 +122,12 @@ class Listing:
         """What the footer of its file says of a row group."""
         return self.footers[group.file.path].row_group(group.number)
 
+    def byte_range(self, group: RowGroup) -> tuple[int, int]:
+        """Where a row group lies in its file: the first byte, and one past the last."""
+        footer = self.footer(group)
+        first, last = footer.column(0), footer.column(footer.num_columns - 1)
+        return _start_of(first), _start_of(last) + int(last.total_compressed_size)
+
     def content(self, about: object) -> int:
         """Fingerprint of all files, and of what else decides, 64 bits."""
         text = json.dumps([sorted(file.digest for file in self.files), about])
@@ -153,6 +159,11 @@ class Listing:
                     )
 
 
+def _start_of(column: pq.ColumnChunkMetaData) -> int:
+    """The first byte of a column of a row group; its dictionary, if it has one, comes first."""
+    return int(column.dictionary_page_offset or column.data_page_offset)
+
+
 def _type_at(schema: pa.Schema, path: ColumnPath) -> pa.DataType | None:
     """The type of a column, or of a field of a struct column, as which Spark reads it."""
     fields: Any = schema
@@ -165,8 +176,23 @@ def _type_at(schema: pa.Schema, path: ColumnPath) -> pa.DataType | None:
     return as_spark(kind)
 
 
-def list_files(url: str) -> Listing:
-    """Find the Parquet files and read their footers.
+def schema_under(url: str) -> pa.Schema:
+    """The columns that the files under a path have, by the first file that has rows.
+
+    Raises:
+        StorageError: there is no such path, or it cannot be read.
+        DataError: there is no Parquet file under it.
+    """
+    paths, constants = _found(url)
+    read = Footers(url)
+    footers = (read(path)[0] for path in paths)
+    first = next(footers)
+    full = first if first.num_rows else next((f for f in footers if f.num_rows), first)
+    return _whole_schema(full, constants[0])
+
+
+def list_files(url: str, spread: Spread = in_threads) -> Listing:
+    """Find the Parquet files and read their footers, by ``spread`` on executors if they are many.
 
     Files and folders whose names begin with ``.`` or ``_`` are passed over, as Spark does, and
     files without a byte.
@@ -175,28 +201,54 @@ def list_files(url: str) -> Listing:
         StorageError: there is no such path, or it cannot be read.
         DataError: there is no Parquet file under it.
     """
+    paths, constants = _found(url)
+    footers = spread(Footers(url), paths)
+    full = next((footer for footer, _ in footers if footer.num_rows), footers[0][0])
+    return Listing(
+        url=url,
+        schema=_whole_schema(full, constants[0]),
+        files=tuple(
+            DataFile(path=path, digest=digest, constants=told)
+            for path, (_, digest), told in zip(paths, footers, constants, strict=True)
+        ),
+        footers={path: footer for path, (footer, _) in zip(paths, footers, strict=True)},
+    )
+
+
+@dataclass(frozen=True)
+class Footers:
+    """Reads footers of files under a URL, on the driver or on executors."""
+
+    url: str
+
+    @cached_property
+    def _files(self) -> fs.FileSystem:
+        return open_files(self.url)[0]
+
+    def __call__(self, path: str) -> tuple[pq.FileMetaData, str]:
+        """A footer, and its digest; raises StorageError."""
+        with _read_failures(self.url), self._files.open_input_file(path) as file:
+            footer = pq.read_metadata(file)
+        return footer, digest_of(footer)
+
+
+def _found(url: str) -> tuple[list[str], list[dict[str, pa.Scalar]]]:
+    """The paths of the files, and the columns that the folders' names give each of them."""
     files, path = open_files(url)
     with _read_failures(url):
         paths = _paths(files, path)
-    if not paths:
-        raise DataError(f"there is no Parquet file under {without_password(url)}")
-    with _read_failures(url), ThreadPoolExecutor(_FOOTERS_AT_ONCE) as pool:
-        footers = tuple(pool.map(lambda path: _footer(files, path), paths))
-        constants = _folder_values(files, path, paths)
-    full = next((footer for footer in footers if footer.num_rows), footers[0])
-    schema = _schema(full)
-    for name, value in constants[0].items():  # also of a column of the files: Spark takes this one
+        if not paths:
+            raise DataError(f"there is no Parquet file under {without_password(url)}")
+        return paths, _folder_values(files, path, paths)
+
+
+def _whole_schema(footer: pq.FileMetaData, constants: Mapping[str, pa.Scalar]) -> pa.Schema:
+    """The columns of a file, and those that the folders' names give it."""
+    schema = _schema(footer)
+    for name, value in constants.items():  # also of a column of the files: Spark takes this one
         index, own = schema.get_field_index(name), pa.field(name, value.type)
         schema = schema.append(own) if index < 0 else schema.set(index, own)
-    return Listing(
-        url=url,
-        schema=schema,
-        files=tuple(
-            DataFile(path=path, digest=digest_of(footer), constants=told)
-            for path, footer, told in zip(paths, footers, constants, strict=True)
-        ),
-        footers=dict(zip(paths, footers, strict=True)),
-    )
+    return schema
 
 
 def _read_failures(place: str) -> AbstractContextManager[None]:
@@ -239,11 +291,6 @@ def _folder_values(
         {field.name: pa.scalar(values[path].get(field.name), field.type) for field in types}
         for path in paths
     ]
-
-
-def _footer(files: fs.FileSystem, path: str) -> pq.FileMetaData:
-    with files.open_input_file(path) as file:
-        return pq.read_metadata(file)
 
 
 def digest_of(footer: pq.FileMetaData) -> str:

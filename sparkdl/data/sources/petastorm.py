@@ -29,6 +29,7 @@ from sparkdl.data.sources.dataset_rows import (
     row_bytes,
     schema_of,
 )
+from sparkdl.data.sources.locality import Places
 from sparkdl.data.sources.parquet_files import Listing, RowGroup, list_files
 from sparkdl.data.sources.row_groups import (
     Piece,
@@ -95,11 +96,14 @@ class PetastormSource:
                 "PetastormSource(validation_fraction=...)"
             )
         check_kinds(wanted.columns)
-        listing = list_files(self.url)
+        listing = list_files(self.url, wanted.spread)
+        places = Places.of(listing, wanted.locate)
         names = [column.name for column in wanted.columns]
         if self.transform_spec is None:
             _refuse_nulls(listing, names)
-        pieces = deal_both(*hold_out(listing.row_groups(), self.validation_fraction), wanted)
+        pieces = deal_both(
+            *hold_out(listing.row_groups(), self.validation_fraction), wanted, places
+        )
         sample = self._first(listing, names)
         columns = tuple(column_of(column, sample) for column in wanted.columns)
         sizes = [p.num_rows * row_bytes(columns) for shard in pieces for p in shard["train"]]
@@ -108,7 +112,7 @@ class PetastormSource:
         return Contents(
             columns=columns,
             shards=describe_shards(
-                pieces, together=together, about=about, num_bytes=self.buffer_bytes
+                pieces, places, together=together, about=about, num_bytes=self.buffer_bytes
             ),
             content=listing.content(about),
             reader=PetastormShards(

@@ -17,6 +17,7 @@ import pyarrow as pa
 from sparkdl.data.plan import Column, Shard, Split, SpoolColumn, TrainPlan
 from sparkdl.data.ragged import Array, Ragged
 from sparkdl.data.sources.column_conversion import checked_rows, owned
+from sparkdl.data.sources.locality import Places
 from sparkdl.data.sources.parquet_files import ColumnPath, Reader, RowGroup
 from sparkdl.errors import ConfigError, DataError
 
@@ -65,21 +66,24 @@ def check_options(buffer_bytes: int, validation_fraction: float) -> None:
         raise ConfigError(f"validation_fraction must be in [0, 1); received {validation_fraction}")
 
 
-def deal(groups: Sequence[RowGroup], shares: Sequence[float]) -> list[tuple[Piece, ...]]:
+def deal(
+    groups: Sequence[RowGroup], shares: Sequence[float], places: Places
+) -> list[tuple[Piece, ...]]:
     """Deal row groups to shards, so that each has its share of the rows, to the row.
 
-    The row groups are put into an order that is random but follows from their content, then cut: a
-    row group on a border is read by two shards, each of which uses its part.
+    The row groups are put into an order that is random but follows from their content and their
+    places, then cut: a row group on a border is read by two shards, each of which uses its part.
 
     Args:
         groups: those with rows of the split.
         shares: each shard's part, adding up to 1.
+        places: where they lie.
     """
     total = sum(group.num_rows for group in groups)
     bounds = [0, *(round(upto * total) for upto in accumulate(shares[:-1])), total]
     dealt: list[list[Piece]] = [[] for _ in shares]
     start, shard = 0, 0
-    for group in _by_lot(groups):
+    for group in places.ordered(_by_lot(groups)):
         taken = 0
         while taken < group.num_rows:
             while bounds[shard + 1] <= start + taken:
@@ -127,7 +131,7 @@ def _by_lot(groups: Sequence[RowGroup], purpose: str = "") -> list[RowGroup]:
 
 
 def deal_both(
-    train: Sequence[RowGroup], validation: Sequence[RowGroup], wanted: Wanted
+    train: Sequence[RowGroup], validation: Sequence[RowGroup], wanted: Wanted, places: Places
 ) -> tuple[ShardPieces, ...]:
     """Deal the rows of both splits, those for validation equally.
 
@@ -139,17 +143,24 @@ def deal_both(
             "no rows are left for training; lower validation_fraction, or write more row groups"
         )
     equal = (1 / wanted.num_shards,) * wanted.num_shards
-    dealt = zip(deal(train, wanted.shares or equal), deal(validation, equal), strict=True)
-    return tuple({"train": own, "validation": held} for own, held in dealt)
+    own = deal(train, wanted.shares or equal, places)
+    held = deal(validation, equal, places)
+    return tuple({"train": t, "validation": v} for t, v in zip(own, held, strict=True))
 
 
 def describe_shards(
-    shards: Sequence[ShardPieces], *, together: int, about: object, num_bytes: int
+    shards: Sequence[ShardPieces],
+    places: Places,
+    *,
+    together: int,
+    about: object,
+    num_bytes: int,
 ) -> tuple[Shard, ...]:
     """The shards for the plan; fingerprints follow from all that decides which rows come when.
 
     Args:
         shards: their rows.
+        places: where these lie, which the fingerprints do not tell.
         together: pieces that are mixed.
         about: what else decides.
         num_bytes: memory for the rows of a worker.
@@ -169,6 +180,9 @@ def describe_shards(
             num_validation_rows=sum(piece.num_rows for piece in shard["validation"]),
             fingerprint=fingerprint(shard),
             num_bytes=num_bytes,
+            hosts=places.hosts_of(
+                [(p.group, p.num_rows / p.group.num_rows) for own in shard.values() for p in own]
+            ),
         )
         for number, shard in enumerate(shards)
     )

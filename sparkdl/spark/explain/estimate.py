@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import uuid
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 
@@ -84,7 +85,7 @@ def look(
     shards, may_validate = [part.shard for part in spooled], False
     if sample is None:
         name = type(checked.data.source).__name__
-        notes = [f"the rows are those that {name} tells of; nothing was read"]
+        notes = [f"the rows are those that {name} tells of; nothing was read", *_near(shards)]
         training = sum(shard.num_rows for shard in shards)
         counted = (training, sum(shard.num_validation_rows for shard in shards)), ()
     else:
@@ -112,6 +113,17 @@ def look(
         may_validate=may_validate or plan.num_validation_rows > 0,
         counted=counted,
     )
+
+
+def _near(shards: Sequence[Shard]) -> Iterator[str]:
+    """Which hosts have the rows of a source, if that is known."""
+    best = {shard.hosts[0] for shard in shards if shard.hosts}
+    if best:
+        number = sum(bool(shard.hosts) for shard in shards)
+        yield (
+            f"{number} of {len(shards)} shards lie mostly on one host each "
+            f"({', '.join(sorted(best))}); a worker there reads them without the network"
+        )
 
 
 def _count(

@@ -6,6 +6,7 @@ workers read by themselves.
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import json
 import math
@@ -23,6 +24,8 @@ from sparkdl.data.source import Contents, ShardSource, Source, Wanted
 from sparkdl.errors import DataError
 from sparkdl.serialization.identity import identity
 from sparkdl.spark.cluster.cluster_info import ClusterInfo
+from sparkdl.spark.frames.executor_calls import ExecutorCalls
+from sparkdl.storage.blocks import locate_blocks
 
 if TYPE_CHECKING:
     from pyspark.resource import ResourceProfile
@@ -175,6 +178,9 @@ class SourceTable(RowTable):
             validation=spec.validation_col,
             num_shards=spec.num_shards,
             shares=spec.shares,
+            spread=ExecutorCalls(spark, spec.profile, spec.queue_timeout_seconds),
+            # Asked once: blocks that are copied during a fit do not change what its shards hold.
+            locate=functools.cache(functools.partial(locate_blocks, spark)),
         )
         self._contents: Contents | None = None
         self._df: DataFrame | None = None

@@ -108,7 +108,7 @@ def test_what_is_no_parquet_is_named(tmp_path: Path) -> None:
     folder = write_all(tmp_path / "data", [pa.table({"x": [1.0]})])
     (folder / "notes.txt").write_text("some words")
     with pytest.raises(StorageError, match=r"cannot read .*data"):
-        ParquetSource(folder).schema()
+        ParquetSource(folder).contents(wanted(FEATURES))
 
 
 def test_columns_that_folders_tell_are_of_one_type_and_are_checked(tmp_path: Path) -> None:
