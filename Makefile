@@ -58,13 +58,14 @@ tools: setup ## add what tests and development need: the versions of requirement
 # Of Spark's classes as this Java has loaded them: it spares each JVM of the tests four seconds.
 ARCHIVE := build/spark.jsa
 JAVA = $${JAVA_HOME:+$$JAVA_HOME/bin/}java
-archive: tools
+archive: tools ## Spark's classes in a file, with which JVMs of tests start faster
 	@mkdir -p build
-	@if ! { $(JAVA) -version; cat $(LOCK); } 2>&1 | cmp -s - $(ARCHIVE).made-from; then \
+	@if ! { [ -f $(ARCHIVE) ] && $(JAVA) -version; cat $(LOCK); } 2>&1 \
+			| cmp -s - $(ARCHIVE).made-from; then \
 		echo "making $(ARCHIVE), with which Spark starts faster"; \
 		$(BIN)/python -m tests.jvm >$(ARCHIVE).log 2>&1 \
+			&& { $(JAVA) -version; cat $(LOCK); } >$(ARCHIVE).made-from 2>&1 \
 			|| echo "there is none, so the tests take longer; see $(ARCHIVE).log"; \
-		{ $(JAVA) -version; cat $(LOCK); } >$(ARCHIVE).made-from 2>&1; \
 	fi
 
 data/digits: | setup

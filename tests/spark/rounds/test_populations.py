@@ -127,7 +127,7 @@ def measured(module: nn.Module, df: DataFrame) -> tuple[float, float]:
 
 @pytest.mark.slow
 def test_a_tournament_is_about_as_good_as_the_best_of_independent_runs(df: DataFrame) -> None:
-    long = {"epochs": 4, "num_workers": 4}
+    long = {"epochs": 6, "num_workers": 4}
     apart = fit(df, wanted(Tournament(period=10_000), **long)).summary
     together = fit(df, wanted(Tournament(period=4), **long)).summary
     best = apart.history[-1]["val_loss"]
