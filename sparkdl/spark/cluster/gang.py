@@ -69,12 +69,13 @@ class GangTask:
                 yield from result_batches(rank, kind, payload)
 
     def _environment(self, context: TaskContext, stack: contextlib.ExitStack) -> WorkerEnvironment:
-        if isinstance(context, BarrierTaskContext):
+        if self.num_tasks is None:
+            assert isinstance(context, BarrierTaskContext)
             addresses = [_host(info.address) for info in context.getTaskInfos()]
             world_size, address = len(addresses), addresses[context.partitionId()]
             channel = self.channel or _host_channel(context, stack, self.attempt)
         else:
-            assert self.channel is not None and self.num_tasks is not None
+            assert self.channel is not None
             world_size, channel = self.num_tasks, self.channel
             address = _address_towards(channel)
         gpu = context.resources().get("gpu")
