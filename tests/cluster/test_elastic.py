@@ -18,7 +18,7 @@ from tests.cluster.train_in_rounds import in_rounds
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
 
-pytestmark = [pytest.mark.spark, pytest.mark.slow, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.spark, pytest.mark.slow, pytest.mark.timeout(600)]
 
 ROOT = Path(__file__).parent.parent.parent
 DYNAMIC = [
@@ -52,7 +52,7 @@ def master(folder: Path) -> Iterator[str]:
 def train(master: str, marker: Path, *settings: str) -> str:
     command = [sys.executable, "-m", "tests.cluster.train_in_rounds", master, str(marker)]
     done = subprocess.run(
-        [*command, *settings], cwd=ROOT, capture_output=True, text=True, timeout=130, check=False
+        [*command, *settings], cwd=ROOT, capture_output=True, text=True, timeout=400, check=False
     )
     assert done.returncode == 0, done.stderr[-3000:]
     assert "restarts 0" in done.stdout
