@@ -18,7 +18,7 @@ from tests.cluster.train_on_changing import in_rounds
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
 
-pytestmark = [pytest.mark.spark, pytest.mark.slow, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.spark, pytest.mark.slow, pytest.mark.timeout(600)]
 
 ROOT = Path(__file__).parent.parent.parent
 DYNAMIC = [
@@ -54,7 +54,7 @@ def train(mode: str, master: str, marker: Path, *settings: str) -> str:
     module = "tests.cluster.train_on_changing"
     command = [sys.executable, "-m", module, mode, master, str(marker)]
     done = subprocess.run(
-        [*command, *settings], cwd=ROOT, capture_output=True, text=True, timeout=130, check=False
+        [*command, *settings], cwd=ROOT, capture_output=True, text=True, timeout=400, check=False
     )
     assert done.returncode == 0, done.stderr[-3000:]
     return done.stdout

@@ -110,7 +110,7 @@ def workspace(tmp_path_factory: pytest.TempPathFactory, digits: Path) -> Path:
 @pytest.mark.spark
 @pytest.mark.classic
 @pytest.mark.slow
-@pytest.mark.timeout(180)
+@pytest.mark.timeout(300)
 @pytest.mark.parametrize("command", _to_run(), ids=_name_of)
 def test_jobs_run(command: tuple[str, ...], workspace: Path) -> None:
     path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
@@ -121,6 +121,6 @@ def test_jobs_run(command: tuple[str, ...], workspace: Path) -> None:
         "SPARK_LOCAL_IP": "127.0.0.1",
     }
     result = subprocess.run(
-        command, cwd=workspace, env=environment, capture_output=True, text=True, timeout=170
+        command, cwd=workspace, env=environment, capture_output=True, text=True, timeout=280
     )
     assert result.returncode == 0, result.stderr[-3000:]
