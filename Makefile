@@ -19,9 +19,9 @@ export SPARK_CONF_DIR ?= $(CURDIR)/conf
 SUBMIT := $(BIN)/spark-submit
 
 .DEFAULT_GOAL := help
-.PHONY: help setup tools train evaluate predict test test-all promises lint format types docs unit plain
+.PHONY: help setup tools train evaluate predict test test-all promises lint format types docs picture unit plain
 .PHONY: gangs spark pages connect cluster cluster-gpu notebooks test-hdfs standalone petastorm
-.PHONY: package bench lock clean prerequisites faults soak
+.PHONY: archive package bench lock clean prerequisites faults soak
 
 help: ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 18
@@ -55,6 +55,19 @@ tools: setup ## add what tests and development need: the versions of requirement
 			&& cp $(DEV_LOCK) $(VENV)/installed-dev.lock; \
 	fi
 
+# Of Spark's classes as this Java has loaded them: it spares each JVM of the tests four seconds.
+ARCHIVE := build/spark.jsa
+JAVA = $${JAVA_HOME:+$$JAVA_HOME/bin/}java
+archive: tools ## Spark's classes in a file, with which JVMs of tests start faster
+	@mkdir -p build
+	@if ! { [ -f $(ARCHIVE) ] && $(JAVA) -version; cat $(LOCK); } 2>&1 \
+			| cmp -s - $(ARCHIVE).made-from; then \
+		echo "making $(ARCHIVE), with which Spark starts faster"; \
+		$(BIN)/python -m tests.jvm >$(ARCHIVE).log 2>&1 \
+			&& { $(JAVA) -version; cat $(LOCK); } >$(ARCHIVE).made-from 2>&1 \
+			|| echo "there is none, so the tests take longer; see $(ARCHIVE).log"; \
+	fi
+
 data/digits: | setup
 	@$(BIN)/python jobs/digits.py --output $@
 
@@ -77,10 +90,10 @@ PARTS := lint spark plain gangs cluster faults pages types notebooks test-hdfs c
 ALL := lint spark cluster faults pages notebooks test-hdfs plain gangs connect standalone petastorm \
 	cluster-gpu types docs package
 
-test: tools ## what a change can break; JOBS=1 one part at a time
+test: archive ## what a change can break; JOBS=1 one part at a time
 	@FAULTS="$(SELECT)" $(BIN)/python -m tests.suite --jobs $(JOBS) $(PARTS)
 
-test-all: tools ## every test there is
+test-all: archive ## every test there is
 	@-.ci/get_chromium.sh >/dev/null
 	@SELECT="not bench" $(BIN)/python -m tests.suite --jobs $(JOBS) $(ALL)
 
@@ -102,6 +115,9 @@ types: tools ## mypy, strict, on the package
 docs: tools ## the documentation as a site in docs/_build/html
 	@$(BIN)/python -m sphinx -W --keep-going -n -E -q -b html docs docs/_build/html
 	@echo "docs/_build/html/index.html"
+
+picture: tools ## docs/report.png anew, from a fit on digits
+	@$(BIN)/python -m docs.draw_report
 
 unit: tools ## the tests of TESTS, as TESTS=tests/sync, slow ones too
 	@-.ci/get_chromium.sh >/dev/null
@@ -135,7 +151,7 @@ faults: tools ## losses in every phase, on three hosts of this machine
 	@$(PYTEST) -m "$(FAULTS)" tests/faults
 	@$(BIN)/python -m tests.faults.table
 
-soak: tools ## fits, checkpoints and reports in numbers that would show a leak; make test-all has a fifth
+soak: tools ## fits, checkpoints and reports in numbers that would show a leak; make test-all has a tenth
 	@SOAK=1 $(PYTEST) -m "not bench" tests/soak
 
 cluster-gpu: tools ## GPUs that do not exist, on a local cluster

@@ -1,8 +1,6 @@
 """The Spark ML estimators, which train a module on a DataFrame.
 
-The estimators differ in their default loss, in what they make of the label column and in the
-model they return. Everything else is in their Params (`sparkdl.spark.params.param_table`) and in
-`sparkdl.spark.fit.fit`.
+They differ in their default loss, in what they make of the label column and in their model.
 """
 
 from __future__ import annotations
@@ -12,7 +10,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, Self, TypeVar, Unpack
 
 from pyspark import keyword_only
 from pyspark.ml import Estimator
@@ -22,9 +20,11 @@ from pyspark.sql import DataFrame
 from torch import nn
 
 from sparkdl.config import ExplainOptions, Task
+from sparkdl.data.source import Source
 from sparkdl.errors import TrainingFailed
 from sparkdl.model import TorchClassifierModel, TorchModel, TorchRegressorModel
 from sparkdl.runtime.tracebacks import plainly
+from sparkdl.spark.fit.fit import fit
 from sparkdl.spark.frames.shared_spools import Spools
 from sparkdl.spark.frames.user_data import spark_frame
 from sparkdl.spark.params import accessors, param_table
@@ -34,18 +34,14 @@ from sparkdl.spark.params.params import (
     training_values,
     with_params,
 )
+from sparkdl.spark.run.run import FitRequest, FitResult
+from sparkdl.spark.run.run_facts import shown_params
 from sparkdl.spark.session import interrupts, termination
 
 if TYPE_CHECKING:
-    from typing import Self, Unpack
-
     from pyspark.ml._typing import ParamMap
 
-    from sparkdl.data.source import Source
     from sparkdl.explain.explanation import Explanation
-    from sparkdl.spark.frames.shared_spools import Spools
-    from sparkdl.spark.run.run import FitRequest, FitResult
-
 
 E = TypeVar("E", bound="_TorchEstimator")
 
@@ -62,7 +58,6 @@ class _TorchEstimator(
         fit = plainly(Estimator.fit)  # without Spark's frames in between
 
     def _fit(self, dataset: DataFrame | Source) -> TorchModel:
-        """Train on a DataFrame, or on a source such as `ParquetSource`."""
         return self.fit_sharing(dataset)
 
     def fitMultiple(
@@ -96,8 +91,6 @@ class _TorchEstimator(
             on_epoch: is given each epoch's history record, on the driver; what it raises ends
                 the fit.
         """
-        from sparkdl.spark.fit.fit import fit
-
         request = replace(self._request(), on_epoch=on_epoch)
         if not request.automatic:
             return self._model(fit(dataset, request, spools))
@@ -153,14 +146,10 @@ class _TorchEstimator(
         return explain(dataset, self._request(), options, self._with)
 
     def _with(self, params: Mapping[str, Any]) -> Self:
-        """A copy with some Params changed."""
         return self.copy({self.getParam(name): value for name, value in params.items()})
 
     def _request(self) -> FitRequest:
         """The Params as the value that `fit` takes; all checks that need no data happen here."""
-        from sparkdl.spark.run.run import FitRequest
-        from sparkdl.spark.run.run_facts import shown_params
-
         config, others = training_values(self, self._task)
         name, params = type(self).__name__, shown_params(self)
         return FitRequest(config=config, name=name, params=params, **others)
@@ -188,7 +177,7 @@ class _TorchEstimator(
 
     def write(self) -> MLWriter:
         """A writer that saves the Params without pickle."""
-        from sparkdl.spark.params.save_stage import ParamsWriter
+        from sparkdl.spark.params.save_stage import ParamsWriter  # slow: torch.export
 
         return ParamsWriter(self)
 

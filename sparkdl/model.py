@@ -1,8 +1,4 @@
-"""Trained modules as Spark ML models.
-
-A model adds columns by one UDF, to which only inputs travel, as Arrow; see
-`sparkdl.inference.predict`.
-"""
+"""Trained modules as Spark ML models, which add columns by one UDF; see `inference.predict`."""
 
 from __future__ import annotations
 
@@ -10,7 +6,7 @@ import logging
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, Self, TypeVar
 
 import torch
 from pyspark.ml import Model
@@ -43,11 +39,7 @@ from sparkdl.spark.params import param_table
 from sparkdl.spark.params.accessors import ClassifierModelAccessors, ModelAccessors
 from sparkdl.spark.params.converters import to_metrics
 from sparkdl.spark.params.params import CheckedParams, ClassOutputParams, with_params
-
-if TYPE_CHECKING:
-    from typing import Self
-
-    from sparkdl.train.training_state import TrainingState
+from sparkdl.train.training_state import TrainingState
 
 logger = logging.getLogger(__name__)
 M = TypeVar("M", bound="TorchModel")
@@ -144,17 +136,14 @@ class TorchModel(Model, CheckedParams, MLWritable, MLReadable["TorchModel"], Mod
         return with_columns(dataset, self.uid, inputs, function, plan.spark_type, plan.columns)
 
     def _wanted(self) -> list[Wanted]:
-        """The output columns, without those that are off."""
         others: dict[str, Output] = self.getOrDefault("outputs")
         columns = [*self._predictions(), *(Wanted(column=n, output=o) for n, o in others.items())]
         return [item for item in columns if item.column]
 
     def _predictions(self) -> list[Wanted]:
-        """The columns that are made of the module's prediction."""
         return [Wanted(column=self.getOrDefault("predictionCol"), output=self._predicted())]
 
     def _predicted(self) -> Output:
-        """Which of the module's outputs is the prediction."""
         return self.getOrDefault("predictionOutput") or Output()
 
     def _forward(self, layers: Iterable[str | None]) -> Forward:
@@ -344,7 +333,7 @@ class TorchModel(Model, CheckedParams, MLWritable, MLReadable["TorchModel"], Mod
 
     def write(self) -> MLWriter:
         """A writer that saves Params, module and summary without pickle."""
-        from sparkdl.spark.params.save_stage import ModelWriter
+        from sparkdl.spark.params.save_stage import ModelWriter  # slow: torch.export
 
         return ModelWriter(self)
 

@@ -7,13 +7,14 @@ from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 from pyspark.sql import DataFrame, SparkSession
 
+from sparkdl.config import require
 from sparkdl.data.source import Source
 from sparkdl.errors import ClusterError, ConfigError, StorageError, TrainingFailed
-from sparkdl.inputs import check_names, named
+from sparkdl.inputs import Specification, check_names, named
 from sparkdl.report.listeners.listener import Listener
 from sparkdl.runtime.tracebacks import plainly
 from sparkdl.spark.frames import user_data
@@ -27,9 +28,6 @@ from sparkdl.spark.params.converters import to_inputs, to_run_name
 from sparkdl.spark.run.run_facts import shown
 from sparkdl.spark.session.interrupts import interruptible
 from sparkdl.worker.function_rank import Script
-
-if TYPE_CHECKING:
-    from sparkdl.inputs import Specification
 
 _DEVICES = ("auto", "cpu", "cuda")
 _ARGUMENTS = {
@@ -96,12 +94,14 @@ class TorchRunner:
         listeners: Sequence[Listener] = (),
         verbose: int = 1,
     ) -> None:
-        _require(num_workers is None or num_workers >= 0, "num_workers must be at least 0")
-        _require(device in _DEVICES, f"device must be one of {', '.join(_DEVICES)}")
-        _require(max_restarts >= 0, "max_restarts must be at least 0")
-        _require(keep_checkpoints >= 1, "keep_checkpoints must be at least 1")
-        _require(results in ("first", "all"), "results must be 'first' or 'all'")
-        _require(checkpoint_dir is not None or not resume, "resume=True needs a checkpoint_dir")
+        is_number = num_workers is None or num_workers >= 0
+        require(is_number, "num_workers must be at least 0", num_workers)
+        require(device in _DEVICES, f"device must be one of {', '.join(_DEVICES)}", device)
+        require(max_restarts >= 0, "max_restarts must be at least 0", max_restarts)
+        require(keep_checkpoints >= 1, "keep_checkpoints must be at least 1", keep_checkpoints)
+        require(results in ("first", "all"), "results must be 'first' or 'all'", results)
+        if resume and checkpoint_dir is None:
+            raise ConfigError("resume=True needs a checkpoint_dir")
         self.history: list[dict[str, float]] = []
         """What the last run has reported; empty if it failed."""
         self._ask = partial(
@@ -165,7 +165,6 @@ class TorchRunner:
 
 
 def _shown(request: FunctionRequest, train: Any) -> tuple[Mapping[str, Any], ...]:
-    """What is asked for, as a run's record shows it."""
     names = ("num_workers", "device", "max_restarts", "checkpoint_dir", "resume",
              "keep_checkpoints", "cpus_per_worker", "gpus_per_worker")  # fmt: skip
     values = {"run": train, **{name: getattr(request, name) for name in names}}
@@ -210,7 +209,7 @@ def _run_name(value: Any) -> str | None:
 def _inputs(value: Any) -> dict[str, Specification] | None:
     if value is None:
         return None
-    _require(isinstance(value, Mapping), f"inputs must be a mapping by name; received {value!r}")
+    require(isinstance(value, Mapping), "inputs must be a mapping by name", value)
     try:
         found: dict[str, Specification] = to_inputs(value)
     except TypeError as error:
@@ -222,13 +221,9 @@ def _inputs(value: Any) -> dict[str, Specification] | None:
 def _callable(train: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Callable[[], Any]:
     if isinstance(train, (str, Path)):
         path = Path(train)
-        _require(not kwargs, "a script takes no keyword arguments: pass its command line as texts")
-        _require(path.is_file(), f"there is no script {path}")
+        rule = "a script takes no keyword arguments: pass its command line as texts"
+        require(not kwargs, rule, kwargs)
+        require(path.is_file(), "there is no such script", str(path))
         return Script(path.name, path.read_text(encoding="utf-8"), tuple(map(str, args)))
-    _require(callable(train), "run takes a function or the path of a script")
+    require(callable(train), "run takes a function or the path of a script", train)
     return partial(train, *args, **kwargs)
-
-
-def _require(holds: bool, message: str) -> None:
-    if not holds:
-        raise ConfigError(message)

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from tests import s3
+from tests import jvm, s3
 from tests.gang import Gang, started_gang
 from tests.on_connect import AGAIN
 from tests.promises import PROMISES
@@ -35,8 +35,7 @@ os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, (ROOT, os.environ.get("P
 # Before Spark starts, whose workers read this as well.
 os.environ.update(s3.ENVIRONMENT)
 
-# Sessions are short: the JVM's second compiler would take as much CPU time as it spares later.
-os.environ.setdefault("SPARK_SUBMIT_OPTS", "-XX:TieredStopAtLevel=1 -XX:+UseSerialGC")
+jvm.prepare()
 
 # Tests press Ctrl-C, which a shell's background jobs and nohup would have Python ignore.
 signal.signal(signal.SIGINT, signal.default_int_handler)

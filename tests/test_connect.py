@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import os
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -101,3 +102,35 @@ def test_an_executor_that_does_not_answer(
             fitted(points)
     finally:
         spark.conf.unset("spark.sparkdl.startTimeout")
+
+
+def learn(folder: str, batch: DataFrame, batch_id: int) -> None:
+    """What a stream calls on the server: train on, from the model of the batch before."""
+    goes_on = {} if batch_id == 0 else {"initialState": f"{folder}/{batch_id - 1}"}
+    fitted(batch, keepTrainingState=True, **goes_on).save(f"{folder}/{batch_id}")
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_foreach_batch_trains_on_the_server(
+    spark: SparkSession, points: DataFrame, tmp_path: Path
+) -> None:
+    from sparkdl import TorchClassifierModel
+
+    halves = points.where("label < 2"), points.where("label > 0")
+    for number, half in enumerate(halves):
+        half.coalesce(1).write.parquet(str(tmp_path / str(number)))
+        (file,) = (tmp_path / str(number)).glob("*.parquet")
+        os.utime(file, (1e9 + number, 1e9 + number))  # a stream takes older files first
+    source = spark.readStream.schema(points.schema).option("maxFilesPerTrigger", 1)
+    writer = source.parquet(str(tmp_path / "[01]")).writeStream
+    writer.foreachBatch(partial(learn, str(tmp_path / "models")))
+    query = writer.option("checkpointLocation", str(tmp_path / "query")).trigger(availableNow=True)
+    assert query.start().awaitTermination(240)
+
+    assert sorted(path.name for path in (tmp_path / "models").iterdir()) == ["0", "1"]
+    first = fitted(halves[0], keepTrainingState=True)
+    second = fitted(halves[1], keepTrainingState=True, initialState=first)
+    for number, by_hand in enumerate((first, second)):
+        learnt = TorchClassifierModel.load(str(tmp_path / "models" / str(number)))
+        assert digest(learnt) == digest(by_hand)

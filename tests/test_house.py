@@ -61,7 +61,7 @@ LIGHT = {
     *("plan", "shuffle_windows", "scores"),
 }
 # Files of these rooms that are imported only once a command runs.
-IMPORTED_LATE = {"images", "jobs", "spark_session", "read_rows"}
+IMPORTED_LATE = {"images", "jobs", "spark_session", "cluster_checks"}
 HEAVY = {"torch", "pyspark", "pyarrow", "pandas", "torchmetrics", "matplotlib"}
 
 

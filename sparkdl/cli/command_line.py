@@ -44,11 +44,7 @@ class Command:
         parser.set_defaults(run=self.set_up(parser))
 
     def run_script(self, arguments: Sequence[str] | None = None) -> int:
-        """Run as a script of ``jobs/``; the arguments are those of the process if None.
-
-        Returns:
-            The exit status, see `ended`.
-        """
+        """Run as a script of ``jobs/``, by default on the process's arguments; see `ended`."""
         parser = argparse.ArgumentParser(**self._parser_arguments())
         run = self.set_up(parser)
         given = parser.parse_args(arguments)
@@ -74,11 +70,7 @@ class _Formatter(argparse.RawDescriptionHelpFormatter):
 
 
 def ended(action: Callable[[], None], words: Callable[[str], str] = str) -> int:
-    """Run ``action``; an error that the user can mend is one line on stderr.
-
-    Args:
-        action: does the work.
-        words: puts a message into the words of what the user wrote.
+    """Run ``action``; an error that the user can mend is one line on stderr, as ``words`` puts it.
 
     Returns:
         The exit status: 0; 1 after an error that sparkdl raised on purpose, or where pyspark or
@@ -142,11 +134,7 @@ class _Output:
 
 
 def while_read(run: Callable[[], int]) -> int:
-    """Run a command until it ends, or until its output has lost its reader, such as ``head``.
-
-    Returns:
-        The exit status of ``run``; 141 if nobody reads any more.
-    """
+    """Run a command until it ends; 141 if its output has lost its reader, such as ``head``."""
     out, err = _Output(sys.stdout), _Output(sys.stderr)
     streams: Any = out, err
     with contextlib.redirect_stdout(streams[0]), contextlib.redirect_stderr(streams[1]):

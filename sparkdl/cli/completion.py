@@ -1,7 +1,6 @@
 """Completion of the arguments of ``sparkdl`` in a shell, by argcomplete.
 
-The shell calls ``sparkdl`` itself with the line so far in its environment, so what is completed
-is what the parser takes: subcommands, options, job files, and the keys of job files.
+The shell calls ``sparkdl`` itself with the line so far in its environment.
 https://kislyuk.github.io/argcomplete/
 """
 
@@ -42,11 +41,7 @@ COMPLETION = Command(
 
 
 def script(shell: str) -> str:
-    """What the shell shall read.
-
-    Raises:
-        ConfigError: argcomplete is not installed.
-    """
+    """What the shell shall read; raises ConfigError without argcomplete."""
     remedy = "completion needs argcomplete; pip install argcomplete"
     with import_or(ConfigError(remedy)):
         argcomplete = import_module("argcomplete")
@@ -66,10 +61,7 @@ def complete_with(action: argparse.Action, completer: Callable[..., Any]) -> Non
 
 
 def settings(job: type, prefix: str) -> Iterator[str]:
-    """What may follow ``--set`` and begins with ``prefix``, by the keys of a job file's class.
-
-    Up to ``=`` the prefix is a key, from there on a value.
-    """
+    """What may follow ``--set`` and begins with ``prefix``: a job's keys, then their values."""
     key, separator, _ = prefix.partition("=")
     for name, hint in keys(job):
         if separator and name == key:

@@ -8,11 +8,11 @@ from collections.abc import Iterator, Mapping
 from functools import partial
 
 from sparkdl.cli.command_line import Command, Run, ended
-from sparkdl.cli.doctor.cluster_checks import Order, examine_cluster
-from sparkdl.cli.doctor.finding import Finding
+from sparkdl.cli.doctor.finding import Finding, Order, left_out
 from sparkdl.cli.doctor.machine_checks import examine_machine
 from sparkdl.config import require
 from sparkdl.report.live.views import activity_view, showing
+from sparkdl.runtime.versions import installed
 
 _EXAMPLES = """\
 Each line is ok, or says what is wrong and what to do. The exit status is 1 if something is wrong.
@@ -86,6 +86,16 @@ def _run(given: argparse.Namespace) -> int:
     return status or int(bool(problems))
 
 
+def examine_cluster(order: Order) -> Iterator[Finding]:
+    """Start a session, ask it, try a gang, and stop it again, if pyspark is there."""
+    if installed("pyspark") is None:
+        yield left_out("session", "Spark cannot be asked without pyspark")
+        return
+    from sparkdl.cli.doctor import cluster_checks
+
+    yield from cluster_checks.examine_cluster(order)
+
+
 DOCTOR = Command(
     name="doctor",
     description=("Check whether this machine and a cluster have everything that training needs."),
@@ -110,11 +120,7 @@ def _shown(what: str, findings: Iterator[Finding]) -> Iterator[Finding]:
 
 
 def make_order(given: argparse.Namespace) -> Order:
-    """What the command line asks for.
-
-    Raises:
-        ConfigError: an argument is wrong.
-    """
+    """What the command line asks for; raises ConfigError."""
     entries = [text.partition("=") for text in given.conf]
     for text, (key, separator, _) in zip(given.conf, entries, strict=True):
         require(bool(key and separator), "--conf takes key=value", text)

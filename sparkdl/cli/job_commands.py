@@ -1,8 +1,4 @@
-"""The commands that do what a job file says: ``sparkdl train`` and ``spark-submit jobs/train.py``.
-
-Each is a row: the job's class, the function of `jobs` that does it, and a function
-that prints what came of it.
-"""
+"""The commands that do what a job file says: `sparkdl train`, `spark-submit jobs/train.py`."""
 
 from __future__ import annotations
 
@@ -37,6 +33,7 @@ from sparkdl.cli.job_files.prepare_file import PrepareJob
 from sparkdl.cli.job_files.study_file import TuneJob
 from sparkdl.report.live.views import activity_view, showing
 from sparkdl.runtime.console_log import log_to_console
+from sparkdl.spark.session.termination import named_at_termination
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame
@@ -173,7 +170,8 @@ class JobCommand(Generic[T]):
         def load_and_do() -> None:
             with showing("checking the job file", partial(activity_view, has_lines=False)):
                 job = chosen.load(given.config, given.settings)
-            chosen.do(job, form)
+            with named_at_termination(form.start_of(self.name)):
+                chosen.do(job, form)
 
         return ended(load_and_do, in_file_words)
 
@@ -217,9 +215,12 @@ EVALUATE = JobCommand(
 
 
 def _show_rows(job: PredictJob, written: DataFrame, form: Form) -> None:
-    print(f"{written.count():,} rows in {job.output.path}, among them:")
-    width = (shutil.get_terminal_size().columns - 1) // len(written.columns) - 1
-    written.show(_ROWS_SHOWN, truncate=min(_CELL_COLUMNS[1], max(_CELL_COLUMNS[0], width)))
+    from sparkdl.spark.session.interrupts import interruptible
+
+    with interruptible(written.sparkSession):
+        print(f"{written.count():,} rows in {job.output.path}, among them:")
+        width = (shutil.get_terminal_size().columns - 1) // len(written.columns) - 1
+        written.show(_ROWS_SHOWN, truncate=min(_CELL_COLUMNS[1], max(_CELL_COLUMNS[0], width)))
 
 
 PREDICT = JobCommand(
@@ -390,9 +391,5 @@ TRAIN = JobCommand(
 
 
 def run_job(job: JobCommand[Any], arguments: Sequence[str] | None = None) -> int:
-    """Do a job as a script of ``jobs/``; the arguments are those of the process if None.
-
-    Returns:
-        The exit status, see `command_line.ended`.
-    """
+    """Do a job as a script of ``jobs/``; returns the exit status, see `command_line.ended`."""
     return job.command(Form.SCRIPT).run_script(arguments)

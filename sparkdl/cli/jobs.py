@@ -1,42 +1,40 @@
-"""The work behind the commands that take a job file.
-
-`run_prepare`, `run_train`, `run_tune`, `run_explain`, `run_evaluate` and `run_predict` take a job
-and a session, and give back what there is to report; `job_commands` reads arguments and prints.
-"""
+"""The work behind the commands that take a job file: a job and a session in, a report out."""
 
 from __future__ import annotations
 
 import json
 import logging
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from pyspark.sql import SparkSession
+from pyspark.errors import AnalysisException
+from pyspark.sql import DataFrame, SparkSession
+from pyspark.sql import functions as F
 from pyspark.sql.types import ArrayType, BinaryType, MapType, StructType
 
-from sparkdl.cli.job_files.job_file import EvaluateJob, PredictJob, TrainJob
-from sparkdl.cli.job_files.job_objects import make_estimator
-from sparkdl.cli.job_files.read_rows import read_data, read_training_data
+from sparkdl.cli.job_files.job_file import DataSection, EvaluateJob, PredictJob, TrainJob
+from sparkdl.cli.job_files.job_objects import VALIDATION_COLUMN, make_estimator
+from sparkdl.cli.job_files.prepare_file import PrepareJob
+from sparkdl.cli.job_files.study_file import TuneJob
 from sparkdl.cli.job_files.toml_values import to_tables
-from sparkdl.errors import ConfigError, StorageError
+from sparkdl.errors import ConfigError, DataError, StorageError
+from sparkdl.explain.explanation import Explanation
 from sparkdl.inference.scores import Evaluation
+from sparkdl.report.summary import TrainingSummary
 from sparkdl.runtime.activity import doing
 from sparkdl.spark.frames.columns import find, quoted, schema_of
 from sparkdl.spark.inference.output_columns import vectors_to_arrays
 from sparkdl.spark.params.stage_metadata import check_place, is_there, load_instance
+from sparkdl.spark.session.failures import raise_unless_loss
+from sparkdl.spark.session.interrupts import interruptible
 from sparkdl.spark.session.stage_progress import working
 from sparkdl.storage.hadoop_storage import open_on_driver, open_parent
 from sparkdl.storage.storage import Storage, check_writable, without_password
 
 if TYPE_CHECKING:
-    from pyspark.sql import DataFrame
-
     from sparkdl.cli.images.ledger import Report
-    from sparkdl.cli.job_files.prepare_file import PrepareJob
-    from sparkdl.cli.job_files.study_file import TuneJob
-    from sparkdl.explain.explanation import Explanation
-    from sparkdl.report.summary import TrainingSummary
     from sparkdl.tuning.tune import TuneResult
 
 logger = logging.getLogger(__name__)
@@ -56,14 +54,8 @@ class TrainReport:
 
 
 def run_train(job: TrainJob, spark: SparkSession) -> TrainReport:
-    """Train as the job says, save the model, and evaluate what was saved.
-
-    Raises:
-        ConfigError: the job cannot be done as it stands; found before training.
-        DataError: the data cannot be trained on; found before training.
-        StorageError: the model cannot be saved at ``output.path``; found before training.
-    """
-    with working(spark, "looking at the rows and at the output's place"):
+    """Train as the job says, save and evaluate the model; raises first what can be seen first."""
+    with _working(spark, "looking at the rows and at the output's place"):
         estimator = make_estimator(job)
         if not job.output.overwrite and is_there(job.output.path, spark):
             raise ConfigError(
@@ -76,7 +68,7 @@ def run_train(job: TrainJob, spark: SparkSession) -> TrainReport:
         test = read_data(spark, job.test) if job.test is not None else None
         rows = read_training_data(spark, job)
     model = estimator.fit(rows)
-    with working(spark, "saving the model"):
+    with _working(spark, "saving the model"):
         writer = model.write()
         (writer.overwrite() if job.output.overwrite else writer).save(job.output.path)
         scores = None
@@ -86,6 +78,13 @@ def run_train(job: TrainJob, spark: SparkSession) -> TrainReport:
             saved = kind.read().trusting(*_packages_of(job)).load(job.output.path)
             scores = saved.evaluate(test)
     return TrainReport(path=job.output.path, summary=model.summary, scores=scores)
+
+
+@contextmanager
+def _working(spark: SparkSession, what: str) -> Iterator[None]:
+    """Show what the block does, and let Ctrl-C cancel its Spark jobs before it ends the block."""
+    with interruptible(spark), working(spark, what):
+        yield
 
 
 def _packages_of(job: TrainJob) -> set[str]:
@@ -119,11 +118,7 @@ def can_report(spark: SparkSession) -> bool:
 
 
 def run_explain(job: TrainJob, spark: SparkSession) -> Explanation:
-    """What the job would do, how long it would take, and what would be better; see docs/explain.md.
-
-    Raises:
-        SparkDLError: what training would raise before it begins.
-    """
+    """What the job would do, how long it would take, what would be better; see docs/explain.md."""
     with working(spark, "looking at the rows"):
         estimator: Any = make_estimator(job)
         rows = read_training_data(spark, job)
@@ -132,11 +127,7 @@ def run_explain(job: TrainJob, spark: SparkSession) -> Explanation:
 
 
 def run_tune(job: TuneJob, spark: SparkSession) -> TuneResult[Any]:
-    """Search as the job says, and keep all trials under ``output.path``; see `tune`.
-
-    Raises:
-        SparkDLError: what `tune` raises.
-    """
+    """Search as the job says, and keep all trials under ``output.path``; see `tune`."""
     from sparkdl.tuning.space import Chooser
     from sparkdl.tuning.study import StudyOptions, make_pruner
     from sparkdl.tuning.tune import tune_made
@@ -162,23 +153,18 @@ def run_tune(job: TuneJob, spark: SparkSession) -> TuneResult[Any]:
         return make_estimator(job.trial(values))
 
     chooser = Chooser({key: space.domain for key, space in section.search.items()})
-    with working(spark, "looking at the rows"):
+    with _working(spark, "looking at the rows"):
         rows = read_training_data(spark, job)
     return tune_made(make, chooser, rows, options, job.output.path)
 
 
 def run_evaluate(job: EvaluateJob, spark: SparkSession) -> Evaluation:
-    """Compare a saved model's predictions with the labels; write the numbers if asked to.
-
-    Raises:
-        ConfigError: ``output.path`` names no file.
-        StorageError: there is no model, or nothing can be written at ``output.path``; found first.
-    """
+    """Compare a saved model's predictions with the labels; write the numbers if asked to."""
     output = None if job.output is None else _file_at(job.output.path)
     section = job.evaluation
     columns = {"labelCol": section.label_col, "weightCol": section.weight_col}
     given = {param: name for param, name in columns.items() if name is not None}
-    with working(spark, "loading the model"):
+    with _working(spark, "loading the model"):
         model = load_model(spark, job.model.path)
         scores: Evaluation = model.evaluate(read_data(spark, job.data), **given)
     if output is not None:
@@ -188,15 +174,8 @@ def run_evaluate(job: EvaluateJob, spark: SparkSession) -> Evaluation:
 
 
 def run_predict(job: PredictJob, spark: SparkSession) -> DataFrame:
-    """Write a saved model's predictions; vectors become arrays, which every reader understands.
-
-    Returns:
-        The rows as they were written, read from where they are.
-
-    Raises:
-        ConfigError: a column is not there, or the format cannot hold it.
-    """
-    with working(spark, "loading the model"):
+    """Write a saved model's predictions, vectors as arrays; returns the rows that were written."""
+    with _working(spark, "loading the model"):
         predictions = load_model(spark, job.model.path).transform(read_data(spark, job.data))
         rows = _choose_columns(vectors_to_arrays(predictions), job.output.columns)
         if job.output.format == "csv":
@@ -218,15 +197,47 @@ def run_prepare(job: PrepareJob, spark: SparkSession) -> Report:
     from sparkdl.cli.images.prepare import prepare
 
     table = None if job.labels.table is None else read_data(spark, job.labels.table)
-    return prepare(spark, job, table)
+    with interruptible(spark):
+        return prepare(spark, job, table)
+
+
+def read_data(spark: SparkSession, section: DataSection) -> DataFrame:
+    """The rows that a data section describes; raises DataError if they or columns are not there."""
+    try:
+        if section.format == "table":
+            rows = spark.read.options(**section.options).table(str(section.table))
+        else:
+            reader = spark.read.format(section.format).options(**section.options)
+            if section.schema is not None:
+                reader = reader.schema(section.schema)
+            path = section.path
+            rows = reader.load(list(path) if isinstance(path, tuple) else path)
+        # Spark Connect looks at neither path nor expressions before somebody asks.
+        rows = rows.selectExpr(*section.select) if section.select else rows
+        rows.schema  # noqa: B018
+    except AnalysisException as error:
+        what = section.table or section.path
+        text = f"cannot read {what!r}: {str(error).strip().splitlines()[0]}"
+        raise DataError(without_password(text)) from error
+    except Exception as error:  # Spark reads some formats to find the columns
+        raise_unless_loss(error)
+        raise
+    return rows
+
+
+def read_training_data(spark: SparkSession, job: TrainJob) -> DataFrame:
+    """The rows of ``[data]``; with ``validation.path`` also those, which a column marks."""
+    rows = read_data(spark, job.data)
+    if job.validation is None or job.validation.path is None:
+        return rows
+    apart = read_data(spark, replace(job.data, path=job.validation.path))
+    return rows.withColumn(VALIDATION_COLUMN, F.lit(False)).unionByName(
+        apart.withColumn(VALIDATION_COLUMN, F.lit(True))
+    )
 
 
 def load_model(spark: SparkSession, path: str) -> Any:
-    """A saved model of whatever class.
-
-    Raises:
-        StorageError: there is none at ``path``.
-    """
+    """A saved model of whatever class; raises StorageError if there is none at ``path``."""
     if not is_there(f"{path.rstrip('/')}/metadata", spark):
         name = without_password(path)
         raise StorageError(f"there is no saved model at {name}; check model.path, or train first")

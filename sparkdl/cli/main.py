@@ -1,7 +1,6 @@
 """The command ``sparkdl``: the table of its subcommands, and how the arguments choose one.
 
-Neither torch nor pyspark is imported before a subcommand runs, so that ``--help`` and the
-completion of a shell are quick, and work where these are missing.
+Neither torch nor pyspark is imported before a subcommand runs: ``--help`` needs neither.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ from sparkdl.cli.command_line import Command, Run, ended, while_read
 from sparkdl.cli.completion import COMPLETION, complete
 from sparkdl.cli.doctor_command import DOCTOR
 from sparkdl.cli.job_commands import EVALUATE, EXPLAIN, PREDICT, PREPARE, TRAIN, TUNE, Form
-from sparkdl.cli.ui_command import UI
+from sparkdl.errors import ConfigError
 
 _DESCRIPTION = "Train PyTorch models on Spark, apply them, and look after both."
 _EPILOG = """\
@@ -41,13 +40,15 @@ example:
   sparkdl export models/digits exported/digits
 """
 
+_PORT = 4050
+"""Next to those of Spark's own pages, 4040 and up."""
+
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run a subcommand; the arguments are those of the process if None.
+    """Run a subcommand, by default on the process's arguments.
 
     Returns:
-        The exit status: 0; 1 after an error that the user can mend, which is one line on stderr;
-        2 after wrong arguments.
+        The exit status of `ended`; 2 after wrong arguments.
     """
     parser = make_parser()
     complete(parser)
@@ -108,4 +109,55 @@ EXPORT = Command(
     description="Write a saved model in another form: ONNX, an exported program, or weights alone.",
     examples=_EXPORT_EXAMPLES,
     set_up=_set_up_export,
+)
+
+
+def _set_up_ui(parser: argparse.ArgumentParser) -> Run:
+    parser.add_argument(
+        "directory",
+        metavar="DIR",
+        help="path or URL that was given to fits as reportDir, or to jobs as estimator.report_dir",
+    )
+    parser.add_argument(
+        "--port", type=int, default=_PORT, help=f"port; 0 takes a free one (default {_PORT})"
+    )
+    parser.add_argument(
+        "--host",
+        default="127.0.0.1",
+        help="address to listen at; anyone who reaches another than 127.0.0.1 can read all runs",
+    )
+    return lambda given: ended(lambda: _serve(given))
+
+
+def _serve(given: argparse.Namespace) -> None:
+    from sparkdl.report.record.run_folder import RunReader
+    from sparkdl.report.run_server import RunServer
+    from sparkdl.storage.storage import open_storage, without_password
+
+    if "://" not in given.directory and not Path(given.directory).expanduser().is_dir():
+        raise ConfigError(
+            f"there is no folder {given.directory}; name the one that fits were given as "
+            "reportDir; jobs leave their reports in 'runs' of the folder that they were started in"
+        )
+    try:
+        server = RunServer((given.host, given.port), RunReader(open_storage(given.directory)))
+    except (OSError, OverflowError) as error:
+        raise ConfigError(
+            f"cannot listen at {given.host}, port {given.port}: {error}; choose another --port, "
+            "or 0 for a free one"
+        ) from error
+    with server:
+        shown = without_password(given.directory)
+        print(f"the runs in {shown} are at {server.url} (Ctrl-C ends this)", flush=True)
+        try:
+            server.serve_forever(poll_interval=0.2)
+        except KeyboardInterrupt:
+            print()
+
+
+UI = Command(
+    name="ui",
+    description="Show the reports of runs, also of those under way, in a browser on this machine.",
+    examples="example:\n  sparkdl ui runs --port 4050",
+    set_up=_set_up_ui,
 )

@@ -41,9 +41,7 @@ def process_group(
     ``timeout_seconds`` is the longest wait in one collective, ``address`` one of this host that the
     peers can reach. Gloo looks one up itself where that is None or no interface of this host has it
     (a network may translate addresses), or where the environment has ``GLOO_SOCKET_IFNAME``.
-
-    Raises:
-        CommunicationError: the peers did not meet in time.
+    CommunicationError if the peers did not meet in time.
     """
     c10d = dist.distributed_c10d
     torchs = c10d.ProcessGroupGloo
@@ -74,6 +72,11 @@ def process_group(
         # and the threads get the time.
         time.sleep(_SETTLE_SECONDS)
         del group
+
+
+def speaks_for_all() -> bool:
+    """True on rank 0 and where there is no group: it says what all ranks find alike."""
+    return not dist.is_initialized() or dist.get_rank() == 0
 
 
 def is_own(address: str) -> bool:

@@ -7,9 +7,10 @@ large gather costs less than many small ones, and fresh memory costs page faults
 from __future__ import annotations
 
 import contextlib
+import logging
 from collections import deque
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import KW_ONLY, dataclass
 
 import numpy as np
@@ -23,11 +24,15 @@ from sparkdl.data.ragged import Ragged, gather
 from sparkdl.data.shuffle import Order
 from sparkdl.data.source import ShardRows
 
+logger = logging.getLogger(__name__)
+
 Inputs = tuple[torch.Tensor, ...]
 Target = torch.Tensor | Inputs | dict[str, torch.Tensor]
 
 GATHER_BYTES = 4 << 20
 """Steps are gathered together up to this size; it fits the cache of most machines."""
+_CLOSE_SECONDS = 60.0
+"""Longest wait for a read that goes on when nobody needs it any more."""
 
 
 @dataclass(frozen=True)
@@ -238,13 +243,27 @@ def cut(plan: TrainPlan, columns: Mapping[str, Rows], sizes: Sequence[int]) -> l
 
 
 def _in_background(runs: Generator[list[Batch], None, None]) -> Generator[list[Batch], None, None]:
-    """Draw from ``runs`` in a thread, two items ahead; its exception is raised here."""
+    """Draw from ``runs`` in a thread, two items ahead; its exception is raised here.
+
+    The thread closes them too, so a read that hangs does not keep the caller for ever.
+    """
     pool = ThreadPoolExecutor(1, thread_name_prefix="sparkdl-batches")
+    begun = deque(pool.submit(next, runs, None) for _ in range(2))
     try:
-        begun = deque(pool.submit(next, runs, None) for _ in range(2))
         while (run := begun.popleft().result()) is not None:
             begun.append(pool.submit(next, runs, None))
             yield run
     finally:
-        pool.shutdown(cancel_futures=True)
-        runs.close()
+        for each in begun:
+            each.cancel()
+        closing = pool.submit(runs.close)
+        is_closed = bool(wait([closing], _CLOSE_SECONDS).done)
+        pool.shutdown(wait=is_closed)
+        if is_closed:
+            closing.result()
+        else:
+            logger.warning(
+                "a read of rows that nobody needs any more has not ended within %g s, and is "
+                "left alone: it waits for a disk, a network mount or the dataset's own code",
+                _CLOSE_SECONDS,
+            )

@@ -33,11 +33,19 @@ class Arguments:
 
     def call(self, module: Callable[..., R]) -> R:
         """``module(...)``."""
-        if not any(self.names):
-            return module(*self.values)
-        pairs = list(zip(self.names, self.values, strict=True))
-        by_position = [value for name, value in pairs if name is None]
-        return module(*by_position, **{name: value for name, value in pairs if name is not None})
+        return module(*self.positional, **self.by_name)
+
+    @property
+    def positional(self) -> tuple[torch.Tensor, ...]:
+        """What is passed by position."""
+        names = self.names or (None,) * len(self.values)
+        return tuple(v for v, name in zip(self.values, names, strict=True) if name is None)
+
+    @property
+    def by_name(self) -> dict[str, torch.Tensor]:
+        """The others, in their order."""
+        pairs = zip(self.names, self.values, strict=bool(self.names))
+        return {name: value for name, value in pairs if name is not None}
 
     @property
     def num_rows(self) -> int:

@@ -49,10 +49,7 @@ def found_by(reports: Sequence[Report], places: Sequence[tuple[int, int]], secon
 
 
 def levels_of(reports: Sequence[Report], places: Sequence[tuple[int, int]]) -> list[Compute]:
-    """Each level's steps. Batches of several sizes are measured at the first of them.
-
-    The others are slower or quicker than it by a factor, whatever the size.
-    """
+    """Each level's steps. Batches of several sizes are measured at the first of them only."""
     levels = [[steps for steps in ranks if steps]  # of ranks that had rows, and were to work
               for ranks in zip(*(report["levels"] for report in reports), strict=True)]  # fmt: skip
     fixed, slope = fit_line(_points(levels[0]))
@@ -85,10 +82,7 @@ def _points(ranks: Sequence[Sequence[Mapping[str, Any]]]) -> list[tuple[float, f
 
 
 def spreads(seconds_by_rank: Sequence[Sequence[float]]) -> tuple[float, float]:
-    """Standard deviations of the logarithm: of one rank's steps, and of ranks' typical steps.
-
-    The former by the median deviation, which a pause of the machine does not move.
-    """
+    """Standard deviations of logarithms: of one rank's steps, robustly, and of ranks' medians."""
     logs = [[math.log(max(one, 1e-9)) for one in seconds] for seconds in seconds_by_rank]
     medians = [statistics.median(one) for one in logs]
     deviations = [

@@ -1,7 +1,4 @@
-"""Compares other numbers of workers and other strategies, and chooses among them.
-
-Pure: predictions in, values with their reasons out. docs/explain.md states the rules.
-"""
+"""Compares other numbers of workers and strategies, and chooses among them; see docs/explain.md."""
 
 from __future__ import annotations
 
@@ -167,12 +164,8 @@ def strategy_text(strategy: SyncStrategy) -> str:
 def choose_strategy(ladder: Sequence[Option]) -> tuple[Choice, Option]:
     """The strategy that changes training least of those that agree quickly enough, and its option.
 
-    Args:
-        ladder: strategies from the one that changes training least to the one that agrees most
-            seldom.
-
-    Raises:
-        ConfigError: none can be used.
+    The ``ladder`` goes from the one that changes training least to the one that agrees most seldom.
+    Raises ConfigError if none can be used.
     """
     usable = _usable(ladder)
     chosen, reasons = _first_cheap(usable)
@@ -193,11 +186,7 @@ def choose_strategy(ladder: Sequence[Option]) -> tuple[Choice, Option]:
 
 
 def choose_workers(option: Option) -> Choice:
-    """The fewest workers with which the fit is at most 5 % longer than at best.
-
-    Raises:
-        ConfigError: the strategy can be used with no number of workers.
-    """
+    """The fewest workers with a fit at most 5 % longer than the shortest; raises ConfigError."""
     _usable([option])
     best = option.best
     others = sorted(
@@ -216,11 +205,7 @@ def choose_workers(option: Option) -> Choice:
 
 
 def recommend(ladder: Sequence[Option], planned: Option, num_workers: int) -> Recommendation:
-    """What `choose_strategy` and `choose_workers` take, with what else speaks for it.
-
-    Raises:
-        ConfigError: no strategy can be used.
-    """
+    """What `choose_strategy` and `choose_workers` take, and raise, with what else speaks for it."""
     strategy, chosen = choose_strategy(ladder)
     workers, best = choose_workers(chosen), chosen.best
     is_one_machine = best.nodes == 1 and any(
@@ -252,11 +237,7 @@ def recommend(ladder: Sequence[Option], planned: Option, num_workers: int) -> Re
 
 
 def _usable(options: Sequence[Option]) -> list[Option]:
-    """Those that can be used.
-
-    Raises:
-        ConfigError: there is none.
-    """
+    """Those that can be used; raises ConfigError if there is none."""
     if usable := [option for option in options if option.predictions]:
         return usable
     names = " or ".join(option.name for option in options)

@@ -1,7 +1,6 @@
 """The cost model: seconds of the parts of a step, by formulae from measured numbers.
 
-A CPU, a GPU, shared memory or a network differ in the numbers only. Tests compare the formulae
-with steps that are played event by event; docs/explain.md derives each of them.
+Tests compare them with steps that are played event by event; docs/explain.md derives them.
 """
 
 from __future__ import annotations
@@ -137,12 +136,9 @@ def between_nodes_seconds(link: Link, num_bytes: float, layout: Layout) -> float
 
 
 def fit_line(points: Sequence[tuple[float, float]]) -> tuple[float, float]:
-    """Intercept and slope, neither negative, with the least relative squared error.
+    """Intercept and slope of ``(x, y)``, neither negative, with the least relative squared error.
 
     Small messages count as much as large ones: what is wanted of both is a factor.
-
-    Args:
-        points: ``(x, y)`` with positive y; of a single x the slope takes it all.
     """
     x, y = np.array(points, dtype=np.float64).T
     if np.ptp(x) > 0:

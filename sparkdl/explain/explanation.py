@@ -166,7 +166,6 @@ class Explanation:
         return "\n".join(self.lines())
 
     def _repr_html_(self) -> str:
-        """The same as notebooks show it."""
         parts = []
         for section in self._sections():
             kinds = ["th" if section.has_head else "td", *("td" for _ in section.rows)]
@@ -178,7 +177,6 @@ class Explanation:
         return joined(*parts)
 
     def _sections(self) -> Iterator[_Section]:
-        """What is shown, in its order."""
         yield _Section("plan", self._facts())
         if self.chosen:
             yield _Section(

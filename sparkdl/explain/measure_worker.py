@@ -1,7 +1,6 @@
 """What a rank measures for the cost model: some real steps and some real exchanges.
 
-Runs in a gang like training, with the user's module, loss and optimizer, on a sample of the rows,
-through the same loop and the same communicator. Nothing of it is kept.
+Runs in a gang like training, with the user's objects, on a sample of the rows; nothing is kept.
 """
 
 from __future__ import annotations
@@ -71,11 +70,7 @@ class SampleOrder(GangOrder):
 
 
 def run(environment: WorkerEnvironment, order: SampleOrder) -> Iterator[tuple[str, bytes]]:
-    """Do the task of one rank.
-
-    Yields:
-        ``("error", JSON)`` alone, or ``("result", JSON)``: what the task returned, and ``seconds``.
-    """
+    """Do the task of one rank; its one row is ``result`` (JSON, with ``seconds``) or ``error``."""
     yield from live(environment, order, partial(_done, order))
 
 
@@ -210,10 +205,7 @@ def at_work(plan: TrainPlan, nodes: Sequence[int], rank: int, ranks_per_node: in
 def _levels(
     steps: StepTimer, places: Sequence[tuple[int, int]], member: Member
 ) -> list[list[dict[str, Any]]]:
-    """Of each place the steps by size of the batch; none on ranks that rest, or have no rows.
-
-    In the first place batches of three sizes are timed, in others the largest of them.
-    """
+    """Of each place the steps by size of the batch, three in the first; none on ranks that rest."""
     from sparkdl.runtime.process import torch_threads
 
     comm, size = member.comm, steps.plan.batch_size
@@ -325,10 +317,7 @@ class _StepTimes(NullObserver):
         self.steps: list[dict[str, float]] = []
 
     def step(self, *, epoch: int, step: int, loss: float, rows: int) -> None:
-        if self._device.type == "cuda":
-            import torch
-
-            torch.cuda.synchronize(self._device)
+        _finish(self._device)
         now = time.perf_counter()
         if self._last is not None:
             self.steps.append({"rows": rows, "seconds": now - self._last})
@@ -351,10 +340,7 @@ class ExchangeTimer:
     """About how long four measurements may take."""
 
     def measure(self, compressions: Sequence[Compression]) -> dict[str, Any]:
-        """Seconds of sums along a ring, and as the topology ``auto`` forms them; of compressions.
-
-        Sums are listed by their bytes; what is summed lies where the topology wants it.
-        """
+        """Seconds of sums by their bytes, along a ring and as ``auto`` forms them; of codecs."""
         from sparkdl.comm.topology import arrange, choose
 
         with contextlib.closing(arrange(self.comm, "ring", device=self.device)) as ring:
@@ -417,15 +403,18 @@ def copy_seconds(device: torch.device) -> float:
 
 def timed(work: Callable[[], object], device: torch.device) -> float:
     """Seconds of one call, until the device is done."""
-    import torch
-
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
+    _finish(device)
     began = time.perf_counter()
     work()
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
+    _finish(device)
     return time.perf_counter() - began
+
+
+def _finish(device: torch.device) -> None:
+    if device.type == "cuda":
+        import torch
+
+        torch.cuda.synchronize(device)
 
 
 def peak_bytes(device: torch.device) -> int:

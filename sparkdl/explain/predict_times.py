@@ -1,8 +1,4 @@
-"""Predicted times of steps, epochs and whole fits, for any number of workers and any strategy.
-
-Pure: numbers in, numbers out. `cost_model` has the formulae of single parts; what a strategy
-exchanges is its own `Pattern`.
-"""
+"""Predicted times of steps, epochs and whole fits, for any number of workers and any strategy."""
 
 from __future__ import annotations
 
@@ -62,10 +58,7 @@ class Steps:
         return self.calibration.compute(self.layout, in_rounds=self.pattern.kind == "stages")
 
     def settled(self, most: float = math.inf) -> Steps:
-        """The same with a fixed period of at most ``most`` steps.
-
-        A period that holds a share of the time is found; see `steps_for_share`.
-        """
+        """The same with a fixed period of at most ``most`` steps; see `steps_for_share`."""
         period, share = self.pattern.period, self.pattern.target_share
         if share is not None:
             alone = sum(replace(self, pattern=replace(self.pattern, period=math.inf)).own_seconds())
@@ -153,10 +146,7 @@ class Predictor:
         return self.plan.batch_size * shards
 
     def layout(self, world_size: int, *, in_rounds: bool) -> Layout:
-        """As Spark spreads workers; those of a gang beyond the slots on more machines like these.
-
-        Tasks of rounds beyond the slots wait for them.
-        """
+        """As Spark spreads workers; where slots are few, a gang has more machines like these."""
         nodes = self.num_nodes
         if self.slots is not None and not in_rounds:
             nodes = max(nodes, math.ceil(world_size / max(1, self.slots // nodes)))

@@ -1,8 +1,4 @@
-"""What one worker tries out before a fit, and what is chosen by it: size of a batch, learning rate.
-
-Runs like `measure_costs` on a sample of the rows, with the user's module, loss and optimizer. The
-initial weights are not changed by it. docs/explain.md states the rules.
-"""
+"""What one worker tries out before a fit: size of a batch, learning rate; see docs/explain.md."""
 
 from __future__ import annotations
 
@@ -64,11 +60,7 @@ def try_out(
     workers_per_machine: int,
     tries_rates: bool,
 ) -> dict[str, Any]:
-    """Try sizes of batches, then learning rates.
-
-    Returns:
-        The fields of the `Choice`s.
-    """
+    """Try sizes of batches, then learning rates; returns the fields of the `Choice`s."""
     batch_size, choices = steps.plan.batch_size, []
     if sizes is not None:
         choices.append(try_batches(steps, sizes, workers_per_machine).choice())
@@ -91,10 +83,7 @@ class BatchSizes(NamedTuple):
 
 
 def batch_sizes(rows_per_worker: int, num_parts: int) -> BatchSizes:
-    """Sizes of which an epoch keeps some steps, up to one from which on nothing is gained.
-
-    Each of the ``num_parts`` micro-batches of a batch has a row at least.
-    """
+    """Sizes of which an epoch keeps some steps, up to one from which on nothing is gained."""
     whole = _power_of_two(max(1, rows_per_worker))
     most = min(whole, _MOST_BATCH, max(_LEAST_BATCH, _power_of_two(rows_per_worker // _STEPS)))
     parts = 1 << (num_parts - 1).bit_length()
@@ -187,11 +176,7 @@ class BatchTrial:
 
 
 def try_batches(steps: StepTimer, sizes: BatchSizes, workers_per_machine: int) -> BatchTrial:
-    """Train on ever larger batches, until memory, rows or speed give no reason to go on.
-
-    The next size is not begun if it would take more than half of the worker's part of the memory
-    that is free.
-    """
+    """Train on ever larger batches, until memory, rows or speed give no reason to go on."""
     import torch
 
     limit = int(_FREE_SHARE * free_bytes(steps.device) / workers_per_machine)
@@ -340,10 +325,7 @@ def rate_at(number: int) -> float:
 
 
 def choose_rate(losses: Sequence[float]) -> Choice:
-    """A tenth of the rate at which the loss, as the mean of its neighbours, is lowest.
-
-    Where no rate lowers the loss by more than it varies, the optimizer's own default is left.
-    """
+    """A tenth of the rate at which the mean of neighbouring losses is lowest, or the default."""
     means = [
         statistics.fmean(losses[max(0, place - _AROUND) : place + _AROUND + 1])
         for place in range(len(losses))

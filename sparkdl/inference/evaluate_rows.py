@@ -75,11 +75,7 @@ class Measures:
 
 
 def chosen_curves(curves: bool | Sequence[int] | None, num_classes: int) -> tuple[int, ...]:
-    """The classes whose curves are wanted; see `TorchModel.evaluate`.
-
-    Raises:
-        ConfigError: the model does not tell them apart.
-    """
+    """The classes whose curves are wanted, or ConfigError; see `TorchModel.evaluate`."""
     if curves is None or isinstance(curves, bool):
         if curves and not num_classes:
             raise ConfigError("only classifiers have curves; leave out curves=True")
@@ -157,9 +153,8 @@ def _moments_of_both(
 def united(parts: Iterable[Part], measures: Measures) -> Part:
     """The sum of parts, in their order, which are taken one by one.
 
-    Raises:
-        ConfigError: states of torchmetrics became too large.
-        SparkDLError: what went wrong in the first part that failed.
+    ConfigError if states of torchmetrics became too large, SparkDLError for what went wrong in the
+    first part that failed.
     """
     whole, sizes = Part(), Counter[str]()
     for part in parts:
@@ -177,9 +172,8 @@ def united(parts: Iterable[Part], measures: Measures) -> Part:
 def evaluation(part: Part, measures: Measures) -> Evaluation:
     """What follows from the whole.
 
-    Raises:
-        DataError: there are no rows, or none that counts.
-        ConfigError: a metric's states cannot be united.
+    DataError if there are no rows, or none that counts; ConfigError if a metric's states cannot be
+    united.
     """
     sums, loss = part.sums, measures.make_loss()
     if not sums:
@@ -230,14 +224,10 @@ class Evaluator:
     def update(
         self, output: Any, predicted: Any, target: Any, weight: torch.Tensor | None, num_rows: int
     ) -> None:
-        """Take note of a batch.
+        """Take note of a batch of ``num_rows`` samples; ``weight`` is ``(batch,)``, on the CPU.
 
-        Args:
-            output: what the module returned.
-            predicted: the tensor that becomes the prediction; of classes and numbers only.
-            target: what the loss compares with.
-            weight: ``(batch,)``, on the CPU.
-            num_rows: samples.
+        ``output`` is what the module returned, ``target`` what the loss compares with,
+        ``predicted``, of classes and numbers only, the tensor that becomes the prediction.
         """
         weights = torch.ones(num_rows, dtype=torch.float64) if weight is None else weight.double()
         self._part.add("rows", num_rows)
@@ -254,11 +244,7 @@ class Evaluator:
             self._add_numbers(predicted, target, weights)
 
     def check(self) -> None:
-        """Refuse to go on when metrics keep too much; called from time to time.
-
-        Raises:
-            ConfigError: states of torchmetrics that grow by the row became too large.
-        """
+        """Raise ConfigError if metrics keep too much; called from time to time."""
         check_listed(self._metrics.listed_bytes())
 
     def part(self) -> Part:
@@ -316,15 +302,10 @@ class _LabelLoss:
 
     def rows(self) -> tuple[torch.Tensor, torch.Tensor] | None:
         """Losses of the samples and by how much each counts; None: the loss knows sums only."""
-        counts: torch.Tensor | None = None
-        if self.factor is not None and isinstance(self.loss, ClassLoss):
-            losses = self.loss.sample_losses(self.output, self.target)
-        else:
-            found = self.loss.rows(self.output, self.target)
-            if found is None:
-                return None
-            losses, counts = found
-        losses = losses.double().cpu()
+        found = self.loss.rows(self.output, self.target)
+        if found is None:
+            return None
+        losses, counts = found[0].double().cpu(), found[1]
         if self.unknown is not None:
             losses = torch.where(self.unknown.cpu(), torch.inf, losses)
         return losses, torch.ones_like(losses) if counts is None else counts.double().cpu()
@@ -358,10 +339,8 @@ def _label_losses(
 def row_losses(loss: LossFunction, output: Any, target: Any, measures: Measures) -> pa.Array:
     """The loss of a batch of each row alone, in float64; null where the row counts for nothing.
 
-    The loss of a class that the module does not know is infinite.
-
-    Raises:
-        ConfigError: the loss knows sums only.
+    The loss of a class that the module does not know is infinite. ConfigError if the loss knows
+    sums only.
     """
     total: Any = 0.0
     counts = torch.empty(0)
@@ -395,11 +374,7 @@ def _ignored(loss: LossFunction) -> int:
 
 
 def check_listed(sizes: Mapping[str, int]) -> None:
-    """Refuse states that grow by the row, with their sizes by metric, if they are too large.
-
-    Raises:
-        ConfigError: they are.
-    """
+    """Raise ConfigError if states that grow by the row, of these sizes by metric, are too large."""
     if sum(sizes.values()) <= MOST_LISTED_BYTES:
         return
     name = max(sizes, key=lambda name: sizes[name])
@@ -414,13 +389,8 @@ def check_listed(sizes: Mapping[str, int]) -> None:
 def read_labels(array: pa.Array, asked: SpoolColumn) -> tuple[Column, torch.Tensor | Ragged]:
     """One value per row of a label, or of the weights, and the column that they make.
 
-    Args:
-        array: the rows.
-        asked: how they are asked for.
-
-    Raises:
-        DataError: a null, a value that is not finite, a negative weight, or a value that is no
-            class number where one is needed; or rows that do not fit the label's shape.
+    DataError for a null, a value that is not finite, a negative weight, or a value that is no class
+    number where one is needed; or rows that do not fit the label's shape.
     """
     try:
         rows = read(array, asked.kind)

@@ -17,6 +17,7 @@ from typing import Any, Literal, get_args
 import torch
 from torch import nn
 
+from sparkdl.config import require
 from sparkdl.data.collate import Arguments
 from sparkdl.errors import ConfigError
 
@@ -57,15 +58,12 @@ class Output:
 
     def __post_init__(self) -> None:
         key = self.key if isinstance(self.key, tuple) else (self.key,)
-        if not all(isinstance(k, (str, int)) and not isinstance(k, bool) for k in key):
-            raise ConfigError(
-                f"the key of an output is a name, an index or a tuple of these; received {key!r}"
-            )
+        are_keys = all(isinstance(k, (str, int)) and not isinstance(k, bool) for k in key)
+        require(are_keys, "the key of an output is a name, an index or a tuple of these", key)
         object.__setattr__(self, "key", key)
-        if self.form not in FORMS:
-            raise ConfigError(f"the form of an output is one of {FORMS}; received {self.form!r}")
-        if self.layer is not None and not isinstance(self.layer, str):
-            raise ConfigError(f"a layer is given by its name; received {self.layer!r}")
+        require(self.form in FORMS, f"the form of an output is one of {FORMS}", self.form)
+        is_name = self.layer is None or isinstance(self.layer, str)
+        require(is_name, "a layer is given by its name", self.layer)
 
     @property
     def path(self) -> tuple[Key, ...]:
@@ -100,15 +98,10 @@ def children(value: Any) -> dict[Key, Any] | None:
 
 
 def pick(value: Any, path: Sequence[Key], what: object) -> Any:
-    """The part of a structure at ``path``; an index also counts the named parts.
+    """The part of what was returned at ``path``, keys from the outside in.
 
-    Args:
-        value: what was returned.
-        path: keys from the outside in.
-        what: names the output, for the error.
-
-    Raises:
-        ConfigError: there is no such part.
+    An index also counts the named parts. ConfigError, which calls the output ``what``, if there is
+    no such part.
     """
     for key in path:
         parts = children(value)
@@ -124,11 +117,7 @@ def pick(value: Any, path: Sequence[Key], what: object) -> Any:
 
 
 def check_rows(value: Any, num_rows: int, what: object) -> torch.Tensor:
-    """Refuse what is not one tensor with a row per sample.
-
-    Raises:
-        ConfigError: it is something else.
-    """
+    """Raise ConfigError for what is not one tensor with a row per sample."""
     if not isinstance(value, torch.Tensor):
         raise ConfigError(f"{what} is a {_named(value)}, of which no column can be made")
     if value.ndim == 0 or len(value) != num_rows:
@@ -155,14 +144,9 @@ class Forward:
     """Submodules whose outputs are wanted as well."""
 
     def outputs(self, module: nn.Module, inputs: Arguments) -> dict[str | None, Any]:
-        """Run the module.
+        """Run the module: what it returned, postprocessed, under None, and its layers' outputs.
 
-        Returns:
-            What the module returned, after ``postprocessing``, under None, and what the layers
-            did under their names.
-
-        Raises:
-            ConfigError: a layer does not exist, or was not called exactly once.
+        ConfigError if a layer does not exist, or was not called exactly once.
         """
         with _watched(module, self.layers) as seen:
             output = self.module_output(module, inputs)
@@ -209,11 +193,7 @@ def _watched(module: nn.Module, layers: Sequence[str]) -> Iterator[dict[str | No
 
 
 def find_layer(module: nn.Module, name: str) -> nn.Module:
-    """The submodule called ``name``.
-
-    Raises:
-        ConfigError: there is none, and which there are.
-    """
+    """The submodule called ``name``; ConfigError says which there are, if there is none."""
     by_name: dict[str, nn.Module] = dict(module.named_modules(remove_duplicate=False))
     if not name or name not in by_name:
         known = ", ".join(filter(None, by_name)) or "none"

@@ -96,15 +96,9 @@ def load(task: ModuleTask, device: torch.device) -> nn.Module:
 def predict(batches: Iterator[Sequence[pa.Array]], task: PredictTask) -> Iterator[pa.Array]:
     """Predict record batch by record batch; runs in the Python worker of a task.
 
-    Args:
-        batches: one array per input column.
-        task: what to do.
-
-    Yields:
-        Struct arrays with the fields that ``task`` names, together as long as the batch.
-
-    Raises:
-        DataError: a null, or a row of another shape than the module was trained on.
+    A batch is one array per input column. It gives struct arrays with the fields that ``task``
+    names, together as long as the batch. DataError for a null, or a row of another shape than the
+    module was trained on.
     """
     with ready(task) as (module, device):
         for arrays in batches:
@@ -131,10 +125,8 @@ def _predicted(module: nn.Module, run: Run, task: PredictTask) -> pa.Array:
 def ready(task: ModuleTask) -> Iterator[tuple[nn.Module, torch.device]]:
     """The module and its device: the GPU that Spark assigned to this task, or the CPU.
 
-    Threads, allocator and torch are set up for inference.
-
-    Raises:
-        ClusterError: ``cuda`` was asked for and torch finds none here.
+    Threads, allocator and torch are set up for inference. ClusterError if ``cuda`` was asked for
+    and torch finds none here.
     """
     from pyspark import TaskContext
 
@@ -175,8 +167,7 @@ def runs(
 ) -> Iterator[Run]:
     """The inputs of a record batch in runs of at most ``batch_size`` rows.
 
-    Raises:
-        DataError: a null, or a row of another shape than the module was trained on.
+    DataError for a null, or a row of another shape than the module was trained on.
     """
     readers = [_reader(array, column) for array, column in zip(arrays, columns, strict=True)]
     total = len(arrays[0])
@@ -231,8 +222,7 @@ def to_struct(
 ) -> pa.StructArray:
     """Make the struct that the UDF returns out of what `Forward.outputs` gave.
 
-    Raises:
-        ConfigError: an output has no row per sample, or not one number where one was promised.
+    ConfigError if an output has no row per sample, or not one number where one was promised.
     """
     tensors: dict[Output, torch.Tensor] = {}
     for output in {leaf.output for leaf in leaves}:
@@ -271,10 +261,8 @@ def class_logits(output: torch.Tensor) -> torch.Tensor:
 
 def class_probabilities(output: torch.Tensor) -> torch.Tensor:
     """Probabilities of all classes, ``(rows, classes)`` in float64."""
-    logits = _matrix(output).double()
-    if logits.shape[1] == 1:
-        return torch.sigmoid(torch.cat([-logits, logits], dim=1))
-    return torch.softmax(logits, dim=1)
+    logits, is_single = class_logits(output), _matrix(output).shape[1] == 1
+    return torch.sigmoid(logits) if is_single else torch.softmax(logits, dim=1)
 
 
 _MAKERS: dict[Make, Callable[[torch.Tensor], torch.Tensor]] = {
@@ -291,9 +279,8 @@ _MAKERS: dict[Make, Callable[[torch.Tensor], torch.Tensor]] = {
 def to_arrow(values: torch.Tensor, leaf: Leaf) -> pa.Array:
     """A column of numbers ``(rows,)``, or of lists in as many levels as there are dimensions.
 
-    Raises:
-        ConfigError: there are more numbers than an Arrow list can hold, or other dimensions
-            than the type has.
+    ConfigError if there are more numbers than an Arrow list can hold, or other dimensions than the
+    type has.
     """
     if values.numel() > _MOST_IN_A_LIST:
         raise ConfigError(

@@ -147,7 +147,9 @@ class Evaluation(Mapping[str, Any]):
         values = {"rows": f"{self.rows:,}", "loss": f"{self.loss:.6g}"}
         own = set(self._values()) - set(self.metrics) - {"loss", "accuracy", "log_loss"}
         own -= set(vars(self.scores)) if self.scores is not None else set()
-        values |= {name: _shown(self[name]) for name in (*sorted(own), *self.metrics)}
+        for name in (*sorted(own), *self.metrics):
+            value = self[name]
+            values[name] = f"{value:.6g}" if isinstance(value, float) else str(value)
         width = max(_NAME_COLUMNS, *map(len, values))
         text = [f"{name:<{width}} {value}" for name, value in values.items()]
         if isinstance(self.scores, ClassificationScores):
@@ -196,10 +198,6 @@ BUILT_IN = frozenset(
 """Names that metrics of the user's cannot have."""
 
 
-def _shown(value: Any) -> str:
-    return f"{value:.6g}" if isinstance(value, float) else str(value)
-
-
 class _Row(dict[int, float]):
     """A class's row of a confusion matrix: of many thousand predictions most do not occur."""
 
@@ -213,9 +211,8 @@ def classification_scores(
 ) -> ClassificationScores:
     """Scores from a confusion matrix.
 
-    Args:
-        counts: ``(label, prediction)`` -> rows, or sum of their weights; not all are 0.
-        log_loss_sum: sum over rows of ``-log(probability of the label)`` times weight.
+    ``counts`` has, by ``(label, prediction)``, rows, or the sums of their weights, which are not
+    all 0; ``log_loss_sum`` is the sum over rows of ``-log(probability of the label)`` times weight.
     """
     total = sum(counts.values())
     classes = sorted({label for pair in counts for label in pair})

@@ -1,9 +1,10 @@
 """Reference networks: small, plain modules, one for each family of networks.
 
 One for each family that deep learning on clusters is usually measured by: small, plain
-`torch.nn.Module` classes whose constructors take keywords that JSON can hold. ``docs/networks.md``
-is the table. A job file names one as ``"sparkdl.models:ResNet20"``; anywhere else they work as
-modules of your own do. Importing this package imports torch.
+`torch.nn.Module` classes whose constructors take keywords that JSON can hold, and raise
+ConfigError for those out of range. ``docs/networks.md`` is the table. A job file names one as
+``"sparkdl.models:ResNet20"``; anywhere else they work as modules of your own do. Importing this
+package imports torch.
 """
 
 from __future__ import annotations

@@ -8,7 +8,7 @@ from itertools import pairwise
 import torch
 from torch import nn
 
-from sparkdl.errors import ConfigError
+from sparkdl.config import require
 from sparkdl.models.layers import hidden_layers
 
 
@@ -40,15 +40,9 @@ class Autoencoder(nn.Module):
             activation: a name in `sparkdl.models.layers.ACTIVATIONS`; the last layer of the decoder
                 is linear.
             corruption: part of the input values that training sets to zero, 0 to less than 1.
-
-        Raises:
-            ConfigError: an argument is out of range.
         """
         super().__init__()
-        if not 0 <= corruption < 1:
-            raise ConfigError(
-                f"corruption must be at least 0 and less than 1; received {corruption}"
-            )
+        require(0 <= corruption < 1, "corruption must be at least 0 and less than 1", corruption)
         self.corruption = corruption
         self.encoder = hidden_layers(sizes, activation)
         outermost = nn.Sequential(nn.Linear(sizes[1], sizes[0]))

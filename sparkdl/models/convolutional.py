@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import nn
 
+from sparkdl.config import require
 from sparkdl.errors import ConfigError
 from sparkdl.models.layers import as_floats, check_positive
 
@@ -30,14 +31,10 @@ class LeNet5(nn.Module):
             in_channels: channels of an image.
             padding: empty pixels that the first convolution adds at each edge.
             num_classes: number of logits.
-
-        Raises:
-            ConfigError: an argument is out of range.
         """
         super().__init__()
         check_positive(in_channels=in_channels, num_classes=num_classes)
-        if padding < 0:
-            raise ConfigError(f"padding must be at least 0; received {padding}")
+        require(padding >= 0, "padding must be at least 0", padding)
         self.features = nn.Sequential(
             nn.Conv2d(in_channels, 6, kernel_size=5, padding=padding),
             nn.Tanh(),
@@ -82,14 +79,10 @@ class AlexNetR(nn.Module):
             image_size: height and width in pixels, at least 15 each.
             widths: channels of the three convolutions.
             num_classes: number of logits.
-
-        Raises:
-            ConfigError: an argument is out of range.
         """
         super().__init__()
         check_positive(in_channels=in_channels, widths=widths, num_classes=num_classes)
-        if len(widths) != 3:
-            raise ConfigError(f"widths must be three numbers; received {list(widths)}")
+        require(len(widths) == 3, "widths must be three numbers", list(widths))
         if len(image_size) != 2 or min(image_size) < 15:
             raise ConfigError(
                 f"image_size must be (height, width) of at least 15 pixels each; received "

@@ -32,9 +32,6 @@ class GAN(nn.Module):
             num_features: numbers of a row.
             noise: numbers of which a row is made.
             widths: of the hidden layers of each player.
-
-        Raises:
-            ConfigError: an argument is out of range.
         """
         super().__init__()
         check_positive(num_features=num_features, noise=noise)

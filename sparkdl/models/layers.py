@@ -8,7 +8,8 @@ from itertools import pairwise
 import torch
 from torch import nn
 
-from sparkdl.errors import ConfigError, unknown
+from sparkdl.config import require
+from sparkdl.errors import unknown
 
 ACTIVATIONS: dict[str, type[nn.Module]] = {
     "gelu": nn.GELU,
@@ -20,13 +21,9 @@ ACTIVATIONS: dict[str, type[nn.Module]] = {
 
 
 def as_floats(values: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
-    """Inputs as the weights' floating numbers, on the device where they are.
+    """Inputs as the floating numbers of a weight ``like``, on the device where they are.
 
     Bytes, which is how images arrive, become 0 to 1; other numbers keep their values.
-
-    Args:
-        values: a batch of any numeric dtype and shape.
-        like: a weight of the module.
     """
     floats = values.to(like.dtype)
     return floats / 255 if values.dtype == torch.uint8 else floats
@@ -37,15 +34,10 @@ def hidden_layers(sizes: Sequence[int], activation: str, dropout: float = 0.0) -
 
     Each is a `torch.nn.Sequential` of a linear layer, its activation and, if any, dropout. So the
     names of the weights are ``<layer>.0.weight`` and ``<layer>.0.bias`` whatever the options.
-
-    Raises:
-        ConfigError: there is no layer, a size is no positive number, or the activation is unknown.
+    ConfigError if there is no layer, a size is no positive number, or the activation is unknown.
     """
-    if len(sizes) < 2:
-        raise ConfigError(
-            f"sizes must hold the number of features and the width of at least one hidden layer; "
-            f"received {list(sizes)}"
-        )
+    rule = "sizes must hold the number of features and the width of at least one hidden layer"
+    require(len(sizes) >= 2, rule, list(sizes))
     check_positive(sizes=sizes)
     if activation not in ACTIVATIONS:
         raise unknown("activation", activation, ACTIVATIONS)
@@ -57,12 +49,8 @@ def hidden_layers(sizes: Sequence[int], activation: str, dropout: float = 0.0) -
 
 
 def check_positive(**values: int | Sequence[int]) -> None:
-    """Refuse sizes that are no whole numbers of at least 1.
-
-    Raises:
-        ConfigError: names the argument.
-    """
+    """Raise ConfigError, with the name, for sizes that are no whole numbers of at least 1."""
     for name, value in values.items():
         numbers = value if isinstance(value, Sequence) else (value,)
-        if not all(isinstance(number, int) and number >= 1 for number in numbers):
-            raise ConfigError(f"{name} must be at least 1, in whole numbers; received {value!r}")
+        are_sizes = all(isinstance(number, int) and number >= 1 for number in numbers)
+        require(are_sizes, f"{name} must be at least 1, in whole numbers", value)

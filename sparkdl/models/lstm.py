@@ -40,9 +40,6 @@ class LSTMNet(nn.Module):
             width: of the hidden state.
             num_layers: LSTM layers on top of each other.
             dropout: part of each layer's outputs that training leaves out.
-
-        Raises:
-            ConfigError: an argument is out of range.
         """
         super().__init__()
         check_positive(

@@ -31,9 +31,6 @@ class MLP(nn.Module):
             num_outputs: classes, or numbers to predict.
             activation: a name in `sparkdl.models.layers.ACTIVATIONS`.
             dropout: part of each hidden layer's outputs that training leaves out.
-
-        Raises:
-            ConfigError: an argument is out of range.
         """
         super().__init__()
         check_positive(num_outputs=num_outputs)

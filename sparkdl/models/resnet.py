@@ -8,7 +8,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from sparkdl.errors import ConfigError
+from sparkdl.config import require
 from sparkdl.models.layers import as_floats, check_positive
 
 
@@ -42,13 +42,10 @@ class CifarResNet(nn.Module):
                 convolutions of 3 x 3, and shortcuts without parameters.
             in_channels: channels of an image.
             num_classes: number of logits.
-
-        Raises:
-            ConfigError: an argument is out of range.
         """
         super().__init__()
-        if not blocks:
-            raise ConfigError("blocks must hold the number of blocks of at least one stage")
+        rule = "blocks must hold the number of blocks of at least one stage"
+        require(bool(blocks), rule, blocks)
         check_positive(blocks=blocks, width=width, in_channels=in_channels, num_classes=num_classes)
         block = _Bottleneck if is_bottleneck else _Basic
         self.stem = _convolution(in_channels, width, kernel_size=3)

@@ -42,9 +42,6 @@ class TransformerNet(nn.Module):
             num_layers: layers on top of each other.
             feedforward: width inside a layer's fully connected part.
             dropout: part of the numbers that training leaves out, inside layers.
-
-        Raises:
-            ConfigError: an argument is out of range.
         """
         super().__init__()
         check_positive(

@@ -1,8 +1,7 @@
 """The recorder writes down on the driver what happens in a run, and calls the run's listeners.
 
-The fit and the supervisor call it on the fit's thread, and it keeps everything in memory, with long
-lists thinned; another thread writes it to the storage. If that fails, for whatever reason, the run
-goes on without a report, with one warning: hours of training are worth more than their record.
+It keeps everything in memory, with long lists thinned; another thread writes it to the storage. If
+that fails, the run goes on without a report, with one warning.
 """
 
 from __future__ import annotations
@@ -49,6 +48,8 @@ _SLOWER_BY = 0.01
 _SILENT_WRITES = 10
 """How many pauses its driver may be silent for, and half a minute, before a run counts as lost."""
 _STEPS_KEPT = 500
+_USUAL_STEPS = 10
+"""Of an epoch, that are proposed where it has but one."""
 _MOST_WAITING = 100_000
 """Events that may wait for a storage that stalls; the record at the end has those beyond, too."""
 
@@ -62,10 +63,7 @@ class Recorder(View):
         began: Mapping[str, Any],
         views: Views | None = None,
     ) -> None:
-        """Begin, with the fields of `RunRecord`, ``began``, that are known already.
-
-        Without a folder the record is kept in memory only. Who made the views closes them.
-        """
+        """Begin, with the known fields of `RunRecord`; without a folder only memory has it."""
         self._clock = time.perf_counter()
         self._phase, self._phase_began = "", 0.0
         self._laps: dict[str, float] = {}
@@ -131,7 +129,16 @@ class Recorder(View):
         self.listeners.call(lambda listener: listener.facts(shown))
 
     def planned(self, plan: TrainPlan) -> None:
+        """Show the steps of a fit, and warn if an epoch has but one where it could have more."""
         self._views.call(lambda view: view.planned(plan))
+        most = max(plan.rows_of(rank) for rank in range(plan.world_size))
+        if 1 < most < plan.batch_size:
+            choice = max(1, most // _USUAL_STEPS)
+            logger.warning(
+                "batchSize=%d is more than the %d rows that a worker has, so an epoch is a single "
+                "step on all rows; for %d steps choose batchSize=%d",
+                *(plan.batch_size, most, -(-most // choice), choice),
+            )
 
     def graph(self, graph: Mapping[str, Any]) -> None:
         """What the module is made of; see `record.module_graph`."""
@@ -210,16 +217,17 @@ class Recorder(View):
         module: nn.Module | None = None,
         weights: str = "",
     ) -> None:
-        """What came of the run: a record per epoch or report, the trained module, and `weights`.
-
-        Listeners are shown the module at the end; ``weights`` are in words, as in `RunRecord`.
-        """
+        """What came of the run: a record per epoch or report, the module, `weights` in words."""
         self._history, self._module = [dict(record) for record in history], module
         self._weights = weights
         thin(self._history)
 
     def end(self, error: BaseException | None) -> None:
         """The run has ended; leave its record. Called by `recording`, once."""
+        if isinstance(error, Exception):  # and not because the user wanted it
+            kind = "" if isinstance(error, SparkDLError) else f"{type(error).__name__}: "
+            reason = kind + described(error)["message"].strip().partition("\n")[0]
+            self._views.call(lambda view: view.failed(reason))
         self._flush()
         self.end_phase()
         self._note(
@@ -351,11 +359,7 @@ def recording(
 
     The record is left in ``storage``, or nowhere; ``known`` are other fields of `RunRecord`. When
     the block has failed, ``is_interrupted`` is asked whether the user wanted that; ``ask_tasks`` is
-    as for `Views`.
-
-    Raises:
-        StorageError: the storage cannot be written to.
-        Exception: what a listener raises when the run begins.
+    as for `Views`. Raises StorageError, and what a listener raises when the run begins.
     """
     start = RunStart(
         run_id=run_id,

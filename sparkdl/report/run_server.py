@@ -1,7 +1,6 @@
 """A server that shows the runs of a directory in a browser: a list, and each run's page, both live.
 
-The standard library's server, for one person on their own machine. It reads, and nothing else; the
-only names that it looks up are those that the directory has.
+It reads, and nothing else; the only names that it looks up are those that the directory has.
 """
 
 from __future__ import annotations
@@ -47,7 +46,6 @@ def run_list(runs: Sequence[tuple[str, RunRecord | SparkDLError]]) -> Markup:
 
 
 def _row(name: str, record: RunRecord | SparkDLError) -> tuple[str, Markup]:
-    """The state of a run, and its row."""
     if isinstance(record, RunRecord):
         try:
             return record.status, _readable_row(name, record)
@@ -124,11 +122,7 @@ class RunServer(ThreadingHTTPServer):
     daemon_threads = True
 
     def __init__(self, address: tuple[str, int], reader: RunReader) -> None:
-        """Listen at ``address``; port 0 takes a free one.
-
-        Raises:
-            OSError: the port is taken, or the address is not this machine's.
-        """
+        """Listen at ``address``; port 0 takes a free one; raises OSError where it cannot."""
         self.reader = reader
         self.reading = threading.Lock()
         self.is_local = address[0] in _LOOPBACK
@@ -168,7 +162,6 @@ class _Handler(BaseHTTPRequestHandler):
     sys_version = ""
 
     def do_GET(self) -> None:
-        """Answer a request."""
         # Whether the browser means this machine: other sites may let their names point here.
         host = urlsplit(f"//{self.headers.get('Host', '')}").hostname
         if self.server.is_local and host not in _LOOPBACK:

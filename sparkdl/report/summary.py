@@ -1,8 +1,4 @@
-"""The summary of a fit: plain values, kept with the fitted model.
-
-The driver makes it from what the ranks reported; it is saved as JSON next to the model. It needs
-neither torch nor pyspark.
-"""
+"""The summary of a fit: plain values, which are saved as JSON next to the model."""
 
 from __future__ import annotations
 
@@ -154,9 +150,6 @@ class TrainingSummary:
         Args:
             path: file to write (the suffix chooses the format); None writes none.
 
-        Returns:
-            The matplotlib figure.
-
         Raises:
             SparkDLError: matplotlib is not installed.
         """
@@ -170,9 +163,6 @@ class TrainingSummary:
 
         The page of a model that was saved and loaded has its curves and numbers, but not the
         course of its training, which is in ``reportDir``.
-
-        Returns:
-            The path.
 
         Raises:
             StorageError: it cannot be written.
@@ -222,7 +212,6 @@ class TrainingSummary:
         return "\n".join(["TrainingSummary:", *lines])
 
     def _repr_html_(self) -> str:
-        """The summary as notebooks show it: the facts, then the last epochs of the history."""
         import pandas as pd
 
         with pd.option_context("display.max_colwidth", None):

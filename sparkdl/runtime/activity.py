@@ -19,12 +19,10 @@ _show: ContextVar[Show | None] = ContextVar("sparkdl_activity", default=None)
 
 
 def doing(what: str, detail: str | None = None) -> None:
-    """Say what this thread does or waits for now.
+    """Say what this thread does or waits for now, such as ``waiting for slots``; empty: nothing.
 
-    Args:
-        what: such as ``waiting for slots``; empty: nothing that needs to be shown.
-        detail: what may change while it lasts, such as ``2 of 4 are there``; None: how many of
-            Spark's tasks are done.
+    ``detail`` is what may change while it lasts, such as ``2 of 4 are there``; None: how many of
+    Spark's tasks are done.
     """
     show = _show.get()
     if show is not None:

@@ -47,12 +47,9 @@ def device_index(
 ) -> int:
     """Index, as CUDA counts it in this process, of the GPU that this rank shall use.
 
-    ``gpu_addresses`` is what Spark assigned to the task, if it schedules GPUs; ``visible``
-    is ``CUDA_VISIBLE_DEVICES``; ``num_devices`` is what CUDA shows; ``local_rank`` counts the
-    workers of a host.
-
-    Raises:
-        ClusterError: Spark assigned a GPU that the process cannot see.
+    ``gpu_addresses`` is what Spark assigned to the task, if it schedules GPUs; ``visible`` is
+    ``CUDA_VISIBLE_DEVICES``; ``num_devices`` is what CUDA shows; ``local_rank`` counts the workers
+    of a host. ClusterError if Spark assigned a GPU that the process cannot see.
     """
     if not gpu_addresses:
         return local_rank % num_devices
@@ -75,10 +72,7 @@ def choose_device(
     """The device for ``device="auto" | "cpu" | "cuda"``; auto is CUDA where there is one.
 
     The GPU is the one that Spark assigned to the task; where Spark schedules no GPUs, the workers
-    of a host take its devices in turn.
-
-    Raises:
-        ClusterError: CUDA was asked for and this worker has none.
+    of a host take its devices in turn. ClusterError if CUDA was asked for and this worker has none.
     """
     import torch
 

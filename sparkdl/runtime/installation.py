@@ -12,10 +12,9 @@ from sparkdl.errors import SparkDLError
 
 
 def refuse_mixed_installation(package_file: str) -> None:
-    """Called on import, on the driver and on every worker.
+    """Raise SparkDLError if PyPI's ``sparkdl`` has files in the package's folder.
 
-    Raises:
-        SparkDLError: the package's folder also holds files of PyPI's ``sparkdl``.
+    Called on import, on the driver and on every worker.
     """
     package = Path(package_file).resolve().parent
     patterns = ("sparkdl-*.dist-info", "sparkdl-*.egg-info")

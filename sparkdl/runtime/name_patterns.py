@@ -30,8 +30,7 @@ def fits_any(patterns: Iterable[str], name: str) -> bool:
 def check_fit(patterns: Iterable[str], names: Sequence[str], param: str) -> None:
     """Refuse patterns of a Param that mean none of ``names``, such as a misspelt layer.
 
-    Raises:
-        ConfigError: names the pattern, and what may have been meant.
+    ConfigError names the pattern, and what may have been meant.
     """
     for pattern in patterns:
         if not any(fits(pattern, name) for name in names):
@@ -44,8 +43,7 @@ def check_fit(patterns: Iterable[str], names: Sequence[str], param: str) -> None
 def renamed(state: Mapping[str, Any], names: Mapping[str, str]) -> dict[str, Any]:
     """The state dict with other names; see `InitialWeights.names`.
 
-    Raises:
-        ConfigError: a name means nothing, or two come to be the same.
+    ConfigError if a name means nothing, or two come to be the same.
     """
     rules = [(_pattern(old), old) for old in sorted(names, key=len, reverse=True)]
     used: set[str] = set()

@@ -59,10 +59,8 @@ def public_classes(package: str) -> dict[str, str]:
 def import_object(path: Any, remedy: str = "install it, or put it on the path") -> Any:
     """Import ``package.module:name``, also a path of sparkdl that an older version wrote.
 
-    ``remedy`` is what the user shall do where the module is missing.
-
-    Raises:
-        ConfigError: the path is malformed, or module or name is missing here.
+    ConfigError, with ``remedy`` for a missing module, if the path is malformed, or module or name
+    is missing here.
     """
     module, _, name = current_path(path).partition(":") if isinstance(path, str) else ("", "", "")
     if not module or not name:
@@ -82,10 +80,8 @@ def make_named(value: Any, kind: type[Any], known: Mapping[str, str], what: str)
 
     An object of ``kind`` is returned as it is. A class, a name of ``known`` (in small letters;
     underscores do not matter) or a ``"package.module:Class"`` is made with its default options.
-    Errors call it ``what``.
-
-    Raises:
-        ConfigError: it is nothing of that kind, or it cannot be made without options.
+    ConfigError, which calls it ``what``, if it is nothing of that kind, or cannot be made without
+    options.
     """
     if isinstance(value, kind):
         return value

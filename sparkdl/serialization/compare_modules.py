@@ -93,13 +93,10 @@ def repeated_attributes(module: nn.Module) -> set[str]:
 def is_equal(ours: Any, theirs: Any, registered: Mapping[int, str] | None = None) -> bool:
     """Compare two attributes of modules, part by part.
 
-    Args:
-        ours: an attribute of one module.
-        theirs: the same attribute of the other.
-        registered: names of the parameters, buffers and layers of both modules by their ``id``,
-            which are equal if their names are. With it, objects of which nobody knows how they
-            compare (functions, locks, generators) are taken for equal if their types are; without
-            it, they must say themselves that they are equal.
+    ``registered`` has the names of the parameters, buffers and layers of both modules by their
+    ``id``, which are equal if their names are. With it, objects of which nobody knows how they
+    compare (functions, locks, generators) are taken for equal if their types are; without it, they
+    must say themselves that they are equal.
     """
     if registered is not None and (id(ours) in registered or id(theirs) in registered):
         return registered.get(id(ours)) == registered.get(id(theirs))

@@ -28,18 +28,6 @@ class Example:
         """The tensors, ``(batch, ...)`` each."""
         return self.arguments.values
 
-    @property
-    def positional(self) -> tuple[torch.Tensor, ...]:
-        """Those that are passed by position."""
-        names = self.arguments.names or (None,) * len(self.values)
-        return tuple(v for v, name in zip(self.values, names, strict=True) if name is None)
-
-    @property
-    def by_name(self) -> dict[str, torch.Tensor]:
-        """The others, in their order."""
-        pairs = zip(self.arguments.names, self.values, strict=bool(self.arguments.names))
-        return {name: value for name, value in pairs if name is not None}
-
     def has_length(self, value: torch.Tensor) -> bool:
         """Whether the second dimension of one of the tensors is a length."""
         return any(flag for flag, v in zip(self.lengths, self.values, strict=True) if v is value)

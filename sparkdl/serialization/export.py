@@ -8,11 +8,9 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any
 
-from sparkdl.data.plan import Column
 from sparkdl.errors import ConfigError, unknown
 from sparkdl.serialization.example_inputs import example_of
 from sparkdl.serialization.exported_program import write_program
@@ -94,11 +92,10 @@ def export_saved(
 
 
 def _write_folder(saved: SavedModule, storage: Storage, name: str) -> None:
-    prepared = prepare_program(
-        saved.make(),
-        example_inputs=example_of(_signature(saved).inputs),
-        extra=_without_code(saved.index["extra"]),
-    )
+    # What was saved along, less the name of the factory; see `json_objects.describe`.
+    extra = [entry for entry in saved.index["extra"]["dict"] if entry[0] != _FACTORY]
+    example = example_of(_signature(saved).inputs)
+    prepared = prepare_program(saved.make(), example_inputs=example, extra={"dict": extra})
     if storage.exists(name):
         if not storage.exists(f"{name}/{INDEX}"):
             raise ConfigError(
@@ -119,16 +116,10 @@ def _signature(saved: SavedModule) -> ModelSignature:
     return signature
 
 
-def _without_code(described: Mapping[str, Any]) -> Mapping[str, Any]:
-    """What was saved along, less the name of the factory; see `json_objects.describe`."""
-    return {"dict": [entry for entry in described["dict"] if entry[0] != _FACTORY]}
-
-
 def _lines(saved: SavedModule) -> tuple[str, ...]:
-    return tuple(_line(column) for column in _signature(saved).inputs)
-
-
-def _line(column: Column) -> str:
-    length = ("length",) if column.kind.has_length else ()
-    shape = ", ".join(map(str, ("batch", *length, *column.shape)))
-    return f"input {column.argument or column.name}: {column.dtype}, ({shape})"
+    lines = []
+    for column in _signature(saved).inputs:
+        length = ("length",) if column.kind.has_length else ()
+        shape = ", ".join(map(str, ("batch", *length, *column.shape)))
+        lines.append(f"input {column.argument or column.name}: {column.dtype}, ({shape})")
+    return tuple(lines)

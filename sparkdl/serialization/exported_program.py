@@ -87,11 +87,7 @@ class ProgramModule(nn.Module):
     """
 
     def __init__(self, archive: bytes, trust: Trust = USUAL) -> None:
-        """Read an archive.
-
-        Raises:
-            StorageError: it holds what could run code while it is read, or other operators.
-        """
+        """Read an archive; StorageError if it holds what could run code, or other operators."""
         super().__init__()
         _check_archive(archive, trust)
         self.archive = archive
@@ -115,11 +111,7 @@ class ProgramModule(nn.Module):
         return self.program(*inputs, **named)
 
     def train(self, mode: bool = True) -> ProgramModule:
-        """Stay in evaluation mode.
-
-        Raises:
-            ConfigError: training mode was asked for.
-        """
+        """Stay in evaluation mode; ConfigError if training mode was asked for."""
         if mode:
             raise ConfigError(
                 "an exported program can only predict; train the module that it was made from"
@@ -131,18 +123,12 @@ class ProgramModule(nn.Module):
 
 
 def write_program(module: nn.Module, example_inputs: Given) -> bytes:
-    """Export a module's forward pass in evaluation mode, for batches of any size.
+    """Export a forward pass in evaluation mode for `read_program`, with batches of any size.
 
-    Args:
-        module: on the CPU; left as it was.
-        example_inputs: one batch, ``(batch, ...)`` each, of at least one sample: a tuple by
-            position, a dict by name, or an `Example`, whose lengths stay free as well.
-
-    Returns:
-        A ``.pt2`` archive that `read_program` accepts.
-
-    Raises:
-        ConfigError: torch cannot export it, or the program does something else than the module.
+    The module is on the CPU, and left as it was. ``example_inputs`` are one batch, ``(batch, ...)``
+    each, of at least one sample: a tuple by position, a dict by name, or an `Example`, whose
+    lengths stay free as well. ConfigError if torch cannot export it, or the program does something
+    else than the module.
     """
     if isinstance(module, ProgramModule):
         return module.archive
@@ -171,12 +157,7 @@ def write_program(module: nn.Module, example_inputs: Given) -> bytes:
 def export_program(module: nn.Module, example_inputs: Given) -> torch.export.ExportedProgram:
     """A module's forward pass in evaluation mode as a graph, for batches of any size.
 
-    Args:
-        module: as for `write_program`.
-        example_inputs: as for `write_program`.
-
-    Raises:
-        ConfigError: torch cannot export it.
+    Arguments are those of `write_program`. ConfigError if torch cannot export it.
     """
     if isinstance(module, ProgramModule):
         return module.exported()
@@ -188,14 +169,10 @@ def export_program(module: nn.Module, example_inputs: Given) -> torch.export.Exp
 def read_program(archive: bytes, trust: Trust = USUAL) -> ProgramModule:
     """Make a module of what `write_program` wrote.
 
-    Args:
-        archive: the file.
-        trust: its packages may name operators that are not in the list, such as
-            ``torch.ops.aten.as_strided``, or all of a library, ``torch.ops.torchvision``.
-
-    Raises:
-        StorageError: the archive is damaged, or holds what could run code while it is read, or
-            operators that are neither in the list nor trusted.
+    The packages of ``trust`` may name operators that are not in the list, such as
+    ``torch.ops.aten.as_strided``, or all of a library, ``torch.ops.torchvision``. StorageError if
+    the archive is damaged, or holds what could run code while it is read, or operators that are
+    neither in the list nor trusted.
     """
     try:
         return ProgramModule(archive, trust)
@@ -218,19 +195,13 @@ def _checked(example_inputs: Given) -> Example:
 def _exporting() -> Iterator[None]:
     """Without gradients, and without torch's warnings: what comes out is compared with the module.
 
-    Raises:
-        ConfigError: the block has failed.
+    ConfigError if the block has failed.
     """
-    logger = logging.getLogger("torch.fx.experimental.symbolic_shapes")
-    level = logger.level
-    logger.setLevel(logging.CRITICAL)  # torch prints the graph as far as it came
     try:
         with (
-            torch.no_grad(),
-            warnings.catch_warnings(),
-            contextlib.redirect_stderr(io.StringIO()),
+            silenced("torch.fx.experimental.symbolic_shapes", logging.CRITICAL),
+            contextlib.redirect_stderr(io.StringIO()),  # the graph as far as torch came
         ):
-            warnings.simplefilter("ignore")
             yield
     except GuardOnDataDependentSymNode:  # whose message is a page
         raise ConfigError(
@@ -241,8 +212,20 @@ def _exporting() -> Iterator[None]:
         raise ConfigError(
             f"torch.export cannot export it ({type(error).__name__}: {reason})"
         ) from error
+
+
+@contextlib.contextmanager
+def silenced(name: str, level: int) -> Iterator[None]:
+    """Without gradients, warnings, and lines of a logger of torch's below ``level``."""
+    logger = logging.getLogger(name)
+    before = logger.level
+    logger.setLevel(level)
+    try:
+        with torch.no_grad(), warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
     finally:
-        logger.setLevel(level)
+        logger.setLevel(before)
 
 
 def _export(module: nn.Module, example: Example) -> torch.export.ExportedProgram:
@@ -257,8 +240,9 @@ def _export(module: nn.Module, example: Example) -> torch.export.ExportedProgram
             return {name: shape(item) for name, item in value.items()}
         return {0: batch, 1: torch.export.Dim.DYNAMIC} if pair.has_length(value) else {0: batch}
 
-    bound = signature(module.forward).bind(*pair.positional, **pair.by_name).arguments
-    return torch.export.export(module, pair.positional, pair.by_name, dynamic_shapes=shape(bound))
+    positional, by_name = pair.arguments.positional, pair.arguments.by_name
+    bound = signature(module.forward).bind(*positional, **by_name).arguments
+    return torch.export.export(module, positional, by_name, dynamic_shapes=shape(bound))
 
 
 def _strip(program: torch.export.ExportedProgram) -> None:
@@ -295,18 +279,24 @@ def _check_archive(archive: bytes, trust: Trust) -> None:
 
 def _check_names(value: Any, key: str, trust: Trust) -> None:
     """Look at every string of a JSON value: what it may be depends on the key above it."""
+    for text, above in _texts(value, key):
+        _check_text(text, above, trust)
+
+
+def _texts(value: Any, key: str) -> Iterator[tuple[str, str]]:
+    """Every string of a JSON value, and the key above it, whose names are looked at."""
     if isinstance(value, dict):
         for name, item in value.items():
             if not _NAME.fullmatch(name):
                 raise _refusal(f"the name {name!r}")
             if name == "metadata" and item:
                 raise _refusal("metadata of nodes")
-            _check_names(item, name, trust)
+            yield from _texts(item, name)
     elif isinstance(value, list):
         for item in value:
-            _check_names(item, key, trust)
+            yield from _texts(item, key)
     elif isinstance(value, str):
-        _check_text(value, key, trust)
+        yield value, key
 
 
 def _check_text(text: str, key: str, trust: Trust) -> None:
@@ -342,19 +332,9 @@ def _is_allowed(operator: str) -> bool:
 def _unlisted_operators(archive: bytes) -> tuple[str, ...]:
     """Operators of an archive that `read_program` must be told to trust, without overloads."""
     model = json.loads(PT2ArchiveReader(io.BytesIO(archive)).read_string(_MODEL))
-    found = (_OPERATOR.fullmatch(text) for text in _operators(model, "") if not _is_allowed(text))
+    operators = [text for text, key in _texts(model, "") if key in _OPERATOR_KEYS]
+    found = (_OPERATOR.fullmatch(text) for text in operators if not _is_allowed(text))
     return tuple(sorted({match[1] for match in found if match is not None}))
-
-
-def _operators(value: Any, key: str) -> Iterator[str]:
-    if isinstance(value, dict):
-        for name, item in value.items():
-            yield from _operators(item, name)
-    elif isinstance(value, list):
-        for item in value:
-            yield from _operators(item, key)
-    elif isinstance(value, str) and key in _OPERATOR_KEYS:
-        yield value
 
 
 def _check_calls(part: torch.fx.GraphModule) -> None:

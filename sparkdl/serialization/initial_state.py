@@ -31,8 +31,7 @@ class InitialState:
     def of(cls, value: Any) -> InitialState:
         """What the Param ``initialState`` takes.
 
-        Raises:
-            ConfigError: it is no path and no fitted model that has kept its training state.
+        ConfigError if it is no path and no fitted model that has kept its training state.
         """
         if isinstance(value, InitialState):
             return value
@@ -50,8 +49,7 @@ class InitialState:
     def read(self) -> tuple[Mapping[str, Any], TrainingState]:
         """The weights, and the state; nothing is imported or run for them.
 
-        Raises:
-            StorageError: there is no such model, it is damaged, or has no training state.
+        StorageError if there is no such model, it is damaged, or has no training state.
         """
         from sparkdl.serialization.load import open_saved, place_of_saved
         from sparkdl.storage.hadoop_storage import open_place
@@ -68,14 +66,9 @@ class InitialState:
 
 
 def read_training_state(storage: Storage, model: str) -> TrainingState | None:
-    """The state that was saved beside a model; None if there is none.
+    """The state that was saved beside the folder of a model; None if there is none.
 
-    Args:
-        storage: where they lie.
-        model: folder of the model.
-
-    Raises:
-        StorageError: it is damaged, or of another version.
+    StorageError if it is damaged, or of another version.
     """
     from sparkdl.serialization.saved_module import INDEX, open_module
     from sparkdl.train.training_state import TrainingState

@@ -11,6 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from sparkdl.config import require
 from sparkdl.errors import ConfigError, StorageError
 from sparkdl.runtime.name_patterns import check_fit, fits_any, renamed, some_of
 from sparkdl.storage.hadoop_storage import open_parent
@@ -54,8 +55,8 @@ class InitialWeights:
 
     def __post_init__(self) -> None:
         skip: Any = self.skip
-        if isinstance(skip, str) or not all(isinstance(one, str) for one in skip):
-            raise ConfigError(f"skip must be a tuple of patterns; received {skip!r}")
+        are_patterns = not isinstance(skip, str) and all(isinstance(one, str) for one in skip)
+        require(are_patterns, "skip must be a tuple of patterns", skip)
         object.__setattr__(self, "skip", tuple(skip))  # lists, from files
         names: Any = self.names
         pairs = names.items() if isinstance(names, Mapping) else [(names, None)]
@@ -81,14 +82,11 @@ class InitialWeights:
 def load_initial_weights(
     module: nn.Module, initial: InitialWeights, what: str = "initialWeights"
 ) -> None:
-    """Give the weights to ``module``, on the CPU; ``what`` they are is said in errors.
+    """Give the weights to ``module``, on the CPU, in its dtype; errors call them ``what``.
 
-    Numbers take the module's dtype.
-
-    Raises:
-        ConfigError: names, shapes or kinds differ, numbers do not fit into the module's dtype, or
-            tensors that are one in the module are several different ones; lists them.
-        StorageError: the file or folder cannot be read, or is damaged.
+    ConfigError lists which names, shapes or kinds differ, which numbers do not fit into the
+    module's dtype, and which tensors are one in the module but several different ones in the
+    weights. StorageError if the file or folder cannot be read, or is damaged.
     """
     import torch
 
@@ -170,9 +168,8 @@ def _state(initial: InitialWeights) -> dict[str, Any]:
 def _of_torch_save(path: str, key: str) -> dict[str, Any]:
     """The state dict in a file of ``torch.save``, read without running anything of it.
 
-    Raises:
-        ConfigError: it holds more than tensors and plain values, or no state dict.
-        StorageError: it cannot be read.
+    ConfigError if it holds more than tensors and plain values, or no state dict; StorageError if it
+    cannot be read.
     """
     import torch
 

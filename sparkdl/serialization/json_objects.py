@@ -48,10 +48,7 @@ def describe(value: Any) -> Any:
 
     Accepts JSON's own values, tuples, small tensors, torch dtypes, importable functions and
     classes, ``functools.partial`` of them, frozen dataclasses, and modules that a call can make
-    again.
-
-    Raises:
-        DescribeError: it is something else, or cannot be imported under its own name.
+    again. DescribeError if it is something else, or cannot be imported under its own name.
     """
     if value is None or (isinstance(value, bool | int | str) and type(value) in (bool, int, str)):
         return value
@@ -84,15 +81,10 @@ def describe(value: Any) -> Any:
 
 
 def restore(description: Any, trust: Trust = USUAL) -> Any:
-    """Make the value that `describe` wrote.
+    """Make the value that `describe` wrote, with code that is trusted.
 
-    Args:
-        description: what it wrote.
-        trust: the code that may be imported and called for it.
-
-    Raises:
-        ConfigError: the description is malformed, or names what cannot be imported here, or what
-            is not trusted.
+    ConfigError if the description is malformed, or names what cannot be imported here, or what is
+    not trusted.
     """
     if description is None or isinstance(description, bool | int | float | str):
         return description
@@ -113,11 +105,7 @@ def restore(description: Any, trust: Trust = USUAL) -> Any:
 
 
 def import_path(value: Any) -> str:
-    """The ``package.module:name`` under which a class or function can be imported.
-
-    Raises:
-        DescribeError: there is none; says why and what to do.
-    """
+    """The ``package.module:name`` of a class or function; DescribeError says why there is none."""
     module, name = getattr(value, "__module__", None), getattr(value, "__qualname__", "?")
     if isinstance(value, types.MethodType) and isinstance(value.__self__, type):
         module = value.__self__.__module__  # a class method: found through its class
@@ -203,14 +191,9 @@ def _restore_dataclass(description: Mapping[str, Any], trust: Trust) -> Any:
 
 
 def _describe_module(module: nn.Module) -> dict[str, Any]:
-    """Write how to make a module of the same structure.
+    """Write class, arguments and names of frozen parameters, which make a module of that structure.
 
-    Returns:
-        ``{"module": path of the class, "args": ..., "frozen": names of parameters that do not
-        train}``.
-
-    Raises:
-        DescribeError: it cannot be made again by a constructor, or what came out differed.
+    DescribeError if it cannot be made again by a constructor, or what came out differed.
     """
     if any(nn.parameter.is_lazy(p) for p in module.parameters()):
         raise DescribeError(
@@ -238,10 +221,8 @@ def _describe_module(module: nn.Module) -> dict[str, Any]:
 def _restore_module(description: Mapping[str, Any], trust: Trust) -> nn.Module:
     """Make the module that `_describe_module` wrote, with fresh weights.
 
-    The global random generator of the CPU is left as it was.
-
-    Raises:
-        ConfigError: the description is malformed or names no module.
+    The global random generator of the CPU is left as it was. ConfigError if the description is
+    malformed or names no module.
     """
     kind = trust.import_object(description["module"])
     if not (isinstance(kind, type) and issubclass(kind, nn.Module)):
@@ -322,24 +303,20 @@ def _argument(module: nn.Module, parameter: inspect.Parameter) -> tuple[bool, An
     return True, value
 
 
-def _layer(**more: Callable[[Any], Any]) -> dict[str, Callable[[Any], Any]]:
-    """What all layers of transformers keep in their parts."""
-    return {
-        "d_model": lambda m: m.self_attn.embed_dim,
-        "nhead": lambda m: m.self_attn.num_heads,
-        "dim_feedforward": lambda m: m.linear1.out_features,
-        "dropout": lambda m: m.dropout.p,
-        "layer_norm_eps": lambda m: m.norm1.eps,
-        "batch_first": lambda m: m.self_attn.batch_first,
-        "bias": lambda m: m.linear1.bias is not None,
-        "dtype": lambda m: m.linear1.weight.dtype,
-        **more,
-    }
-
-
+_OF_LAYERS: dict[str, Callable[[Any], Any]] = {
+    "d_model": lambda m: m.self_attn.embed_dim,
+    "nhead": lambda m: m.self_attn.num_heads,
+    "dim_feedforward": lambda m: m.linear1.out_features,
+    "dropout": lambda m: m.dropout.p,
+    "layer_norm_eps": lambda m: m.norm1.eps,
+    "batch_first": lambda m: m.self_attn.batch_first,
+    "bias": lambda m: m.linear1.bias is not None,
+    "dtype": lambda m: m.linear1.weight.dtype,
+}
+"""What all layers of transformers keep in their parts."""
 _ARGUMENT_READERS: dict[type[nn.Module], dict[str, Callable[[Any], Any]]] = {
-    nn.TransformerEncoderLayer: _layer(),
-    nn.TransformerDecoderLayer: _layer(),
+    nn.TransformerEncoderLayer: _OF_LAYERS,
+    nn.TransformerDecoderLayer: _OF_LAYERS,
     nn.TransformerEncoder: {"encoder_layer": lambda m: m.layers[0]},
     nn.TransformerDecoder: {"decoder_layer": lambda m: m.layers[0]},
     nn.MultiheadAttention: {

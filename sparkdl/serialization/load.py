@@ -74,11 +74,7 @@ class NamedTransform:
     """Packages that it may be in, see `load_module`."""
 
     def __call__(self, batch: Any) -> Any:
-        """Import the transform and call it; see `sparkdl.inputs.Specification.transform`.
-
-        Raises:
-            ConfigError: it cannot be imported here, or is not trusted.
-        """
+        """Import the transform and call it; ConfigError if it is not here, or is not trusted."""
         return restore(json.loads(self.text), trusting(self.trusted))(batch)
 
 
@@ -160,19 +156,14 @@ def signature_of(index: Mapping[str, Any], trust: Trust) -> ModelSignature | Non
 
 
 def column_as_json(column: Column) -> dict[str, Any]:
-    """A column as values of JSON.
-
-    Raises:
-        DescribeError: the specification's transform cannot be imported by name.
-    """
+    """A column as values of JSON; DescribeError if its transform cannot be imported by name."""
     return {**vars(column), "specification": describe(column.specification)}
 
 
 def column_from_json(values: Mapping[str, Any], trust: Trust = USUAL) -> Column:
     """Inverse of `column_as_json`; also of what was written before there were specifications.
 
-    Raises:
-        ConfigError: the specification's transform cannot be imported here, or is not trusted.
+    ConfigError if the specification's transform cannot be imported here, or is not trusted.
     """
     specification = restore(values.get("specification"), trust)
     shape = tuple(values["shape"])
@@ -191,11 +182,7 @@ def _unimported(column: Mapping[str, Any], trust: Trust) -> Mapping[str, Any]:
 
 
 def place_of_saved(storage: Storage) -> str:
-    """The folder of the storage that holds a saved module.
-
-    Raises:
-        StorageError: there is none, or several.
-    """
+    """The folder of the storage that holds a saved module; StorageError if there is not one."""
     found = list(_folders(storage, ""))
     if not found:
         raise StorageError(

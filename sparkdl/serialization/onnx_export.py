@@ -6,13 +6,13 @@ on batches of several sizes beside the module. Only what agrees is put in its pl
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import os
 import re
 import tempfile
 import warnings
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from functools import partial
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -23,7 +23,7 @@ from torch.utils._pytree import tree_leaves
 
 from sparkdl.errors import ConfigError
 from sparkdl.serialization.example_inputs import Example, as_example, example_of
-from sparkdl.serialization.exported_program import export_program
+from sparkdl.serialization.exported_program import export_program, silenced
 from sparkdl.serialization.load import ModelSignature, open_saved, signature_of
 from sparkdl.storage.hadoop_storage import open_parent
 from sparkdl.storage.storage import without_password
@@ -81,7 +81,12 @@ def export_onnx(
     """
     _check_packages()
     module, signature = _resolve(model, trusted)
-    _check_device(module)
+    devices = {str(t.device) for t in (*module.parameters(), *module.buffers())} - {"cpu"}
+    if devices:
+        raise ConfigError(
+            f"export_onnx runs the module on the CPU, and parts of it are on {sorted(devices)}; "
+            "pass module.cpu()"
+        )
     example = _made_up(signature) if example_inputs is None else as_example(example_inputs)
     batches = [example.rows(num_rows) for num_rows in _NUM_ROWS]
     batches += [example.shorter()] * any(example.lengths)
@@ -96,7 +101,8 @@ def export_onnx(
         with evaluation_mode(module):
             difference = _compare(module, batches, file)
         for written in sorted(Path(folder).iterdir(), reverse=True):  # the weights first
-            storage.write(written.name, _pieces(written))
+            with written.open("rb") as opened:
+                storage.write(written.name, iter(partial(opened.read, _PIECE_BYTES), b""))
     return difference
 
 
@@ -113,15 +119,6 @@ def _resolve(model: Any, trusted: str | Iterable[str]) -> tuple[nn.Module, Model
             f"received {type(model).__name__}"
         )
     return module, ModelSignature(inputs=tuple(columns), num_classes=None)
-
-
-def _check_device(module: nn.Module) -> None:
-    devices = {str(t.device) for t in (*module.parameters(), *module.buffers())} - {"cpu"}
-    if devices:
-        raise ConfigError(
-            f"export_onnx runs the module on the CPU, and parts of it are on {sorted(devices)}; "
-            "pass module.cpu()"
-        )
 
 
 def _made_up(signature: ModelSignature | None) -> Example:
@@ -144,7 +141,7 @@ def _names(signature: ModelSignature, example: Example) -> list[str]:
     """The file's inputs: columns of what goes by position, then the names of all else."""
     columns = [column.name for column in signature.inputs if column.argument is None]
     # A mask may stand among the positions: its sequence goes by position, it never does.
-    return [*columns, *example.by_name]
+    return [*columns, *example.arguments.by_name]
 
 
 def _check_packages() -> None:
@@ -165,27 +162,14 @@ def _check_packages() -> None:
 def _write(module: nn.Module, inputs: Example, names: Sequence[str] | None, file: Path) -> None:
     program = export_program(module, inputs)
     try:
-        with _quiet():
+        # The exporter warns of its own deprecations, and logs what concerns other packages.
+        with silenced("torch.onnx", logging.ERROR):
             exported: Any = torch.onnx.export(
                 program, dynamo=True, verbose=False, input_names=names
             )
             exported.save(str(file))
     except Exception as error:  # torch's errors of this kind are not public
         raise ConfigError(f"the module cannot be written as ONNX: {_reason(error)}") from error
-
-
-@contextlib.contextmanager
-def _quiet() -> Iterator[None]:
-    """Torch's exporter warns of its own deprecations, and logs what concerns other packages."""
-    logger = logging.getLogger("torch.onnx")
-    level = logger.level
-    logger.setLevel(logging.ERROR)
-    try:
-        with torch.no_grad(), warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # the file is compared with the module
-            yield
-    finally:
-        logger.setLevel(level)
 
 
 def _reason(error: BaseException) -> str:
@@ -223,13 +207,9 @@ def _compare(module: nn.Module, batches: Sequence[Example], file: Path) -> float
 
 
 def _difference(module: nn.Module, session: Any, inputs: Example) -> float:
-    """The largest difference on one batch.
-
-    Raises:
-        ConfigError: it is too large.
-    """
+    """The largest difference on one batch; ConfigError if it is too large."""
     names = [node.name for node in session.get_inputs()]
-    ordered = (*inputs.positional, *inputs.by_name.values())
+    ordered = (*inputs.arguments.positional, *inputs.arguments.by_name.values())
     given = {name: x.numpy() for name, x in zip(names, ordered, strict=True)}
     found = [torch.from_numpy(array) for array in session.run(None, given)]
     with torch.no_grad():
@@ -261,9 +241,3 @@ def _leaves(output: Any) -> list[torch.Tensor]:
                 f"returned {type(leaf).__name__}"
             )
     return leaves
-
-
-def _pieces(file: Path) -> Iterator[bytes]:
-    with file.open("rb") as opened:
-        while piece := opened.read(_PIECE_BYTES):
-            yield piece

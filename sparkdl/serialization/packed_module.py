@@ -72,11 +72,7 @@ class _TensorUnpickler(pickle.Unpickler):
 
 
 def pack(module: nn.Module) -> PackedModule:
-    """Turn a module into bytes; called on the driver.
-
-    Raises:
-        ConfigError: the module holds something that cannot be sent to another process.
-    """
+    """Turn a module into bytes, on the driver; ConfigError if it holds what cannot be sent."""
     file = io.BytesIO()
     pickler = _TensorPickler(file)
     try:

@@ -57,11 +57,7 @@ class PreparedModule:
     """The other files by name."""
 
     def write(self, storage: Storage, path: str) -> None:
-        """Write the folder ``path``, file by file in pieces, the index last.
-
-        Raises:
-            StorageError: the storage cannot be written.
-        """
+        """Write the folder ``path`` in pieces, the index last; StorageError if that fails."""
         files: dict[str, Data] = {WEIGHTS: encode(self.weights), **self.others}
         if self.unlisted is not None:
             files[_UNLISTED] = encode(self.unlisted)
@@ -81,10 +77,8 @@ class SavedModule:
     def make(self) -> nn.Module:
         """The module, in evaluation mode on the CPU.
 
-        Raises:
-            StorageError: the exported program holds what could run code while it is read.
-            ConfigError: the code that makes the module is not importable here, or has changed, or
-                is not trusted.
+        StorageError if the exported program holds what could run code while it is read; ConfigError
+        if the code that makes the module is not importable here, or has changed, or is not trusted.
         """
         recipe = self.index["recipe"]
         if "weights" in recipe:
@@ -124,18 +118,12 @@ def prepare_module(
 ) -> PreparedModule:
     """Find out how a module on the CPU can be made again, and do all of saving but the writing.
 
-    Args:
-        module: the fitted module; left as it was, and to be left until it is written.
-        factory: importable callable without arguments (or `functools.partial`) that makes such a
-            module; None if there is none.
-        example_inputs: a batch, ``(batch, ...)`` each, needed for an exported program only; see
-            `exported_program.write_program`.
-        extra: further values for `SavedModule.extra` to give back; see `json_objects.describe`.
-        others: further files, by name.
-
-    Raises:
-        ConfigError: the module cannot be made again in any of the three ways, or ``factory``
-            makes another one; names causes and remedies.
+    The module is left as it was, and must be left until it is written. ``factory``, if there is
+    one, is an importable callable without arguments (or `functools.partial`) that makes such a
+    module; ``example_inputs`` are needed for an exported program only, see `write_program`;
+    `SavedModule.extra` gives ``extra`` back, see `json_objects.describe`; ``others`` are further
+    files by name. ConfigError, with causes and remedies, if the module cannot be made again in any
+    of the three ways, or ``factory`` makes another one.
     """
     recipe, files, unlisted = _find_way(module, factory, example_inputs)
     # Plain dicts: names and tensors are all that another reader of safetensors needs.
@@ -162,13 +150,8 @@ def prepare_program(
 ) -> PreparedModule:
     """Prepare a module as an exported program, which needs none of the module's own code.
 
-    Args:
-        module: as for `prepare_module`.
-        example_inputs: as for `exported_program.write_program`.
-        extra: what `SavedModule.extra` gives back, described already.
-
-    Raises:
-        ConfigError: torch cannot export the module.
+    ``extra`` is what `SavedModule.extra` gives back, described already; the rest, and errors, are
+    those of `exported_program.write_program`.
     """
     archive = write_program(module, example_inputs)
     index = {"version": VERSION, "extra": extra, "recipe": {"program": _PROGRAM}}
@@ -180,8 +163,7 @@ def prepare_program(
 def open_module(storage: Storage, path: str, trust: Trust = USUAL) -> SavedModule:
     """Read a saved module through; nothing is imported or run.
 
-    Raises:
-        StorageError: a file is missing, damaged or of a later version.
+    StorageError if a file is missing, damaged or of a later version.
     """
     index = read_module_index(storage, path)
     files = read_files(storage, path, index)
@@ -191,8 +173,7 @@ def open_module(storage: Storage, path: str, trust: Trust = USUAL) -> SavedModul
 def read_module_index(storage: Storage, path: str) -> dict[str, Any]:
     """What ``module.json`` says; the other files are not looked at.
 
-    Raises:
-        StorageError: it is missing, damaged or of a later version.
+    StorageError if it is missing, damaged or of a later version.
     """
     index = read_index(storage, path, INDEX, range(1, VERSION + 1))
     recipe, files = index.get("recipe"), index["files"]
@@ -201,14 +182,6 @@ def read_module_index(storage: Storage, path: str) -> dict[str, Any]:
     if len(ways) != 1 or not needed <= set(files) or "extra" not in index:
         raise StorageError(f"{path}/{INDEX} is damaged: it does not say how to make the module")
     return index
-
-
-def load_module_from(
-    storage: Storage, path: str, trust: Trust = USUAL
-) -> tuple[nn.Module, dict[str, Any]]:
-    """Make the module that was saved, and give back ``extra``; see `SavedModule`."""
-    saved = open_module(storage, path, trust)
-    return saved.make(), saved.extra()
 
 
 _Way = tuple[Mapping[str, Any], Mapping[str, bytes], Mapping[str, Any]]
@@ -241,9 +214,8 @@ def _find_way(module: nn.Module, factory: Any | None, example_inputs: Given | No
 def _factory_way(module: nn.Module, factory: Any) -> _Way:
     """The factory, and what it makes otherwise.
 
-    Raises:
-        DescribeError: it cannot be written, or something of the module's cannot.
-        ConfigError: it makes a module of another structure.
+    DescribeError if it cannot be written, or something of the module's cannot; ConfigError if it
+    makes a module of another structure.
     """
     described = describe(factory)
     again = _make(factory)
@@ -300,15 +272,11 @@ def _kind(value: Any) -> str:
 def find_unlisted(module: nn.Module, again: nn.Module) -> dict[str, Any]:
     """What ``module`` holds otherwise than a module of the same structure that was made anew.
 
+    The result is ``{"buffers": {name: tensor}, "attributes": [(part's name, attribute, value),
+    ...]}``, a tree for `tensor_tree.pack` with the module's own tensors; empty if nothing differs.
     Objects of which nobody knows how they compare (functions, locks, generators) are taken for
-    equal where both modules hold one of the same type.
-
-    Returns:
-        ``{"buffers": {name: tensor}, "attributes": [(part's name, attribute, value), ...]}``, a
-        tree for `tensor_tree.pack` with the module's own tensors; empty if nothing differs.
-
-    Raises:
-        DescribeError: an attribute differs and cannot be written; names it.
+    equal where both modules hold one of the same type. DescribeError names an attribute that
+    differs and cannot be written.
     """
     ours, theirs = _buffers(module), _buffers(again)
     registered = {**_registered(module), **_registered(again)}

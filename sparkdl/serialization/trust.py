@@ -52,15 +52,15 @@ class Trust:
     def import_object(self, path: Any) -> Any:
         """Import ``package.module:name``, which a saved file holds.
 
-        Raises:
-            ConfigError: it is missing or malformed, or in code that nobody has said to trust.
+        ConfigError if it is missing or malformed, or in code that nobody has said to trust.
         """
         if self.in_all:
             return import_object(path)
         module = current_path(path).partition(":")[0] if isinstance(path, str) else ""
         # To look at what is imported already runs nothing; all else is imported only if trusted.
+        # That a package is missing is another error.
         is_new = bool(module) and module not in sys.modules
-        if is_new and not self._admits_module(module) and _is_here(module):
+        if is_new and not self._admits_module(module) and find_spec(module.partition(".")[0]):
             raise _refusal(path, module)
         found = import_object(path)
         where = _defined_in(found)
@@ -95,11 +95,7 @@ USUAL = Trust()
 
 
 def trusting(packages: str | Iterable[str]) -> Trust:
-    """The trust in some packages, besides that in what everybody trusts.
-
-    Raises:
-        ConfigError: they are not names of packages.
-    """
+    """Trust in what everybody trusts and in some packages; ConfigError if these are no names."""
     names = (packages,) if isinstance(packages, str) else tuple(packages)
     for name in names:
         if not isinstance(name, str) or not all(p.isidentifier() for p in name.split(".")):
@@ -134,11 +130,6 @@ def is_users_own(module: str) -> bool:
         return False
     places = [spec.origin] if spec.has_location else list(spec.submodule_search_locations or ())
     return bool(places) and not any(place is None or _is_in_packages(place) for place in places)
-
-
-def _is_here(module: str) -> bool:
-    """True if the package of a module is installed; one that is missing is another error."""
-    return find_spec(module.partition(".")[0]) is not None
 
 
 def _is_in_packages(file: str) -> bool:

@@ -29,17 +29,10 @@ def write_folder(
     index: Mapping[str, Any],
     files: Mapping[str, Data],
 ) -> None:
-    """Write a folder; until its index is there, which comes last, it counts as damaged.
+    """Write the folder ``path``; until its index is there, which comes last, it counts as damaged.
 
-    Args:
-        storage: where to.
-        path: the folder, relative to the storage.
-        index_name: name of the index.
-        index: what else the index holds, as JSON; ``files`` and ``sha256`` are added.
-        files: content of each file.
-
-    Raises:
-        StorageError: the storage cannot be written.
+    The index gets ``files`` and ``sha256`` besides what it holds. StorageError if the storage
+    cannot be written.
     """
     storage.remove(f"{path}/{index_name}")  # a folder half written must not look whole
     records = {
@@ -51,16 +44,9 @@ def write_folder(
 
 
 def read_index(storage: Storage, path: str, index_name: str, versions: range) -> dict[str, Any]:
-    """Read an index; ``files`` becomes a dict of `FileRecord`.
+    """Read an index of one of ``versions``; ``files`` becomes a dict of `FileRecord`.
 
-    Args:
-        storage: where from.
-        path: the folder, relative to the storage.
-        index_name: name of the index.
-        versions: values of its ``version`` that are understood; 1 had no sum of itself.
-
-    Raises:
-        StorageError: it is missing, damaged, or of another version.
+    StorageError if it is missing, damaged, or of another version, of which 1 had no sum of itself.
     """
     place = f"{path}/{index_name}"
     data = storage.read(place)
@@ -84,11 +70,7 @@ def read_index(storage: Storage, path: str, index_name: str, versions: range) ->
 
 
 def read_files(storage: Storage, path: str, index: Mapping[str, Any]) -> dict[str, bytes]:
-    """All files that an index lists, each of them compared with its size and sum.
-
-    Raises:
-        StorageError: one is missing or damaged.
-    """
+    """All files of an index, compared with size and sum; StorageError if one is not intact."""
     return {
         name: record.check(storage.read(f"{path}/{name}"), f"{path}/{name}", _REMEDY)
         for name, record in index["files"].items()

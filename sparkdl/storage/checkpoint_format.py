@@ -27,7 +27,8 @@ from typing import Any
 
 import torch
 
-from sparkdl.errors import CheckpointError, ConfigError, StorageError
+from sparkdl.config import require
+from sparkdl.errors import CheckpointError, StorageError
 from sparkdl.storage.storage import Storage, is_definite
 from sparkdl.storage.tensor_tree import DTYPES, Snapshot, unpack
 
@@ -52,11 +53,7 @@ class FileRecord:
     sha256: str
 
     def check(self, data: bytes, place: str, remedy: str) -> bytes:
-        """Return ``data`` if it is what was recorded.
-
-        Raises:
-            CheckpointError: it is not.
-        """
+        """Return ``data`` if it is what was recorded; CheckpointError if not."""
         if len(data) != self.size_bytes or hashlib.sha256(data).hexdigest() != self.sha256:
             raise CheckpointError(
                 f"{place} is damaged: {len(data)} bytes, expected {self.size_bytes} with SHA-256 "
@@ -137,15 +134,9 @@ def rank_file(rank: int) -> str:
 
 
 def check_run_key(run_key: str) -> str:
-    """Return a run's key or id that is fit to be the name of a folder.
-
-    Raises:
-        ConfigError: it is not.
-    """
-    if not _RUN_KEY.fullmatch(run_key):
-        raise ConfigError(
-            f"a run key names a folder: use letters, digits, '_', '-' and '.'; received {run_key!r}"
-        )
+    """Return a run's key or id that is fit to be the name of a folder; ConfigError if it is not."""
+    rule = "a run key names a folder: use letters, digits, '_', '-' and '.'"
+    require(_RUN_KEY.fullmatch(run_key) is not None, rule, run_key)
     return run_key
 
 
@@ -178,11 +169,7 @@ def _chunks(tensor: torch.Tensor) -> Iterator[memoryview]:
 
 
 def decode(data: bytes, place: str) -> Any:
-    """The tree in a file that `encode` made.
-
-    Raises:
-        CheckpointError: the file is not whole or not of this format; names ``place``.
-    """
+    """The tree in a file that `encode` made; CheckpointError, with ``place``, if it is damaged."""
     return _decoded(data, place, bytearray)
 
 
@@ -251,9 +238,8 @@ def write_manifest(info: CheckpointInfo) -> None:
 def read_manifest(storage: Storage, path: str) -> CheckpointInfo:
     """What a folder's manifest says; the files themselves are not looked at.
 
-    Raises:
-        CheckpointError: there is no manifest, or it is damaged or of a later version.
-        StorageError: the storage failed, in a way that may pass.
+    CheckpointError if there is none, or it is damaged or of a later version; StorageError if the
+    storage failed, in a way that may pass.
     """
     place = f"{path}/{MANIFEST}"
     try:
@@ -294,9 +280,8 @@ def read_manifest(storage: Storage, path: str) -> CheckpointInfo:
 def read_file(info: CheckpointInfo, name: str) -> bytes:
     """A file of a checkpoint, after its size and checksum were compared with the manifest.
 
-    Raises:
-        CheckpointError: the file is not in the manifest, missing, truncated or changed.
-        StorageError: the storage failed, in a way that may pass.
+    CheckpointError if it is not in the manifest, missing, truncated or changed; StorageError if the
+    storage failed, in a way that may pass.
     """
     place = f"{info.path}/{name}"
     if name not in info.files:
@@ -311,20 +296,12 @@ def read_file(info: CheckpointInfo, name: str) -> bytes:
 
 
 def load_shared(info: CheckpointInfo) -> Any:
-    """The state that is equal on all ranks.
-
-    Raises:
-        CheckpointError: the file is damaged.
-    """
+    """The state that is equal on all ranks; CheckpointError if the file is damaged."""
     return decode(read_file(info, SHARED), f"{info.path}/{SHARED}")
 
 
 def load_rank(info: CheckpointInfo, rank: int) -> Any:
-    """The state of one rank.
-
-    Raises:
-        CheckpointError: the file is damaged, or the checkpoint was written by fewer ranks.
-    """
+    """The state of one rank; CheckpointError if it is damaged, or there were fewer ranks."""
     if not 0 <= rank < info.world_size:
         raise CheckpointError(
             f"the checkpoint {info.path} was written by {info.world_size} ranks; "
@@ -366,17 +343,9 @@ def latest(
     """The newest whole checkpoint of a run key, or None; reads it through to be sure.
 
     Folders that are not whole, or vanish meanwhile, are passed over with a line in the log, and so
-    are those that do not fit.
-
-    Args:
-        storage: where checkpoints lie.
-        run_key: the run's.
-        fits: given the state that is equal on all ranks, whether to go on from it; None: always.
-        is_wanted: which folders to look at; None: all of them.
-        is_last_try: True if what the storage fails to read now is passed over as well.
-
-    Raises:
-        StorageError: the storage failed, in a way that may pass.
+    are those whose state that is equal on all ranks does not pass ``fits``. Folders that are not
+    ``is_wanted`` are not looked at. StorageError if the storage failed, in a way that may pass;
+    with ``is_last_try`` that is passed over as well.
     """
     for folder in reversed(folders(storage, run_key)):
         if is_wanted is not None and not is_wanted(folder):

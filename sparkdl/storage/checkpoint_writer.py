@@ -138,18 +138,12 @@ class CheckpointManager:
         return self._config.interval != -1 and step > 0 and step % self._config.interval == 0
 
     def save(self, step: int, shared: Any, rank_state: Any) -> None:
-        """Start a checkpoint. Collective; returns when the state is copied.
+        """Start a checkpoint after ``step`` steps. Collective; returns when the state is copied.
 
-        Args:
-            step: optimizer steps taken.
-            shared: the state that is equal on all ranks; only rank 0's is read.
-            rank_state: what only this rank must remember.
-
-        Raises:
-            StorageError: the last `MAX_FAILURES` saves failed, or did not end in time.
-            CommunicationError: likewise, and at last the way to the storage was lost, on this or
-                another rank.
-            CheckpointError: the state holds something that cannot be stored.
+        Of ``shared``, which is equal on all ranks, only rank 0's is read. StorageError or, where
+        the way to the storage was lost, CommunicationError, if the last `MAX_FAILURES` saves
+        failed, on this or another rank, or did not end in time; CheckpointError if the state holds
+        something that cannot be stored.
         """
         began = time.perf_counter()
         try:
@@ -261,15 +255,11 @@ class CheckpointManager:
             logger.debug("abandoned checkpoint %s", save.folder.name)
         except Exception as error:
             save.failure = error
-            if self._rank == 0 and is_full(error):
-                self._make_room(save.folder)
-
-    def _make_room(self, wreck: StepFolder) -> None:
-        """Remove what was written of a save that has not found space, or the next finds less."""
-        try:
-            remove(self._storage, wreck)
-        except (StorageError, GangError) as error:
-            logger.debug("%s is left: %s", wreck.path, error)
+            if self._rank == 0 and is_full(error):  # what is left would take the next one's space
+                try:
+                    remove(self._storage, save.folder)
+                except (StorageError, GangError) as other:
+                    logger.debug("%s is left: %s", save.folder.path, other)
 
     def _write(self, save: _Save) -> None:
         began = time.perf_counter()

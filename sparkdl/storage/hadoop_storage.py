@@ -49,10 +49,7 @@ def open_on_driver(spark: SparkSession, path_or_url: str) -> Folder:
 
     A URL is opened by Hadoop if Spark has a file system for its scheme, so that it is the place
     which Spark itself reads and writes, with the same credentials; otherwise, and always from a
-    Spark Connect client, which has no JVM, by Python (`open_storage`).
-
-    Raises:
-        StorageError: the URL's scheme is unknown, its package is missing, or the place refuses.
+    Spark Connect client, which has no JVM, by Python. Errors are those of `open_storage`.
     """
     scheme = scheme_of(path_or_url)
     has_jvm = hasattr(spark, "_jsparkSession")  # a Spark Connect client has none
@@ -66,9 +63,6 @@ def open_place(path_or_url: str | os.PathLike[str]) -> Storage:
 
     On the driver of classic Spark a URL is the place that Spark itself reads and writes, with the
     same credentials; elsewhere, also where Spark is not installed, `open_storage` opens it.
-
-    Raises:
-        StorageError: the URL's scheme is unknown, its package is missing, or the place refuses.
     """
     text = os.fspath(path_or_url)
     spark = _session() if scheme_of(text) is not None else None

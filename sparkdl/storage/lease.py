@@ -60,13 +60,8 @@ class Note:
 class Lease:
     """A run's lease. The driver holds it, as a context manager, while the run trains.
 
-    That it cannot be written or removed is logged, and ends nothing.
-
-    Args:
-        storage: where the run's checkpoints lie.
-        run_key: the folder of these.
-        run_id: the run.
-        renew_seconds: time between two renewals.
+    It lies beside the checkpoints of ``run_id``, in the folder ``run_key``. That it cannot be
+    written or removed is logged, and ends nothing.
     """
 
     def __init__(
@@ -113,8 +108,7 @@ class Lease:
     def require_place(self) -> None:
         """Make sure that the place still has what this run has written to it.
 
-        Raises:
-            StorageError: it has not, as where its file system is no longer mounted; this may pass.
+        StorageError if not, as where its file system is no longer mounted; this may pass.
         """
         if self._is_written and not self._storage.exists(self._path):
             raise StorageError(
@@ -146,10 +140,8 @@ def lease_name(run_id: str) -> str:
 def read_leases(storage: Storage, run_key: str, names: Iterable[str]) -> dict[str, Note]:
     """The leases in the folder of a run key, given the names in it, by run.
 
-    One that is just being written says nothing, and counts as renewed now.
-
-    Raises:
-        StorageError: the storage failed, in a way that may pass.
+    One that is just being written says nothing, and counts as renewed now. StorageError if the
+    storage failed, in a way that may pass.
     """
     found = {}
     for match in filter(None, map(_NAME.fullmatch, names)):
@@ -168,11 +160,7 @@ def read_leases(storage: Storage, run_key: str, names: Iterable[str]) -> dict[st
 
 
 def _parsed(data: bytes) -> Note:
-    """What the file of a lease says.
-
-    Raises:
-        ValueError, TypeError, RecursionError: it is damaged.
-    """
+    """What a lease says; ValueError, TypeError or RecursionError if the file is damaged."""
     note = Note(**json.loads(data))
     texts = (note.run_id, note.host, note.process, note.begun_from or "")
     if not all(type(text) is str for text in texts) or type(note.attempt) is not int:
@@ -184,8 +172,7 @@ def _parsed(data: bytes) -> Note:
 def process_identity(pid: int) -> str | None:
     """What tells a process of this host from all others, also from later ones of its number.
 
-    Returns:
-        None if there is no such process, or where the system does not say (outside Linux).
+    None if there is no such process, or where the system does not say (outside Linux).
     """
     try:
         text = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
@@ -196,11 +183,7 @@ def process_identity(pid: int) -> str | None:
 
 
 def _place() -> str:
-    """The start of this host, and its numbers of processes: containers have numbers of their own.
-
-    Raises:
-        OSError: the system does not say.
-    """
+    """This host, and its numbers of processes, of which containers have their own; or OSError."""
     boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="utf-8").strip()
     return f"{boot}/{Path('/proc/self/ns/pid').readlink()}"
 

@@ -7,54 +7,55 @@ its folder, so whatever the driver can write to, they can.
 from __future__ import annotations
 
 import builtins
+from typing import Any
 
 from sparkdl.errors import StorageError
 from sparkdl.storage.storage import Data, Storage, checked
 
 
-class _Forwarding:
-    """A storage whose files lie in others."""
-
-    def write(self, path: str, data: Data) -> None:
-        storage, inside = self._find(path)
-        storage.write(inside, data)
-
-    def read(self, path: str) -> bytes:
-        storage, inside = self._find(path)
-        return storage.read(inside)
-
-    def list(self, path: str) -> builtins.list[str]:
-        storage, inside = self._find(path)
-        return storage.list(inside)
-
-    def remove(self, path: str) -> None:
-        storage, inside = self._find(path)
-        storage.remove(inside)
-
-    def exists(self, path: str) -> bool:
-        storage, inside = self._find(path)
-        return storage.exists(inside)
-
-    def _find(self, path: str) -> tuple[Storage, str]:
-        """The storage that has a path, and the path in it."""
-        raise NotImplementedError
-
-
-class Mounted(_Forwarding):
-    """A storage into which others can be mounted, as Unix mounts file systems.
-
-    The names of mounted folders are not in lists.
-
-    Args:
-        base: where everything lies that is under no mounted folder.
-    """
+class Forwarding:
+    """A storage whose files lie in others, by default all in ``base``."""
 
     def __init__(self, base: Storage) -> None:
         self._base = base
-        self._mounted: dict[str, Storage] = {}
 
     def __str__(self) -> str:
         return str(self._base)
+
+    def write(self, path: str, data: Data) -> None:
+        self._ask("write", path, data)
+
+    def read(self, path: str) -> bytes:
+        return bytes(self._ask("read", path))
+
+    def list(self, path: str) -> builtins.list[str]:
+        return list(self._ask("list", path))
+
+    def remove(self, path: str) -> None:
+        self._ask("remove", path)
+
+    def exists(self, path: str) -> bool:
+        return bool(self._ask("exists", path))
+
+    def _ask(self, method: str, path: str, *arguments: Any) -> Any:
+        """Have the storage that has a path do what was asked."""
+        storage, inside = self._find(path)
+        return getattr(storage, method)(inside, *arguments)
+
+    def _find(self, path: str) -> tuple[Storage, str]:
+        """The storage that has a path, and the path in it."""
+        return self._base, path
+
+
+class Mounted(Forwarding):
+    """A storage into which others can be mounted, as Unix mounts file systems.
+
+    What is under no mounted folder lies in ``base``. Names of mounted folders are not in lists.
+    """
+
+    def __init__(self, base: Storage) -> None:
+        super().__init__(base)
+        self._mounted: dict[str, Storage] = {}
 
     def mount(self, folder: str, storage: Storage) -> None:
         """Let ``folder``, one name, be the root of ``storage`` from now on."""
@@ -70,17 +71,11 @@ class Mounted(_Forwarding):
         return (self._mounted[first], rest) if first in self._mounted else (self._base, path)
 
 
-class Subfolder(_Forwarding):
-    """A folder of a storage, as a storage.
+class Subfolder(Forwarding):
+    """The folder of a storage, as a storage of a ``name`` for errors and logs."""
 
-    Args:
-        storage: the whole.
-        folder: relative path of the part.
-        name: what to call it in errors and logs.
-    """
-
-    def __init__(self, storage: Storage, folder: str, name: str) -> None:
-        self._storage = storage
+    def __init__(self, base: Storage, folder: str, name: str) -> None:
+        super().__init__(base)
         self._folder = checked(folder)
         self._name = name
 
@@ -88,4 +83,4 @@ class Subfolder(_Forwarding):
         return self._name
 
     def _find(self, path: str) -> tuple[Storage, str]:
-        return self._storage, f"{self._folder}/{checked(path)}".rstrip("/")
+        return self._base, f"{self._folder}/{checked(path)}".rstrip("/")

@@ -22,12 +22,9 @@ def surplus(
 ) -> list[StepFolder]:
     """What can be removed once ``newest`` is whole, so that ``keep`` whole ones stay.
 
-    Args:
-        steps: those of the own run and of runs that have ended; others are not touched.
-        newest: the own one.
-        keep: number of whole ones that stay: the run's own first, then the newest of others.
-        is_whole: asked of as few as possible, since it looks into the storage.
-        in_use: paths from which others began.
+    ``steps`` are those of the own run and of runs that have ended; others are not touched. Those
+    stay from which others began (``in_use``), then the run's own, then the newest of others.
+    ``is_whole`` is asked of as few as possible, since it looks into the storage.
     """
     older = [step for step in steps if step.age <= newest.age and step.path != newest.path]
     run_id = newest.writer.run_id
@@ -46,14 +43,8 @@ def surplus(
 def prune(storage: Storage, newest: StepFolder, keep: int) -> None:
     """Remove what is `surplus`, and what runs that have ended left besides.
 
-    Args:
-        storage: where checkpoints lie.
-        newest: one that the caller has just written.
-        keep: number of whole ones that stay.
-
-    Raises:
-        StorageError: the storage failed.
-        CommunicationError: the way to it was lost.
+    The caller has just written ``newest``; ``keep`` whole ones stay. StorageError if the storage
+    failed, CommunicationError if the way to it was lost.
     """
     own, key = newest.writer, newest.writer.run_key
     names = storage.list(key)
@@ -70,7 +61,12 @@ def prune(storage: Storage, newest: StepFolder, keep: int) -> None:
     ]
     steps = steps_of(storage, mortal)
     in_use = {note.begun_from for note in alive.values() if note.begun_from is not None}
-    gone = surplus(steps, newest, keep, lambda step: _is_whole(storage, step), in_use)
+
+    def is_whole(step: StepFolder) -> bool:
+        # As far as names tell: a writer that was late may have left a manifest without files.
+        return {MANIFEST, SHARED} <= set(storage.list(step.path))
+
+    gone = surplus(steps, newest, keep, is_whole, in_use)
     for step in gone:
         remove(storage, step)
     left = {step.writer for step in steps if step not in gone} | {own}
@@ -85,8 +81,3 @@ def remove(storage: Storage, step: StepFolder) -> None:
     """Remove a checkpoint; what is half removed does not look like one."""
     storage.remove(f"{step.path}/{MANIFEST}")
     storage.remove(step.path)
-
-
-def _is_whole(storage: Storage, step: StepFolder) -> bool:
-    """As far as names tell: a writer that was late may have left a manifest without files."""
-    return {MANIFEST, SHARED} <= set(storage.list(step.path))

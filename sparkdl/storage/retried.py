@@ -6,15 +6,15 @@ the pieces makes them again (`again`).
 
 from __future__ import annotations
 
-import builtins
 import logging
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from sparkdl.errors import CommunicationError, StorageError
-from sparkdl.storage.storage import Data, Storage, is_definite
+from sparkdl.storage.mounted import Forwarding
+from sparkdl.storage.storage import Storage, is_definite
 
 logger = logging.getLogger(__name__)
 
@@ -29,9 +29,8 @@ OUTAGE_SECONDS = (0.2, 5.0, 10.0, 20.0)
 def again(action: Callable[[], T], pauses: Sequence[float] = PAUSES_SECONDS) -> T:
     """Do what may be repeated until it succeeds, once more than there are pauses.
 
-    Raises:
-        StorageError: it has failed each time, or would do so: see `is_definite`.
-        CommunicationError: each time the way to the storage was lost.
+    StorageError if it has failed each time, or would do so (see `is_definite`); CommunicationError
+    if each time the way to the storage was lost.
     """
     for pause in pauses:
         try:
@@ -44,35 +43,15 @@ def again(action: Callable[[], T], pauses: Sequence[float] = PAUSES_SECONDS) -> 
     return action()
 
 
-class Retried:
-    """A storage that tries again what failed and may be repeated.
+class Retried(Forwarding):
+    """A storage that tries again what failed and may be repeated, after ``pauses`` in seconds."""
 
-    Args:
-        storage: where everything lies.
-        pauses: seconds before each further try.
-    """
-
-    def __init__(self, storage: Storage, pauses: Sequence[float] = PAUSES_SECONDS) -> None:
-        self._storage = storage
+    def __init__(self, base: Storage, pauses: Sequence[float] = PAUSES_SECONDS) -> None:
+        super().__init__(base)
         self._pauses = pauses
 
-    def __str__(self) -> str:
-        return str(self._storage)
-
-    def write(self, path: str, data: Data) -> None:
-        if isinstance(data, bytes | bytearray | memoryview):
-            again(partial(self._storage.write, path, data), self._pauses)
-        else:
-            self._storage.write(path, data)
-
-    def read(self, path: str) -> bytes:
-        return again(partial(self._storage.read, path), self._pauses)
-
-    def list(self, path: str) -> builtins.list[str]:
-        return again(partial(self._storage.list, path), self._pauses)
-
-    def remove(self, path: str) -> None:
-        again(partial(self._storage.remove, path), self._pauses)
-
-    def exists(self, path: str) -> bool:
-        return again(partial(self._storage.exists, path), self._pauses)
+    def _ask(self, method: str, path: str, *arguments: Any) -> Any:
+        ask = partial(super()._ask, method, path, *arguments)
+        if all(isinstance(one, bytes | bytearray | memoryview) for one in arguments):
+            return again(ask, self._pauses)
+        return ask()

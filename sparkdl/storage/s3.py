@@ -25,11 +25,8 @@ def open_s3(url: str) -> tuple[Any, str]:
 
     ``AWS_ENDPOINT_URL_S3`` or ``AWS_ENDPOINT_URL`` names another server than Amazon's. Without
     these and without ``AWS_REGION`` or ``AWS_DEFAULT_REGION`` Amazon is asked for the bucket's
-    region.
-
-    Raises:
-        StorageError: the URL names no bucket, or carries a password.
-        OSError: Amazon does not know the bucket.
+    region. StorageError if the URL names no bucket, or carries a password; OSError if Amazon does
+    not know the bucket.
     """
     from fsspec.implementations.arrow import ArrowFSWrapper
     from pyarrow.fs import S3FileSystem

@@ -59,9 +59,7 @@ def open_storage(path_or_url: str | os.PathLike[str]) -> Folder:
     """The storage for a local path, a ``file://`` URL, or any URL that fsspec knows.
 
     As in Hadoop, ``scheme:/path`` is a URL too: ``hdfs:/models`` lies on the default name node.
-
-    Raises:
-        StorageError: the URL's scheme is unknown, or its package is not installed.
+    StorageError if the scheme is unknown, its package is missing, or the place refuses.
     """
     text = os.fspath(path_or_url)
     url = _URL.fullmatch(text)
@@ -116,8 +114,7 @@ def drop_password(text: str) -> str:
 def check_writable(storage: Storage) -> None:
     """Write, read and remove a small file, so that a wrong directory fails before training.
 
-    Raises:
-        StorageError: names the place, the cause and the remedy.
+    StorageError names the place, the cause and the remedy.
     """
     name = f"sparkdl-probe-{uuid.uuid4().hex}"
     storage.write(name, name.encode())
@@ -196,10 +193,8 @@ def open_url(url: str) -> tuple[Any, str]:
     """The file system of fsspec's form behind a URL ``scheme://...``, and the path in it.
 
     The one place where Python opens URLs, for all who read and write in other ways than `Storage`
-    too: with our time-outs, S3's server, and errors that name the remedy.
-
-    Raises:
-        StorageError: the URL's scheme is unknown, its package is missing, or the place refuses.
+    too: with our time-outs, S3's server, and errors that name the remedy. StorageError if the
+    scheme is unknown, its package is missing, or the place refuses.
     """
     import fsspec
 
@@ -324,11 +319,7 @@ def pieces(data: Data) -> Iterator[bytes | bytearray | memoryview]:
 
 
 def checked(path: str) -> str:
-    """Normalize a relative posix path.
-
-    Raises:
-        StorageError: the path is absolute or leads out of the storage.
-    """
+    """Normalize a relative posix path; StorageError if it leads out of the storage."""
     parts = PurePosixPath(path).parts
     if path.startswith("/") or ".." in parts:
         raise StorageError(f"{path!r} leads out of its storage; use a relative path without '..'")
@@ -388,15 +379,10 @@ def failure(action: str, place: str, error: Exception, remedy: str | None = None
 def failures(
     action: str, place: str, kind: type[Exception] | tuple[type[Exception], ...] = Exception
 ) -> Iterator[None]:
-    """Raise errors of a file system as `failure` has them.
+    """Raise errors of a file system, of ``kind``, as StorageErrors; see `failure`.
 
-    Args:
-        action: what the block does, such as ``read``.
-        place: where it does that.
-        kind: what the file system raises; each of fsspec's has exception types of its own.
-
-    Raises:
-        StorageError: the block has raised an error of ``kind``.
+    Each file system of fsspec has exception types of its own. ``action`` is what the block does,
+    such as ``read``, and ``place`` where.
     """
     try:
         yield

@@ -49,28 +49,16 @@ def pack(tree: Any) -> tuple[Any, dict[str, torch.Tensor]]:
     """Take a tree apart into a JSON value and the tensors that it names; copies no tensor.
 
     Accepts None, bool, int, float, str, bytes, list, tuple, dict (also OrderedDict and Counter)
-    with str or int keys, tensors, numpy arrays and numpy scalars. Tensors that are the same
-    memory (tied weights) are stored once and come back as one tensor.
-
-    Args:
-        tree: the value; tensors are named after their path in it.
-
-    Returns:
-        A value for ``json.dumps`` and the tensors by name.
-
-    Raises:
-        CheckpointError: something in the tree is of another kind; names its path and type.
+    with str or int keys, tensors, numpy arrays and numpy scalars; CheckpointError names path and
+    type of anything else. Tensors are named after their path. Those that are the same memory (tied
+    weights) are stored once and come back as one tensor.
     """
     packer = _Packer()
     return packer.pack(tree, ()), packer.tensors
 
 
 def unpack(value: Any, tensors: Mapping[str, torch.Tensor]) -> Any:
-    """Rebuild the tree that `pack` took apart.
-
-    Raises:
-        CheckpointError: the value is not one that `pack` makes, or names a missing tensor.
-    """
+    """Rebuild the tree that `pack` took apart; CheckpointError for what it cannot have made."""
     try:
         return _unpack(value, tensors)
     except (
@@ -91,18 +79,10 @@ class Snapshot:
 
 
 def snapshot(tree: Any, reuse: Snapshot | None = None) -> Snapshot:
-    """Copy a tree so that training may go on changing the original.
+    """Copy a tree (see `pack`) to CPU memory, so that training may go on changing the original.
 
-    Args:
-        tree: as for `pack`.
-        reuse: an earlier snapshot that nobody needs any more; its buffers are overwritten where
-            name, shape and dtype match, because fresh memory costs a page fault every 4 KiB.
-
-    Returns:
-        The copy: contiguous tensors in CPU memory.
-
-    Raises:
-        CheckpointError: see `pack`.
+    The buffers of ``reuse``, an earlier snapshot that nobody needs any more, are overwritten where
+    name, shape and dtype match, because fresh memory costs a page fault every 4 KiB.
     """
     value, tensors = pack(tree)
     old = {} if reuse is None else reuse.tensors

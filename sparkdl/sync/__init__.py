@@ -27,16 +27,7 @@ def known_strategies() -> list[type[SyncStrategy]]:
 
 
 def resolve(strategy: str | SyncStrategy | type[SyncStrategy] | None) -> SyncStrategy:
-    """The strategy that the user named.
-
-    Args:
-        strategy: an object, which is returned as it is; or a class, a name of `STRATEGIES` or a
-            ``"package.module:Class"``, which are made with their default options; None means
-            ``"allreduce"``.
-
-    Raises:
-        ConfigError: there is no such strategy.
-    """
+    """The strategy that the user named; see `make_named`. None means ``"allreduce"``."""
     made: SyncStrategy = make_named(
         "allreduce" if strategy is None else strategy, SyncStrategy, STRATEGIES, "strategy"
     )

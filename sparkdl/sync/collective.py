@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from sparkdl.comm import compression as compressions
@@ -32,20 +33,23 @@ class CollectiveStrategy(SyncStrategy):
         """The compression as an object."""
         return compressions.resolve(self.compression)
 
-    def exchange_bytes(self, shapes: Shapes, element_size: int, world_size: int) -> int | None:
-        """Bytes that one rank sends when tensors of ``shapes`` are summed over all ranks once."""
-        compression = self.resolved_compression()
-        if compression is not None and world_size > 1:
-            return compression.wire_bytes(shapes, element_size, world_size)
-        return all_reduce_bytes(count(shapes) * element_size, world_size)
+    def messages(self, shapes: Shapes, element_size: int) -> Sequence[Shapes]:
+        """Shapes of the trained parameters that are summed at a time; by default all of them."""
+        return [shapes]
 
     def pattern(self, size: ModelSize, world_size: int) -> Pattern:
         """See `SyncStrategy.pattern`: a sum at every step, along the topology, compressed."""
-        compression = self.resolved_compression()
         pattern = Pattern(num_bytes=size.gradient_bytes, topology=self.topology, copies=3)
-        if compression is None or world_size == 1:
-            return pattern
-        sent = compression.wire_bytes(size.shapes, size.element_size, world_size)
         plain = ring_bytes(size.gradient_bytes, world_size)
-        ratio = None if sent is None else sent / plain if plain else 1.0
-        return replace(pattern, wire_ratio=ratio, codec=type(compression).__name__)
+        if not plain:
+            return pattern
+        compression, element_size = self.resolved_compression(), size.element_size
+        sent = [
+            all_reduce_bytes(count(shapes) * element_size, world_size)
+            if compression is None
+            else compression.wire_bytes(shapes, element_size, world_size)
+            for shapes in self.messages(size.shapes, element_size)
+        ]
+        ratio = None if None in sent else sum(filter(None, sent)) / plain
+        codec = None if compression is None else type(compression).__name__
+        return replace(pattern, wire_ratio=ratio, codec=codec)

@@ -92,7 +92,12 @@ class Pattern:
         return max(self.period, 1) + self.lead
 
     def sent_bytes_per_step(self, world_size: int) -> float | None:
-        """What a rank sends per step; of stages a task's states, back and forth."""
+        """What a rank sends per step; of stages a task's states, back and forth.
+
+        None: it depends on the data, or on how long things take.
+        """
+        if self.target_share is not None:
+            return None
         if self.kind == "stages":
             return 2 * self.num_bytes / self.period
         if self.kind == "messages":

@@ -25,8 +25,7 @@ _HELD: WeakSet[nn.Module] = WeakSet()
 def freeze(module: nn.Module, patterns: Sequence[str]) -> list[str]:
     """Let the parameters that ``patterns`` mean take no part in training; returns their names.
 
-    Raises:
-        ConfigError: a pattern means nothing, or nothing is left to train.
+    ConfigError if a pattern means nothing, or nothing is left to train.
     """
     parameters = dict(module.named_parameters(remove_duplicate=False))
     check_fit(patterns, [*parameters, *dict(module.named_buffers())], "frozenLayers")

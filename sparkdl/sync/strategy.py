@@ -15,14 +15,13 @@ from typing import TYPE_CHECKING, ClassVar, NamedTuple, TypeAlias
 
 from sparkdl.config import TrainConfig
 from sparkdl.storage.stateful import Stateful
-from sparkdl.sync.exchange_pattern import ModelSize, Pattern, ring_bytes
+from sparkdl.sync.exchange_pattern import ModelSize, Pattern
 
 if TYPE_CHECKING:
     import torch
     from torch import nn
 
     from sparkdl.comm.communicator import Communicator
-    from sparkdl.comm.compression.compression import Shapes
     from sparkdl.data.plan import TrainPlan
 
 MakeOptimizer = Callable[[Iterable["nn.Parameter"]], "torch.optim.Optimizer"]
@@ -104,28 +103,17 @@ class SyncStrategy(ABC):
         """Each rank's part of the rows, adding up to 1; None: all alike."""
         return None
 
-    def bytes_per_step(self, shapes: Shapes, element_size: int, world_size: int) -> float | None:
-        """Bytes that one rank sends per step for the parameters' sake, on average, by formula.
-
-        ``shapes`` are those of the trained parameters, ``element_size`` are the bytes of a number;
-        each rank is on a node of its own. None where it depends on the data, or has no formula.
-        """
-        return None
-
     @classmethod
     def examples(cls) -> tuple[SyncStrategy, ...]:
         """Forms that stand for the strategy: `explain` and the benchmarks compare them."""
         return (cls(),)
 
     def pattern(self, size: ModelSize, world_size: int) -> Pattern:
-        """What the workers of a gang exchange, from which `explain` predicts times.
+        """What the workers of a gang exchange, from which `explain` predicts bytes and times.
 
-        By default a sum at every step, of as many bytes as `bytes_per_step` says.
+        By default a sum of all gradients at every step; each rank is on a node of its own.
         """
-        sent = self.bytes_per_step(size.shapes, size.element_size, world_size)
-        plain = ring_bytes(size.gradient_bytes, world_size)
-        ratio = sent / plain if sent is not None and plain else 1.0
-        return Pattern(num_bytes=size.gradient_bytes, wire_ratio=ratio, copies=3)
+        return Pattern(num_bytes=size.gradient_bytes, copies=3)
 
     def stages_pattern(self, size: ModelSize) -> Pattern:
         """The same of rounds on plain Spark stages; by default all steps are one round."""

@@ -13,7 +13,7 @@ from sparkdl.config import EarlyStopping, TrainConfig
 from sparkdl.data.plan import TrainPlan
 from sparkdl.errors import ConfigError, did_you_mean
 from sparkdl.sync.population.population import Competition
-from sparkdl.train.objective.divergence import diverged
+from sparkdl.train.objective.divergence import diverged, warn_if_nan
 from sparkdl.train.objective.label_losses import loss_record
 from sparkdl.train.objective.named_metrics import metric_names
 
@@ -281,6 +281,10 @@ class EpochBook:
         state.add_record(record)
         if self._stopping is not None:
             check_recorded(self._stopping, record)
+            before = [old.get(self._stopping.monitor, 0.0) for old in state.history[:-1]]
+            if not any(map(math.isnan, before)):
+                what = "early stopping" if self._stopping.may_stop else "the search"
+                warn_if_nan(what, self._stopping.monitor, record)
             is_best = state.is_best(record, self._stopping)
             is_kept = is_best or not self._stopping.restore_best
             if is_best and self._stopping.restore_best:

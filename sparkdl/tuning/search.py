@@ -106,12 +106,8 @@ class Search:
     def run(self) -> None:
         """Try as many values as are left to be tried, so many at a time as the options say.
 
-        What ends this, such as Ctrl-C, leaves the trials that run unfinished in the study, from
-        where the next search takes them. `Study.optimize` would count them as failed.
-
-        Raises:
-            TrainingFailed: the first trials have all failed.
-            UnknownMonitor: the history does not have what trials are judged by.
+        What ends this, such as Ctrl-C, leaves the trials that run unfinished in the study, unlike
+        `Study.optimize`. Raises TrainingFailed if the first trials have all failed.
         """
         interrupts.listen()
         termination.listen()
@@ -151,11 +147,7 @@ class Search:
             raise
 
     def _next(self) -> None:
-        """Ask for values, try them, and tell what came of it.
-
-        Raises:
-            ConfigError: another process works on the study, and has taken the trial over.
-        """
+        """Ask for values, try them, tell what came of it; raises ConfigError if others do too."""
         from optuna.exceptions import UpdateFinishedTrialError
 
         if self._is_over:
@@ -172,7 +164,6 @@ class Search:
             ) from error
 
     def _tell(self, trial: optuna.Trial, record: Mapping[str, Any], model: Any) -> None:
-        """Keep what came of a trial, and show it."""
         from optuna.trial import TrialState
 
         state, error = record["state"], record.get("error", "")
@@ -253,11 +244,7 @@ class _Watch:
         """True from when the fit shall end; epochs may come until it has."""
 
     def value(self, record: Record, name: str) -> float:
-        """What a record has of a value that trials are judged by.
-
-        Raises:
-            UnknownMonitor: it is not there.
-        """
+        """What a record has of a value that trials are judged by; raises UnknownMonitor."""
         if name not in record:
             raise UnknownMonitor(
                 f"trials are judged by {name!r}, which the history does not have; it has "
@@ -282,14 +269,8 @@ class _Watch:
     def __call__(self, record: Record, begun: int = 0) -> None:
         """Take note of an epoch, or of an evaluation within one, which prunes nothing.
 
-        Args:
-            record: its entries of the history.
-            begun: epochs of the fit that this one goes on from.
-
-        Raises:
-            Pruned: the other trials are better.
-            UnknownMonitor: the history does not have what trials are judged by.
-            CutOff: the search is ending.
+        ``record`` has its entries of the history; ``begun`` are the epochs of the fit that this one
+        goes on from. Raises Pruned, UnknownMonitor or CutOff.
         """
         search = self._search
         if search._is_over:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 
 from torch import nn
 
+from sparkdl.config import require
 from sparkdl.errors import ConfigError, did_you_mean
 from sparkdl.spark.run.run_facts import shown
 from sparkdl.sync.population.ranges import Around, Range
@@ -32,11 +33,7 @@ _STORED = (bool, int, float, str)
 
 
 def with_values(estimator: E, values: Values) -> E:
-    """A copy of the estimator that has these values.
-
-    Raises:
-        ConfigError: there is no such Param, or part of one, or it does not take the value.
-    """
+    """A copy of the estimator that has these values; raises ConfigError where it cannot."""
     changed: dict[str, Any] = {}
     for key in sorted(values, key=lambda key: key.count(".")):  # a Param before its parts
         name, *parts = key.split(".")
@@ -105,16 +102,9 @@ class Chooser:
     """Draws the values of a trial from a space."""
 
     def __init__(self, space: Space, estimator: _TorchEstimator | None = None) -> None:
-        """``estimator`` has the values that an `Around` goes by.
-
-        Raises:
-            ConfigError: the space is empty, or holds what is no domain.
-        """
-        if not isinstance(space, Mapping) and not callable(space):
-            raise ConfigError(
-                "space must be a dict from Params to their values, or a function that gets a "
-                f"trial; received {space!r}"
-            )
+        """``estimator`` has the values that an `Around` goes by; raises ConfigError."""
+        rule = "space must be a dict from Params to their values, or a function that gets a trial"
+        require(isinstance(space, Mapping) or callable(space), rule, space)
         if not space:
             raise ConfigError("the space is empty; name at least one Param and its values")
         self._domains: dict[str, Range | Sequence[Any]] = {}
@@ -151,14 +141,13 @@ def _checked(key: str, domain: Any, estimator: _TorchEstimator | None) -> Range 
         return domain.range_of(None if estimator is None else own_value(estimator, key), key)
     if isinstance(domain, Range):
         return domain
-    if not isinstance(domain, Sequence) or isinstance(domain, str) or not domain:
-        raise ConfigError(
-            f"the values of {key!r} must be a sparkdl.Range, a sparkdl.Around or a list of values; "
-            f"received {domain!r}"
-        )
-    if len(set(_labels(domain))) < len(domain):
-        raise ConfigError(f"the values of {key!r} must differ, also as text; received {domain!r}")
-    return domain
+    is_list = isinstance(domain, Sequence) and not isinstance(domain, str) and len(domain) > 0
+    rule = "must be a sparkdl.Range, a sparkdl.Around or a list of values"
+    require(is_list, f"the values of {key!r} {rule}", domain)
+    differ = len(set(_labels(domain))) == len(domain)
+    require(differ, f"the values of {key!r} must differ, also as text", domain)
+    values: Sequence[Any] = domain
+    return values
 
 
 def _suggested(trial: optuna.trial.BaseTrial, key: str, domain: Any) -> Any:

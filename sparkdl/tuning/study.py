@@ -74,11 +74,7 @@ class StudyOptions:
 
 
 def import_optuna() -> Any:
-    """Optuna, which logs warnings only.
-
-    Raises:
-        ConfigError: it is not installed.
-    """
+    """Optuna, which logs warnings only; raises ConfigError if it is not installed."""
     with import_or(ConfigError(_REMEDY)):
         import optuna
     optuna.logging.set_verbosity(optuna.logging.WARNING)
@@ -101,12 +97,7 @@ def make_pruner(given: Any, *, startup_trials: int = 5, warmup_epochs: int = 1) 
 
 
 def open_study(options: StudyOptions, space: Any, place: Storage | None) -> Study:
-    """The study, new, or as an earlier run left it with its unfinished trials in the queue.
-
-    Raises:
-        ConfigError: it was begun with another search, or there is no place to keep it.
-        StorageError: that place cannot be made or opened.
-    """
+    """The study, new or as an earlier run left it; raises ConfigError if that is another."""
     optuna = import_optuna()
     storage = _storage(options.storage, place)
     try:
@@ -145,11 +136,7 @@ def first_number(trial: optuna.Trial) -> int:
 
 
 def _sampler(given: Any, seed: int) -> Any:
-    """One of Optuna's, by its name, or the user's own.
-
-    Raises:
-        ConfigError: it ends `Study.optimize`, which a search does not use.
-    """
+    """One of Optuna's, by its name, or the user's own; ConfigError if it ends studies itself."""
     samplers = import_optuna().samplers
     if isinstance(given, samplers.GridSampler | samplers.BruteForceSampler):
         raise ConfigError(

@@ -33,7 +33,7 @@ from sparkdl.tuning.search import (
 )
 from sparkdl.tuning.space import Chooser, Space, with_values
 from sparkdl.tuning.study import StudyOptions, finished, import_optuna, open_study
-from sparkdl.tuning.trial_table import make_table
+from sparkdl.tuning.trial_table import make_table, plot
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -142,11 +142,7 @@ def tune_made(
     options: StudyOptions,
     path: str | None,
 ) -> TuneResult[E]:
-    """`tune`, with a function that makes the estimator of a trial from its values.
-
-    Raises:
-        SparkDLError: what `tune` raises.
-    """
+    """`tune`, with a function that makes the estimator of a trial from its values."""
     optuna = import_optuna()
     if path is not None:
         with import_or(ConfigError(f"tune draws a plot in {path}: pip install matplotlib")):
@@ -197,8 +193,6 @@ def tune_made(
     )
     result._require_front()
     if place is not None:
-        from sparkdl.tuning.study_plot import plot
-
         text = json.dumps(finite(result.to_dict()), indent=2, allow_nan=False)
         place.write("study.json", text.encode())
         place.write("study.png", plot(options, study.trials))
@@ -363,11 +357,7 @@ class TuneResult(Generic[E]):
         )
 
     def _require_front(self) -> None:
-        """Refuse a search of which no trial came to its end.
-
-        Raises:
-            TrainingFailed: with what the last failure said.
-        """
+        """Raise TrainingFailed, with what the last failure said, if no trial came to its end."""
         rows = self._rows()
         if not any(row["state"] == "complete" for row in rows):
             said = [row["error"] for row in rows if row["error"]]
@@ -385,7 +375,6 @@ class TuneResult(Generic[E]):
         return "\n".join(lines)
 
     def _repr_html_(self) -> str:
-        """The same with the table of trials, for notebooks."""
         table: str = self.trials.to_html(index=False, float_format="%.5g", na_rep="")
         return f"<pre>{html.escape(repr(self))}</pre>{table}"
 
@@ -400,11 +389,7 @@ def _model_path(path: str, number: int) -> str:
 
 
 def _check_validation(estimator: _TorchEstimator, options: StudyOptions) -> None:
-    """Refuse to judge by validation rows of a DataFrame that has none.
-
-    Raises:
-        ConfigError: with the remedy.
-    """
+    """Raise ConfigError if trials are judged by validation rows, of which a DataFrame has none."""
     has_rows = any(
         estimator.value(name) for name in ("validationIndicatorCol", "validationFraction")
     )

@@ -7,8 +7,7 @@ from collections.abc import Iterator
 import pytest
 
 from sparkdl.cli import doctor_command
-from sparkdl.cli.doctor.cluster_checks import Order
-from sparkdl.cli.doctor.finding import Finding, note, ok, wrong
+from sparkdl.cli.doctor.finding import Finding, Order, note, ok, wrong
 from sparkdl.cli.main import main, make_parser
 
 

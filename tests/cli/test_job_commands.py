@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import signal
+import subprocess
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -163,3 +165,27 @@ def test_jobs_that_can_be_explained_are_not_done(capsys: pytest.CaptureFixture[s
     with pytest.raises(SystemExit):
         run("--config", CONFIG, "--explain", jobs=done)
     assert "unrecognized arguments: --explain" in capsys.readouterr().err
+
+
+TERMINATED = """
+import sys, time
+from sparkdl.cli import job_commands
+
+def do(self, job, form):
+    print("going", flush=True)
+    time.sleep(60)
+
+job_commands.JobCommand.do = do
+job_commands.run_job(job_commands.EVALUATE, ["--config", sys.argv[1]])
+"""
+
+
+def test_what_sigterm_has_ended_is_said() -> None:
+    pipe = subprocess.PIPE
+    line = [sys.executable, "-c", TERMINATED, CONFIG]
+    with subprocess.Popen(line, stdout=pipe, stderr=pipe, text=True) as process:
+        assert process.stdout is not None and process.stdout.readline() == "going\n"
+        process.terminate()
+        _, said = process.communicate(timeout=60)
+    assert process.returncode == -signal.SIGTERM  # 143, as a shell has it
+    assert said.splitlines()[-1] == "SIGTERM has ended spark-submit jobs/evaluate.py"

@@ -3,6 +3,9 @@ from __future__ import annotations
 import inspect
 import json
 import shutil
+import signal
+import threading
+import time
 from dataclasses import fields, replace
 from pathlib import Path
 
@@ -27,10 +30,11 @@ from sparkdl.cli.job_files.job_file import (
     load_job,
 )
 from sparkdl.cli.job_files.job_objects import VALIDATION_COLUMN
-from sparkdl.cli.job_files.read_rows import read_data, read_training_data
 from sparkdl.cli.jobs import (
     _choose_columns,
     load_model,
+    read_data,
+    read_training_data,
     run_evaluate,
     run_explain,
     run_predict,
@@ -299,6 +303,32 @@ def test_predictions_are_written_as_arrays(
     assert [kind for _, kind in written.dtypes] == ["int", "array<double>"]
     with pytest.raises(ConfigError, match=r"output\.mode 'overwrite' or 'append'"):
         run_predict(job, spark)
+
+
+@pytest.mark.classic  # a Spark Connect client does not cancel its jobs at Ctrl-C
+@pytest.mark.slow
+def test_ctrl_c_while_predicting_shows_no_frames_of_py4j(
+    spark: SparkSession, files: str, saved: SavedModel, tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+) -> None:  # fmt: skip
+    def slowly(value: float) -> float:
+        time.sleep(60)
+        return value
+
+    def press() -> None:
+        while not spark.sparkContext.statusTracker().getActiveStageIds():
+            time.sleep(0.1)
+        signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
+
+    spark.udf.register("slowly", slowly, "double")
+    select = ("x", "label", "slowly(weight) AS weight")
+    output = PredictOutput(path=str(tmp_path / "p"), columns=("weight", "prediction"))
+    job = PredictJob(data=DataSection(path=files, select=select), model=saved, output=output)
+    threading.Thread(target=press, daemon=True).start()
+    with pytest.raises(KeyboardInterrupt, match="its Spark jobs are cancelled"):
+        run_predict(job, spark)
+    assert "py4j" not in caplog.text
+    assert spark.range(3).count() == 3  # py4j takes no late answer for that of this call
 
 
 @pytest.mark.slow

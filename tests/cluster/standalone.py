@@ -16,6 +16,8 @@ from pathlib import Path
 
 import pyspark
 
+from tests import jvm
+
 HOME = Path(pyspark.__file__).parent
 MASTER, WORKER = "org.apache.spark.deploy.master.Master", "org.apache.spark.deploy.worker.Worker"
 
@@ -51,9 +53,8 @@ def _process(
     hidden: Sequence[Path] = (),
 ) -> Iterator[None]:
     environment = {**os.environ, "SPARK_HOME": str(HOME), "PYSPARK_PYTHON": sys.executable}
-    environment["SPARK_DAEMON_MEMORY"] = "256m"
+    environment |= {"SPARK_DAEMON_MEMORY": "256m", "SPARK_DAEMON_JAVA_OPTS": jvm.OPTIONS}
     environment.pop("SPARK_LOCAL_IP", None)  # each has a host of its own
-    environment.pop("SPARK_CONF_DIR", None)  # its logs are too short: they are read here
     if disk is not None:
         environment["SPARK_LOCAL_DIRS"] = str(disk)
     command = [str(HOME / "bin/spark-class"), name, *arguments]  # which becomes java

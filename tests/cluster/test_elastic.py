@@ -1,4 +1,4 @@
-"""Rounds need no fixed set of executors: these may come and go, and tasks may run twice."""
+"""Executors may come and go; rounds need no fixed set of them, and gangs need not either."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING
 import pytest
 
 from tests.cluster.standalone import standalone
-from tests.cluster.test_recovery import digest, training_rows
-from tests.cluster.train_in_rounds import in_rounds
+from tests.cluster.test_recovery import digest, request, training_rows
+from tests.cluster.train_on_changing import in_rounds
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
@@ -49,14 +49,15 @@ def master(folder: Path) -> Iterator[str]:
         yield url
 
 
-def train(master: str, marker: Path, *settings: str) -> str:
-    command = [sys.executable, "-m", "tests.cluster.train_in_rounds", master, str(marker)]
+def train(mode: str, master: str, marker: Path, *settings: str) -> str:
+    """What the program prints."""
+    module = "tests.cluster.train_on_changing"
+    command = [sys.executable, "-m", module, mode, master, str(marker)]
     done = subprocess.run(
         [*command, *settings], cwd=ROOT, capture_output=True, text=True, timeout=130, check=False
     )
     assert done.returncode == 0, done.stderr[-3000:]
-    assert "restarts 0" in done.stdout
-    return done.stdout.split("digest ")[1].strip()
+    return done.stdout
 
 
 def second_copies(folder: Path) -> list[str]:
@@ -72,6 +73,26 @@ def test_dynamic_allocation_and_speculation_change_no_bit(
 
     expected = digest(fit(training_rows(cluster), in_rounds()))
     marker = tmp_path / "struck"
-    assert train(master, marker, *DYNAMIC, *SPECULATION) == expected
+    said = train("rounds", master, marker, *DYNAMIC, *SPECULATION)
+    assert said.split("digest ")[1].strip() == expected
+    assert "restarts 0" in said
     assert marker.exists()
     assert second_copies(folder)
+
+
+def test_a_gang_under_dynamic_allocation_has_the_same_bits(
+    cluster: SparkSession, master: str, tmp_path: Path
+) -> None:
+    """It is a plain stage; the task that Spark runs again has the gang begin again."""
+    from sparkdl.spark.fit.fit import fit
+
+    expected = digest(fit(training_rows(cluster), request()))
+    said = train("gang", master, tmp_path / "struck", *DYNAMIC)
+    assert said.split("digest ")[1].strip() == expected
+    assert re.search(r"restarts 1\nsizes \[\[0, 2\], \[1[05], 2\]\]", said)
+
+
+def test_a_gang_takes_the_workers_that_come(master: str, tmp_path: Path) -> None:
+    """Of four that it wants; the others' executors never come."""
+    said = train("range", master, tmp_path / "none", *DYNAMIC, "spark.sparkdl.elasticWait=2")
+    assert "restarts 0\nsizes [[0, 2]]" in said

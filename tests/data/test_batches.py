@@ -221,6 +221,36 @@ def test_thread_ends_when_the_consumer_stops(monkeypatch: pytest.MonkeyPatch) ->
     assert threading.active_count() == before
 
 
+def test_a_read_that_hangs_does_not_keep_who_stops(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(batches, "GATHER_BYTES", 1)
+    monkeypatch.setattr(batches, "_CLOSE_SECONDS", 0.1)
+    released, calls = threading.Event(), 0
+
+    def cut(*arguments: Any) -> list[Batch]:
+        nonlocal calls
+        calls += 1
+        assert calls == 1 or released.wait(20)
+        return original(*arguments)
+
+    original = batches.cut
+    monkeypatch.setattr(batches, "cut", cut)
+    before = threading.active_count()
+    source = iter(batches_of(make_shards([10]), make_test_plan([10], 1), 0, seed=0, epoch=0))
+    next(source)
+    while calls < 2:
+        time.sleep(0.01)
+    began = time.monotonic()
+    source.close()
+    assert time.monotonic() - began < 10
+    assert "has not ended within 0.1 s, and is left alone" in caplog.text
+    released.set()
+    while threading.active_count() > before:
+        assert time.monotonic() - began < 20
+        time.sleep(0.01)
+
+
 def test_batch_stays_while_the_next_ones_are_gathered(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(batches, "GATHER_BYTES", 1)
     for batch in batches_of(make_shards([20]), make_test_plan([20], 2), 0, seed=0, epoch=0):

@@ -118,7 +118,6 @@ def test_jobs_run(command: tuple[str, ...], workspace: Path) -> None:
         **os.environ,
         "PATH": path,
         "PYTHONPATH": str(ROOT),
-        "SPARK_CONF_DIR": str(ROOT / "conf"),
         "SPARK_LOCAL_IP": "127.0.0.1",
     }
     result = subprocess.run(

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from tests import jvm
 from tests.docs.blocks import Block, blocks, blocks_of
 
 if TYPE_CHECKING:
@@ -65,8 +66,9 @@ def test_the_twenty_lines_are_a_program_that_prints_what_it_is_asked_for(clone: 
     other.parent.mkdir()
     other.write_text("#!/bin/sh\nexit 1\n")
     other.chmod(0o755)
-    hidden = ("PYSPARK_PYTHON", "PYSPARK_DRIVER_PYTHON", "SPARK_CONF_DIR")
+    hidden = ("PYSPARK_PYTHON", "PYSPARK_DRIVER_PYTHON")
     environment = {name: value for name, value in os.environ.items() if name not in hidden}
+    environment["SPARK_SUBMIT_OPTS"] = jvm.OPTIONS  # Spark's log is what it is by default
     environment["PATH"] = os.pathsep.join([str(other.parent), environment["PATH"]])
     done = subprocess.run(
         [sys.executable, "first.py"],

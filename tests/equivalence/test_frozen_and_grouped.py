@@ -18,7 +18,13 @@ from sparkdl.sync.gradients.allreduce import AllReduce
 from sparkdl.sync.strategy import SyncStrategy
 from sparkdl.train.rank_state import ResumePoint
 from tests.gang import Gang
-from tests.sync.apart import ROWS, assert_equal_bits
+from tests.sync.apart import (
+    ROWS,
+    SHARE_BYTES,
+    assert_equal_bits,
+    bytes_by_pattern,
+    gradient_bytes,
+)
 from tests.sync.test_contract import FORMS as OTHER_FORMS
 from tests.sync.test_contract import STRATEGIES
 from tests.train.runs import Keeper, but, make_data, run, seeded, weights
@@ -111,7 +117,7 @@ def test_bytes_are_those_of_what_trains(gang3: Gang, name: str) -> None:
     config = but(CONFIG, sync_strategy=strategy, epochs=1)
     sent = [results[0][2] for results in gang3.run(tune, config, ROWS, 3)]
     if name == "all-reduce":
-        assert sent == [(strategy.bytes_per_step(TRAINED, 8, 3) or 0) * 9] * 3
+        assert sent == pytest.approx([gradient_bytes(strategy, TRAINED, 3) * 9] * 3)
     everything = but(config, frozen_layers=())
     more = [results[2] for results in gang3.run(train_whole, everything, ROWS)]
     assert all(mine < 0.8 * whole for mine, whole in zip(sent, more, strict=True))
@@ -131,7 +137,8 @@ def test_bytes_of_rounds_are_those_of_what_trains(gang3: Gang) -> None:
     strategy = LocalSGD(averaging_period=3, optimizer_state="reset")
     config = but(CONFIG, sync_strategy=strategy, epochs=1)
     for results in gang3.run(tune, config, ROWS, 3):
-        assert results[0][2] == (strategy.bytes_per_step(TRAINED, 8, 3) or 0) * 9
+        expected = 9 * bytes_by_pattern(strategy, TRAINED, 3, more=SHARE_BYTES * 2)
+        assert results[0][2] == pytest.approx(expected)
 
 
 def by_hand(parameters: Any) -> torch.optim.Optimizer:

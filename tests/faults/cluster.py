@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING
 import pyspark
 import pytest
 
+from tests import jvm
 from tests.faults.daemon import FOLDER
 from tests.faults.hosts import Host, wait_until
 
@@ -25,7 +26,6 @@ if TYPE_CHECKING:
 
 _MASTER = "org.apache.spark.deploy.master.Master"
 _WORKER = "org.apache.spark.deploy.worker.Worker"
-_JAVA = "-XX:-UsePerfData -XX:TieredStopAtLevel=1 -XX:+UseSerialGC"
 PATIENCE = float(os.environ.get("FAULTS_PATIENCE", "1"))
 """Multiplies all time-outs, for a machine that has other work."""
 _START_SECONDS = 60 * PATIENCE
@@ -94,7 +94,7 @@ class Cluster:
     def _start(self, host: Host, main: str, words: list[str]) -> Callable[[str], None]:
         home, tmp = str(Path(pyspark.__file__).parent), host.disk / "tmp"
         options = f"-Dspark.worker.timeout={_MASTER_GIVES_UP_SECONDS} -Djava.io.tmpdir={tmp} "
-        options += f"-Dspark.deploy.maxExecutorRetries=-1 {_JAVA}"
+        options += f"-Dspark.deploy.maxExecutorRetries=-1 {jvm.OPTIONS}"
         environment = {
             **os.environ,
             "SPARK_HOME": home,
@@ -104,7 +104,6 @@ class Cluster:
             "SPARK_DAEMON_MEMORY": "256m",
             "SPARK_DAEMON_JAVA_OPTS": options,
         }
-        environment.pop("SPARK_CONF_DIR", None)  # its logs are too short: they are read here
         path = self.folder / f"{host.name}.log"
         with path.open("wb") as log:
             process = self._servers[host.name] = subprocess.Popen(
@@ -160,7 +159,7 @@ def session(url: str, address: str, folder: Path, **entries: str) -> SparkSessio
         "spark.executor.heartbeatInterval": "2s",
         "spark.network.timeout": f"{SPARK_GIVES_UP_SECONDS}s",
         "spark.network.timeoutInterval": "4s",
-        "spark.executor.extraJavaOptions": _JAVA,
+        "spark.executor.extraJavaOptions": jvm.OPTIONS,
         "spark.python.daemon.module": "tests.faults.daemon",
         f"spark.executorEnv.{FOLDER}": str(folder / "faults"),
         "spark.sql.shuffle.partitions": "2",

@@ -51,7 +51,7 @@ def driver(cluster: Cluster, directory: Path, tmp: Path, *entries: str) -> Itera
     with subprocess.Popen(
         [sys.executable, "-m", "tests.faults.drive", *words],
         cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
-        env={**os.environ, "TMPDIR": str(tmp), "SPARK_CONF_DIR": str(ROOT / "conf")},
+        env={**os.environ, "TMPDIR": str(tmp)},
     ) as process:  # fmt: skip
         try:
             yield Driver(process, tmp)

@@ -34,7 +34,6 @@ def spark(hdfs: Hdfs) -> Iterator[SparkSession]:
     builder = (
         SparkSession.builder.master("local[2,4]")
         .appName("sparkdl HDFS tests")
-        # Much of a short run's time would go into compiling well what runs but a few times.
         .config("spark.ui.enabled", "false")
         .config("spark.driver.host", "127.0.0.1")
         .config("spark.driver.bindAddress", "127.0.0.1")

@@ -17,6 +17,7 @@ from types import TracebackType
 from typing import Any
 from xml.sax.saxutils import escape
 
+from tests import jvm
 from tests.faults.hosts import Host
 
 _HDFS = "org.apache.hadoop.hdfs.server"
@@ -195,7 +196,7 @@ class Hdfs:
             self._configure(conf, name)
         opened = [f"--add-opens=java.base/{package}=ALL-UNNAMED" for package in _OPENED]
         class_path = os.pathsep.join(map(str, [conf, *self._jars]))
-        words = [self._java, "-Xmx256m", "-XX:+UseSerialGC", "-XX:TieredStopAtLevel=1",
+        words = [self._java, "-Xmx256m", *jvm.OPTIONS.split(),
                  "-Djava.net.preferIPv4Stack=true", f"-Djava.io.tmpdir={self._folder}",
                  f"-Dhadoop.log.dir={self._folder}", *opened, "-cp", class_path,
                  main_class]  # fmt: skip

@@ -26,9 +26,8 @@ from sparkdl.serialization.example_inputs import example_of
 from sparkdl.serialization.exported_program import read_program, write_program
 from sparkdl.serialization.json_objects import describe, restore
 from sparkdl.serialization.onnx_export import export_onnx
-from sparkdl.serialization.saved_module import load_module_from
 from sparkdl.storage.storage import LocalStorage
-from tests.serialization.saving import save_module
+from tests.serialization.saving import load_module_from, save_module
 
 ROOT = Path(__file__).parent.parent.parent
 WORDS = {

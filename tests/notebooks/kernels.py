@@ -25,6 +25,7 @@ spark = (
     .config("spark.driver.bindAddress", "127.0.0.1")
     .config("spark.local.dir", os.path.abspath("local"))
     .config("spark.sql.shuffle.partitions", "2")
+    .config("spark.python.daemon.module", "sparkdl.spark.daemon")
     .getOrCreate()
 )
 """

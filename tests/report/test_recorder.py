@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from sparkdl.comm import channel
+from sparkdl.config import TrainConfig
 from sparkdl.errors import DataError, StorageError, TrainingFailed, WorkerError
 from sparkdl.report import recorder as module
 from sparkdl.report.listeners.listener import Listener, RunListener, RunStart
@@ -20,6 +21,7 @@ from sparkdl.report.record.run_folder import RunReader
 from sparkdl.report.record.run_record import RunRecord
 from sparkdl.report.recorder import described, recording
 from sparkdl.storage.storage import LocalStorage
+from tests.train.runs import make_data, plan_for
 
 
 def start(storage: Any = None, listeners: Any = (), **known: Any) -> Any:
@@ -332,6 +334,41 @@ def test_views_are_shown_what_is_recorded() -> None:
         recorder.done(3)
     assert recorder.record().history == [{"epoch": 1, "steps": 4, "loss": 2.0}]
     assert seen == [2.0, 2.0, 3, 3]
+
+
+@pytest.mark.parametrize(
+    ("error", "reason"),
+    [
+        (TrainingFailed("rank 1 was lost\nSpark's words"), "rank 1 was lost"),
+        (KeyError("x"), "KeyError: 'x'"),
+        (KeyboardInterrupt(), None),
+    ],
+)
+def test_views_are_told_why_a_run_has_failed(error: BaseException, reason: str | None) -> None:
+    told: list[str] = []
+
+    class Watching(View):
+        def failed(self, reason: str) -> None:
+            told.append(reason)
+
+        def close(self) -> None:
+            told.append("close")
+
+    with pytest.raises(type(error)), start() as recorder:
+        recorder.show(Watching)
+        raise error
+    assert told == [*([] if reason is None else [reason]), "close"]
+
+
+def test_a_batch_larger_than_a_workers_rows_is_a_warning(caplog: pytest.LogCaptureFixture) -> None:
+    data = make_data([90, 70])
+    with start() as recorder:
+        for batch_size in (70, 90, 512):
+            recorder.planned(plan_for(data, TrainConfig(batch_size=batch_size), world_size=2))
+    assert caplog.messages == [
+        "batchSize=512 is more than the 90 rows that a worker has, so an epoch is a single step on "
+        "all rows; for 10 steps choose batchSize=9"
+    ]
 
 
 def test_what_is_asked_to_end_the_run_at_an_epoch_ends_it() -> None:

@@ -1,4 +1,4 @@
-"""Saves a module as a folder in one call."""
+"""Saves a module as a folder in one call, and loads one."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 from torch import nn
 
 from sparkdl.serialization.example_inputs import Given
-from sparkdl.serialization.saved_module import prepare_module
+from sparkdl.serialization.saved_module import open_module, prepare_module
 from sparkdl.storage.storage import Storage
 
 
@@ -23,3 +23,9 @@ def save_module(
 ) -> None:
     prepared = prepare_module(module, factory, example_inputs=example_inputs, extra=extra)
     prepared.write(storage, path)
+
+
+def load_module_from(storage: Storage, path: str) -> tuple[nn.Module, dict[str, Any]]:
+    """The module, and what was saved along with it."""
+    saved = open_module(storage, path)
+    return saved.make(), saved.extra()

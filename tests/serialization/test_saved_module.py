@@ -18,10 +18,9 @@ from torch import nn
 
 from sparkdl.errors import ConfigError, StorageError
 from sparkdl.serialization.exported_program import read_program
-from sparkdl.serialization.saved_module import load_module_from
 from sparkdl.storage.storage import LocalStorage
 from tests.describable import NeedsWidth, Plain, Tied, make_net, not_a_module
-from tests.serialization.saving import save_module
+from tests.serialization.saving import load_module_from, save_module
 from tests.storage.memory import MemoryStorage
 
 X = torch.arange(6.0).reshape(2, 3)

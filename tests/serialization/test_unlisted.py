@@ -14,11 +14,10 @@ from sparkdl.serialization.initial_weights import InitialWeights, load_initial_w
 from sparkdl.serialization.json_objects import DescribeError
 from sparkdl.serialization.saved_module import (
     find_unlisted,
-    load_module_from,
     open_module,
 )
 from tests.describable import Drawn, Plain
-from tests.serialization.saving import save_module
+from tests.serialization.saving import load_module_from, save_module
 from tests.storage.memory import MemoryStorage
 
 X = torch.arange(6.0).reshape(2, 3)

@@ -19,7 +19,7 @@ from sparkdl.comm.channel import ChannelServer, Hub
 from tests.soak.usage import SHARE, usage
 
 NUM_PROCESSES, NUM_RANKS = 4, 500
-SECONDS = max(60.0 * SHARE, 30.0)
+SECONDS = max(60.0 * SHARE, 15.0)
 PAUSE_SECONDS = 1.0
 """A report of each rank a second; workers send four, where the cores of a driver allow it."""
 MEMORY_MIB = 16.0

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from tests.faults.oracle import listening
 
-SHARE = float(os.environ.get("SOAK", "0.2"))
+SHARE = float(os.environ.get("SOAK", "0.1"))
 """How much is repeated: 1 in `make soak`, less where other tests wait."""
 
 

@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 
 from sparkdl.storage.storage import open_storage
+from tests import jvm
 from tests.hdfs.daemons import Hdfs
 from tests.standalone.topology import GPU, ROOT, Topology, ask
 
@@ -64,6 +65,7 @@ class Job:
             "spark-submit", "--master", topology.master_url, "--deploy-mode", "client",
             "--properties-file", f"conf/clusters/{properties}.conf",
             "--archives", f"{archive}#packages", "--py-files", str(NETWORKS),
+            "--conf", f"spark.executor.extraJavaOptions={jvm.OPTIONS}",
             "jobs/train.py", "--config", "conf/digits.toml", "--log-level", "INFO",
         ]  # fmt: skip
         for key, value in settings.items():
@@ -71,7 +73,7 @@ class Job:
         # The driver has sparkdl installed, which is this repository's; executors have not.
         environment = {
             **topology.environment, "PYTHONPATH": str(ROOT), "PYSPARK_PYTHON": sys.executable,
-            "SPARK_CONF_DIR": str(ROOT / "conf"),
+            "SPARK_SUBMIT_OPTS": os.environ["SPARK_SUBMIT_OPTS"],
         }  # fmt: skip
         with self.log.open("wb") as log:
             self.process = subprocess.Popen(

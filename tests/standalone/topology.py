@@ -19,6 +19,7 @@ from typing import Any
 
 import yaml
 
+from tests import jvm
 from tests.cluster.processes import descendants
 
 ROOT = Path(__file__).parent.parent.parent
@@ -132,9 +133,8 @@ class Topology:
 
     def _make_environment(self, hdfs_url: str, replication: int) -> dict[str, str]:
         """What a container has: no PYTHONPATH of this test, no configuration of this user."""
-        hadoop, spark = self.folder / "hadoop", self.folder / "spark"
+        hadoop = self.folder / "hadoop"
         hadoop.mkdir()
-        spark.mkdir()
         for name, key, value in (
             ("core-site.xml", "fs.defaultFS", hdfs_url),
             ("hdfs-site.xml", "dfs.replication", str(replication)),
@@ -146,9 +146,10 @@ class Topology:
             **kept,
             "PATH": os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]]),
             "HADOOP_CONF_DIR": str(hadoop),
-            "SPARK_CONF_DIR": str(spark),
+            "SPARK_CONF_DIR": str(self.folder / "none"),
             "SPARK_LOCAL_IP": "127.0.0.1",
             "SPARK_DAEMON_MEMORY": "256m",
+            "SPARK_DAEMON_JAVA_OPTS": jvm.OPTIONS,
             "OMP_NUM_THREADS": "1",
         }
 

@@ -12,13 +12,12 @@ from torch import nn
 
 from sparkdl.errors import StorageError
 from sparkdl.serialization.saved_module import (
-    load_module_from,
     open_module,
     prepare_module,
 )
 from sparkdl.storage.atomic_folder import digest, read_files, read_index, write_folder
 from tests.describable import NeedsWidth
-from tests.serialization.saving import save_module
+from tests.serialization.saving import load_module_from, save_module
 from tests.storage.memory import MemoryStorage
 
 INDEX = "index.json"

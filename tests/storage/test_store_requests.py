@@ -7,9 +7,11 @@ import time
 import uuid
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from subprocess import Popen
 from typing import Any
 
+import pyarrow.fs
 import pytest
 import torch
 
@@ -157,9 +159,12 @@ def test_a_request_that_is_not_answered_is_made_again(
 @pytest.mark.slow
 @pytest.mark.timeout(240)
 def test_an_outage_costs_checkpoints_and_the_next_run_goes_on(
-    proxy: Proxy, caplog: pytest.LogCaptureFixture
+    proxy: Proxy, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """From a request on all fail, until the run has ended."""
+    """From a request on all fail, until the run has ended; so pyarrow need not try each again."""
+    once = pyarrow.fs.AwsStandardS3RetryStrategy(max_attempts=1)
+    client = partial(pyarrow.fs.S3FileSystem, retry_strategy=once)
+    monkeypatch.setattr(pyarrow.fs, "S3FileSystem", client)
     total = num_requests(proxy)
     for number in range(6, total, total // 3):
         storage = opened()

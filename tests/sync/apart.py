@@ -9,11 +9,14 @@ from typing import Any
 import numpy as np
 import torch
 
+from sparkdl.comm.compression.compression import all_reduce_bytes
 from sparkdl.config import TrainConfig
 from sparkdl.data.batches import Batches
 from sparkdl.data.spool.mapped import MappedRows
 from sparkdl.storage.checkpoint_format import decode, encode
 from sparkdl.storage.tensor_tree import snapshot
+from sparkdl.sync.exchange_pattern import ModelSize
+from sparkdl.sync.strategy import SyncStrategy
 from sparkdl.train.rank_state import ResumePoint
 from tests.train.runs import Keeper, make_data, plan_for, run, seeded, weights
 
@@ -33,6 +36,30 @@ def make_net(norm: bool = False, dtype: torch.dtype = torch.float64) -> torch.nn
 
 
 SHAPES = [tuple(parameter.shape) for parameter in make_net().parameters()]
+SHARE_BYTES = 24
+"""What a rank tells each other one before a mean: its weight, whether its optimizer has a state,
+and its learning rate."""
+
+
+def bytes_by_pattern(
+    strategy: SyncStrategy, shapes: Sequence[tuple[int, ...]], world_size: int, *, more: float = 0
+) -> float:
+    """What a rank sends per step for float64 weights, and with each exchange so many bytes more."""
+    size = ModelSize(
+        shapes=tuple(shapes), element_size=8, replica_bytes=0, buffer_bytes=0, optimizer_bytes=0
+    )
+    pattern = strategy.pattern(size, world_size)
+    sent = pattern.sent_bytes_per_step(world_size)
+    assert sent is not None
+    return sent + more / pattern.period
+
+
+def gradient_bytes(
+    strategy: SyncStrategy, shapes: Sequence[tuple[int, ...]], world_size: int
+) -> float:
+    """What a rank sends per step that sums gradients, and the sums of losses and weights."""
+    sums = all_reduce_bytes(16, world_size)
+    return bytes_by_pattern(strategy, shapes, world_size, more=sums)
 
 
 def train_on_rank(

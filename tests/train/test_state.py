@@ -2,13 +2,16 @@ from __future__ import annotations
 
 import json
 import math
+from dataclasses import replace
 from typing import Any
 
 import pytest
+import torch
 
 from sparkdl.config import EarlyStopping, TrainConfig
 from sparkdl.errors import ConfigError, TrainingDiverged
 from sparkdl.sync.population.tournament import Tournament
+from sparkdl.train.optimizers.optimizers import make_scheduler
 from sparkdl.train.state import (
     EpochBook,
     Record,
@@ -62,6 +65,30 @@ def book(**changes: Any) -> EpochBook:
 def epoch_of(book: EpochBook, loss: float) -> Record:
     record = book.record([loss, 1.0], (), learning_rate=0.5, seconds=2.0)
     return {**record, "val_loss": loss}
+
+
+def test_a_monitored_value_that_is_nan_is_said_once(caplog: pytest.LogCaptureFixture) -> None:
+    config = TrainConfig(
+        epochs=9,
+        early_stopping=EarlyStopping(patience=8),
+        scheduler=torch.optim.lr_scheduler.ReduceLROnPlateau,
+    )
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], lr=0.1)
+    for with_stopping, who in ((True, "early stopping"), (False, "ReduceLROnPlateau")):
+        caplog.clear()
+        chosen = config if with_stopping else replace(config, early_stopping=None)
+        schedule, kept = make_scheduler(chosen, optimizer, lambda p: optimizer, 2), None
+        assert schedule is not None
+        for value in (1.0, math.nan, 0.5, math.nan):
+            before, kept = kept, book(early_stopping=chosen.early_stopping)
+            if before is not None:  # as after a restart
+                kept.load_state_dict(before.state_dict())
+            kept.count(2, 10, None)
+            record = {**epoch_of(kept, 1.0), "val_loss": value}
+            kept.enter(record, dict)
+            schedule.evaluated(record)
+        (line,) = caplog.messages
+        assert line.startswith(f"{who} monitors 'val_loss', which is NaN at epoch 2: ")
 
 
 def test_an_epoch_ends_at_its_last_step_or_at_that_of_the_run() -> None:

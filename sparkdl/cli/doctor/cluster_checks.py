@@ -8,24 +8,27 @@ import socket
 import time
 import uuid
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 from urllib.parse import urlsplit
 
+from pyspark import SparkConf, SparkContext
+from pyspark.sql import SparkSession
+
 from sparkdl.cli.doctor import trial_gang
-from sparkdl.cli.doctor.finding import Finding, bounded, checked, left_out, note, ok, wrong
+from sparkdl.cli.doctor.finding import Finding, Order, bounded, checked, left_out, note, ok, wrong
 from sparkdl.cli.job_files.job_file import SparkSection
+from sparkdl.cli.job_files.spark_session import make_session
 from sparkdl.errors import ClusterError, SparkDLError
 from sparkdl.runtime.activity import doing
 from sparkdl.runtime.versions import installed, versions
-
-if TYPE_CHECKING:
-    from pyspark.sql import SparkSession
-
-    from sparkdl.spark.cluster.cluster_info import ClusterInfo
-    from sparkdl.spark.cluster.slots import Slots
-    from sparkdl.spark.session.settings import Settings
+from sparkdl.spark.cluster import cluster_info
+from sparkdl.spark.cluster.cluster_info import ClusterInfo
+from sparkdl.spark.cluster.probe import PYTHON_REMEDY
+from sparkdl.spark.cluster.slots import Slots, await_executors
+from sparkdl.spark.session.compat import conf
+from sparkdl.spark.session.failures import is_spark_error, spark_message
+from sparkdl.spark.session.settings import Settings, read_settings
 
 _CONNECT_SECONDS = 5.0
 _STOP_SECONDS = 30.0
@@ -42,27 +45,8 @@ _ENTRIES = ("startTimeout", "queueTimeout", "collectiveTimeout")
 """Of ``spark.sparkdl``, which bound the waits of a gang."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Order:
-    """What the doctor is asked to look at."""
-
-    master: str | None = None
-    """As in ``[spark]`` of a job file; None: what Spark's configuration says."""
-    conf: Mapping[str, str] = field(default_factory=dict)
-    checkpoint_dir: str | None = None
-    num_workers: int | None = None
-    """Workers of the trial; None: as many as `fit` would start, but two if there is room."""
-    timeout_seconds: float = 120.0
-    """Longest wait for each answer."""
-
-
 def examine_cluster(order: Order) -> Iterator[Finding]:
     """Start a session, ask it, try a gang, and stop it again."""
-    if installed("pyspark") is None:
-        yield left_out("session", "Spark cannot be asked without pyspark")
-        return
-    from sparkdl.spark.session.compat import conf
-
     yield from _reachable(order.master)
     try:
         began = time.perf_counter()
@@ -73,8 +57,6 @@ def examine_cluster(order: Order) -> Iterator[Finding]:
             first = text.strip().partition("\n")[0]
             text = f"Spark does not start: {type(error).__name__}: {first}"
         yield wrong("session", text)
-        from pyspark import SparkConf, SparkContext
-
         # What spark-submit and spark-defaults.conf set, as far as a JVM has read them.
         context: Any = SparkContext
         known = {} if context._jvm is None else dict(SparkConf().getAll())
@@ -96,8 +78,6 @@ def examine_cluster(order: Order) -> Iterator[Finding]:
 
 
 def _start(order: Order) -> SparkSession:
-    from sparkdl.cli.job_files.spark_session import make_session
-
     waits = {f"spark.sparkdl.{name}": f"{order.timeout_seconds:g}" for name in _ENTRIES}
     conf = {"spark.log.level": "ERROR", **waits, **order.conf}
     section = SparkSection(master=order.master, conf=conf)
@@ -157,11 +137,6 @@ def addresses(master: str) -> list[tuple[str, int]]:
 
 
 def _examine(spark: SparkSession, order: Order) -> Iterator[Finding]:
-    from sparkdl.spark.cluster import cluster_info
-    from sparkdl.spark.cluster.slots import Slots
-    from sparkdl.spark.session.compat import conf
-    from sparkdl.spark.session.settings import read_settings
-
     get = partial(conf, spark)
     try:
         settings = read_settings(get)
@@ -171,7 +146,7 @@ def _examine(spark: SparkSession, order: Order) -> Iterator[Finding]:
     barrier = checked(
         "barrier",
         lambda: cluster_info.require_gang_support(cluster_info.from_conf(get), get, settings),
-        "can run: no dynamic allocation, no encryption that a gang would break",
+        "can run: nothing is encrypted or run twice that a gang would break",
     )
     yield barrier
     try:
@@ -213,19 +188,14 @@ def _examine(spark: SparkSession, order: Order) -> Iterator[Finding]:
 
 
 def _wait_for_executors(spark: SparkSession, settings: Settings) -> ClusterInfo:
-    from sparkdl.spark.cluster.cluster_info import from_conf, wait_for_slots
-    from sparkdl.spark.cluster.slots import await_executors
-    from sparkdl.spark.session.compat import conf
-
-    if not from_conf(partial(conf, spark)).dynamic_allocation:  # then they come with the jobs
-        wait_for_slots(spark, 1, None, settings)
+    info = cluster_info.from_conf(partial(conf, spark))
+    if not info.dynamic_allocation:  # then they come with the jobs
+        cluster_info.wait_for_slots(spark, 1, None, settings)
     return await_executors(spark, settings)
 
 
 def _slots(info: ClusterInfo, wanted: int | None) -> tuple[int, Finding]:
     """Workers for the trial, and what is to be said of the room for them."""
-    from sparkdl.spark.cluster.cluster_info import choose_num_workers
-
     if info.dynamic_allocation:
         there = f"{info.num_executors or 0} executors are there now"
         return wanted or 1, note("slots", f"they come and go with Spark's jobs; {there}")
@@ -233,7 +203,7 @@ def _slots(info: ClusterInfo, wanted: int | None) -> tuple[int, Finding]:
     if wanted is None and info.num_slots is None:
         return 1, note("slots", f"{unknown}; --num-workers tries more than one")
     try:
-        workers = choose_num_workers(info, wanted)
+        workers = cluster_info.choose_num_workers(info, wanted)
     except ClusterError as error:
         return 1, wrong("slots", str(error))
     if info.num_slots is None:
@@ -256,7 +226,7 @@ def _link(
     order: Order,
 ) -> Iterator[Finding]:
     """Try the channel between driver and executors, and their versions, or a place of files."""
-    from sparkdl.spark.cluster.link import open_link
+    from sparkdl.spark.cluster.link import open_link  # which needs torch
 
     tasks = slots.num_workers
     with contextlib.ExitStack() as stack:
@@ -316,9 +286,6 @@ def _trial(workers: int, info: ClusterInfo) -> Iterator[Finding]:
 
 def _in_session(error: Exception) -> str:
     """An error of ours or, with what mostly helps, of Spark's; others are raised again."""
-    from sparkdl.spark.cluster.probe import PYTHON_REMEDY
-    from sparkdl.spark.session.failures import is_spark_error, spark_message
-
     if isinstance(error, SparkDLError):
         return str(error)
     if not is_spark_error(error):

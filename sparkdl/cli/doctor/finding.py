@@ -1,11 +1,11 @@
-"""What the doctor has found: one line for each thing that was looked at."""
+"""What the doctor is asked, and what it has found: a line for each thing that was looked at."""
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future, wait
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Literal, TypeVar
 
@@ -14,6 +14,20 @@ from sparkdl.errors import ClusterError, SparkDLError
 T = TypeVar("T")
 State = Literal["ok", "wrong", "note", "left out"]
 _WIDTH = 14
+
+
+@dataclass(frozen=True, kw_only=True)
+class Order:
+    """What the doctor is asked to look at."""
+
+    master: str | None = None
+    """As in ``[spark]`` of a job file; None: what Spark's configuration says."""
+    conf: Mapping[str, str] = field(default_factory=dict)
+    checkpoint_dir: str | None = None
+    num_workers: int | None = None
+    """Workers of the trial; None: as many as `fit` would start, but two if there is room."""
+    timeout_seconds: float = 120.0
+    """Longest wait for each answer."""
 
 
 @dataclass(frozen=True)
@@ -48,13 +62,10 @@ def checked(subject: str, check: Callable[[], object], text: str) -> Finding:
 
 
 def bounded(action: Callable[[], T], seconds: float, what: str) -> T:
-    """What ``action`` returns, if it does in time.
+    """What ``action`` returns; raises ClusterError if that is not in time.
 
     It runs in a thread of its own, which is left alone when time is up: what waits in the JVM or
-    for a name server cannot be interrupted.
-
-    Raises:
-        ClusterError: it has not ended after ``seconds``; ``what`` says what was waited for.
+    for a name server cannot be interrupted. ``what`` says what was waited for.
     """
     answer: Future[T] = Future()
 

@@ -35,10 +35,7 @@ _NAME_SECONDS = 10.0
 
 
 def examine_machine(environ: Mapping[str, str], *, is_remote: bool = False) -> Iterator[Finding]:
-    """Look at Python, packages, Java, SPARK_HOME and the name of this host.
-
-    With ``is_remote`` Spark is elsewhere, and this a client of Spark Connect.
-    """
+    """Look at this machine; with ``is_remote`` it is a client of Spark Connect."""
     yield ok("Python", f"{platform.python_version()}, {sys.executable}")
     yield ok("sparkdl", f"{sparkdl.__version__}, {Path(sparkdl.__file__).parent}")
     yield from foreign_package()

@@ -36,11 +36,7 @@ def arrow_type(options: ImageSection) -> pa.DataType:
 
 
 def convert(data: bytes, options: ImageSection, origin: str = "") -> Any:
-    """The value of the column ``image`` for a file's bytes; a struct keeps the path as ``origin``.
-
-    Raises:
-        BadImage: the file holds no image that Pillow can decode.
-    """
+    """The column ``image`` for a file's bytes, a struct with its ``origin``; raises BadImage."""
     with opened(data) as image:
         if options.encoding == "file":
             image.load()  # to the last byte: a truncated file has a sound header
@@ -73,7 +69,6 @@ def reason(data: bytes, options: ImageSection) -> str:
 
 
 def _size(width: int, height: int, options: ImageSection) -> tuple[int, int]:
-    """Width and height that are wanted."""
     if options.size is not None:
         return options.size[1], options.size[0]
     if options.shorter_side is None:
@@ -102,10 +97,7 @@ def _struct(image: Any, origin: str) -> dict[str, Any]:
 def convert_rows(
     batches: Iterator[pa.RecordBatch], options: ImageSection
 ) -> Iterator[pa.RecordBatch]:
-    """Turn rows with ``content`` and ``path`` into rows with ``image``; leave bad ones out.
-
-    All other columns are passed on.
-    """
+    """Turn rows with ``content`` and ``path`` into rows with ``image``; leave bad ones out."""
     for batch in batches:
         images: list[Any] = []
         rows: list[int] = []
@@ -136,10 +128,7 @@ def _made(
 def explain_rows(
     batches: Iterator[pa.RecordBatch], options: ImageSection
 ) -> Iterator[pa.RecordBatch]:
-    """Give rows with ``path`` and ``reason``, for files by ``content`` and ``path``.
-
-    The reason is why a file cannot be used.
-    """
+    """Give rows with ``path`` and ``reason``, why it cannot be used, for files."""
     for batch in batches:
         reasons = [reason(data.as_py(), options) for data in batch["content"]]
         arrays = [batch["path"], pa.array(reasons, pa.string())]

@@ -28,12 +28,9 @@ class Labelled:
 
 
 def by_folder(files: pa.Table, names: Sequence[str]) -> Labelled:
-    """Take the first folder of each ``path``, below the source's, for its class.
+    """Take the first folder of each ``path``, below the source's, for its class; raises DataError.
 
     The classes are ``names``, in this order, or those that are found, sorted.
-
-    Raises:
-        DataError: files lie in no folder, or in one that is not among ``names``.
     """
     paths = files["path"].to_pylist()
     outside = [path for path in paths if "/" not in path]
@@ -52,11 +49,7 @@ def by_table(
     """Take labels from a table of ``path`` and ``label``; files that it does not name are left out.
 
     Classes are as in `by_folder`. A path in the table may begin with one of ``roots``, which are
-    ways to write the source's folder.
-
-    Raises:
-        DataError: a row has no path or label, a file stands there twice, or labels are of a type
-            of which no class or number can be made.
+    ways to write the source's folder. Raises DataError.
     """
     nulls = max(table["path"].null_count, table["label"].null_count)
     if nulls:

@@ -1,9 +1,8 @@
 """The records in the output's folder, which say what has been prepared already.
 
 ``_prepare/plan.json`` says what is being prepared; ``_prepare/done/<part>.json`` that a Parquet
-file is in its place, with its counts and the bad files that it lacks; ``prepare.json``, written
-last of all, that everything is. A record that is not whole counts as none, so the storage need
-not write at one stroke.
+file is in its place; ``prepare.json``, written last of all, that everything is. A record that is
+not whole counts as none, so the storage need not write at one stroke.
 """
 
 from __future__ import annotations
@@ -62,13 +61,7 @@ class Ledger:
     """What tells this run from others; see `parts.digest_of`."""
 
     def begin(self, *, overwrite: bool) -> Literal["new", "unfinished", "finished"]:
-        """See what is there, and make the folder this run's.
-
-        With ``overwrite`` what another run has left there is removed.
-
-        Raises:
-            ConfigError: the folder holds another run, or something else.
-        """
+        """Make the folder this run's, if need be with ``overwrite``; raises ConfigError."""
         finished = self._read(FINISHED)
         before = finished["plan"] if finished is not None else self._read(_PLAN)
         ours = {WORK} if before is None else _OURS
@@ -115,8 +108,7 @@ class Ledger:
     ) -> Report:
         """Write the summary, and remove what only an unfinished run needs.
 
-        ``records`` are of all parts, by name; ``absent`` is path and reason of bad files that are
-        in no part; ``names`` are the classes.
+        ``absent`` is path and reason of bad files that are in no part; ``names`` are the classes.
         """
         bad = sorted((*absent, *(entry for record in records.values() for entry in record.bad)))
         splits = {

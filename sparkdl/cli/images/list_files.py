@@ -26,10 +26,7 @@ _TASKS_ON_CONNECT = 16
 
 
 def qualified(spark: SparkSession, path: str) -> str:
-    """A path as Spark takes it, with scheme and host: of the default file system without them.
-
-    A Spark Connect client cannot ask Spark; there a path without a scheme is a local one.
-    """
+    """A path with scheme and host, as Spark has it; for a Spark Connect client a local one."""
     if not is_connect(spark):
         return HadoopStorage(spark, path).url
     return path if ":" in path else f"file:{Path(path).expanduser().absolute()}"
@@ -74,11 +71,7 @@ class Listed:
 
 
 def list_files(spark: SparkSession, section: FolderSection) -> Listed:
-    """The files in a folder and below it; none is opened.
-
-    Raises:
-        DataError: there is no such folder.
-    """
+    """The files in a folder and below it; none is opened. Raises DataError if it is not there."""
     root = qualified(spark, section.path)
     reader = spark.read.format("binaryFile").option("recursiveFileLookup", True)
     try:
@@ -110,11 +103,7 @@ def list_files(spark: SparkSession, section: FolderSection) -> Listed:
 
 
 def read_files(spark: SparkSession, urls: Sequence[str]) -> DataFrame:
-    """Columns ``path`` (the URL) and ``content`` of the files named.
-
-    Raises:
-        DataError: one of them is not there any more.
-    """
+    """Columns ``path`` (the URL) and ``content`` of the files; raises DataError if one is gone."""
     reader = spark.read.format("binaryFile")
     try:
         return reader.load([escaped(url) for url in urls]).select("path", "content")

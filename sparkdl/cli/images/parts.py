@@ -1,8 +1,7 @@
 """The plan of the Parquet files: which image file becomes a row of which.
 
-It follows from paths, labels and options alone, so that a run that was killed is planned
-again as it was. Rows are in a random order that the hash of the path gives, so each Parquet file
-is a sample of its split.
+It follows from paths, labels and options alone, so a run that was killed is planned again as it
+was. Rows are in an order that the hash of the path gives: each file is a sample of its split.
 """
 
 from __future__ import annotations
@@ -45,10 +44,7 @@ class Part:
 
 
 def make_parts(paths: Sequence[str], split: SplitSection, rows_per_file: int) -> tuple[Part, ...]:
-    """Cut files, by their paths below the source's folder, into splits and Parquet files.
-
-    The last file of a split may have fewer than ``rows_per_file`` rows.
-    """
+    """Cut files, by their paths below the source's folder, into splits and Parquet files."""
     # Two random numbers for each path: one chooses the split, one the place in it.
     digests = b"".join(
         hashlib.blake2b(f"{split.seed}\0{path}".encode(), digest_size=16).digest() for path in paths
@@ -68,11 +64,7 @@ def make_parts(paths: Sequence[str], split: SplitSection, rows_per_file: int) ->
 
 
 def digest_of(source: pa.Table, names: Sequence[str], job: PrepareJob) -> Mapping[str, Any]:
-    """What must be equal for a run to go on where another stopped.
-
-    That is the ``source``, with columns ``path``, ``length``, ``modified`` and perhaps ``label``,
-    the ``names`` of the classes, and the options of the job that change rows.
-    """
+    """What must be equal for a run to go on where another stopped: files, classes, options."""
     content = hashlib.blake2b(digest_size=16)
     order = np.argsort(np.asarray(source["path"].to_pylist(), dtype=object))
     for batch in source.take(pa.array(order)).to_batches(max_chunksize=65536):

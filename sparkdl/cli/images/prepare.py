@@ -39,12 +39,7 @@ _ABSENT = "named in the table of labels, but not in the folder"
 def prepare(spark: SparkSession, job: PrepareJob, label_table: DataFrame | None = None) -> Report:
     """Make Parquet of a folder of image files, or go on where an earlier run has stopped.
 
-    ``label_table`` has the rows of ``[labels.table]``, where labels come from a table.
-
-    Raises:
-        ConfigError: the output's folder holds something else, or Pillow is missing.
-        DataError: there are no files, labels are wrong, or files are bad and not to be skipped.
-        StorageError: the output's folder cannot be written.
+    ``label_table`` has the rows of ``[labels.table]``. Raises ConfigError, DataError, StorageError.
     """
     require_pillow()
     place = qualified(spark, job.output.path)
@@ -70,11 +65,7 @@ def prepare(spark: SparkSession, job: PrepareJob, label_table: DataFrame | None 
 
 
 def find_source(spark: SparkSession, job: PrepareJob, label_table: DataFrame | None) -> Source:
-    """List the files, and find their labels.
-
-    Raises:
-        DataError: there are no files, or labels are wrong.
-    """
+    """List the files, and find their labels; raises DataError if there are none, or wrong ones."""
     listed = list_files(spark, job.data)
     if not listed.table.num_rows:
         raise DataError(

@@ -1,7 +1,6 @@
 """Spark writes image files as Parquet files of given rows, under given names.
 
-It writes several at a time into a folder of their own. What is in them is read back, so that a
-record says what was written, and only then they are moved to their places.
+It writes several at a time into a folder of their own, from where what is whole is moved.
 """
 
 from __future__ import annotations
@@ -66,11 +65,7 @@ class PartWriter:
         self._url = f"{self.place.rstrip('/')}/{self._staged}"
 
     def write(self, parts: Sequence[Part]) -> dict[str, Record]:
-        """Write parts into the folder of staged files; return what is in them, by the part's name.
-
-        Raises:
-            DataError: a file has vanished.
-        """
+        """Write parts into the folder of staged files; return what is in them; raises DataError."""
         self._numbers = {part.name: number for number, part in enumerate(parts)}
         plan = pa.concat_tables([self._plan(part) for part in parts])
         files = read_files(self.spark, plan["url"].to_pylist()).withColumnRenamed("path", "url")
@@ -143,7 +138,6 @@ class PartWriter:
         return records
 
     def _explain(self, paths: Sequence[str]) -> dict[str, str]:
-        """Why files are bad; by path."""
         if not paths:
             return {}
         urls = {f"{self.source.root}/{path}": path for path in paths}

@@ -1,10 +1,8 @@
-"""The sections and keys of job files, as dataclasses.
+"""The sections and keys of job files, as dataclasses; one TOML file describes one job.
 
-One TOML file describes one job: `TrainJob`, `EvaluateJob` or `PredictJob`; `tune.study_file` has
-`TuneJob`. Their fields are the file's sections, the sections' fields its keys; those of
-``[estimator]`` follow from the rows of `spark.params.param_table`. Reading a job file neither
-imports the user's code nor starts Spark; objects are named as ``package.module:name`` and imported
-by `job_objects`.
+The fields of `TrainJob`, `EvaluateJob` and `PredictJob` are the file's sections, the sections'
+fields its keys. Reading a job file neither imports the user's code nor starts Spark: objects are
+named as ``package.module:name`` and imported by `job_objects`.
 """
 
 from __future__ import annotations
@@ -247,14 +245,10 @@ def load_job(
     settings: Sequence[str] = (),
     check: Callable[[T], None] | None = None,
 ) -> T:
-    """Read a job file, with ``settings`` of the form ``section.key=value`` laid over it.
+    """Read a job file, if there is one, with ``settings``, ``section.key=value``, laid over it.
 
-    Without a path the settings are the whole job. ``check`` raises a ConfigError for values that
-    the types of the keys allow.
-
-    Raises:
-        ConfigError: the file or a setting is wrong; the message begins with the file's path, or
-            with the setting without which it would not be.
+    ``check`` raises ConfigError for values that the types allow. The message of a ConfigError
+    begins with the file's path, or with the setting without which it would not be.
     """
     tables = read_toml(path) if path is not None else {}
 
@@ -299,14 +293,8 @@ _PY_FILES = "spark.submit.pyFiles"
 
 
 def check_reference(reference: str, name: str) -> None:
-    """Refuse what is not of the form ``package.module:name``.
-
-    Raises:
-        ConfigError: it is not.
-    """
+    """Raise ConfigError for what is not of the form ``package.module:name``."""
     module, separator, attribute = reference.partition(":")
     parts = [*module.split("."), *attribute.split(".")]
-    if not separator or not all(part.isidentifier() for part in parts):
-        raise ConfigError(
-            f"{name} must have the form 'package.module:name'; received {reference!r}"
-        )
+    is_reference = bool(separator) and all(part.isidentifier() for part in parts)
+    require(is_reference, f"{name} must have the form 'package.module:name'", reference)

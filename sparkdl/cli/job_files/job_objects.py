@@ -31,11 +31,7 @@ def in_file_words(text: str) -> str:
 
 
 def check_training(job: TrainJob) -> None:
-    """Find mistakes in the values of ``[model]`` and ``[estimator]`` without Spark.
-
-    Raises:
-        ConfigError: a value is wrong, in the words of the file.
-    """
+    """Raise ConfigError for wrong values of ``[model]`` and ``[estimator]``; needs no Spark."""
     from sparkdl.spark.fit.check_request import check_sync_batch_norm, check_values
     from sparkdl.train.state import check_monitored
 
@@ -54,11 +50,7 @@ def check_training(job: TrainJob) -> None:
 
 
 def make_estimator(job: TrainJob) -> Any:
-    """The estimator that a job describes, with the user's objects imported.
-
-    Raises:
-        ConfigError: an object cannot be imported or made, or a value is of no use to its Param.
-    """
+    """The estimator that a job describes, with the user's objects imported; raises ConfigError."""
     from sparkdl import estimator as faces
 
     kinds: dict[str, Callable[..., Any]] = {

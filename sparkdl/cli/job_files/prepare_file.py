@@ -1,7 +1,4 @@
-"""The sections and keys of a job file for ``jobs/prepare.py``.
-
-Reading them neither starts Spark nor imports Pillow.
-"""
+"""The sections and keys of a job file for ``jobs/prepare.py``, read without Spark and Pillow."""
 
 from __future__ import annotations
 
@@ -128,11 +125,9 @@ class SplitSection:
     """Another seed draws other files."""
 
     def __post_init__(self) -> None:
-        if self.validation < 0 or self.test < 0 or self.validation + self.test >= 1:
-            raise ConfigError(
-                "validation and test must be shares from 0 that leave something for training; "
-                f"received {self.validation} and {self.test}"
-            )
+        shares = self.validation, self.test
+        rule = "validation and test must be shares from 0 that leave something for training"
+        require(min(shares) >= 0 and sum(shares) < 1, rule, shares)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -26,14 +26,10 @@ _LOG4J = Path(__file__).with_name("log4j2.properties")
 
 
 def make_session(section: SparkSection, app_name: str) -> SparkSession:
-    """The session of a command.
+    """The session of a command; raises ConfigError for entries that come too late, or ClusterError.
 
     Under ``spark-submit`` Python was chosen there; a command started otherwise has workers use the
     Python that it runs on itself, unless ``PYSPARK_PYTHON`` names another.
-
-    Raises:
-        ConfigError: the section has an entry that comes too late.
-        ClusterError: Spark's JVM does not start.
     """
     master = section.master or ""
     _check_entries(section.conf, os.environ, is_remote=master.startswith("sc://"))
@@ -65,10 +61,7 @@ def _is_submitted(environ: Mapping[str, str]) -> bool:
 
 
 def _log_errors_only(environ: MutableMapping[str, str]) -> None:
-    """Have Spark's JVM log as our own file says, where the user has none.
-
-    Ten lines of warnings would come before the first of ours.
-    """
+    """Have Spark's JVM log as our own file says, where the user has none: without warnings."""
     option = f"-Dlog4j2.configurationFile={_LOG4J.as_uri()}"
     options = environ.get("SPARK_SUBMIT_OPTS", "")
     own = Path(environ.get("SPARK_HOME", "/"), "conf", _LOG4J.name)

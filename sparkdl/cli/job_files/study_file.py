@@ -139,9 +139,5 @@ class TuneJob(TrainJob):
 
 
 def check_search(job: TuneJob) -> None:
-    """Find mistakes in the values of a trial without Spark, as `check_training` does of a job's.
-
-    Raises:
-        ConfigError: a value is wrong, in the words of the file.
-    """
+    """Raise ConfigError for wrong values of a trial, as `check_training` does of a job's."""
     check_training(job.trial({key: space.first for key, space in job.study.search.items()}))

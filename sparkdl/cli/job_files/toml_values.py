@@ -1,8 +1,4 @@
-"""TOML tables become frozen dataclasses here, with errors that help.
-
-A dataclass is the schema: its field names are the keys, its annotations the types. Nothing else
-is accepted, so that a misspelt key is found before any work is done.
-"""
+"""TOML tables become frozen dataclasses here, whose fields are all keys and types known."""
 
 from __future__ import annotations
 
@@ -12,6 +8,7 @@ from dataclasses import MISSING, fields, is_dataclass
 from pathlib import Path
 from typing import Any, Literal, TypeVar, get_args, get_origin, get_type_hints
 
+from sparkdl.config import require
 from sparkdl.errors import ConfigError, did_you_mean
 from sparkdl.spark.params.converters import NAMES, parts_of
 
@@ -24,11 +21,7 @@ class MissingKey(ConfigError):
 
 
 def read_toml(path: str | Path) -> Tables:
-    """Read a TOML file.
-
-    Raises:
-        ConfigError: there is no such file, or it is not TOML.
-    """
+    """Read a TOML file; raises ConfigError."""
     try:
         return tomllib.loads(Path(path).read_text(encoding="utf-8"))
     except OSError as error:
@@ -53,10 +46,8 @@ def apply_settings(tables: Mapping[str, Any], settings: Iterable[str]) -> Tables
     """``tables`` with each ``section.key=value`` of the command line put in its place.
 
     What follows the second dot is one key of a table, dots included:
-    ``spark.conf.spark.sql.shuffle.partitions=4`` sets one entry of ``[spark.conf]``.
-
-    Raises:
-        ConfigError: a setting has another form.
+    ``spark.conf.spark.sql.shuffle.partitions=4`` sets one entry of ``[spark.conf]``. Raises
+    ConfigError.
     """
     merged: Tables = {
         name: dict(table) if isinstance(table, Mapping) else table for name, table in tables.items()
@@ -64,18 +55,14 @@ def apply_settings(tables: Mapping[str, Any], settings: Iterable[str]) -> Tables
     for setting in settings:
         path, separator, text = setting.partition("=")
         keys = path.strip().split(".", 2)
-        if not separator or len(keys) < 2 or not all(keys):
-            raise ConfigError(f"--set takes section.key=value; received {setting!r}")
+        is_key = bool(separator) and len(keys) > 1 and all(keys)
+        require(is_key, "--set takes section.key=value", setting)
         put(merged, keys, parse_value(text.strip()))
     return merged
 
 
 def put(tables: Tables, keys: Sequence[str], value: Any) -> None:
-    """Set one key in tables within tables; those that are changed are copied.
-
-    Raises:
-        ConfigError: a key on the way is no table.
-    """
+    """Set one key in tables within tables, which are copied; raises ConfigError if it cannot."""
     table = tables
     for key in keys[:-1]:
         inner = table.get(key, {})
@@ -91,13 +78,9 @@ def put(tables: Tables, keys: Sequence[str], value: Any) -> None:
 def build(kind: type[T], table: Any, where: str = "") -> T:
     """Make a dataclass of what TOML gave; fields without a default are required.
 
-    ``where`` is the table's name for messages, empty for a whole file.
-
-    Raises:
-        ConfigError: a key is unknown or missing, or a value has the wrong type.
+    ``where`` is the table's name for messages, empty for a whole file. Raises ConfigError.
     """
-    if not isinstance(table, Mapping):
-        raise ConfigError(f"{where} must be a table; received {table!r}")
+    require(isinstance(table, Mapping), f"{where} must be a table", table)
     hints = get_type_hints(kind)
     known = {item.name: item for item in fields(kind)}  # type: ignore[arg-type]
     for key in table:
@@ -142,16 +125,12 @@ def required(kind: Any) -> set[str]:
 
 
 def convert(value: Any, hint: Any, name: str) -> Any:
-    """``value`` as the type ``hint``; ``name`` is its place for messages.
+    """``value`` as the type ``hint``; ``name`` is its place for messages; raises ConfigError.
 
     Of a union the first member whose TOML type fits decides, so that its own errors reach the user.
-
-    Raises:
-        ConfigError: the value is of another type.
     """
     fitting = [kind for kind in parts_of(hint) if _fits(value, kind)]
-    if not fitting:
-        raise ConfigError(f"{name} must be {describe(hint)}; received {value!r}")
+    require(bool(fitting), f"{name} must be {describe(hint)}", value)
     # Where any table is taken, one with the required keys of a dataclass is that.
     named = (kind for kind in fitting if is_dataclass(kind) and required(kind) <= set(value))
     others = [kind for kind in fitting if not is_dataclass(kind)] or fitting

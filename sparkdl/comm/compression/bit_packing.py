@@ -25,13 +25,10 @@ def packed_size(num_codes: int, bits: int) -> int:
 
 
 def pack(codes: torch.Tensor, bits: int, out: torch.Tensor) -> None:
-    """Write the low ``bits`` bits of each code; single bits must be 0 or 1.
+    """Write the low ``bits`` (1, 2 or 4) bits of each code; single bits must be 0 or 1.
 
-    Args:
-        codes: int8, ``(num_codes,)``, a multiple of ``8 / bits`` of them, contiguous, at an address
-            that is a multiple of 8; overwritten.
-        bits: 1, 2 or 4.
-        out: uint8, ``(num_codes * bits / 8,)``.
+    ``codes`` are int8, ``(num_codes,)``, a multiple of ``8 / bits`` of them, contiguous, at an
+    address that is a multiple of 8; they are overwritten. ``out`` is uint8, as `packed_size` says.
     """
     mask, factor, top = _numbers(bits)
     words = codes.view(_WORDS[bits])

@@ -112,22 +112,6 @@ class After:
         self._finish()
 
 
-def gather_equal(
-    comm: Communicator, message: torch.Tensor, finish: Callable[[Sequence[torch.Tensor]], object]
-) -> Pending:
-    """Exchange messages that have the same size on all ranks.
-
-    Args:
-        comm: the ranks that exchange.
-        message: uint8, ``(num_bytes,)``.
-        finish: called inside ``wait`` with the messages of all ranks. All get them in rank order,
-            so that sums have equal bits.
-    """
-    messages = message.new_empty(comm.world_size, len(message))
-    pending = comm.all_gather_async(message, messages)
-    return After([pending], lambda: finish(messages.unbind(0)))
-
-
 def count(shapes: Shapes) -> int:
     """Number of values of tensors of these shapes."""
     return sum(math.prod(shape) for shape in shapes)

@@ -40,12 +40,10 @@ class Codec(ABC):
 
     @abstractmethod
     def encode(self, values: torch.Tensor, residual: torch.Tensor, message: torch.Tensor) -> None:
-        """Write ``values + residual`` as well as the message can.
+        """Write ``values + residual``, ``(numel,)`` each, as well as the message can.
 
-        Args:
-            values: ``(numel,)``.
-            residual: ``(numel,)``; what earlier messages left out, then what this one leaves out.
-            message: uint8, ``(message_bytes,)``; overwritten.
+        ``residual`` is what earlier messages left out, then what this one leaves out; ``message``
+        is uint8, ``(message_bytes,)``, and overwritten.
         """
 
     @abstractmethod
@@ -70,22 +68,20 @@ def blocks_of(numel: int) -> list[tuple[int, int]]:
 class ScatterCompression(Compression):
     """Base of compressions whose sums are formed in two stages."""
 
+    warmup_steps = 0
+    """First exchanges, in which values travel as they are."""
+
     @abstractmethod
     def codecs(
         self, shapes: Shapes, world_size: int, dtype: torch.dtype
     ) -> tuple[Sequence[Codec], Sequence[Codec]]:
         """Those of the shares and those of the sums, one for each slice of a bucket."""
 
-    @property
-    def num_warmup_steps(self) -> int:
-        """First exchanges, in which values travel as they are."""
-        return 0
-
     def make(self, views: Sequence[torch.Tensor], comm: Communicator) -> Compressor:
         shapes = shapes_of(views)
         first, second = self.codecs(shapes, comm.world_size, views[0].dtype)
-        steps = self.num_warmup_steps
-        return ScatterCompressor(comm, first, second, count(shapes), views[0], steps)
+        numel, steps = count(shapes), self.warmup_steps
+        return ScatterCompressor(comm, first, second, numel, views[0], steps)
 
     def wire_bytes(self, shapes: Shapes, element_size: int, world_size: int) -> int:
         dtype = torch.float64 if element_size == 8 else torch.float32

@@ -33,10 +33,6 @@ class OneBitCompression(ScatterCompression):
     def __post_init__(self) -> None:
         require(self.warmup_steps >= 0, "warmup_steps must not be negative", self.warmup_steps)
 
-    @property
-    def num_warmup_steps(self) -> int:
-        return self.warmup_steps
-
     def codecs(
         self, shapes: Shapes, world_size: int, dtype: torch.dtype
     ) -> tuple[Sequence[Codec], Sequence[Codec]]:

@@ -171,11 +171,8 @@ def encode(
     """Say which of ``scale * values + residual``, ``(numel,)``, have reached the threshold.
 
     ``residual`` is what earlier messages left out, and afterwards what this one leaves out. With
-    ``is_dense`` a sparse message is unlikely to be shorter, so that none is tried.
-
-    Returns:
-        The message, uint8, a multiple of 8 of them. If some value is not finite it says that
-        nothing is.
+    ``is_dense`` a sparse message is unlikely to be shorter, so that none is tried. The message is
+    uint8, a multiple of 8 of them; if some value is not finite it says that nothing is.
     """
     ternary = Ternary(len(values), values)
     limit = 0 if is_dense else packed_size(len(values), BITS) // 4

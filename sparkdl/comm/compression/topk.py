@@ -27,7 +27,6 @@ from sparkdl.comm.compression.compression import (
     all_reduce_bytes,
     check_places,
     count,
-    gather_equal,
     shapes_of,
 )
 from sparkdl.comm.compression.dense_reduce_scatter import BLOCK, blocks_of
@@ -169,8 +168,9 @@ class TopKCompressor(Compressor):
             pending.append(self._comm.all_reduce_async(self._dense))
         if self._matrices:
             message = self._encode(flat, density)
-            finish = functools.partial(self._decode, flat)
-            pending.append(gather_equal(self._comm, message, finish))
+            messages = message.new_empty(self._comm.world_size, len(message))
+            gathered = self._comm.all_gather_async(message, messages)
+            pending.append(After([gathered], functools.partial(self._decode, flat, messages)))
         return After(pending, functools.partial(self._put_dense, flat))
 
     def _encode(self, flat: torch.Tensor, density: float) -> torch.Tensor:
@@ -210,7 +210,8 @@ class TopKCompressor(Compressor):
             peaks.add(first, last)
         return peaks.largest()
 
-    def _decode(self, flat: torch.Tensor, messages: Sequence[torch.Tensor]) -> None:
+    def _decode(self, flat: torch.Tensor, messages: torch.Tensor) -> None:
+        """Add up the messages in rank order, so that sums have equal bits on all ranks."""
         flat.zero_()
         for message in messages:
             values, places = read(message, flat.dtype)

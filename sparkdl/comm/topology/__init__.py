@@ -10,44 +10,49 @@ from sparkdl.errors import ConfigError, unknown
 if TYPE_CHECKING:
     import torch
 
-    from sparkdl.comm.communicator import Communicator, Topology
+    from sparkdl.comm.communicator import Communicator
 
 __all__ = ["TOPOLOGIES", "arrange", "check", "choose"]
 
 TOPOLOGIES = ("auto", "ring", "tree", "hierarchical", "shared")
 """What a user may ask for; ``ring`` is what gloo and NCCL do by themselves."""
 
-_WHY_NOT = "the workers of a node cannot share memory (%s); they send messages instead"
-
 
 def arrange(comm: Communicator, topology: str, *, device: torch.device) -> Communicator:
     """``comm``, but with sums along ``topology`` and a count of bytes of its own. Collective.
 
-    It must be closed; ``comm`` stays open. Where ranks of one node cannot share memory, all ranks
-    go other ways and rank 0 says so.
-
-    Args:
-        comm: the gang.
-        topology: one of `TOPOLOGIES`. ``auto`` is shared memory for CPU ranks of one node,
-            hierarchical for several nodes of several CPU ranks each, and otherwise a ring.
-        device: where the tensors are.
-
-    Raises:
-        ConfigError: there is no such topology, or the ranks are not where it needs them.
+    It must be closed; ``comm`` stays open. ``auto`` is shared memory for CPU ranks of one node,
+    hierarchical for several nodes of several CPU ranks each, and otherwise a ring; ``device`` is
+    where the tensors are. Where ranks of one node cannot share memory, all ranks go other ways and
+    rank 0 says so. ConfigError if there is no such topology, or the ranks are not where it needs
+    them.
     """
     from sparkdl.comm.communicator import ProcessGroupCommunicator, Topology, counting_anew
+    from sparkdl.comm.topology import hierarchical
+    from sparkdl.comm.topology.shared_memory import NoSharedMemory, say
+    from sparkdl.comm.topology.shared_sum import Shared, SharedSum
     from sparkdl.comm.topology.tree import Tree
 
     chosen = choose(topology, comm.nodes, device.type)
     arranged = counting_anew(comm)
-    if isinstance(arranged, ProcessGroupCommunicator):
-        arranged.topology = Topology()
-        if chosen == "tree":
-            arranged.topology = Tree()
-        elif chosen == "shared":
-            arranged.topology = _shared(comm)
+    if not isinstance(arranged, ProcessGroupCommunicator):
+        return arranged
+    arranged.topology = Tree() if chosen == "tree" else Topology()
+    try:
+        if chosen == "shared":
+            arranged.topology = Shared(SharedSum(comm, comm, ranks=range(comm.world_size)))
         elif chosen == "hierarchical":
-            arranged.topology = _hierarchical(comm, device)
+            inside, between = hierarchical.groups_of(comm.nodes)
+            local, across = comm.split(inside), comm.split(between)
+            is_even = hierarchical.is_even(comm.nodes)
+            arranged.topology = hierarchical.HierarchicalMessages(local, across, is_even=is_even)
+            if device.type == "cpu":
+                ranks = next(group for group in inside if comm.rank in group)
+                node = SharedSum(local, comm, ranks=ranks, first_takes_all=not is_even)
+                arranged.topology = hierarchical.HierarchicalShared(node, across)
+    except NoSharedMemory as error:
+        text = "the workers of a node cannot share memory (%s); they send messages instead"
+        say(comm, text, error)
     return arranged
 
 
@@ -80,37 +85,3 @@ def choose(topology: str, nodes: Sequence[int], device_type: str) -> str:
     if device_type == "cpu" and all(list(nodes).count(node) > 1 for node in nodes):
         return "hierarchical"
     return "ring"
-
-
-def _shared(comm: Communicator) -> Topology:
-    from sparkdl.comm.communicator import Topology
-    from sparkdl.comm.topology.shared_memory import NoSharedMemory, say
-    from sparkdl.comm.topology.shared_sum import Shared, SharedSum
-
-    try:
-        return Shared(SharedSum(comm, comm, ranks=range(comm.world_size)))
-    except NoSharedMemory as error:
-        say(comm, _WHY_NOT, error)
-        return Topology()
-
-
-def _hierarchical(comm: Communicator, device: torch.device) -> Topology:
-    from sparkdl.comm.topology.hierarchical import (
-        HierarchicalMessages,
-        HierarchicalShared,
-        groups_of,
-        is_even,
-    )
-    from sparkdl.comm.topology.shared_memory import NoSharedMemory, say
-    from sparkdl.comm.topology.shared_sum import SharedSum
-
-    inside, between = groups_of(comm.nodes)
-    local, across = comm.split(inside), comm.split(between)
-    if device.type == "cpu":
-        ranks = next(group for group in inside if comm.rank in group)
-        try:
-            node = SharedSum(local, comm, ranks=ranks, first_takes_all=not is_even(comm.nodes))
-            return HierarchicalShared(node, across)
-        except NoSharedMemory as error:
-            say(comm, _WHY_NOT, error)
-    return HierarchicalMessages(local, across, is_even=is_even(comm.nodes))

@@ -51,10 +51,7 @@ class SharedFile:
 def map_together(local: Communicator, num_bytes: int, everyone: Communicator) -> SharedFile:
     """Map a new file of ``num_bytes`` for the ranks ``local`` of each node.
 
-    Collective over ``everyone``: all get their nodes' files together or not at all.
-
-    Raises:
-        NoSharedMemory: on all ranks.
+    Collective over ``everyone``: all get their nodes' files together, or all raise NoSharedMemory.
     """
     file, problem, descriptor = None, "", -1
     try:
@@ -103,7 +100,12 @@ def _open(local: Communicator, num_bytes: int) -> int:
         if problem:
             raise NoSharedMemory(problem)
         if local.rank:
-            descriptor = _open_by_path(path, name)
+            # Under another container's process numbers the path may lead to a file of a stranger.
+            if os.readlink(path) != f"/memfd:{name} (deleted)":  # noqa: PTH115  # no path there
+                raise NoSharedMemory(
+                    "it does not see the processes of its node; is it in a container?"
+                )
+            descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC)
         stack.pop_all()
         return descriptor
 
@@ -125,10 +127,3 @@ def _create(name: str, num_bytes: int) -> int:
         os.close(descriptor)
         raise
     return descriptor
-
-
-def _open_by_path(path: str, name: str) -> int:
-    # Under another container's process numbers the path may lead to a file of a stranger.
-    if os.readlink(path) != f"/memfd:{name} (deleted)":  # noqa: PTH115  # no path leads there
-        raise NoSharedMemory("it does not see the processes of its node; is it in a container?")
-    return os.open(path, os.O_RDWR | os.O_CLOEXEC)

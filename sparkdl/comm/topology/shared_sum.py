@@ -54,16 +54,10 @@ class SharedSum:
         ranks: Sequence[int],
         first_takes_all: bool = False,
     ) -> None:
-        """Collective over ``everyone``: nodes take memory together or not at all.
+        """Collective over ``everyone``: nodes take memory together or all raise NoSharedMemory.
 
-        Args:
-            local: the ranks of this node.
-            everyone: all ranks.
-            ranks: what the ranks of the node are called in errors.
-            first_takes_all: the node's first rank adds up everything, instead of its share.
-
-        Raises:
-            NoSharedMemory: on all ranks.
+        ``local`` are the ranks of this node, and ``ranks`` what they are called in errors. With
+        ``first_takes_all`` the node's first rank adds up everything, instead of its share.
         """
         self.signals = Signals(local, everyone, ranks)
         self._local = local
@@ -91,10 +85,8 @@ class SharedSum:
     def start(self, tensor: torch.Tensor, between: Between | None = None) -> Pending:
         """Start to sum ``tensor``, which `is_summable`; ``between`` happens to each rank's share.
 
-        Much of a large one that is not from `allocate` is summed now.
-
-        Raises:
-            CommunicationError: a peer is gone.
+        Much of a large one that is not from `allocate` is summed now. CommunicationError if a peer
+        is gone.
         """
         if tensor.requires_grad:
             tensor = tensor.detach()

@@ -1,8 +1,6 @@
 """Listeners, which watch a run from its driver, such as TensorBoard and MLflow.
 
-A listener is two objects, because one is a Param, which is copied, saved and used by several fits
-at once, and the other belongs to one run: `Listener` holds the options, `RunListener` is the
-listener at work. Unlike callbacks, which are on the workers, listeners need no module there.
+`Listener` holds the options, a Param that several fits may use, `RunListener` is at work in one.
 """
 
 from __future__ import annotations
@@ -14,13 +12,13 @@ import operator
 import queue
 import threading
 import time
-import traceback
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from sparkdl.config import Looks
+from sparkdl.runtime.tracebacks import formatted
 
 if TYPE_CHECKING:
     from torch import nn
@@ -156,7 +154,6 @@ class _Entry:
 
     @property
     def num_waiting(self) -> int:
-        """Calls that wait for the listener."""
         return self._calls.qsize()
 
     def call(self, what: Callable[[RunListener], None]) -> None:
@@ -184,7 +181,6 @@ class _Entry:
         self._calls.put((what, True))
 
     def wait(self, seconds: float) -> None:
-        """Wait for its end, but no longer than so many seconds."""
         if self._is_over.wait(min(seconds, _QUIET_SECONDS)):
             return
         logger.info("waiting up to %.0f s for %s to end", seconds, self._name)
@@ -204,12 +200,12 @@ class _Entry:
                 if is_last or not self._has_failed:
                     what(self._listener)
             # Whatever a listener raises, SystemExit too: else nobody would see its end.
-            except BaseException:
+            except BaseException as error:
                 self._has_failed = True
                 logger.warning(
                     "%s has failed; it is told nothing more of this run but its end:\n%s",
                     self._name,
-                    traceback.format_exc().rstrip(),
+                    formatted(error).rstrip(),
                 )
             now, self._busy_since = time.monotonic(), math.inf
             rest = (now - began) / _STEP_SHARE

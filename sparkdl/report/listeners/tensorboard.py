@@ -156,7 +156,6 @@ def _graph(graph: Mapping[str, Any]) -> Any:
 
 
 def _as_table(values: Mapping[str, Any]) -> str:
-    """A table in Markdown."""
     rows = [f"| {_cell(name)} | {_cell(value)} |" for name, value in values.items()]
     return "\n".join(["| name | value |", "|---|---|", *rows])
 

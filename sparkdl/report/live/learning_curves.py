@@ -1,7 +1,4 @@
-"""The learning curves of runs, which may still go on, as a picture or as text.
-
-Only the picture needs matplotlib; neither needs a notebook or Spark.
-"""
+"""The learning curves of runs, which may still go on, as a picture (matplotlib) or as text."""
 
 from __future__ import annotations
 
@@ -74,11 +71,7 @@ def picture(runs: Sequence[Curves]) -> bytes:
 
 
 def draw(runs: Sequence[Curves], most_panels: int | None = None) -> Figure:
-    """The curves of all runs; runs of one panel have a colour each.
-
-    Raises:
-        SparkDLError: matplotlib is not installed.
-    """
+    """The curves of all runs, each with a colour; raises SparkDLError without matplotlib."""
     missing = "the picture of the learning curves needs matplotlib; install it with: "
     with import_or(SparkDLError(f"{missing}pip install matplotlib")):
         from matplotlib.figure import Figure

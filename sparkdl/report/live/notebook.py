@@ -1,8 +1,6 @@
-"""What a notebook's cell shows while workers train.
+"""What a notebook's cell shows while workers train: the progress of its runs, and their curves.
 
-The cell has two outputs, which are drawn again in place: the progress of every run that it has
-begun, and their learning curves in one picture. They are no widgets, so they look the same in any
-front end and stay when the notebook is saved. The workers' log lines are printed.
+Both are outputs that are drawn again in place, and no widgets, so they stay when it is saved.
 """
 
 from __future__ import annotations
@@ -44,7 +42,6 @@ class CellOutputs:
         self._handles: dict[str, Any] = {}
 
     def __call__(self, name: str, bundle: Bundle) -> None:
-        """See `Show`."""
         from IPython.display import display
 
         if name in self._handles:
@@ -141,6 +138,9 @@ class NotebookView(RunView):
         if level >= self._least_level:
             name = f"{self.curves.name}, " if len(self._board.views) > 1 else ""
             print(f"[{name}rank {rank}] {line}", flush=True)
+
+    def failed(self, reason: str) -> None:
+        self.has_ended, self.state = True, f"failed: {reason}"
 
     def close(self) -> None:
         if not self.has_ended:

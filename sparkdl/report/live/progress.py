@@ -1,9 +1,7 @@
 """What the driver's console shows of a run, and the base of all views.
 
-A terminal has a line in place: what the driver does or waits for, and then a progress bar with
-epoch, step, loss, rows per second and worker, and time left; above it stand the workers' log lines
-with their rank. Without a terminal there is a line for each phase that takes a second, and for each
-epoch. Warnings of the workers are always shown. Notebooks have a view of their own (`notebook`).
+A terminal has a line in place, and the workers' log lines above it; a file has a line for each
+phase that takes a second, and for each epoch. Notebooks have a view of their own (`notebook`).
 """
 
 from __future__ import annotations
@@ -22,8 +20,7 @@ from typing import Any, ClassVar
 from tqdm import tqdm
 
 from sparkdl.data.plan import TrainPlan
-from sparkdl.report.live.time_left import TimeLeft
-from sparkdl.report.record.run_record import curve_names
+from sparkdl.report.record.run_record import curve_names, thin
 from sparkdl.runtime.activity import STOPPING
 
 logger = logging.getLogger(__name__)
@@ -32,6 +29,15 @@ _USUAL_COLUMNS = 80
 """Of a terminal that does not say how many it has."""
 _SHORT_SECONDS = 1.0
 """A phase that takes less has no line without a terminal, and no time with one."""
+_LEAST_SECONDS = 2.0
+_LEAST_REPORTS = 3
+"""Of steps, after the first one, before anything is said."""
+_MEMORY_SECONDS = 30.0
+"""The pace is that of the last seconds, so many at least, and of half the time in a long run."""
+_WARM_UP_REPORTS = 20
+_WARM_UP_FACTOR = 2.0
+"""Steps so many times faster than all before are taken for the end of the warm-up."""
+_MOST_REPORTS = 1000
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,8 +87,7 @@ class View:
     def begun_again(self, number: int, step: int | None) -> None:
         """What has failed is started again, for the ``number``-th time in the run.
 
-        Of a gang `attempt` follows, if it comes to that; a run in rounds goes on, and only a round
-        is repeated. ``step`` steps are done by then; None: that is not known yet.
+        Of a gang `attempt` follows; of rounds one is repeated. ``step`` None: it is not known yet.
         """
 
     def failure(self, reason: str) -> None:
@@ -106,6 +111,9 @@ class View:
     def done(self, steps: int) -> None:
         """Training succeeded after ``steps`` steps in all."""
 
+    def failed(self, reason: str) -> None:
+        """The run ended with an error, whose message begins with ``reason``; `close` follows."""
+
     def close(self) -> None:
         """The run ended, one way or the other."""
 
@@ -128,6 +136,44 @@ class EpochCallback(View):
 
     def epoch(self, record: Mapping[str, float]) -> None:
         self._on_epoch(record)
+
+
+class TimeLeft:
+    """Takes reports of how many steps are done.
+
+    The first step is left out, since what is compiled, loaded or connected makes it slow. So are
+    all steps before an early report by which the run has become much faster.
+    """
+
+    def __init__(self, start_step: int = 0) -> None:
+        self._begin = start_step
+        self._reports: list[tuple[float, int]] = []
+        """When so many steps were done, from the first step on."""
+        self._fastest = math.inf
+        """Seconds of a step."""
+
+    def take(self, now: float, step: int) -> None:
+        """At ``now``, in seconds by any clock, ``step`` steps are done."""
+        before, done = self._reports[-1] if self._reports else (-math.inf, self._begin)
+        if step <= done or now <= before:
+            return
+        pace = (now - before) / (step - done)
+        if _WARM_UP_FACTOR * pace < self._fastest and len(self._reports) <= _WARM_UP_REPORTS:
+            del self._reports[:-1]
+        self._fastest = min(self._fastest, pace)
+        self._reports.append((now, step))
+        thin(self._reports, _MOST_REPORTS)
+
+    def seconds(self, now: float, total_steps: int) -> float | None:
+        """Seconds from ``now`` to the last of ``total_steps`` steps; None: not known well yet."""
+        if len(self._reports) <= _LEAST_REPORTS:
+            return None
+        (first, _), (last, step) = self._reports[0], self._reports[-1]
+        if last - first < _LEAST_SECONDS or step >= total_steps:
+            return None
+        newer = max(first, min(last - _MEMORY_SECONDS, (first + last) / 2))
+        since, done = next(report for report in reversed(self._reports) if report[0] <= newer)
+        return max(0.0, (total_steps - step) * (last - since) / (step - done) - (now - last))
 
 
 class RunView(View):
@@ -252,10 +298,7 @@ def _columns(output: int) -> int | None:
 
 
 class ConsoleView(RunView):
-    """A line for each epoch or report and for workers' lines; on a terminal with one in place.
-
-    Without a terminal, where that would fill a file, phases, restarts and the end have lines too.
-    """
+    """A line for each epoch or report and worker's line; in a file phases have lines, too."""
 
     _open: ClassVar[set[ConsoleView]] = set()
     """Those of this process whose runs go on."""
@@ -325,7 +368,6 @@ class ConsoleView(RunView):
         return f"{{desc}} |{{bar}}| {{n_fmt}}/{{total_fmt}} [{times}{{postfix}}]"
 
     def _redraw(self) -> None:
-        """Show the newest words and times, if they are new."""
         has_steps = self.total_steps and not self.has_ended
         bar_format = self._bar_format() if has_steps else "{desc}"
         state = self._state()

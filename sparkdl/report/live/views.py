@@ -1,8 +1,4 @@
-"""The views of one run, or of other work of the driver: which there are, and what calls them.
-
-What they raise ends nothing but the view. While views are open, a thread has them drawn anew now
-and then, so that a wait is seen to go on.
-"""
+"""The views of one run, or of other work of the driver: which there are, and what calls them."""
 
 from __future__ import annotations
 
@@ -33,8 +29,7 @@ _PATIENCE_SECONDS = 2.0
 def choose_view(kind: str, verbose: int, *, run_id: str, name: str = "") -> View:
     """A view that shows nothing, a notebook's curves, a terminal's bar, or lines.
 
-    Of the run of a function (kind ``run``, not ``fit``) only the reports are known. ``verbose`` is
-    0, 1 or 2, as the Param says. A console tells a run by its name or its id's first letters.
+    ``kind`` is ``fit``, or ``run`` of a function; a console tells a run by its name or id.
     """
     if not verbose:
         return SilentView()
@@ -46,10 +41,7 @@ def choose_view(kind: str, verbose: int, *, run_id: str, name: str = "") -> View
 
 
 def activity_view(*, has_lines: bool = True) -> View:
-    """A view of work that has phases, but no steps; nothing of it stays in a terminal or cell.
-
-    Without ``has_lines`` it is shown there only, and not in a file.
-    """
+    """A view of phases without steps, of which nothing stays; ``has_lines``: in a file, too."""
     if in_notebook():
         return NotebookLine(CellOutputs())
     has_bar = terminal_columns() is not None
@@ -64,16 +56,11 @@ def shows_lines(verbose: int) -> bool:
 class Views:
     """Passes calls on to views. Thread-safe.
 
-    An error of a view is logged once, and the view goes away: nothing that only shows may end what
-    it shows. Only a view that says so (`View.ends_run`) may, and KeyboardInterrupt, which is the
-    user's.
+    An error of a view is logged once, and ends the view alone, unless it has `View.ends_run`.
     """
 
     def __init__(self, ask_tasks: Callable[[], str] | None = None) -> None:
-        """There are none yet. ``ask_tasks`` gives how far Spark's tasks are, in words.
-
-        It is called four times a second while views are open.
-        """
+        """``ask_tasks`` gives how far Spark's tasks are, in words; called while one is open."""
         self._views: list[View] = []
         self._lock = threading.RLock()
         self._ask_tasks = ask_tasks
@@ -159,10 +146,7 @@ def showing(
     make: Callable[[], View] = activity_view,
     ask_tasks: Callable[[], str] | None = None,
 ) -> Iterator[None]:
-    """Show what the block does, while it lasts; in a block that is shown it is a part of that.
-
-    ``what`` is done first; `doing` says what comes then. ``ask_tasks`` is as for `Views`.
-    """
+    """Show ``what`` the block does, then what `doing` says; ``ask_tasks`` is as for `Views`."""
     if is_shown():
         doing(what)
         yield

@@ -1,7 +1,4 @@
-"""HTML is put together here so that no text of a run can become markup by accident.
-
-Whatever is not `Markup` is escaped, wherever it is put.
-"""
+"""HTML, put together so that no text becomes markup by accident: all but `Markup` is escaped."""
 
 from __future__ import annotations
 
@@ -38,10 +35,9 @@ def joined(*parts: Content) -> Markup:
 
 
 def tag(name: str, /, *children: Content, **attributes: Content | bool) -> Markup:
-    """An element with its children.
+    """An element with its children; attributes that are None or False are left out.
 
-    In names of attributes ``_`` stands for ``-``, and one at the end for nothing (``class_``);
-    those that are None or False are left out.
+    In names of attributes ``_`` stands for ``-``, and one at the end for nothing (``class_``).
     """
     shown = "".join(
         f" {key.rstrip('_').replace('_', '-')}" + ("" if value is True else f'="{markup(value)}"')
@@ -58,8 +54,7 @@ def row(
 ) -> Markup:
     """A row of a table whose cells are ``kind``; ``th`` makes it a head.
 
-    In a table of class ``rows`` give the ``names`` of the columns: where it is too wide for the
-    screen, its rows become paragraphs with these names in them.
+    On narrow screens rows of tables of class ``rows`` become paragraphs, with ``names`` in them.
     """
     named = zip_longest(cells, names)
     return tag("tr", *(tag(kind, c, data_name=name or None, **attributes) for c, name in named))

@@ -1,10 +1,8 @@
 """The graph of a module: its layers, and what flowed between them in one call.
 
-Hooks see the layers that a call runs through, and a torch function mode what happens between them;
-both belong to this thread and these modules, unlike the tracing of torch.fx, which for its time
-changes how every module of the process is called. The graph is plain values:
-``{"nodes": [...], "edges": [[from, to], ...]}``, where a node has ``name``, its path in the module,
-``op``, ``detail``, ``shape`` without the batch, and ``parameters``.
+Hooks see the layers, and a torch function mode what happens between them; both belong to this
+thread alone. The graph is plain values: ``{"nodes": [...], "edges": [[from, to], ...]}``, where a
+node has ``name``, its path, ``op``, ``detail``, ``shape`` without the batch, and ``parameters``.
 """
 
 from __future__ import annotations

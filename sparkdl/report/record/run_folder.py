@@ -1,8 +1,7 @@
 """The folder in which a run leaves its record, and a reader of such folders.
 
-While the run goes on, its events lie there in numbered files of JSON lines, which never change
-once they are written: so any storage will do, also one that cannot append. At its end there are
-``run.json`` and ``report.html`` in their place.
+While the run goes on, its events lie there in numbered files of JSON lines, so any storage will do,
+also one that cannot append. At its end ``run.json`` and ``report.html`` take their place.
 """
 
 from __future__ import annotations
@@ -46,7 +45,6 @@ class RunFolder:
     """A run's folder, to write to."""
 
     def __init__(self, storage: Storage, folder: str) -> None:
-        """``folder`` is what `folder_name` gave."""
         self._storage = storage
         self.folder = folder
         self._num_parts = 0
@@ -101,7 +99,6 @@ class RunReader:
     """Reads the records of all runs in a storage; what cannot change any more it reads once."""
 
     def __init__(self, storage: Storage) -> None:
-        """``storage`` is the directory that runs leave their records in."""
         self._storage = storage
         self._ended: dict[str, RunRecord] = {}
         self._growing: dict[str, _Growing] = {}
@@ -111,11 +108,7 @@ class RunReader:
         return sorted(filter(_NAME.fullmatch, self._storage.list("")), reverse=True)
 
     def read(self, name: str) -> RunRecord | None:
-        """The record of the run in folder ``name``; None if there is no such run.
-
-        Raises:
-            StorageError: it cannot be read.
-        """
+        """The record of the run in folder ``name``; None if there is none; raises StorageError."""
         if name in self._ended:
             return self._ended[name]
         if name not in self.names():
@@ -185,7 +178,6 @@ class _Growing:
     """When a part was new, by our own clock; None as long as none was."""
 
     def take(self, events: Iterable[Event]) -> None:
-        """Take a part as a whole."""
         for event in events:
             self.builder.take(event)
         self.num_parts += 1
@@ -201,10 +193,7 @@ class _Growing:
         return replace(record, status="lost") if is_lost else record
 
     def silence(self, alive_at: float) -> float:
-        """Seconds since its driver last wrote, which was at ``alive_at`` by the driver's own clock.
-
-        Its clock and ours may differ, so ours counts as soon as a part was new to us.
-        """
+        """Seconds since its driver last wrote, at ``alive_at`` by a clock that may differ."""
         now = time.monotonic()
         if self.last_part is not None:
             return now - self.last_part

@@ -1,7 +1,6 @@
 """The record of a run: plain values, which follow from the events that its driver wrote down.
 
-An event is a dict with ``kind`` and ``at``, the seconds since the run began. The same events give
-the same record, whether they come from memory, or from the files of a run that is still going on.
+An event is a dict with ``kind`` and ``at``, the seconds since the run began.
 """
 
 from __future__ import annotations
@@ -107,11 +106,7 @@ class RunRecord:
 
     @classmethod
     def from_dict(cls, values: Any) -> RunRecord:
-        """Rebuild what `to_dict` gave.
-
-        Raises:
-            StorageError: it was written by a later version, or is no record.
-        """
+        """Rebuild what `to_dict` gave; raises StorageError if it is none, or of a later version."""
         if not isinstance(values, Mapping):
             raise StorageError(f"this is not the record of a run, but a {type(values).__name__}")
         if values.get("format") != FORMAT:
@@ -134,10 +129,7 @@ class RunRecord:
 
 
 def count_of(record: Mapping[str, Any]) -> float | None:
-    """Which epoch or report of its run a history's record is of.
-
-    Functions count their reports, among whose values may be an ``epoch`` of their own.
-    """
+    """Which epoch or report a history's record is of; reports may have an ``epoch``, too."""
     number: float | None = record.get("report", record.get("epoch"))
     return number
 
@@ -162,10 +154,7 @@ _COSTS = ("gradient_norm", "learning_rate", "seconds")
 
 
 def curve_names(history: Iterable[Mapping[str, Any]], *, has_costs: bool = False) -> list[str]:
-    """The values of a history that are drawn as curves, in the order in which they came.
-
-    With ``has_costs`` the gradient's norm, learning rate and seconds come too, at the end.
-    """
+    """The values of a history that are drawn, in their order; with ``has_costs`` costs at last."""
     names = dict.fromkeys(name for record in history for name in record if name not in _COUNTS)
     own = [name for name in names if name not in _COSTS]
     return own + [name for name in _COSTS if has_costs and name in names]
@@ -202,7 +191,6 @@ class RecordBuilder:
     """A record that grows, event by event."""
 
     def __init__(self) -> None:
-        """Of a run of which nothing is known yet."""
         self._values: dict[str, Any] = dataclasses.asdict(
             RunRecord(run_id="", name="", started=0.0)
         )
@@ -268,19 +256,12 @@ class RecordBuilder:
                 values["weights"] = event.get("weights", "")
 
     def record(self) -> RunRecord:
-        """What is known so far.
-
-        Raises:
-            StorageError: the events were not those of a run.
-        """
+        """What is known so far; raises StorageError if the events were not those of a run."""
         return RunRecord.from_dict({"format": FORMAT, **copy.deepcopy(self._values)})
 
 
 def presentable(value: Any) -> Any:
-    """A plain value whose texts are without URLs' passwords, and can be encoded.
-
-    Names of files that are no UTF-8 come as lone surrogates, which no file or page can hold.
-    """
+    """A plain value whose texts have no passwords of URLs, nor lone surrogates of file names."""
     if isinstance(value, str):
         return without_password(value).encode("utf-8", "replace").decode("utf-8")
     if isinstance(value, Mapping):

@@ -1,8 +1,7 @@
 """Totals of seconds that grow become a timeline of limited size.
 
-Workers report how many seconds they have spent on what since they began. The difference between two
-reports belongs to the time between them. Spans become longer as the run goes on, so that a run of
-days leaves no more than some hundreds of each rank.
+The difference between two reports of a worker belongs to the time between them. Spans become longer
+as the run goes on, so that a run of days leaves no more than some hundreds of each rank.
 """
 
 from __future__ import annotations
@@ -29,21 +28,14 @@ class _Rank:
 
 
 class Spans:
-    """The spans of all ranks of one attempt.
-
-    A span says what a rank has spent the time from ``begin`` to ``end`` on: ``seconds`` by word.
-    """
+    """What each rank of an attempt has spent the time from ``begin`` to ``end`` on."""
 
     def __init__(self, world_size: int) -> None:
-        """Of ``world_size`` ranks."""
         self._share = max(20, min(_SPANS_OF_A_RANK, _SPANS_OF_ALL // world_size))
         self._ranks: dict[int, _Rank] = {}
 
     def take(self, rank: int, totals: Mapping[str, float], now: float) -> Iterator[Event]:
-        """Take a rank's totals, by what it did, at ``now``; a span if the last is long ago.
-
-        Totals are seconds since the rank began; nothing that it did is left out.
-        """
+        """Take a rank's seconds since it began, by what it did; a span if the last is old."""
         seen = self._ranks.setdefault(rank, _Rank(start=now))
         # Reports come late, by different times: the earliest start is the least wrong.
         seen.start = min(seen.start, now - sum(totals.values()))

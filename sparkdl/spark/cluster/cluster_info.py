@@ -168,7 +168,11 @@ def choose_num_workers(
     gpus_per_worker: float | None = None,
 ) -> int:
     """Workers as requested, else one per GPU or per executor; raises ClusterError."""
-    if info.num_executors is None or info.cores_per_executor is None:
+    if info.num_executors is None or info.cores_per_executor is None or info.dynamic_allocation:
+        if requested is None and info.dynamic_allocation:
+            raise ClusterError(
+                "under dynamic allocation executors come when workers ask for them; set numWorkers"
+            )
         if requested is None:
             raise ClusterError(
                 f"the number of executors of {info.master} cannot be read from this session; "
@@ -203,12 +207,14 @@ def _too_few(
 
 
 def require_gang_support(info: ClusterInfo, get: Get, settings: Settings) -> None:
-    """Refuse what barrier stages cannot do, and gradients in clear; raises ClusterError."""
-    if info.dynamic_allocation:
+    """Refuse a second copy of a worker, and gradients in clear; raises ClusterError.
+
+    Under dynamic allocation a gang is a plain stage, of which Spark may run tasks twice.
+    """
+    if info.dynamic_allocation and _is_set(get, "spark.speculation"):
         raise ClusterError(
-            "training needs all workers at the same time, which Spark refuses under dynamic "
-            "allocation; set spark.dynamicAllocation.enabled=false and a fixed "
-            "spark.executor.instances, or use a strategy that runs in rounds, such as "
+            "under dynamic allocation Spark would run workers of a gang a second time with "
+            "spark.speculation; set it to false, or use a strategy that runs in rounds, such as "
             "ParameterAveraging"
         )
     encrypting = is_encrypted(get)

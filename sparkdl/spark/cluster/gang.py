@@ -1,20 +1,23 @@
-"""The barrier stage in which the workers of a run start together and give their results back.
+"""The stage in which the workers of a run train together and give their results back.
 
-It runs over the shard table. A worker never raises into Spark: whatever happens, it
-yields rows that say so, because Spark would abort the job, rebuild the traceback, and throw the
-Python worker away. This file knows nothing of training: it runs any picklable ``work``.
+It is a barrier stage, unless Spark refuses these, as it does under dynamic allocation: then it is a
+plain one, whose tasks wait for each other. It runs over the shard table, or over nothing. A worker
+never raises into Spark: whatever happens, it yields rows that say so, because Spark would abort the
+job, rebuild the traceback, and throw the Python worker away. This file knows nothing of training:
+it runs any picklable ``work``.
 """
 
 from __future__ import annotations
 
 import contextlib
 import json
+import socket
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
 import pyarrow as pa
-from pyspark import BarrierTaskContext
+from pyspark import BarrierTaskContext, TaskContext
 from pyspark.sql import DataFrame
 
 from sparkdl.comm.access import Address
@@ -42,6 +45,8 @@ class GangTask:
     """The driver's channel; None: rank 0 hosts one and announces it."""
     attempt: int = 0
     """Number of the submission."""
+    num_tasks: int | None = None
+    """Tasks of a plain stage; None: a barrier stage, which tells by itself."""
     keeps_process: bool = True
     """True if Spark may use this Python worker again. Not where the work is code of the user's,
     which may have changed what all of the process shares: folder, environment, torch's modes."""
@@ -52,11 +57,35 @@ class GangTask:
         if self.keeps_process:
             for _ in batches:  # to the end, or Spark does not use this Python worker again
                 pass
-        context = BarrierTaskContext.get()
+        context = TaskContext.get() if self.num_tasks is not None else BarrierTaskContext.get()
+        assert context is not None
+        rank = context.partitionId()
+        if self.num_tasks is not None and context.attemptNumber() > 0:
+            # Its peers have lost the worker that it replaces, and begin again together.
+            yield from result_batches(rank, "error", json.dumps(_lost(rank)).encode())
+            return
         with contextlib.ExitStack() as stack:
+            for kind, payload in self.work(self._environment(context, stack), self.order):
+                yield from result_batches(rank, kind, payload)
+
+    def _environment(self, context: TaskContext, stack: contextlib.ExitStack) -> WorkerEnvironment:
+        if self.num_tasks is None:
+            assert isinstance(context, BarrierTaskContext)
+            addresses = [_host(info.address) for info in context.getTaskInfos()]
+            world_size, address = len(addresses), addresses[context.partitionId()]
             channel = self.channel or _host_channel(context, stack, self.attempt)
-            for kind, payload in self.work(_environment(context, channel), self.order):
-                yield from result_batches(context.partitionId(), kind, payload)
+        else:
+            assert self.channel is not None
+            world_size, channel = self.num_tasks, self.channel
+            address = _address_towards(channel)
+        gpu = context.resources().get("gpu")
+        return WorkerEnvironment(
+            rank=context.partitionId(),
+            world_size=world_size,
+            address=address,
+            gpu_addresses=tuple(gpu.addresses) if gpu is not None else (),
+            channel=channel.of_rank(context.partitionId()),
+        )
 
 
 def launch(
@@ -67,21 +96,25 @@ def launch(
     Returns:
         (rank, kind, payload) of everything the workers yielded, chunks joined.
     """
-    rows = table.mapInArrow(task, RESULT_COLUMNS, barrier=True, profile=profile).collect()
+    is_barrier = task.num_tasks is None
+    rows = table.mapInArrow(task, RESULT_COLUMNS, barrier=is_barrier, profile=profile).collect()
     return joined_results(rows)
 
 
-def _environment(context: BarrierTaskContext, channel: Address) -> WorkerEnvironment:
-    infos = context.getTaskInfos()
-    rank = context.partitionId()
-    gpu = context.resources().get("gpu")
-    return WorkerEnvironment(
-        rank=rank,
-        world_size=len(infos),
-        address=_host(infos[rank].address),
-        gpu_addresses=tuple(gpu.addresses) if gpu is not None else (),
-        channel=channel.of_rank(rank),
-    )
+def _lost(rank: int) -> dict[str, Any]:
+    """What the task says that Spark has started in place of a lost one."""
+    message = "its worker or executor was lost, and Spark has begun its task again"
+    return {
+        "rank": rank, "kind": "gang", "type": "WorkerLost", "message": message, "traceback": "",
+    }  # fmt: skip
+
+
+def _address_towards(channel: Address) -> str:
+    """This host's address on its way to the channel. Nothing is sent."""
+    family = socket.AF_INET6 if ":" in channel.host else socket.AF_INET
+    with socket.socket(family, socket.SOCK_DGRAM) as probe:
+        probe.connect((channel.host, channel.port))
+        return str(probe.getsockname()[0])
 
 
 def _host(address: str) -> str:

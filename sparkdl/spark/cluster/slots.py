@@ -95,6 +95,11 @@ class Slots:
     """Most workers, if a gang may have fewer."""
 
     @property
+    def is_barrier(self) -> bool:
+        """Whether a gang is a barrier stage, which Spark refuses where executors come and go."""
+        return self.is_gang and not self.cluster.dynamic_allocation
+
+    @property
     def total(self) -> int | None:
         """Workers of this kind that the cluster has room for; None: not known yet."""
         return total_slots(self.cluster, self.cpus_per_worker, self.gpus_per_worker) or None
@@ -137,7 +142,9 @@ def plan_slots(
     if is_open and most_workers is not None:
         num_workers = min(num_workers, most_workers)
     max_workers = None
-    if is_gang and min_workers is not None:
+    if is_gang and info.dynamic_allocation:  # executors come when the tasks are there
+        max_workers = None if min_workers is None else num_workers
+    elif is_gang and min_workers is not None:
         max_workers = num_workers
         num_workers = wait_for_workers(spark, num_workers, min_workers, profile, settings)
         info = inspect_cluster(spark)
@@ -154,7 +161,7 @@ def plan_slots(
         min_workers=min_workers,
         max_workers=max_workers,
     )
-    has_waited = is_gang and wait_for_slots(spark, num_workers, profile, settings)
+    has_waited = slots.is_barrier and wait_for_slots(spark, num_workers, profile, settings)
     return slots.asked_again(spark) if has_waited else slots
 
 
@@ -166,6 +173,8 @@ def wait_again(
     Returns:
         With how many workers to go on.
     """
+    if slots.is_gang and not slots.is_barrier:
+        return slots.max_workers or slots.num_workers
     if slots.min_workers is not None and slots.max_workers is not None:
         return wait_for_workers(
             spark, slots.max_workers, slots.min_workers, slots.profile, settings, restarts_left

@@ -21,7 +21,7 @@ from typing import Any, TypeVar
 from pyspark.sql import DataFrame, SparkSession
 
 from sparkdl.comm.channel import Event
-from sparkdl.errors import TrainingFailed
+from sparkdl.errors import ClusterError, TrainingFailed
 from sparkdl.report.live.progress import Progress, View
 from sparkdl.runtime.activity import doing
 from sparkdl.runtime.versions import versions
@@ -69,14 +69,31 @@ class Launch:
         )
 
     def gang_job(
-        self, table: DataFrame, work: Work, order: GangOrder, *, keeps_process: bool = True
+        self,
+        table: DataFrame,
+        work: Work,
+        order: GangOrder,
+        *,
+        num_workers: int,
+        keeps_process: bool = True,
     ) -> Callable[[], Rows]:
-        """The call that runs ``work`` on a worker for each row of ``table``; see `gang.launch`."""
+        """The call that runs ``work`` on a worker for each row of ``table``; see `gang.launch`.
+
+        Raises:
+            ClusterError: the stage is a plain one, and workers do not reach the driver's channel.
+        """
+        if not self.slots.is_barrier and self.link.channel is None:
+            raise ClusterError(
+                "under dynamic allocation the workers of a gang meet through the driver's channel, "
+                "which executors do not reach; set spark.dynamicAllocation.enabled=false, or use a "
+                "strategy that runs in rounds"
+            )
         task = GangTask(
             work=work,
             order=order,
             channel=self.link.address(),
             attempt=order.attempt,
+            num_tasks=None if self.slots.is_barrier else num_workers,
             keeps_process=keeps_process,
         )
         return partial(launch, table, task, self.slots.profile)
@@ -163,6 +180,8 @@ def supervise(
             attempt.spark_error, attempt.cancelled = error, False
         if attempt.resized is not None and attempt.rows is None and not attempt.failures:
             logger.info("%s", attempt.resized)
+            if attempt.steps is None:  # it had not begun
+                sizes.pop()
             continue
         reason = restart_reason(attempt)
         if reason is None:
@@ -284,8 +303,8 @@ def _watch(
             doomed_since = now
         if doomed_since is not None and now - doomed_since > _GRACE_SECONDS:
             return
-        if reaches_driver and doomed_since is None:
-            _check_start(attempt, now, run.settings, job)
+        if doomed_since is None:
+            _check_start(attempt, now, run, job)
             silent = attempt.silent(now, timeout_seconds)
             if silent:
                 ranks = ", ".join(map(str, silent))
@@ -299,32 +318,42 @@ def _watch(
 
 def _say_how_many(attempt: Attempt, job: BackgroundJob[Rows], *, reaches_driver: bool) -> None:
     """Show how many workers are there until all are."""
-    num_there = len(attempt.last_event)
-    if not reaches_driver:
-        doing("training", "the workers cannot say how far they are")
-    elif num_there < attempt.world_size:
+    num_there = len(attempt.last_event) if reaches_driver else job.progress.num_begun
+    if num_there < attempt.world_size:
         said = f"{num_there} of {attempt.world_size} are there"
-        is_queued = not job.progress.has_begun and not num_there
+        is_queued = not job.progress.num_begun and not num_there
         if is_queued and time.monotonic() - attempt.submitted > _QUEUED_SECONDS:
             said += "; their tasks wait for slots"
         doing("starting workers", said)
-    else:
+    elif reaches_driver:
         doing(attempt.once_there, "")
-
-
-def _check_start(
-    attempt: Attempt, now: float, settings: Settings, job: BackgroundJob[Rows]
-) -> None:
-    """Wait long for slots, but not for workers that have them; raises ClusterError."""
-    missing = attempt.world_size - len(attempt.last_event)
-    if missing == attempt.world_size:
-        silence, started = job.progress.seconds_without(), "since Spark runs their tasks"
-        waited = now - attempt.submitted
-        left = f"; restarts left after this one: {attempt.restarts_left}"
-        job.check_queue("worker", waited, settings.queue_timeout_seconds, left)
     else:
+        doing("training", "the workers cannot say how far they are")
+
+
+def _check_start(attempt: Attempt, now: float, run: Launch, job: BackgroundJob[Rows]) -> None:
+    """Wait long for slots, but not for workers that have them; raises ClusterError.
+
+    Where workers do not reach the driver, as many are there as Spark runs tasks. The tasks of a
+    plain stage get their slots one by one.
+    """
+    settings, reaches_driver = run.settings, run.link.channel is not None
+    num_there = len(attempt.last_event) if reaches_driver else job.progress.num_begun
+    missing = attempt.world_size - num_there
+    if missing <= 0:
+        return
+    silence, started = job.progress.seconds_without(), "since Spark runs their tasks"
+    if not num_there:
+        left = f"; restarts left after this one: {attempt.restarts_left}"
+        waited = now - attempt.submitted
+        job.check_queue("worker", waited, settings.queue_timeout_seconds, left)
+    elif reaches_driver:
         silence, started = now - attempt.first_event, "of the first"
-    if missing and silence > settings.start_timeout_seconds:
+        if not run.slots.is_barrier:
+            left = f"; {num_there} of {attempt.world_size} workers are there"
+            job.check_queue("further worker", silence, settings.queue_timeout_seconds, left)
+            return
+    if silence > settings.start_timeout_seconds:
         first = min(set(range(attempt.world_size)) - set(attempt.last_event))
         message = (
             f"{missing} of {attempt.world_size} workers did not start within "

@@ -1,7 +1,6 @@
 """Chooses the Params that are ``"auto"`` before a fit, by what `explain` measures.
 
-With a ``checkpointDir`` the choice is kept there, so that an equal fit goes on with it: another
-batch size, rate or strategy would be another run.
+An equal fit goes on with a choice that ``checkpointDir`` keeps: another would be another run.
 """
 
 from __future__ import annotations
@@ -13,7 +12,6 @@ import time
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any
 
 from sparkdl.config import ExplainOptions
@@ -39,9 +37,7 @@ from sparkdl.spark.frames.shared_spools import Spools
 from sparkdl.spark.frames.user_data import UserData
 from sparkdl.spark.run.resume import run_key
 from sparkdl.spark.run.run import FitRequest
-from sparkdl.spark.session.compat import conf
 from sparkdl.spark.session.interrupts import Cleanup
-from sparkdl.spark.session.settings import read_settings
 from sparkdl.storage.hadoop_storage import open_on_driver
 from sparkdl.storage.retried import Retried
 from sparkdl.storage.storage import Storage
@@ -62,11 +58,8 @@ _FOLDER = "chosen"
 def start_of(rows: UserData, request: FitRequest) -> FitRequest:
     """The request with the strategy that choosing begins with, if it is ``"auto"``.
 
-    A fit that goes on from another has the strategy of that: it is chosen already.
-
-    Raises:
-        ConfigError: the strategy of the earlier fit is none of the package's own.
-        StorageError: the earlier fit cannot be read.
+    A fit that goes on from another has the strategy of that: it is chosen already. Raises
+    ConfigError if that is none of the package's own, StorageError if it cannot be read.
     """
     if "syncStrategy" not in request.automatic:
         return request
@@ -78,24 +71,14 @@ def start_of(rows: UserData, request: FitRequest) -> FitRequest:
         choice = Choice(param="syncStrategy", value=strategy_of(method.strategy), reason=reason)
         return with_choices(request, [choice])
     strategy: SyncStrategy = AllReduce()
-    mode, spark, settings = (
-        request.execution_mode,
-        rows.spark,
-        read_settings(partial(conf, rows.spark)),
-    )
-    if mode == "rounds" or (
-        mode == "auto" and obstacle_to_gangs(spark, inspect_cluster(spark), settings) is not None
-    ):
+    mode, spark = request.execution_mode, rows.spark
+    if mode == "rounds" or (mode == "auto" and obstacle_to_gangs(spark, inspect_cluster(spark))):
         strategy = ParameterAveraging(averaging_period="auto", target_share=comparison.SMALL_SHARE)
     return replace(request, config=replace(request.config, sync_strategy=strategy))
 
 
 def strategy_of(text: str) -> SyncStrategy:
-    """The strategy whose ``repr`` a training state has kept.
-
-    Raises:
-        ConfigError: it, or an option of it, is none of the package's own.
-    """
+    """The strategy whose ``repr`` a training state has; raises ConfigError if it is not ours."""
     try:
         made = _made(ast.parse(text, mode="eval").body)
     except (ConfigError, SyntaxError, ValueError, TypeError):
@@ -119,10 +102,7 @@ def _made(node: ast.expr) -> Any:
 def choose(rows: UserData, request: FitRequest, spools: Spools | None) -> FitRequest:
     """The request of a fit with values in place of every ``"auto"``; ``spools`` as for `fit`.
 
-    Raises:
-        ConfigError: nothing can be chosen here.
-        SparkDLError: what a fit raises before it trains.
-        WorkerError: the user's code failed on a worker that measured it.
+    Raises ConfigError if nothing can be chosen here, and what a fit or a measuring worker raises.
     """
     began = time.perf_counter()
     started = start_of(rows, request)
@@ -162,10 +142,9 @@ def chosen_values(
 
 
 def _tried(found: Found, seconds: float, stack: ExitStack) -> list[Choice]:
-    """The size of a batch and the learning rate, as far as they are wanted."""
     checked = found.checked
     slots, wanted = checked.slots, checked.request.automatic
-    obstacle = obstacle_to_gangs(checked.spark, slots.cluster, checked.settings)
+    obstacle = obstacle_to_gangs(checked.spark, slots.cluster)
     if obstacle is not None:
         raise ConfigError(
             "batchSize and learningRate cannot be 'auto' on this cluster, since they are tried in "
@@ -198,7 +177,6 @@ def _with_batches(found: Found) -> Found:
 
 
 def _predicted(found: Found, calibration: Calibration) -> list[Choice]:
-    """The strategy and the number of workers, as far as they are wanted."""
     checked = found.checked
     slots, request = checked.slots, checked.request
     predictor = predictor_of(found, calibration)
@@ -257,10 +235,7 @@ class Kept:
 
     @classmethod
     def of(cls, found: Found) -> Kept | None:
-        """The place of this request's choice; None: it has no ``checkpointDir``.
-
-        What counts is what names a run (`resume.run_key`), but of the rows their number only.
-        """
+        """The place of this request's choice, named like a run; None: no ``checkpointDir``."""
         checked = found.checked
         request, directory = checked.request, checked.config.checkpoint.directory
         if directory is None:
@@ -277,11 +252,7 @@ class Kept:
         )
 
     def read(self) -> list[Choice] | None:
-        """What an equal request has chosen before; None: there was none.
-
-        Raises:
-            StorageError: it cannot be read.
-        """
+        """What an equal request has chosen before; None: there was none. Raises StorageError."""
         if not self.storage.exists(self.path):
             return None
         try:
@@ -303,10 +274,6 @@ class Kept:
         return replace(choice, value=most, reason=reason)
 
     def write(self, choices: Sequence[Choice]) -> None:
-        """Keep a choice for equal requests.
-
-        Raises:
-            StorageError: it cannot be written.
-        """
+        """Keep a choice for equal requests; raises StorageError."""
         plain = [{**vars(choice), "value": describe(choice.value)} for choice in choices]
         self.storage.write(self.path, json.dumps(plain, indent=2).encode())

@@ -1,7 +1,4 @@
-"""A request that was checked, with the plan that a fit would make.
-
-The plan comes from a sample and a count, or from what a source tells.
-"""
+"""A request that was checked, with the plan that a fit would make, from a sample and a count."""
 
 from __future__ import annotations
 
@@ -61,13 +58,10 @@ def look(
     stack: ExitStack,
     earlier: Found | None = None,
 ) -> Found:
-    """Check a request as a fit does, look at some rows, and count them.
+    """Check a request as a fit does, with its errors, look at some rows, and count them.
 
     The ``stack`` removes the spool. The rows of what was found ``earlier``, with other workers or
     batches, are not read again.
-
-    Raises:
-        SparkDLError: what a fit raises before it trains.
     """
     checked = check_request(rows, request)
     if earlier is None:

@@ -1,9 +1,4 @@
-"""Explains a fit before it runs: the whole of ``explain``, in order.
-
-The checks of ``fit`` come first, with its errors; then a sample and a count in place of the spool;
-then what the user has left to ``"auto"`` is chosen; then the plan; then, unless nothing shall be
-measured, a few measured steps and the predictions.
-"""
+"""Explains a fit before it runs: the whole of ``explain``, in order."""
 
 from __future__ import annotations
 
@@ -42,13 +37,9 @@ def explain(
     options: ExplainOptions,
     estimator_with: Callable[[Mapping[str, Any]], Any] | None = None,
 ) -> Explanation:
-    """The plan of a fit, what it would take, and what would be better.
+    """The plan of a fit, what it would take, and what would be better, with the errors of a fit.
 
     ``estimator_with`` makes an estimator like the one that asks, with some Params changed.
-
-    Raises:
-        SparkDLError: what the estimators' ``explain`` raises.
-        KeyboardInterrupt: the user has interrupted; nothing is left behind.
     """
     rows = user_data(data)
     began = time.perf_counter()
@@ -132,15 +123,19 @@ def _with_times(found: Found, calibration: Calibration, wanted: Iterable[int]) -
 
 def _facts(found: Found, model: ModelSize, gang: Gang | None) -> PlanFacts:
     checked, plan = found.checked, found.plan
-    slots, config = checked.slots, checked.config
+    slots, config, strategy = checked.slots, checked.config, checked.strategy
+    in_gang = not checked.in_rounds
+    pattern = (
+        strategy.pattern(model, plan.world_size) if in_gang else strategy.stages_pattern(model)
+    )
     return PlanFacts(
         master=slots.cluster.master,
         slots=slots.total,
         num_workers=slots.num_workers,
         threads=slots.threads,
-        mode="rounds" if checked.in_rounds else "gang",
+        mode="gang" if in_gang else "rounds",
         device=config.device if gang is None else gang.device,
-        strategy=comparison.strategy_text(checked.strategy),
+        strategy=comparison.strategy_text(strategy),
         rows=plan.num_rows,
         validation_rows=plan.num_validation_rows,
         rows_by_shard=tuple(shard.num_rows for shard in plan.shards),
@@ -155,16 +150,13 @@ def _facts(found: Found, model: ModelSize, gang: Gang | None) -> PlanFacts:
         process_bytes=INTERPRETER_BYTES + model.worker_bytes,
         peak_bytes=None if gang is None else gang.peak_bytes,
         spool_bytes=plan.largest_spool_bytes,
-        sent_bytes_per_step=checked.strategy.bytes_per_step(
-            model.shapes, model.element_size, plan.world_size
-        ),
+        sent_bytes_per_step=pattern.sent_bytes_per_step(plan.world_size),
         checkpoint_bytes=model.checkpoint_bytes,
         checkpoint_interval=config.checkpoint.interval,
     )
 
 
 def _caveats(found: Found, calibration: Calibration, sizes: Iterable[int]) -> Iterator[str]:
-    """What the numbers do not hold for."""
     checked = found.checked
     yield (
         "times are of the machines as they were while explain measured; they say nothing of how "
@@ -191,7 +183,6 @@ def _caveats(found: Found, calibration: Calibration, sizes: Iterable[int]) -> It
 
 
 def _measured(calibration: Calibration) -> Iterator[tuple[str, str]]:
-    """What was measured, for people."""
     for title, levels in (("gang", calibration.levels), ("rounds", calibration.task_levels)):
         for ranks_per_node, compute in levels.items():
             yield (

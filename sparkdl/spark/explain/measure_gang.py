@@ -1,8 +1,6 @@
 """Measures the numbers of the cost model on a cluster, with a small gang and some rounds.
 
-Spools a repeated sample, has a gang of the real executors measure steps and exchanges on it
-(`measure_worker`), and runs some rounds on plain Spark stages. All of it takes seconds, whatever
-the size of the data.
+All of it takes seconds, whatever the size of the data: the rows are a repeated sample.
 """
 
 from __future__ import annotations
@@ -10,22 +8,27 @@ from __future__ import annotations
 import contextlib
 import json
 import logging
+import statistics
 import time
 import uuid
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import cloudpickle
+import pyarrow as pa
+from pyspark.sql import SparkSession
+from torch import nn
 
 from sparkdl.comm import compression
-from sparkdl.data.plan import make_plan
+from sparkdl.comm.compression.compression import Compression
+from sparkdl.data.plan import RoundPart, make_plan
 from sparkdl.errors import ClusterError, ConfigError
 from sparkdl.explain import measure_worker, trials
 from sparkdl.explain.calibrate import found_by
 from sparkdl.explain.comparison import Choice
-from sparkdl.explain.cost_model import Calibration, Compute, Gang
+from sparkdl.explain.cost_model import Calibration, Compute, Gang, Stages
 from sparkdl.explain.predict_times import Predictor
 from sparkdl.explain.trials import BatchSizes
 from sparkdl.report.live.progress import SilentView
@@ -37,27 +40,25 @@ from sparkdl.spark.cluster.link import Link, open_link
 from sparkdl.spark.cluster.slots import Slots, plan_slots, threads_per_worker, wait_again
 from sparkdl.spark.cluster.supervisor import persistently, supervise
 from sparkdl.spark.explain.estimate import Found
-from sparkdl.spark.explain.measure_rounds import measure_rounds
 from sparkdl.spark.fit.check_request import CheckedRequest, check_shards, check_sync_batch_norm
 from sparkdl.spark.fit.check_rows import replica_bytes
 from sparkdl.spark.frames.frame_sample import Sample
 from sparkdl.spark.frames.row_table import RowTable
 from sparkdl.spark.frames.shard_table import ShardTable
+from sparkdl.spark.rounds.averaging_rounds import Averaged
+from sparkdl.spark.rounds.round_jobs import RoundJobs
 from sparkdl.spark.run.run import Run
+from sparkdl.spark.session.background_job import BackgroundJob
 from sparkdl.spark.session.compat import conf
-from sparkdl.spark.session.settings import Settings
+from sparkdl.spark.session.settings import read_settings
+from sparkdl.sync.averaging.parameter_averaging import ParameterAveraging
 from sparkdl.sync.collective import CollectiveStrategy
 from sparkdl.sync.exchange_pattern import ModelSize
 from sparkdl.sync.frozen_layers import moving_buffers
 from sparkdl.sync.strategy import SyncStrategy
+from sparkdl.train.state import EpochBook
 from sparkdl.worker import training
 from sparkdl.worker.lifecycle import Member
-
-if TYPE_CHECKING:
-    from pyspark.sql import SparkSession
-    from torch import nn
-
-    from sparkdl.comm.compression.compression import Compression
 
 logger = logging.getLogger(__name__)
 
@@ -72,6 +73,10 @@ _RANKS_IN_THE_DARK = 2
 _CHOSEN, _COMPARED = ("bf16",), ("bf16", "powersgd")
 """Compressions of strategies that are chosen, and of those that are shown."""
 
+_ROUNDS = (1, 1, 1, 1, 5, 5)
+"""Steps of the rounds that are timed; the very first starts processes."""
+_JOBS = 3
+
 Place = tuple[int, int]
 """Workers of a machine that are at work at the same time, and the threads of each."""
 
@@ -84,10 +89,11 @@ def num_ranks(checked: CheckedRequest) -> int:
     return min(_RANKS_IN_THE_DARK if checked.in_rounds else _MOST_RANKS, slots.num_workers)
 
 
-def obstacle_to_gangs(spark: SparkSession, cluster: ClusterInfo, settings: Settings) -> str | None:
+def obstacle_to_gangs(spark: SparkSession, cluster: ClusterInfo) -> str | None:
     """What `require_gang_support` refuses; None: nothing."""
+    get = partial(conf, spark)
     try:
-        require_gang_support(cluster, partial(conf, spark), settings)
+        require_gang_support(cluster, get, read_settings(get))
     except ClusterError as error:
         return str(error)
     return None
@@ -95,7 +101,7 @@ def obstacle_to_gangs(spark: SparkSession, cluster: ClusterInfo, settings: Setti
 
 def why_no_gang(checked: CheckedRequest) -> str | None:
     """Why no gang can be measured, as a sentence; None if one can."""
-    obstacle = obstacle_to_gangs(checked.spark, checked.slots.cluster, checked.settings)
+    obstacle = obstacle_to_gangs(checked.spark, checked.slots.cluster)
     if obstacle is not None:
         return f"this cluster runs no gang: {obstacle}"
     if checked.in_rounds and checked.slots.total is None:
@@ -110,18 +116,11 @@ def why_no_gang(checked: CheckedRequest) -> str | None:
 def measure(
     found: Found, seconds: float, stack: contextlib.ExitStack, *, only_choices: bool = False
 ) -> Calibration:
-    """Measure with as many ranks as there are slots, up to a limit.
+    """Measure with as many ranks as there are slots, up to a limit; raises as a fit does.
 
-    Args:
-        found: the request, its sample and columns; without a sample the source's rows are used.
-        seconds: about how long one measurement may take.
-        stack: removes everything in the end.
-        only_choices: True to leave out what no strategy needs that is chosen for a fit: rounds
-            where gangs can run, and compressions but bf16.
-
-    Raises:
-        WorkerError: the user's code failed on a worker.
-        SparkDLError: as in a fit.
+    ``seconds`` is about how long one measurement may take; ``stack`` removes everything in the end.
+    ``only_choices`` leaves out what no strategy needs that is chosen for a fit: rounds where gangs
+    can run, and compressions but bf16.
     """
     checked, ranks = found.checked, num_ranks(found.checked)
     tasks = replace(
@@ -175,11 +174,7 @@ def try_out(
     stack: contextlib.ExitStack,
     **wanted: Any,
 ) -> list[Choice]:
-    """Have one worker try sizes of batches, then learning rates.
-
-    ``sizes`` and ``wanted`` are arguments of `trials.try_out`; the others, and what is raised, are
-    those of `measure`.
-    """
+    """Have one worker try sizes of batches, then learning rates, as `trials.try_out` says."""
     checked = found.checked
     # With the threads that workers will have in the fit.
     slots = replace(_gang_slots(checked, 1), threads=checked.slots.threads)
@@ -232,7 +227,6 @@ class _Place:
 
     @classmethod
     def open(cls, found: Found, slots: Slots, stack: contextlib.ExitStack) -> _Place:
-        """Have the executors checked."""
         checked, run_id, began = found.checked, uuid.uuid4().hex[:12], time.perf_counter()
         link = open_link(
             checked.spark,
@@ -248,14 +242,11 @@ class _Place:
         )
 
     def run(self, times: int) -> tuple[Run, float]:
-        """What trains on rows and keeps nothing, and the seconds that spooling the rows took.
-
-        Each worker has a shard, of the sample so many times over, or of the source.
-        """
+        """What trains on rows, ``times`` the sample or the source's, and the spool's seconds."""
         checked, sample, slots = self.found.checked, self.found.sample, self.slots
         spec = replace(
             checked.table_spec, num_shards=slots.num_workers, num_places=slots.num_workers,
-            shares=None, is_gang=slots.is_gang,
+            shares=None, is_gang=slots.is_barrier,
             profile=slots.profile,
         )  # fmt: skip
         table: RowTable
@@ -306,10 +297,7 @@ def _repeats(sample: Sample, global_batch: int) -> int:
 
 
 def _places(tasks: Slots) -> tuple[list[Place], list[Place]]:
-    """Those of gangs and of tasks of rounds: with all ranks, and with one on each machine.
-
-    The threads of a task do not depend on how many there are.
-    """
+    """Those of gangs and of tasks of rounds: with all ranks, and with one on each machine."""
     cluster, cpus = tasks.cluster, tasks.cpus_per_worker
     executors = min(tasks.num_workers, max(1, cluster.num_executors or 1))
     numbers = dict.fromkeys((tasks.num_workers, executors))
@@ -322,9 +310,8 @@ def _asked(
 ) -> tuple[list[Any], int, float]:
     """Have a gang do a task; see `measure_worker.SampleOrder`.
 
-    Returns:
-        What each rank reports, the number of the next attempt on the run's link, and the seconds
-        of the submission that succeeded.
+    Returns what each rank reports, the number of the next attempt on the run's link, and the
+    seconds of the submission that succeeded.
     """
     weights = run.link.send(
         training.INITIAL,
@@ -351,12 +338,95 @@ def _asked(
             source=run.table.reader,
             resume_path=None,
         )
-        return run.gang_job(run.table.df, measure_worker.run, order)
+        workers = run.slots.num_workers
+        return run.gang_job(run.table.df, measure_worker.run, order, num_workers=workers)
 
     result = supervise(run, submit, once_there="measuring steps and messages")
     taken = time.perf_counter() - submitted
     reports = {rank: json.loads(data) for rank, kind, data in result.rows if kind == "result"}
     return [reports[rank] for rank in sorted(reports)], result.restarts + 1, taken
+
+
+@dataclass(frozen=True, kw_only=True)
+class TimedRound:
+    """One round."""
+
+    num_steps: int
+    seconds: float
+    """With the merge on the driver."""
+    step_seconds: float
+    """Of the slowest task's steps."""
+    num_bytes: int
+    """Of the states of all tasks."""
+
+
+def measure_rounds(run: Run, first_attempt: int) -> Stages:
+    """Run some rounds of averaging as a fit does, with its errors, and jobs that do nothing.
+
+    No other job on the run's link may have the number ``first_attempt`` or a larger one.
+    """
+    run = replace(run, run_id=f"{run.run_id}-rounds")
+    jobs = RoundJobs(run, EpochBook(run.config, run.plan), first_attempt=first_attempt)
+    replicas = Averaged(run, ParameterAveraging(), jobs)
+    timed = []
+    for wanted in _ROUNDS:
+        num_steps = min(wanted, run.plan.steps_per_epoch)
+        began = time.perf_counter()
+        done = replicas.train(RoundPart(epoch=0, step_in_epoch=0, step=0, num_steps=num_steps))
+        timed.append(
+            TimedRound(
+                num_steps=num_steps,
+                seconds=time.perf_counter() - began,
+                step_seconds=done.seconds,
+                num_bytes=sum(done.bytes_sent.values()),
+            )
+        )
+    return stages_of(timed, _empty_job_seconds(run))
+
+
+def stages_of(timed: Sequence[TimedRound], empty_seconds: float) -> Stages:
+    """The costs of a round by rounds of one step and of more; the very first of them is left out.
+
+    Of what they take beyond their steps the least counts: the driver's JVM becomes faster by the
+    round, as in a fit. The longest rounds are at the end.
+    """
+    first, *others = timed
+    by_length: dict[int, list[float]] = {}
+    for one in others:
+        by_length.setdefault(one.num_steps, []).append(one.step_seconds)
+    (few, short), *longer = sorted((n, statistics.median(s)) for n, s in by_length.items())
+    step = short / few
+    for many, long in longer:
+        step = (long - short) / (many - few)
+    step = max(1e-9, step)
+    overhead = max(0.0, min(one.seconds - one.num_steps * step for one in others))
+    carried = max(0.0, overhead - empty_seconds) / max(1, others[-1].num_bytes)
+    return Stages(
+        fixed_seconds=min(overhead, empty_seconds),
+        byte_seconds=carried,
+        step_seconds=step,
+        first_seconds=max(0.0, first.seconds - first.num_steps * step - overhead),
+    )
+
+
+def _empty_job_seconds(run: Run) -> float:
+    """A job over the shards whose tasks do nothing; the median of some."""
+    found = []
+    for number in range(_JOBS):
+        job = BackgroundJob(
+            run.spark,
+            run.table.df.mapInArrow(_count, "rows long").collect,
+            tag=f"sparkdl-{run.run_id}-empty-{number}",
+            name=f"sparkdl {run.run_id}: a job that does nothing",
+        )
+        began = time.perf_counter()
+        job.watched(run.settings.start_timeout_seconds)
+        found.append(time.perf_counter() - began)
+    return statistics.median(found)
+
+
+def _count(batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
+    yield pa.RecordBatch.from_pydict({"rows": [sum(batch.num_rows for batch in batches)]})
 
 
 def predictor_of(found: Found, calibration: Calibration) -> Predictor:

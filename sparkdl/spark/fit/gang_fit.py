@@ -36,7 +36,7 @@ def train_in_gang(run: Run) -> Trained:
         state = gathered(encode(Snapshot(*pack(run.begins_from.shared()))))
     with gang_attempts(run, run.run_key, partial(_rebuild, run)) as attempts:
         submit = partial(_submit, run, attempts, payload, state)
-        resize = Growth(run) if run.slots.max_workers is not None else None
+        resize = Resize(run, attempts) if run.slots.max_workers is not None else None
         result = supervise(run, submit, heal=attempts.heal, resize=resize)
     run.module.load_state_dict(_sent(run, result, "weights", training.FINAL))
     left = _sent(run, result, "left", training.LEFT) if run.keeps_state else None
@@ -53,7 +53,8 @@ def _submit(
     find = partial(find_checkpoint, run, passed_over=attempts.passed_over, lease=attempts.lease)
     path = attempts.begin(attempt, find, run.plan.first_step)
     df, plan, world_size = run.table.df, run.plan, attempt.world_size
-    if attempt.number > 0 and run.slots.max_workers is not None:
+    may_move = run.slots.max_workers is not None or not run.slots.is_barrier
+    if (attempt.number > 0 and may_move) or world_size != run.slots.num_workers:
         df = run.spark.range(0, world_size, 1, world_size)
         plan = plan.for_shards([part.shard for part in run.table.restore(world_size)])
     elif attempt.number > 0:
@@ -73,30 +74,31 @@ def _submit(
         keeps_state=run.keeps_state,
         resume_path=path,
         source=run.table.reader,
-        is_placed=run.slots.max_workers is None and isinstance(run.table.reader, SpoolSource),
+        is_placed=not may_move and isinstance(run.table.reader, SpoolSource),
         looks=run.looks,
     )
-    return run.gang_job(df, training.run, order)
+    return run.gang_job(df, training.run, order, num_workers=world_size)
 
 
 def _rebuild(run: Run, missing: Collection[int]) -> None:
     """Have lost shards written anew: with the table's own partitions, or only those that are."""
-    if run.slots.max_workers is None:
+    if run.slots.max_workers is None and run.slots.is_barrier:
         run.table.rebuild()
     else:
         run.table.remake(missing or range(len(run.plan.shards)))
 
 
-class Growth:
-    """Whether a gang shall start again with more workers, since there are slots for them.
+class Resize:
+    """Whether a gang shall start again with more workers, or without those that do not come.
 
-    It shall when the slots have been there for a while and the time that more workers save is
-    worth twice what starting again costs: as long as this attempt took to its first step, and the
-    steps since its last checkpoint once more.
+    With more it shall when the slots have been there for a while, and the time that more workers
+    save is worth twice what starting again costs: as long as this attempt took to its first step,
+    and the steps since its last checkpoint once more.
     """
 
-    def __init__(self, run: Run) -> None:
+    def __init__(self, run: Run, attempts: Attempts) -> None:
         self._run = run
+        self._attempts = attempts
         self._seen: tuple[int, float] | None = None
         """A number of workers that could be had, and since when."""
 
@@ -104,6 +106,8 @@ class Growth:
         """Why to start again; None: go on."""
         run, slots = self._run, self._run.slots
         assert slots.max_workers is not None
+        if not slots.is_barrier and len(attempt.last_event) < attempt.world_size:
+            return self._without_the_missing(attempt)
         there = min(slots.max_workers, num_slots(run.spark, slots.profile))
         if there <= attempt.world_size or not attempt.steps or not attempt.first_step:
             self._seen = None
@@ -127,6 +131,17 @@ class Growth:
             f"there are slots for {there} workers: the gang of {attempt.world_size} starts again "
             f"from the checkpoint of step {attempt.saved}, which saves about {saved - cost:.0f} s"
         )
+
+    def _without_the_missing(self, attempt: Attempt) -> str | None:
+        """Why to start again with the workers that have come, if no other has come for a while."""
+        there, now, least = len(attempt.last_event), time.monotonic(), self._run.slots.min_workers
+        if self._seen is None or self._seen[0] != there:
+            self._seen = (there, now)
+        waits = self._run.settings.elastic_wait_seconds
+        if least is None or there < least or now - self._seen[1] < waits:
+            return None
+        self._seen, self._attempts.limit = None, there
+        return f"{there} of {attempt.world_size} workers have come; the gang starts with these"
 
 
 def _warn_of_space(run: Run) -> None:

@@ -49,6 +49,8 @@ class TableSpec:
     is_gang: bool = True
     """True if all shards are spooled at once, as a gang will hold them; otherwise one after the
     other where slots are few."""
+    is_barrier: bool = True
+    """Whether barrier stages are to be had, for what looks for shards."""
     profile: ResourceProfile | None = None
     """Resources of a task."""
     heartbeat_timeout_seconds: float = 60.0

@@ -295,7 +295,9 @@ class ShardTable(SpoolTable, SpooledRows):
         shards = tuple(part.shard for part in self.known)
         task = FindTask(run_id=self._run_id, shards=shards)
         slots = self._spark.range(0, num_workers, 1, num_workers)
-        rows = slots.mapInArrow(task, "shard_id int", barrier=True, profile=self._spec.profile)
+        rows = slots.mapInArrow(
+            task, "shard_id int", barrier=self._spec.is_barrier, profile=self._spec.profile
+        )
         job = BackgroundJob(
             self._spark,
             lambda: rows.distinct().collect(),

@@ -117,6 +117,7 @@ class DataSets(shard_table.SpoolTable):
             name: TableSpec(
                 columns=columns,
                 num_shards=slots.num_workers,
+                is_gang=slots.is_barrier,
                 profile=slots.profile,
                 heartbeat_timeout_seconds=seconds,
                 queue_timeout_seconds=settings.queue_timeout_seconds,
@@ -163,10 +164,7 @@ class DataSets(shard_table.SpoolTable):
 
 
 def _spread(data: Mapping[str, DataFrame], specs: Mapping[str, TableSpec]) -> DataFrame:
-    """The rows of all data sets as they are written; see `shard_table.spread`.
-
-    Those of several are in one frame: ``set``, ``set0``, ``set1``, ..., ``hash``.
-    """
+    """The rows of all data sets in one frame: ``set``, ``set0``, ``set1``, ..., ``hash``."""
     if len(data) == 1:
         ((name, df),) = data.items()
         return shard_table.spread(df, specs[name])

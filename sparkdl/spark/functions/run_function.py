@@ -1,8 +1,7 @@
 """The whole of ``TorchRunner.run``: a function on all workers of a cluster, or in the driver.
 
-On a cluster checks come first, then the spools of its data sets, then the gang under the
-supervisor. Whatever happens, nothing is left behind. In the driver's own process, for debugging, it
-runs as rank 0 of one: what it raises comes out as it is, and breakpoints work.
+Whatever happens, nothing is left behind. In the driver's own process, for debugging, it runs as
+rank 0 of one: what it raises comes out as it is, and breakpoints work.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 from pyspark.sql import SparkSession
 
@@ -41,17 +40,20 @@ from sparkdl.spark.session.compat import conf, run_workers_here, shares_console
 from sparkdl.spark.session.interrupts import Cleanup
 from sparkdl.spark.session.settings import read_settings
 from sparkdl.spark.session.termination import removed_at_termination
-from sparkdl.storage.checkpoint_format import StepFolder, Writer, folders, load_shared
+from sparkdl.storage.checkpoint_format import (
+    CheckpointInfo,
+    StepFolder,
+    Writer,
+    folders,
+    load_shared,
+)
 from sparkdl.storage.hadoop_storage import open_on_driver
-from sparkdl.storage.lease import Lease, Note, read_leases
+from sparkdl.storage.lease import Lease, read_leases
 from sparkdl.storage.retried import Retried
 from sparkdl.storage.storage import Storage, check_writable, open_storage
 from sparkdl.worker import function_rank
 from sparkdl.worker.context import Context, entered
 from sparkdl.worker.function_rank import called, checkpoints, default_group, environment_variables
-
-if TYPE_CHECKING:
-    from sparkdl.storage.checkpoint_format import CheckpointInfo
 
 logger = logging.getLogger(__name__)
 
@@ -83,7 +85,6 @@ class FunctionResult:
     values: list[Any]
     """What the function returned: on rank 0, or on all ranks."""
     history: list[dict[str, float]]
-    restarts: int
 
 
 Run = Callable[[SparkSession, str, FunctionRequest, Recorder], FunctionResult]
@@ -172,7 +173,7 @@ def check_folder(storage: Storage | None, request: FunctionRequest) -> None:
         return
     assert storage is not None
     if request.resume:
-        leases = patiently(partial(_leases, storage))
+        leases = patiently(lambda: read_leases(storage, RUN_KEY, storage.list(RUN_KEY)))
         for note in leases.values():
             if note.is_alive():
                 logger.warning(
@@ -189,10 +190,6 @@ def check_folder(storage: Storage | None, request: FunctionRequest) -> None:
             f"{request.checkpoint_dir} holds checkpoints of an earlier run; pass resume=True to go "
             "on from the newest of them, or another checkpoint_dir to begin anew"
         )
-
-
-def _leases(storage: Storage) -> dict[str, Note]:
-    return read_leases(storage, RUN_KEY, storage.list(RUN_KEY))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -233,13 +230,16 @@ class FunctionJob(Launch):
             keep=request.keep_checkpoints,
             resume_path=path,
         )
-        return self.gang_job(self.sets.df, function_rank.run, order, keeps_process=False)
+        return self.gang_job(
+            self.sets.df,
+            function_rank.run,
+            order,
+            num_workers=self.slots.num_workers,
+            keeps_process=False,
+        )
 
     def _newest(self, attempts: Attempts, storage: Storage) -> CheckpointInfo | None:
-        """The newest checkpoint that is this run's: another run has another function.
-
-        At the beginning that is whatever is there, if the user has asked to resume it.
-        """
+        """The newest checkpoint of this run, at first of any run if the user resumes it."""
         begun_from = attempts.begun_from
 
         def is_own(folder: StepFolder) -> bool:
@@ -258,19 +258,14 @@ class FunctionJob(Launch):
         return found
 
     def _result(self, result: GangResult) -> FunctionResult:
-        values: dict[int, Any] = {}
-        ranks = range(self.slots.num_workers if self.request.results == "all" else 1)
         in_rows = {rank: data for rank, kind, data in result.rows if kind == "value"}
-        for rank in ranks:
+        found = []
+        for rank in range(self.slots.num_workers if self.request.results == "all" else 1):
             data = in_rows.get(rank)
             if data is None:
                 data = self.link.files.read(function_rank.VALUE.format(rank))
-            values[rank] = function_rank.unpickled(data)
-        return FunctionResult(
-            values=[values[rank]["value"] for rank in ranks],
-            history=values[0]["history"],
-            restarts=result.restarts,
-        )
+            found.append(function_rank.unpickled(data))
+        return FunctionResult(values=[one["value"] for one in found], history=found[0]["history"])
 
 
 _SECONDS = 600.0
@@ -318,7 +313,7 @@ def in_driver(
         doing("")
         with environment_variables(place), entered(place):
             value = called(request.function)
-        return FunctionResult(values=[value], history=place.history, restarts=0)
+        return FunctionResult(values=[value], history=place.history)
 
 
 def _storage(spark: SparkSession | None, request: FunctionRequest, folder: str) -> Storage:

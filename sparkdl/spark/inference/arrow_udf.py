@@ -118,7 +118,6 @@ class WithColumn:
     """A struct column of what the function gets; it is left out."""
 
     def __call__(self, batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
-        """Yield each record batch with the new column in place of the inputs."""
         waiting: deque[pa.RecordBatch] = deque()
 
         def arrays() -> Iterator[Sequence[pa.Array]]:

@@ -1,8 +1,4 @@
-"""A model's evaluation on Spark: one pass over the rows, and a stage that adds up.
-
-Each task gives the part of its partition. A second stage adds up the parts, so that the driver gets
-few of them, however many partitions there are.
-"""
+"""A model's evaluation on Spark: one pass over the rows, and a stage that adds up."""
 
 from __future__ import annotations
 
@@ -84,10 +80,7 @@ def row_scores(
 def classes_and_metrics(
     module: nn.Module, inputs: Arguments, forward: Forward, predicted: Wanted, measures: Measures
 ) -> tuple[int, Mapping[str, Any]]:
-    """The classes that a classifier tells apart, else 0; and the metrics, see `named_metrics`.
-
-    Both follow from running the module on zeros. Raises ConfigError if they do not fit it.
-    """
+    """The classes that a classifier tells apart, else 0; and the metrics; raises ConfigError."""
     loss, task = measures.make_loss(), measures.task
     check_names(measures.metrics, task, loss)
     metrics = measures.metrics

@@ -95,7 +95,6 @@ class AddTask:
     measures: evaluate_rows.Measures
 
     def __call__(self, batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
-        """Yield one row."""
         payloads = (payload for batch in batches for payload in batch["payload"])
         # One at a time, so that one part only is copied.
         parts = (evaluate_rows.Part.from_bytes(payload.as_py()) for payload in payloads)

@@ -1,7 +1,6 @@
 """The tensors that a module computes become columns of a DataFrame.
 
-The executors give flat Arrow columns, one for each tensor (`predict.Leaf`); Catalyst puts structs
-and vectors together. The module is run once on zeros, on the driver, to see what there is.
+The executors give flat Arrow columns (`predict.Leaf`); Catalyst makes structs and vectors of them.
 """
 
 from __future__ import annotations

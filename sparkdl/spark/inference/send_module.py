@@ -9,7 +9,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from pyspark import SparkContext
 from pyspark.sql import SparkSession
 
 from sparkdl.serialization import packed_module
@@ -38,14 +37,13 @@ class Sender:
         owner: Any = spark if connect else spark.sparkContext
         sent = self.sent.get(packed.digest)
         if sent is None or sent[0] is not owner:
-            how = _as_artifact if connect else _as_broadcast
-            sent = (owner, how(owner, packed))
+            if connect:
+                fetch = _as_artifact(spark, packed)
+            else:
+                fetch = partial(packed_module.from_broadcast, owner.broadcast(packed))
+            sent = owner, fetch
             self.sent = {packed.digest: sent}
         return sent[1]
-
-
-def _as_broadcast(context: SparkContext, packed: packed_module.PackedModule) -> Fetch:
-    return partial(packed_module.from_broadcast, context.broadcast(packed))
 
 
 def _as_artifact(spark: SparkSession, packed: packed_module.PackedModule) -> Fetch:

@@ -1,9 +1,7 @@
 """The values that Params accept, and the form in which they are kept.
 
-These are type converters as pyspark knows them: called when a Param is set, they return the value
-to keep or raise TypeError or ConfigError, to which the Param's name is added. Each gives back its
-own results unchanged, because copies of an estimator convert again. Most Params need none but
-their type, see `to_type`. Ranges of numbers are checked later, by `TrainConfig`.
+These are type converters as pyspark knows them: they return the value to keep, also of their own
+results, or raise TypeError or ConfigError. Ranges of numbers are checked later, by `TrainConfig`.
 """
 
 from __future__ import annotations
@@ -162,11 +160,7 @@ def to_outputs(value: Any) -> dict[str, Output]:
 
 
 def to_shapes(value: Any) -> list[Any]:
-    """Accept a shape, or a list with a shape or None per input column.
-
-    Returns:
-        A list of numbers for one shape, otherwise a list of such lists and None.
-    """
+    """Accept a shape, which is kept as a list, or a list with a shape or None per input column."""
     if _is_shape(value):
         return list(map(int, value))
     if isinstance(value, list | tuple) and all(one is None or _is_shape(one) for one in value):

@@ -1,11 +1,7 @@
 """The Params of estimators and models, one row each.
 
-A row is an entry of a TypedDict: the Param's name, its type, and an `Option` with all the rest.
-Everything else follows from it: the keyword argument (editors and mypy read the TypedDict), the
-Spark Param with its setter and getter (`params.with_params`), the field that it fills
-(`params.training_values`), the key in job files (`cli.job_files`), its documentation there, in
-``docs/api/params.md`` and in ``explainParams()``, and how it is saved (`save_stage`).
-docs/extending.md has an example. This file imports neither torch nor pyspark.
+A row is an entry of a TypedDict: the Param's name, its type, and an `Option` with all the rest;
+docs/extending.md has an example, and all that follows from it. Imports neither torch nor pyspark.
 """
 
 from __future__ import annotations
@@ -126,7 +122,8 @@ UNKNOWN_LOSS = ""
 
 NOT_SET: Any = object()
 """Default of a Param that has none."""
-_OF_THE_FIELD: Any = object()
+OF_THE_FIELD: Any = object()
+"""Default of a Param whose field has one."""
 
 
 @dataclass(frozen=True)
@@ -137,7 +134,7 @@ class Option:
     _: KW_ONLY
     convert: Callable[[Any], Any] | None = None
     """Gives the value to keep, or raises TypeError. None: it follows from the type."""
-    default: Any = _OF_THE_FIELD
+    default: Any = OF_THE_FIELD
     """Left out: that of the field in TrainConfig; none where it fills another field."""
     fills: Literal["config", "checkpoint", "request", "nothing"] = "config"
     """The value that gets it: TrainConfig, its CheckpointConfig, FitRequest; or nothing, if only
@@ -166,11 +163,6 @@ class Option:
     """True if its type has a None, which is a value of its own then."""
     accepts_auto: bool = False
     """True if its type has ``Literal["auto"]``."""
-
-    @property
-    def has_own_default(self) -> bool:
-        """True if the row states the default, even that there is none."""
-        return self.default is not _OF_THE_FIELD
 
     @property
     def is_plain(self) -> bool:

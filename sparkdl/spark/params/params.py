@@ -1,7 +1,4 @@
-"""Spark's side of the Params: the classes that have them, and what training gets of them.
-
-The Params themselves are the rows of `sparkdl.spark.params.param_table`.
-"""
+"""Spark's side of the Params of `param_table`: their classes, and what training gets of them."""
 
 from __future__ import annotations
 
@@ -16,7 +13,7 @@ from sparkdl.config import CheckpointConfig, Task, TrainConfig, require
 from sparkdl.errors import ConfigError, ParamError, did_you_mean
 from sparkdl.runtime.tracebacks import plainly
 from sparkdl.spark.params.converters import NAMES, to_type
-from sparkdl.spark.params.param_table import AUTO, NOT_SET, Option, options
+from sparkdl.spark.params.param_table import AUTO, NOT_SET, OF_THE_FIELD, Option, options
 
 P = TypeVar("P", bound="CheckedParams")
 C = TypeVar("C", bound=type["CheckedParams"])
@@ -84,7 +81,7 @@ class ClassOutputParams(shared.HasProbabilityCol, shared.HasRawPredictionCol):
 
 def default_of(option: Option) -> Any:
     """The default of a row; `NOT_SET` if there is none."""
-    if option.has_own_default:
+    if option.default is not OF_THE_FIELD:
         return option.default if option.default is NOT_SET else copy.copy(option.default)
     config = TrainConfig()
     owner = {"config": config, "checkpoint": config.checkpoint}.get(option.fills)

@@ -1,8 +1,6 @@
-"""Estimators and models are saved and loaded here, alone and inside pipelines.
+"""Estimators and models are saved and loaded here, alone and inside pipelines, without pickle.
 
-``<path>/metadata`` is written by Spark as for any ML instance, so pipelines can read it; values
-that are objects are described, never pickled. A model's files lie in ``<path>/model``, the module
-that an estimator holds (with its weights) in ``<path>/module``.
+A model's files lie in ``<path>/model``, the module that an estimator holds in ``<path>/module``.
 """
 
 from __future__ import annotations
@@ -12,7 +10,7 @@ import json
 import logging
 from collections.abc import Mapping
 from functools import partial
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, Self, TypeVar
 
 from pyspark.ml.param import Params
 from pyspark.ml.util import DefaultParamsWriter, MLReadable, MLReader, MLWriter
@@ -29,7 +27,6 @@ from sparkdl.serialization.json_objects import DescribeError, describe, restore
 from sparkdl.serialization.load import column_as_json, column_from_json
 from sparkdl.serialization.saved_module import (
     PreparedModule,
-    load_module_from,
     open_module,
     prepare_module,
     prepare_weights,
@@ -41,9 +38,6 @@ from sparkdl.spark.params.params import CheckedParams
 from sparkdl.spark.session.compat import conf
 from sparkdl.spark.session.settings import read_settings
 from sparkdl.storage.storage import drop_password, without_password
-
-if TYPE_CHECKING:
-    from typing import Self
 
 logger = logging.getLogger(__name__)
 P = TypeVar("P", bound=MLReadable[Any])
@@ -202,9 +196,6 @@ class ParamsReader(MLReader[P]):
         Example::
 
             model = TorchClassifierModel.read().trusting("timm").load("models/digits")
-
-        Returns:
-            The reader itself.
         """
         self._trusted = packages
         return self
@@ -259,7 +250,7 @@ class ParamsReader(MLReader[P]):
         if isinstance(value, dict) and "folder" in value:
             storage = stage_metadata.place_of(path, self.sparkSession)
             if name == "module":
-                return load_module_from(storage, _MODULE, self._trust)[0]
+                return open_module(storage, _MODULE, self._trust).make()
             state = open_module(storage, value["folder"]).weights()
             own = {key: v.clone() if isinstance(v, Tensor) else v for key, v in state.items()}
             if name == "initialState":

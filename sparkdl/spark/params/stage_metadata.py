@@ -1,8 +1,7 @@
 """The place of a saved instance, and its metadata, which Spark writes where it can.
 
-Spark writes and reads ``<path>/metadata`` for every ML instance. A Spark without a file system for
-the path's scheme (plain pyspark knows no S3) leaves that to `Storage`: the same file with the same
-name, so that a Spark which does know the scheme reads it too.
+Where Spark has no file system for a path's scheme (plain pyspark knows no S3), `Storage` writes
+and reads the same file with the same name.
 """
 
 from __future__ import annotations
@@ -93,8 +92,7 @@ def beside(path: str) -> str:
 def take_place(aside: str, spark: SparkSession) -> None:
     """Delete all but ``aside`` in the folder that it lies in, and move what it holds there.
 
-    Whoever stops this in the middle leaves the new instance, whole or in part in ``aside``, which
-    can be moved by hand. The metadata, without which nothing is read, are the last to move.
+    Stopped in the middle, it leaves the new instance; the metadata are the last to move.
     """
     is_ours = _is_ours(aside, spark)
     root, _, name = (aside if is_ours else _qualified(aside, spark)).rpartition("/")

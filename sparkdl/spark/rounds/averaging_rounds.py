@@ -1,9 +1,8 @@
 """Parameter averaging in rounds: one plain Spark job per round, and the driver merges in between.
 
 Deeplearning4j's shape: the state goes to every shard, each shard trains a round of steps from it,
-the states come back as their weighted mean, summed in the order of shards. No gang is needed: slots
-may be fewer than shards, come and go, and run a task twice. A lost task is run again by Spark, and
-gives the same bits.
+the states come back as their weighted mean, in the order of shards. Slots may be fewer than shards,
+come and go, and run a task twice: a lost task gives the same bits when it is run again.
 """
 
 from __future__ import annotations
@@ -14,23 +13,19 @@ import math
 from typing import Any, ClassVar
 
 from sparkdl.data.plan import RoundPart
-from sparkdl.spark.rounds.round_driver import run_rounds
+from sparkdl.spark.rounds.round_driver import RoundDone, run_rounds
 from sparkdl.spark.rounds.round_jobs import Evaluation, RoundJobs
 from sparkdl.spark.rounds.round_stages import STATE, merge_states
-from sparkdl.spark.rounds.round_totals import RoundDone
 from sparkdl.spark.run.run import Run, Trained
 from sparkdl.storage.stateful import Stateful
 from sparkdl.sync.averaging.averaging import AveragingStrategy
 from sparkdl.sync.population.hyperparameters import rescaled, set_present_rate
-from sparkdl.train.objective.divergence import LossWatch
 from sparkdl.train.state import Record, TrainState
 
 
 def train_in_rounds(run: Run, strategy: AveragingStrategy) -> Trained:
     """Train, and give the weights to the run's module; raises what `run_rounds` raises."""
-    watch = LossWatch(run.config.divergence_factor)
-    period = strategy.make_period()
-    return run_rounds(run, period, lambda jobs: Averaged(run, strategy, jobs), watch=watch)
+    return run_rounds(run, strategy.make_period(), lambda jobs: Averaged(run, strategy, jobs))
 
 
 class Averaged(Stateful):

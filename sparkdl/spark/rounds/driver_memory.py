@@ -1,8 +1,4 @@
-"""Refuses rounds whose states cannot fit into the driver, before any job.
-
-In rounds the replicas' states come back to the driver through Spark's JVM. One that runs out of
-memory dies, and nobody says why.
-"""
+"""Refuses rounds whose states, which come through its JVM, cannot fit into the driver."""
 
 from __future__ import annotations
 
@@ -34,9 +30,8 @@ def check_driver_memory(
 ) -> None:
     """Refuse what the driver's JVM cannot hold in any case; raises ClusterError.
 
-    Counted is what it holds at least: each state that comes back, one of them a second time while
-    it is unpacked, and the one that goes out. In local mode the tasks run there too.
-    ``heap_bytes`` is None where it is not known.
+    That is each state that comes back, one twice while it is unpacked, and one that goes out; in
+    local mode the tasks too. ``heap_bytes`` is None where it is not known.
     """
     merged = (tree_levels(num_shards, strategy.merge_depth) or [num_shards])[-1]
     what = f"{merged} states of {mib(state_bytes)} MiB (weights and optimizer) at a time"

@@ -1,8 +1,7 @@
 """Populations in rounds: the driver holds each member's state and sends it to the member's task.
 
-A round is one plain Spark job in which every member trains on one shard. The driver holds the
-newest state of every member as bytes that it never looks into: one times members times the size of
-weights and optimizer state, and once more while a checkpoint is written.
+A round is one plain Spark job in which every member trains on one shard. The driver holds states
+as bytes that it never looks into, and twice while a checkpoint is written.
 """
 
 from __future__ import annotations
@@ -21,10 +20,9 @@ import torch
 
 from sparkdl.data.plan import RoundPart
 from sparkdl.errors import CheckpointError, ConfigError, TrainingDiverged
-from sparkdl.spark.rounds.round_driver import run_rounds
+from sparkdl.spark.rounds.round_driver import RoundDone, run_rounds
 from sparkdl.spark.rounds.round_jobs import Evaluation, RoundJobs
 from sparkdl.spark.rounds.round_stages import Rows, run_member_stage
-from sparkdl.spark.rounds.round_totals import RoundDone
 from sparkdl.spark.run.run import Run, Trained
 from sparkdl.storage.stateful import Stateful
 from sparkdl.sync.averaging.mean import merge
@@ -64,16 +62,19 @@ Parts = dict[str, bytes]
 
 def train_population(run: Run, strategy: PopulationStrategy) -> Trained:
     """Train, and give the result to the run's module; raises what `run_rounds` raises."""
-    watch = LossWatch(run.config.divergence_factor)
     if isinstance(strategy, OneShotAveraging):
-        period: Period = FixedPeriod(sys.maxsize)
-        return run_rounds(run, period, lambda jobs: _OneShot(run, strategy, jobs), watch=watch)
+        return run_rounds(run, FixedPeriod(sys.maxsize), lambda jobs: _OneShot(run, strategy, jobs))
     if isinstance(strategy, Tournament):
         period = AlignedPeriod(strategy.period)
-        return run_rounds(run, period, lambda jobs: _Tournament(run, strategy, jobs), watch=watch)
+        return run_rounds(run, period, lambda jobs: _Tournament(run, strategy, jobs))
     assert isinstance(strategy, PopulationBasedTraining)
-    period, watch = AlignedPeriod(strategy.period), LossWatch(None)  # who runs away is replaced
-    return run_rounds(run, period, lambda jobs: _PopulationBased(run, strategy, jobs), watch=watch)
+    period = AlignedPeriod(strategy.period)
+    return run_rounds(
+        run,
+        period,
+        lambda jobs: _PopulationBased(run, strategy, jobs),
+        watch=LossWatch(None),  # who runs away is replaced
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -89,12 +90,7 @@ class Member:
 
 
 class Population:
-    """The members of a run, and the jobs that train and measure them.
-
-    Attributes:
-        members: the newest state of each.
-        shards: the shard at which each begins.
-    """
+    """The members of a run, and the jobs that train and measure them."""
 
     def __init__(self, run: Run, jobs: RoundJobs) -> None:
         self._run = run
@@ -108,22 +104,14 @@ class Population:
     def train_members(
         self, part: RoundPart, shards: Sequence[int], parts: Sequence[Parts]
     ) -> RoundDone:
-        """Let each member train the steps of ``part``.
+        """Let each member train the steps of ``part`` on its shard; raises TrainingDiverged.
 
-        Args:
-            part: the steps.
-            shards: where each member trains.
-            parts: what its task gets; see `parts_of`.
-
-        Raises:
-            TrainingDiverged: all members have diverged.
+        ``parts`` has what the task of each member gets; see `parts_of`.
         """
-        run, by_shard = self._run, dict(zip(shards, parts, strict=True))
+        by_shard = dict(zip(shards, parts, strict=True))
 
         def stage(order: RoundOrder) -> Rows:
-            return run_member_stage(
-                run.table.df, order, by_shard, link=run.link, profile=run.slots.profile
-            )
+            return run_member_stage(self._run, order, by_shard)
 
         results: dict[int, Parts] = {shard: {} for shard in by_shard}
         for shard, kind, data in self._jobs.run(part, population_member.work, stage):
@@ -144,11 +132,7 @@ class Population:
         )
 
     def set_learning_rate(self, rate: float) -> None:
-        """See `Replicas.set_learning_rate`; members have rates of their own.
-
-        Raises:
-            ConfigError: always.
-        """
+        """Raise ConfigError: members have rates of their own."""
         raise ConfigError(
             f"a callback asked for the learning rate {rate:g}, but each member of a population has "
             "its own; use another strategy, or PopulationBasedTraining with mutations"
@@ -193,11 +177,7 @@ class Population:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore what `state_dict` gave.
-
-        Raises:
-            CheckpointError: there are more or fewer members now.
-        """
+        """Restore what `state_dict` gave; raises CheckpointError if members have come or gone."""
         found = state["members"]
         if len(found) != len(self.members):
             raise CheckpointError(
@@ -267,7 +247,6 @@ class _Competition(Population, Stateful, ABC):
 
     @property
     def learning_rate(self) -> float:
-        """See `Replicas.learning_rate`; that of the best member."""
         return self.members[self._best_member].learning_rate
 
     @abstractmethod
@@ -433,13 +412,9 @@ def parts_of(
     rival: Mapping[str, float] | None = None,
     may_diverge: bool = False,
 ) -> Parts:
-    """What a member's task gets.
+    """What a member's task gets, with the hyperparameters that are not what the user set.
 
-    Args:
-        member: its state.
-        hyperparameters: what it trains with where it is not what the user set.
-        rival: what it trains with if it loses to the member with which it competes first.
-        may_diverge: whether it may, and goes on from where its round began.
+    ``rival`` is what it trains with if it loses to the member with which it competes first.
     """
     options = {
         "hyperparameters": dict(hyperparameters or {}),

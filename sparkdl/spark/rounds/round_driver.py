@@ -1,9 +1,7 @@
-"""The driver's loop of a run in rounds, whatever the strategy trains in them.
+"""The driver's loop of a run in rounds, whatever the strategy trains in them: see `Replicas`.
 
 One plain Spark job per round; counters, history, early stopping, checkpoints and callbacks between
-the rounds. What a round trains from, and what becomes of its results, is the strategy's part: see
-`Replicas`. Checkpoints are written if the user gave a ``checkpointDir``; without one, the driver
-holds the state of the newest round, and Spark runs lost tasks again.
+the rounds. Without a ``checkpointDir`` the driver holds the state of the newest round.
 """
 
 from __future__ import annotations
@@ -12,8 +10,10 @@ import contextlib
 import copy
 import math
 import time
-from collections.abc import Callable
-from typing import Any, Protocol
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Literal, Protocol
 
 import torch
 
@@ -25,7 +25,6 @@ from sparkdl.report.summary import TrainingSummary
 from sparkdl.runtime.process import cpu_model, tuned_allocator
 from sparkdl.runtime.versions import versions
 from sparkdl.spark.rounds.round_jobs import Evaluation, RoundJobs, logged
-from sparkdl.spark.rounds.round_totals import RoundDone, Totals
 from sparkdl.spark.run.resume import find_checkpoint, patiently
 from sparkdl.spark.run.run import Run, Trained
 from sparkdl.storage.checkpoint_format import Writer, load_shared
@@ -48,6 +47,41 @@ from sparkdl.train.objective.metrics import Metrics
 from sparkdl.train.objective.training_step import logs
 from sparkdl.train.state import EpochBook, Record, TrainState
 from sparkdl.train.training_state import left_by
+
+_PHASES = ("rounds: slowest task", "rounds: everything else", "evaluate", "checkpoint")
+
+
+@dataclass(frozen=True, kw_only=True)
+class RoundDone:
+    """What a round has brought."""
+
+    reports: dict[int, Any]
+    """Shard -> what its task reports: ``rows``, ``seconds``, ``loss_sum``, ``weight``,
+    ``label_sums``."""
+    bytes_sent: dict[int, int]
+    """Shard -> bytes of the states that its task has sent."""
+
+    @property
+    def rows(self) -> int:
+        """Samples of the round."""
+        return sum(report["rows"] for report in self.reports.values())
+
+    @property
+    def sums(self) -> tuple[float, ...]:
+        """Weighted losses and weights of the samples of the round, then each label's losses."""
+        reports = list(self.reports.values())
+        # A replica that has diverged reports nothing of its labels.
+        labels = [r["label_sums"] for r in reports if r["label_sums"]]
+        return (
+            sum(r["loss_sum"] for r in reports),
+            sum(r["weight"] for r in reports),
+            *(sum(values) for values in zip(*labels, strict=True)),
+        )
+
+    @property
+    def seconds(self) -> float:
+        """Those of the slowest task's steps."""
+        return max(float(report["seconds"]) for report in self.reports.values())
 
 
 class Replicas(Protocol):
@@ -80,14 +114,18 @@ class Replicas(Protocol):
 
 
 def run_rounds(
-    run: Run, period: Period, make: Callable[[RoundJobs], Replicas], *, watch: LossWatch
+    run: Run,
+    period: Period,
+    make: Callable[[RoundJobs], Replicas],
+    *,
+    watch: LossWatch | None = None,
 ) -> Trained:
-    """Train, and give the weights to the run's module; raises what `RoundJobs.run` does.
+    """Train, and give the weights to the run's module; ``make`` makes the strategy's part.
 
-    ``make`` makes the strategy's part. ``watch`` judges the mean loss of each round, and raises
-    TrainingDiverged.
+    ``watch`` judges the mean loss of each round; None: by the configuration. Raises
+    TrainingDiverged, and as `RoundJobs.run`.
     """
-    rounds = _Rounds(run, period, make, watch)
+    rounds = _Rounds(run, period, make, watch or LossWatch(run.config.divergence_factor))
     with contextlib.ExitStack() as stack:
         if run.link.url is not None:
             assert run.link.checkpoints is not None
@@ -142,7 +180,6 @@ class _Rounds:
         """What the tasks have seen of the epoch's samples; see `objective.metric_states`."""
 
     def train(self) -> Trained:
-        """Train to the end."""
         run, book, totals = self.run, self.book, self.totals
         callbacks = run.config.callbacks
         self._resume()
@@ -258,7 +295,6 @@ class _Rounds:
             )
 
     def _act(self) -> None:
-        """Do what callbacks have asked for."""
         asked = self.requests.take(self.book.state.step)
         if asked.learning_rate is not None:
             self.replicas.set_learning_rate(asked.learning_rate)
@@ -289,26 +325,25 @@ class _Rounds:
 
     def _resume(self) -> None:
         """Go on from the newest checkpoint of the same run, or else from an earlier fit."""
-        link, begins_from = self.run.link, self.run.begins_from
-        found = None
+        link, begins_from, found = self.run.link, self.run.begins_from, None
         if link.url is not None and link.checkpoints is not None:
             found = find_checkpoint(self.run, link.checkpoints)
-        if found is None:
-            if begins_from is not None:
-                shared = copy.deepcopy(begins_from.shared())  # rules change theirs in place
-                self.replicas.load_state_dict(shared["states"])
-                self.period.load_state_dict(shared["period"])
-                self.book.load_state_dict(shared)
+        if found is not None:
+            if self.lease is not None:
+                self.lease.begin(0, found.path)
+            shared = patiently(partial(load_shared, found))
+        elif begins_from is not None:
+            shared = copy.deepcopy(begins_from.shared())  # rules change theirs in place
+        else:
             return
-        if self.lease is not None:
-            self.lease.begin(0, found.path)
-        shared = patiently(lambda: load_shared(found))
         self.replicas.load_state_dict(shared["states"])
         self.period.load_state_dict(shared["period"])
+        self.book.load_state_dict(shared)
+        if found is None:
+            return
         self.watch.load_state_dict(shared["watch"])
         self.totals.epoch_sums = list(shared["epoch_sums"])
         self.logs = shared["logs"]
-        self.book.load_state_dict(shared)
         give_states(self.run.config.callbacks, shared["callbacks"])
         if shared.get("shards") != self._fingerprints():
             self.book.state.begin_epoch_anew()
@@ -330,3 +365,83 @@ class _Rounds:
             learning_rate=self.replicas.learning_rate,
             requests=self.requests,
         )
+
+
+class Totals:
+    """What tasks have reported so far, by shard; ``report`` gets what time was spent on."""
+
+    def __init__(
+        self,
+        num_shards: int,
+        labels: Sequence[str],
+        report: Callable[[int, Mapping[str, float]], None],
+    ) -> None:
+        self.rows = [0] * num_shards
+        self.seconds = [0.0] * num_shards
+        self.bytes_sent = [0] * num_shards
+        self.epoch_sums = [0.0] * (2 + len(labels))
+        """Weighted losses and weights of the samples of the epoch, and each label's losses."""
+        self.began = time.perf_counter()
+        """When training began, by `time.perf_counter`."""
+        self._report = report
+        self._phases = dict.fromkeys(_PHASES, 0.0)
+        self._spent: list[dict[str, float]] = [{} for _ in range(num_shards)]
+
+    def add(self, done: RoundDone) -> None:
+        """Take note of a round."""
+        for shard_id, report in done.reports.items():
+            self.rows[shard_id] += report["rows"]
+            self.seconds[shard_id] += report["seconds"]
+        for shard_id, num_bytes in done.bytes_sent.items():
+            self.bytes_sent[shard_id] += num_bytes
+        for position, value in enumerate(done.sums):
+            self.epoch_sums[position] += value
+
+    def begin_epoch(self) -> None:
+        """Forget the sums of the epoch that has ended."""
+        self.epoch_sums = [0.0] * len(self.epoch_sums)
+
+    def spend_round(self, done: RoundDone, overhead: float) -> None:
+        """Take note of what a round's time was spent on, by shard.
+
+        A shard waits from its own end to that of the slowest. What the round has taken besides,
+        for Spark's scheduling, for states on their way and their mean, is communication.
+        """
+        self._phases["rounds: slowest task"] += done.seconds
+        self._phases["rounds: everything else"] += overhead
+        for shard_id, spent in enumerate(self._spent):
+            report = done.reports.get(shard_id, {"spent": {}})
+            own = dict(report["spent"])
+            own["waiting"] = max(0.0, done.seconds - sum(own.values()))
+            own["communication"] = max(0.0, overhead)
+            _add(spent, own)
+        self._report_all()
+
+    def spend(self, what: Literal["evaluate", "checkpoint"], seconds: float) -> None:
+        """Take note of what the driver did while all shards waited for it."""
+        for spent in (self._phases, *self._spent):
+            _add(spent, {what: seconds})
+        self._report_all()
+
+    def _report_all(self) -> None:
+        """What is not accounted for, such as callbacks on the driver, is spent on other things."""
+        elapsed = time.perf_counter() - self.began
+        for shard_id, own in enumerate(self._spent):
+            rest = max(0.0, elapsed - sum(own.values()))
+            self._report(shard_id, {**own, "other": own.get("other", 0.0) + rest})
+
+    def phases(self) -> dict[str, float]:
+        """Phase -> seconds."""
+        return dict(self._phases)
+
+    def throughput(self) -> list[float]:
+        """Samples per second of each shard while it was trained on."""
+        return [
+            rows / seconds if seconds > 0 else 0.0
+            for rows, seconds in zip(self.rows, self.seconds, strict=True)
+        ]
+
+
+def _add(total: dict[str, float], seconds: Mapping[str, float]) -> None:
+    for what, value in seconds.items():
+        total[what] = total.get(what, 0.0) + value

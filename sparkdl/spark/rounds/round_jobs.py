@@ -70,10 +70,7 @@ class RoundJobs:
         self._payload = pack_payload(run.config, blank.skeleton, blank.tensors)
 
     def run(self, part: RoundPart | None, work: RoundWork, stage: Stage) -> Rows:
-        """Run one job; it may be run again ``max_restarts`` times, whatever came before it.
-
-        ``part`` None: it measures. Raises what `supervise` raises.
-        """
+        """Run one job, which measures if there is no part; raises what `supervise` raises."""
         run = self._run
         patient = replace(
             run.settings,
@@ -101,19 +98,7 @@ class RoundJobs:
         depth: int = 1,
     ) -> Rows:
         """Run one job in which all shards get the same ``state``; see `run` and `run_stage`."""
-        run = self._run
-
-        def stage(order: RoundOrder) -> Rows:
-            return run_stage(
-                run.table.df,
-                order,
-                state,
-                depth=depth,
-                channel=run.link.address(),
-                profile=run.slots.profile,
-            )
-
-        return self.run(part, work, stage)
+        return self.run(part, work, lambda order: run_stage(self._run, order, state, depth=depth))
 
     def encoded(self, state: Any) -> bytes:
         """A state that all shards share, as `train_or_evaluate` takes it."""

@@ -1,8 +1,7 @@
 """A round as a Spark job: a plain stage over the shard table, and a tree of stages that merge.
 
-Nothing here needs a barrier: Spark may run tasks one after the other, twice (speculation), or
-again after a loss. The state travels as a broadcast variable, and on Spark Connect, which has
-none, as a broadcast join.
+Spark may run tasks one after the other, twice, or again after a loss. The state travels as a
+broadcast variable, and on Spark Connect, which has none, as a broadcast join.
 """
 
 from __future__ import annotations
@@ -12,10 +11,11 @@ import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import reduce
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pyarrow as pa
 from pyspark import TaskContext
+from pyspark.core.broadcast import Broadcast
 from pyspark.errors import PythonException
 from pyspark.sql import DataFrame
 from pyspark.sql import functions as F
@@ -23,18 +23,13 @@ from pyspark.sql import functions as F
 from sparkdl.comm import file_chunks
 from sparkdl.comm.access import OF_DRIVER, Address
 from sparkdl.comm.channel import ChannelStorage
-from sparkdl.spark.cluster.link import Link
 from sparkdl.spark.frames.shard_table import parse_shards
+from sparkdl.spark.run.run import Run
 from sparkdl.spark.session.compat import is_connect
 from sparkdl.spark.session.failures import TaskLost, spark_message
 from sparkdl.worker import round_task
 from sparkdl.worker.population_member import pack_parts
 from sparkdl.worker.round_task import RoundOrder, RoundPlace
-
-if TYPE_CHECKING:
-    from pyspark.core.broadcast import Broadcast
-    from pyspark.resource import ResourceProfile
-
 
 Rows = list[tuple[int, str, bytes]]
 
@@ -123,33 +118,24 @@ def merge_states(payloads: Sequence[bytes]) -> tuple[float, Any]:
     return sum(weights), merge([part["state"] for part in parts], weights)
 
 
-def run_stage(
-    table: DataFrame,
-    order: RoundOrder,
-    state: bytes,
-    *,
-    depth: int,
-    channel: Address | None,
-    profile: ResourceProfile | None,
-) -> Rows:
+def run_stage(run: Run, order: RoundOrder, state: bytes, *, depth: int) -> Rows:
     """Run one round's job; raises TaskLost if a task cannot find its shard, or Spark's own errors.
 
     ``depth`` counts the levels of the tree that merges states; 1: the driver merges all of them.
-
-    Returns:
-        (shard id, kind, payload) of everything the tasks yielded, in the order of shards.
+    Returns what the tasks yielded, (shard id, kind, payload), in the order of shards.
     """
-    num_shards = order.plan.world_size
-    broadcast = None
-    if is_connect(table.sparkSession):
+    table, num_shards, broadcast = run.table.df, order.plan.world_size, None
+    if is_connect(run.spark):
         table = table.crossJoin(F.broadcast(_as_rows(table, state)))
     else:
-        broadcast = table.sparkSession.sparkContext.broadcast(state)
-    task = RoundTask(order=order, channel=channel, state=broadcast)
+        broadcast = run.spark.sparkContext.broadcast(state)
+    task = RoundTask(order=order, channel=run.link.address(), state=broadcast)
     try:
-        results = table.mapInArrow(task, file_chunks.RESULT_COLUMNS, profile=profile)
+        results = table.mapInArrow(task, file_chunks.RESULT_COLUMNS, profile=run.slots.profile)
         for num_groups in tree_levels(num_shards, depth):
-            results = _merged(results, num_shards, num_groups)
+            group = F.floor(F.col("rank") * num_groups / num_shards).cast("int").alias("group")
+            results = results.select("*", group).repartition(num_groups, "group")
+            results = results.mapInArrow(merge_groups, file_chunks.RESULT_COLUMNS)
         return collected(results)
     finally:
         if broadcast is not None:
@@ -175,12 +161,6 @@ def tree_levels(num_shards: int, depth: int) -> list[int]:
     return levels
 
 
-def _merged(results: DataFrame, num_shards: int, num_groups: int) -> DataFrame:
-    group = F.floor(F.col("rank") * num_groups / num_shards).cast("int").alias("group")
-    grouped = results.select("*", group).repartition(num_groups, "group")
-    return grouped.mapInArrow(merge_groups, file_chunks.RESULT_COLUMNS)
-
-
 def _as_rows(table: DataFrame, state: bytes) -> DataFrame:
     chunks = file_chunks.cut(state)
     columns = {
@@ -190,32 +170,24 @@ def _as_rows(table: DataFrame, state: bytes) -> DataFrame:
     return table.sparkSession.createDataFrame(pa.table(columns))
 
 
-def run_member_stage(
-    table: DataFrame,
-    order: RoundOrder,
-    parts: Mapping[int, Mapping[str, bytes]],
-    *,
-    link: Link,
-    profile: ResourceProfile | None,
-) -> Rows:
+def run_member_stage(run: Run, order: RoundOrder, parts: Mapping[int, Mapping[str, bytes]]) -> Rows:
     """As `run_stage`, but each shard trains the member that is sent to it.
 
     ``parts`` has the state of each shard's member, as `population_member.work` takes it; other
     shards have nothing to do.
     """
-    table = table.where(F.col("shard_id").isin(list(parts)))
-    if link.channel is None:
-        table = table.join(F.broadcast(_as_member_rows(table, parts)), "shard_id")
-        task = RoundTask(order=order, channel=None, state=None)
-        return collected(table.mapInArrow(task, file_chunks.RESULT_COLUMNS, profile=profile))
-    folder = f"{OF_DRIVER}/members-{order.run_id}-{order.attempt}"
-    try:
-        for shard_id, own in parts.items():
-            link.files.write(f"{folder}/{shard_id}", pack_parts(own))
-        task = RoundTask(order=order, channel=link.address(), state=folder)
-        return collected(table.mapInArrow(task, file_chunks.RESULT_COLUMNS, profile=profile))
-    finally:
-        link.files.remove(folder)
+    table, folder = run.table.df.where(F.col("shard_id").isin(list(parts))), None
+    with contextlib.ExitStack() as stack:
+        if run.link.channel is None:
+            table = table.join(F.broadcast(_as_member_rows(table, parts)), "shard_id")
+        else:
+            folder = f"{OF_DRIVER}/members-{order.run_id}-{order.attempt}"
+            stack.callback(run.link.files.remove, folder)
+            for shard_id, own in parts.items():
+                run.link.files.write(f"{folder}/{shard_id}", pack_parts(own))
+        task = RoundTask(order=order, channel=run.link.address(), state=folder)
+        columns = file_chunks.RESULT_COLUMNS
+        return collected(table.mapInArrow(task, columns, profile=run.slots.profile))
 
 
 def _as_member_rows(table: DataFrame, parts: Mapping[int, Mapping[str, bytes]]) -> DataFrame:

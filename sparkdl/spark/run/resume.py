@@ -189,6 +189,8 @@ class Attempts:
     """The checkpoint of each submission."""
     passed_over: set[str] = field(default_factory=set)
     """Checkpoints that workers could not read."""
+    limit: int | None = None
+    """Workers of the next submission, at most; None: as many as there are slots for."""
 
     def heal(self, failed: Attempt) -> None:
         """Mend what would make the next submission fail too."""
@@ -214,6 +216,8 @@ class Attempts:
             attempt.world_size = wait_again(
                 run.spark, run.slots, run.settings, attempt.restarts_left
             )
+            attempt.world_size = min(attempt.world_size, self.limit or attempt.world_size)
+            self.limit = None
         found = None if run.link.checkpoints is None else find(run.link.checkpoints)
         path = None if found is None else found.path
         self.begun_from.append(path)

@@ -1,8 +1,4 @@
-"""A Spark job in a thread of its own, so that its caller can look after it, and need not wait.
-
-pyspark's calls last as long as their jobs, and a job lasts for ever if a Python worker hangs, or if
-other jobs hold all slots.
-"""
+"""A Spark job in a thread of its own, so that its caller can look after it, and need not wait."""
 
 from __future__ import annotations
 
@@ -134,21 +130,16 @@ class BackgroundJob(Generic[T]):
     def watched(self, timeout_seconds: float, *, queue_seconds: float = math.inf) -> T:
         """Run it to its end; each of its tasks takes little time once it runs.
 
-        Args:
-            timeout_seconds: ``spark.sparkdl.startTimeout``, the longest time in which tasks run and
-                none of them ends.
-            queue_seconds: ``spark.sparkdl.queueTimeout``, the longest wait for the first task.
-
-        Raises:
-            ClusterError: one of these times is over.
-            Exception: what the work raised.
+        ``timeout_seconds`` (``spark.sparkdl.startTimeout``) is the longest time in which tasks run,
+        and none ends; ``queue_seconds`` (``spark.sparkdl.queueTimeout``) the longest wait for the
+        first one. Raises ClusterError when they are over, and what the work raised.
         """
         began = time.monotonic()
         try:
             self.begin()
             while not self.wait(_ASK_SECONDS):
                 silence, waited = self.progress.seconds_without(), time.monotonic() - began
-                if not self.progress.has_begun:
+                if not self.progress.num_begun:
                     self.check_queue(f"task of the job '{self._name}'", waited, queue_seconds)
                 if silence > timeout_seconds:
                     where = ", ".join(self.progress.hosts()) or "an executor"
@@ -200,22 +191,18 @@ class TaskProgress:
     """How the tasks of a tagged job get on, as Spark says it."""
 
     def __init__(self, spark: SparkSession, tag: str) -> None:
-        """Of jobs with this tag, which may not have begun."""
         self._spark = spark
         self._tag = tag
         self._told = 0, 0
         """What Spark Connect said last: tasks that run, and those that have ended."""
-        self.has_begun = False
-        """True once a task has run, as far as `seconds_without` has asked."""
+        self.num_begun = 0
+        """Tasks that run or have ended, as far as `seconds_without` has asked."""
         self._ended = -1
         self._since = self._asked = self._next = 0.0
 
     @contextlib.contextmanager
     def of_this_thread(self) -> Iterator[None]:
-        """Have Spark Connect, which does not answer such questions, say it of this thread's jobs.
-
-        It sends what is new every ``spark.connect.progress.reportInterval`` (2 s).
-        """
+        """Have Spark Connect tell of this thread's jobs; it does not answer questions."""
         if not compat.is_connect(self._spark):
             yield
             return
@@ -234,15 +221,12 @@ class TaskProgress:
             self._spark.removeProgressHandler(handler)
 
     def seconds_without(self) -> float:
-        """Seconds since a task has ended, or since the first began; 0 while none runs.
-
-        Spark is asked once a second, however often this is called.
-        """
+        """Seconds since a task has ended, or the first began; asks Spark once a second."""
         now = time.monotonic()
         if now >= self._next:
             self._asked, self._next = now, now + _ASK_SECONDS
             running, ended = self._tasks()
-            self.has_begun |= running + ended > 0
+            self.num_begun = max(self.num_begun, running + ended)
             if not running or ended != self._ended:
                 self._ended, self._since = ended, now
         return self._asked - self._since
@@ -285,8 +269,6 @@ _WAIT_SECONDS = 60.0
 
 def end_job(spark: SparkSession, tag: str, is_over: threading.Event) -> None:
     """Cancel what is tagged until it has ended, and wait for that, but no longer than a minute.
-
-    A user who is in a hurry need not wait that long. The cancelling goes on in the background.
 
     ``tag`` is that of `tag_jobs` in the thread that submits the job, which sets ``is_over``.
     """

@@ -52,11 +52,9 @@ def shares_console(spark: SparkSession) -> bool:
 def run_workers_here(spark: SparkSession) -> None:
     """In local mode, let Spark's workers run this program's Python if nobody has chosen one.
 
-    Spark takes the first ``python3`` of the PATH, which seldom has the packages.
-
-    Raises:
-        ClusterError: somebody has chosen one that is not there, or has not the packages. Spark
-            would write a hundred lines of stacks to the console.
+    Spark takes the first ``python3`` of the PATH, which seldom has the packages. Raises
+    ClusterError if one was chosen that is not there or has not the packages: Spark would write a
+    hundred lines of stacks to the console.
     """
     if not shares_console(spark):
         return
@@ -140,8 +138,7 @@ def driver_heap_bytes(spark: SparkSession) -> int | None:
 def driver_address(spark: SparkSession) -> tuple[str, str]:
     """Address to bind a server of the driver to, and the one that executors shall call.
 
-    On classic Spark these are Spark's own choice. A Spark Connect client takes the address of
-    the interface on which it talks to the Spark Connect server.
+    They are Spark's own choice, or the interface that talks to the Spark Connect server.
     """
     if is_connect(spark):
         client: Any = spark.client
@@ -168,8 +165,7 @@ def unbracketed(host: str) -> str:
 def described(spark: SparkSession, text: str) -> Iterator[None]:
     """Name the jobs and stages that this thread submits in the block, in Spark's own UI.
 
-    On classic Spark by description, which is that of before afterwards (the names of stages are
-    pyspark's, which overwrites them); on Spark Connect, which has none, by a tag.
+    On Spark Connect, which has no descriptions, by a tag.
     """
     if is_connect(spark):
         tag = text.replace(",", ";")
@@ -204,13 +200,10 @@ def tag_jobs(spark: SparkSession, tag: str) -> None:
 
 
 def thread_properties(spark: SparkSession) -> Callable[[], None]:
-    """What Spark knows of the calling thread: its job group, scheduler pool and tags of jobs.
+    """What Spark knows of the calling thread, to be given to another by a call of what is returned.
 
-    Without it, jobs from another thread are not ended by ``cancelJobGroup``, as notebook servers
-    call it, and run in another pool. Tags of sparkdl's own are left out: each work has its own.
-
-    Returns:
-        Called in another thread, it gives the same to that one.
+    Without job group, pool and tags, ``cancelJobGroup`` would not end jobs of another thread, as
+    notebook servers do. Tags of sparkdl's own are left out: each work has its own.
     """
     if is_connect(spark):
         own = _of_others(spark.getTags())

@@ -81,13 +81,8 @@ class TaskLost(Exception):
 def raise_unless_loss(error: Exception) -> None:
     """Return if a job failed for what starting it again may heal; else raise what the user sees.
 
-    Raises:
-        TrainingFailed: somebody cancelled the job.
-        DataError: files of the DataFrame's source cannot be read.
-        StorageError: a local disk of Spark's is full.
-        ClusterError: a task or the results of a job are larger than Spark allows, or a worker's
-            Python is not the driver's and lacks what a function of the user's needs.
-        Exception: ``error`` itself, if it would come again.
+    That is `TrainingFailed` if somebody cancelled it, an error of ours whose cause Spark names
+    (`_meant_by`), or the error itself, if it would come again.
     """
     found = _meant_by(error)
     if found is not None:
@@ -128,8 +123,7 @@ def has_crashed(error: Exception) -> bool:
 def is_loss(error: Exception) -> bool:
     """True if a job failed for what starting it again may heal, as far as its type shows.
 
-    Spark's errors have no common, documented base class. A barrier stage that fails, for
-    whatever reason, gives a bare ``Py4JJavaError`` or its Spark Connect counterpart.
+    A barrier stage that fails, for whatever reason, gives a bare ``Py4JJavaError``, or Connect's.
     """
     if isinstance(error, TaskLost):
         return True

@@ -117,7 +117,6 @@ class Interruptible:
 
     @property
     def _cleaning(self) -> str:
-        """Tag of what is submitted in order to clean up."""
         return f"{self._tag}-cleaning"
 
     def _call(self, what: Callable[[SparkSession, str], None], tag: str) -> None:
@@ -152,7 +151,6 @@ class Cleanup(contextlib.ExitStack):
     """An ExitStack whose closing is not interrupted; for use within `interruptible`."""
 
     def __exit__(self, *details: Any) -> bool | None:
-        """Close everything."""
         mine = _mine()
         if mine is not None:
             mine.end()
@@ -164,11 +162,8 @@ def interruptible(spark: SparkSession, checkpoint_dir: str | None = None) -> Ite
     """Let Ctrl-C cancel the Spark jobs of the block and, once they have ended, end the block.
 
     In the main thread the block then ends in KeyboardInterrupt; in others, which run fits for it,
-    in TrainingFailed. Cleaning up belongs into a `Cleanup` within.
-
-    Raises:
-        KeyboardInterrupt: the user wants it.
-        ClusterError: the session has ended.
+    in TrainingFailed. Cleaning up belongs into a `Cleanup` within. Raises ClusterError if the
+    session has ended.
     """
     raise_if_ended(spark)
     _await_interrupted()
@@ -284,11 +279,7 @@ def _on_signal(number: int, frame: FrameType | None) -> None:
 
 
 def _is_ours(frame: FrameType | None) -> bool:
-    """True if a block is being entered or left, which must be done as a whole.
-
-    What contextlib does in between is part of it: the block's own ``with`` has not begun by then,
-    or is over.
-    """
+    """True if a block is being entered or left, by us and contextlib: that is done as a whole."""
     if frame is not None and frame.f_globals.get("__name__") == contextlib.__name__:
         return True
     while frame is not None:

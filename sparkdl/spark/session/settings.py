@@ -1,8 +1,4 @@
-"""The Spark configuration entries of sparkdl, and their defaults.
-
-Operational settings are entries ``spark.sparkdl.*`` of the session rather than Params: they
-belong to a cluster, not to a model.
-"""
+"""The entries ``spark.sparkdl.*`` of the session: what belongs to a cluster, not to a model."""
 
 from __future__ import annotations
 
@@ -10,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, fields
 from typing import Any
 
+from sparkdl.config import require
 from sparkdl.errors import ConfigError
 
 CHANNEL_MODES = ("auto", "driver", "workers")
@@ -57,22 +54,14 @@ class Settings:
     """Packages whose code saved models may name, with commas between; see `serialization.trust`."""
 
     def __post_init__(self) -> None:
-        if self.channel not in CHANNEL_MODES:
-            raise ConfigError(
-                f"spark.sparkdl.channel must be one of {CHANNEL_MODES}; received {self.channel!r}"
-            )
+        is_mode = self.channel in CHANNEL_MODES
+        require(is_mode, f"spark.sparkdl.channel must be one of {CHANNEL_MODES}", self.channel)
         for one in fields(self):
-            seconds = getattr(self, one.name)
-            if one.name.endswith("_seconds") and not seconds > 0:
-                raise ConfigError(
-                    f"{one.metadata['entry']} must be a positive number of seconds; received "
-                    f"{seconds:g}"
-                )
-        if not 0 <= self.channel_port < 2**16:
-            raise ConfigError(
-                f"spark.sparkdl.channel.port must be a port number, or 0 for any; "
-                f"received {self.channel_port}"
-            )
+            value, rule = getattr(self, one.name), "must be a positive number of seconds"
+            if one.name.endswith("_seconds"):
+                require(value > 0, f"{one.metadata['entry']} {rule}", value)
+        rule = "spark.sparkdl.channel.port must be a port number, or 0 for any"
+        require(0 <= self.channel_port < 2**16, rule, self.channel_port)
 
 
 def read_settings(get: Callable[[str], str | None]) -> Settings:

@@ -25,20 +25,15 @@ _ASK_SECONDS = 1.0
 def working(
     spark: SparkSession, what: str, *, has_lines: bool = True
 ) -> AbstractContextManager[None]:
-    """Show what the block does, or waits for, and how many of Spark's tasks are done.
-
-    ``has_lines`` False: on a terminal and in a notebook only, and not in a file.
-    """
+    """Show what the block does, and how many of Spark's tasks are done; see `activity_view`."""
     return showing(what, partial(activity_view, has_lines=has_lines), StageProgress(spark))
 
 
 class StageProgress:
     """Asked four times a second while something of ours is on the screen.
 
-    Spark draws its bar over whatever stands in the terminal's last line, for each stage that takes
-    longer than half a second, unless a job has ended within that time. So it is told that one has:
-    nothing of the session is changed, and the user's own jobs have their bar again afterwards. In a
-    file, where nobody gains by it, the bar is ended for good.
+    Spark draws its bar over the terminal's last line unless a job has just ended. So it is told
+    that one has: nothing of the session is changed. In a file the bar is ended for good.
     """
 
     def __init__(self, spark: SparkSession) -> None:

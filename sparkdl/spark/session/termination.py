@@ -1,9 +1,7 @@
 """SIGTERM and SIGHUP end a driver, which says so and removes its runs' temporary folders first.
 
-That is how schedulers end a process, and terminals and lost ssh connections. Python ends without
-any cleaning up then, unless the program handles the signal itself, or ignores it, as under nohup;
-in that case nothing is changed here: its handler raises, and the runs clean up as after any
-exception, or it lets them go on.
+Python would end without any cleaning up. If the program handles or ignores the signal itself, as
+under nohup, nothing is changed here: its handler raises, and the runs clean up.
 """
 
 from __future__ import annotations
@@ -22,6 +20,8 @@ _SIGNALS = [
 ]  # Windows has no SIGHUP
 _folders: set[str] = set()
 """What is to be removed; of fits in all threads."""
+_names: list[str] = []
+"""What the process does, as its user calls it; the innermost comes last."""
 _TRIES = 5
 """A thread that writes may bring a folder back while it is removed."""
 
@@ -33,12 +33,31 @@ def removed_at_termination(folder: str) -> Iterator[None]:
     Signals belong to the main thread; a fit in another one is protected if the main thread is in
     such a block too, or has called `listen`.
     """
+    with _listening():
+        _folders.add(folder)
+        try:
+            yield
+        finally:
+            _folders.discard(folder)
+
+
+@contextlib.contextmanager
+def named_at_termination(what: str) -> Iterator[None]:
+    """Have the signals say that they have ended ``what``, such as a command, during the block."""
+    with _listening():
+        _names.append(what)
+        try:
+            yield
+        finally:
+            _names.remove(what)
+
+
+@contextlib.contextmanager
+def _listening() -> Iterator[None]:
     handled = listen()
-    _folders.add(folder)
     try:
         yield
     finally:
-        _folders.discard(folder)
         for number in handled:
             signal.signal(number, signal.SIG_DFL)
 
@@ -54,16 +73,16 @@ def listen() -> list[int]:
 
 
 def _on_signal(number: int, frame: FrameType | None) -> None:
-    for folder in list(_folders):
+    folders = list(_folders)
+    for folder in folders:
         for _ in range(_TRIES):
             shutil.rmtree(folder, ignore_errors=True)
             if not Path(folder).exists():
                 break
-    name = signal.Signals(number).name
+    said = f"{signal.Signals(number).name} has ended {_names[-1] if _names else 'this process'}"
+    said += "; its runs' temporary folders are gone" * bool(folders)
     # Not by print, in the middle of which the signal may have come.
     with contextlib.suppress(OSError):  # the terminal may be gone
-        os.write(
-            2, f"{name} has ended this process; its runs' temporary folders are gone\n".encode()
-        )
+        os.write(2, f"{said}\n".encode())
     signal.signal(number, signal.SIG_DFL)
     os.kill(os.getpid(), number)

@@ -14,7 +14,6 @@ from typing import Any, ClassVar
 import torch
 
 from sparkdl.comm.communicator import Communicator
-from sparkdl.comm.compression.compression import Shapes, count
 from sparkdl.config import require
 from sparkdl.errors import ConfigError
 from sparkdl.sync.asynchronous.batch_share import BatchShare
@@ -89,14 +88,6 @@ class AsyncSGD(SyncStrategy):
     def trains_apart(self) -> bool:
         return self.staleness_bound != 0
 
-    def bytes_per_step(self, shapes: Shapes, element_size: int, world_size: int) -> float | None:
-        """See `SyncStrategy.bytes_per_step`: gradients and weights, on the average over ranks.
-
-        Without what travels at the end of a round: one more pull, and the optimizer's state.
-        """
-        num_bytes = element_size * count(shapes)
-        return (1 + 1 / self.pull_period) * (world_size - 1) * num_bytes / world_size
-
     @classmethod
     def examples(cls) -> tuple[AsyncSGD, ...]:
         return cls(), cls(staleness_bound=4)
@@ -106,7 +97,8 @@ class AsyncSGD(SyncStrategy):
 
         Every rank serves a ``W``-th, so each way carries ``(W - 1) / W`` of the bytes in and as
         many out; the messages of a push start together. A push is answered before the pull is
-        sent, so the link is used in one direction at a time.
+        sent, so the link is used in one direction at a time. At the end of a round one more pull
+        travels, and the optimizer's state.
         """
         ways = 1 + 1 / self.pull_period
         sent = ways * (world_size - 1) / world_size * size.gradient_bytes

@@ -15,7 +15,6 @@ import torch
 from torch import nn
 
 from sparkdl.comm.communicator import Communicator, counting_anew
-from sparkdl.comm.compression.compression import Shapes, all_reduce_bytes, count
 from sparkdl.comm.topology.hierarchical import groups_of
 from sparkdl.comm.topology.shared_memory import NoSharedMemory, map_together
 from sparkdl.config import TrainConfig
@@ -23,7 +22,7 @@ from sparkdl.errors import ClusterError, ConfigError
 from sparkdl.sync.apart import ApartSynchronizer
 from sparkdl.sync.asynchronous.batch_share import BatchShare
 from sparkdl.sync.asynchronous.parameter_slices import check_learning_rates
-from sparkdl.sync.averaging.mean import SHARE_BYTES, MeanOfReplicas
+from sparkdl.sync.averaging.mean import MeanOfReplicas
 from sparkdl.sync.averaging.period import check_period
 from sparkdl.sync.exchange_pattern import ModelSize, Pattern
 from sparkdl.sync.strategy import Reduced, SetupArguments, SyncStrategy
@@ -61,13 +60,8 @@ class Hogwild(SyncStrategy):
                 "Hogwild shares weights in the CPU's memory; use device='cpu' or another strategy"
             )
 
-    def bytes_per_step(self, shapes: Shapes, element_size: int, world_size: int) -> float | None:
-        """See `SyncStrategy.bytes_per_step`; inside a node nothing is sent."""
-        sent = all_reduce_bytes(count(shapes) * element_size, world_size)
-        return (sent + SHARE_BYTES * (world_size - 1)) / self.averaging_period
-
     def pattern(self, size: ModelSize, world_size: int) -> Pattern:
-        """See `SyncStrategy.pattern`: a sum over machines, along a ring."""
+        """See `SyncStrategy.pattern`: a sum over machines, along a ring; none inside one."""
         return Pattern(
             num_bytes=size.gradient_bytes,
             period=self.averaging_period,

@@ -34,10 +34,6 @@ class _Part:
         on_cpu = [nn.Parameter(torch.empty_like(p, device="cpu")) for p in parameters]
         self._received = make_buckets(on_cpu, 1 << 62, zeros)
 
-    def outgoing(self) -> list[torch.Tensor]:
-        """The gradients, on the CPU."""
-        return [flat.cpu() for flat in flats(self.gradients.buckets)]
-
     def incoming(self) -> list[torch.Tensor]:
         """Where the weights are received."""
         return flats(self._received)
@@ -104,9 +100,16 @@ class SliceExchange:
         with self._own_failure_first():
             step = partial(self._step_with, push=push, is_pulling=is_pulling)
             futures = self._ask_others(step)
-            own = self._parts.get(self._comm.rank)
+            rank = self._comm.rank
+            own = self._parts.get(rank)
             if own is not None:
-                self._step_own(own, push, is_pulling)
+                if push is not None:
+                    inbox = self._served.inbox(rank)
+                    for box, bucket in zip(inbox, own.gradients.buckets, strict=True):
+                        box.flat.copy_(bucket.flat)
+                self._served.push(rank, push)
+                if is_pulling:
+                    own.load(self._served.pull(rank))
             self._wait(futures)
 
     def close_round(self) -> dict[str, Any]:
@@ -151,18 +154,9 @@ class SliceExchange:
                 where = SliceAddress(**json.loads(address))
                 self._links[rank] = SliceLink(where, comm.rank, comm.certificate)
 
-    def _step_own(self, own: _Part, push: Push | None, is_pulling: bool) -> None:
-        rank = self._comm.rank
-        if push is not None:
-            inbox = self._served.inbox(rank)
-            for box, bucket in zip(inbox, own.gradients.buckets, strict=True):
-                box.flat.copy_(bucket.flat)
-        self._served.push(rank, push)
-        if is_pulling:
-            own.load(self._served.pull(rank))
-
     def _step_with(self, link: SliceLink, part: _Part, push: Push | None, is_pulling: bool) -> None:
-        gradients = part.outgoing() if push is not None else []
+        buckets = part.gradients.buckets if push is not None else []
+        gradients = [flat.cpu() for flat in flats(buckets)]
         link.step(push, gradients, part.incoming() if is_pulling else [])
         if is_pulling:
             part.load()

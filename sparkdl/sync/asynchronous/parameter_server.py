@@ -92,11 +92,8 @@ class ServerSlice:
 
     A rank calls, per step, `push` after it has filled its `inbox` and then, if it wants, `pull`;
     and `close_round` when it is done with a round. Of the model's ``parameters``, those at
-    ``places`` are served; copies of them are taken.
-
-    Raises, from these methods:
-        CommunicationError: a rank has gone or is too late, or the optimizer has failed; see
-            `failure`.
+    ``places`` are served; copies of them are taken. CommunicationError, from these methods: a rank
+    has gone or is too late, or the optimizer has failed; see `failure`.
     """
 
     def __init__(
@@ -164,7 +161,10 @@ class ServerSlice:
                 self._pending[rank] = push
                 self._apply_together_if_complete()
             elif push is not None:
-                self._apply(rank, push)
+                if self._compensation is not None:
+                    old = self._outboxes[rank]
+                    self._compensation.apply(self._inboxes[rank], self._weights, old)
+                self._step(self._inboxes[rank], push.options, push.share)
             self._changed.notify_all()
 
     def pull(self, rank: int) -> list[Bucket]:
@@ -225,12 +225,6 @@ class ServerSlice:
                 else:
                     sums.flat.add_(summands.flat, alpha=share)
         self._step(self._inboxes[first], pushes[first].options, 1.0)
-
-    def _apply(self, rank: int, push: Push) -> None:
-        gradients = self._inboxes[rank]
-        if self._compensation is not None:
-            self._compensation.apply(gradients, self._weights, self._outboxes[rank])
-        self._step(gradients, push.options, push.share)
 
     def _step(self, gradients: Sequence[Bucket], options: Options, share: float) -> None:
         assert self._optimizer is not None

@@ -98,14 +98,9 @@ class Messages:
 class SliceServer:
     """Serves one slice, each other rank in a thread of its own.
 
-    Args:
-        served: the slice.
-        host: address to listen on, which the peers can reach.
-        certificate: what the ranks show, and this server too.
-        on_leave: is told of each rank whose connection has ended.
-
-    Raises:
-        ClusterError: the address is not this host's.
+    It listens at ``host``, which the peers can reach; ClusterError if that is not this host's
+    address. All ranks show the certificate, and this server too. ``on_leave`` is told of each rank
+    whose connection has ended.
     """
 
     def __init__(
@@ -173,7 +168,8 @@ class SliceServer:
         """Answer the requests of one rank, one after the other, until it has gone."""
         try:
             plain.settimeout(_SECRET_SECONDS)
-            with plain, self._encrypted(plain) as connection:
+            tls = self._tls.wrap_socket(plain, server_side=True, do_handshake_on_connect=False)
+            with plain, tls as connection:
                 self._connections.add(connection)
                 if self._is_stopped.is_set():
                     return
@@ -193,9 +189,6 @@ class SliceServer:
             logger.debug("a connection to this slice ended: %s", error)
         finally:
             self._connections.difference_update({c for c in self._connections if c.fileno() < 0})
-
-    def _encrypted(self, plain: socket.socket) -> ssl.SSLSocket:
-        return self._tls.wrap_socket(plain, server_side=True, do_handshake_on_connect=False)
 
     def _admitted(self, messages: Messages) -> int:
         """The rank that has connected; ConnectionAbortedError if it may not, or has before."""

@@ -21,11 +21,11 @@ from typing import Any
 import torch
 
 from sparkdl.comm.communicator import Communicator
-from sparkdl.comm.compression.compression import Shapes, count
+from sparkdl.comm.compression.compression import count
 from sparkdl.sync.apart import ApartSynchronizer
 from sparkdl.sync.averaging.mean import by_kind, fill, flat_of
 from sparkdl.sync.averaging.period import check_period
-from sparkdl.sync.exchange_pattern import ModelSize, Pattern
+from sparkdl.sync.exchange_pattern import ModelSize, Pattern, ring_bytes
 from sparkdl.sync.strategy import SetupArguments, SyncStrategy
 
 VANISHING = torch.finfo(torch.float64).tiny ** 0.5
@@ -57,20 +57,19 @@ class Adasum(SyncStrategy):
             "be run again"
         )
 
-    def bytes_per_step(self, shapes: Shapes, element_size: int, world_size: int) -> float | None:
-        """See `SyncStrategy.bytes_per_step`; the mean over ranks, if these are no power of two."""
-        numel = count(shapes)
-        levels, size, num_extra = _tree(world_size)
-        halved = 2 * element_size * (_padded(numel, size) - _padded(numel, size) // size)
-        products = _PRODUCTS_BYTES * len(shapes) * (levels * (levels + 1) // 2)
-        sent = size * (halved + products) + num_extra * 2 * element_size * numel
-        return sent / world_size / self.averaging_period
-
     def pattern(self, size: ModelSize, world_size: int) -> Pattern:
-        pattern = super().pattern(size, world_size)
-        assert pattern.wire_ratio is not None
-        ratio = pattern.wire_ratio * self.averaging_period if world_size > 1 else 1.0
-        return replace(pattern, period=self.averaging_period, wire_ratio=ratio)
+        """See `SyncStrategy.pattern`; bytes are means over ranks, if these are no power of two."""
+        pattern = replace(super().pattern(size, world_size), period=self.averaging_period)
+        plain = ring_bytes(size.gradient_bytes, world_size)
+        if not plain:
+            return pattern
+        numel = count(size.shapes)
+        levels, in_tree, num_extra = _tree(world_size)
+        padded = _padded(numel, in_tree)
+        halved = 2 * size.element_size * (padded - padded // in_tree)
+        products = _PRODUCTS_BYTES * len(size.shapes) * (levels * (levels + 1) // 2)
+        sent = in_tree * (halved + products) + num_extra * 2 * size.element_size * numel
+        return replace(pattern, wire_ratio=sent / world_size / plain)
 
     def setup(self, *setup: *SetupArguments) -> AdasumSynchronizer:
         return AdasumSynchronizer(*setup, period=self.averaging_period)
@@ -95,22 +94,19 @@ class AdasumSynchronizer(ApartSynchronizer):
         self.close_round()
         return True
 
+    @torch.no_grad()
     def close_round(self) -> None:
-        if self.round_steps and self._comm.world_size > 1:
-            self._agree()
+        if self.round_steps and self._anchors:
+            for parameters, anchor in zip(self._kinds, self._anchors, strict=True):
+                moved = flat_of(parameters).sub_(anchor)
+                combine(moved, [parameter.numel() for parameter in parameters], self._comm)
+                anchor += moved
+                fill(parameters, anchor)
         super().close_round()
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Begin a round where the model, which was restored before, is."""
         self._set_anchors()
-
-    @torch.no_grad()
-    def _agree(self) -> None:
-        for parameters, anchor in zip(self._kinds, self._anchors, strict=True):
-            moved = flat_of(parameters).sub_(anchor)
-            combine(moved, [parameter.numel() for parameter in parameters], self._comm)
-            anchor += moved
-            fill(parameters, anchor)
 
     def _set_anchors(self) -> None:
         if self._comm.world_size > 1:

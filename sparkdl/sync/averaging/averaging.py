@@ -9,18 +9,16 @@ what an `OuterRule` makes of it.
 from __future__ import annotations
 
 import time
-from abc import abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Literal, get_args
 
 import torch
 
-from sparkdl.comm.compression.compression import Shapes
 from sparkdl.config import require
 from sparkdl.storage.stateful import Stateful
 from sparkdl.sync.apart import ApartSynchronizer
-from sparkdl.sync.averaging.mean import SHARE_BYTES, MeanOfReplicas
+from sparkdl.sync.averaging.mean import MeanOfReplicas
 from sparkdl.sync.averaging.outer_step import OuterRule
 from sparkdl.sync.averaging.period import FixedPeriod, Period, RoundReport
 from sparkdl.sync.collective import CollectiveStrategy
@@ -37,6 +35,8 @@ class AveragingStrategy(CollectiveStrategy):
     """Base of strategies whose replicas train apart in rounds and then take their mean."""
 
     trains_apart = True
+    averaging_period: Any
+    """Steps of a round, or how these follow."""
 
     @property
     def weighting(self) -> Weighting:
@@ -63,21 +63,13 @@ class AveragingStrategy(CollectiveStrategy):
             )
         return None
 
-    @abstractmethod
     def make_period(self) -> Period:
         """The lengths of rounds."""
+        return FixedPeriod(self.averaging_period)
 
     def make_outer(self, world_size: int) -> OuterRule | None:
         """What follows the mean; None: nothing."""
         return None
-
-    def bytes_per_step(self, shapes: Shapes, element_size: int, world_size: int) -> float | None:
-        """See `SyncStrategy.bytes_per_step`: of full rounds, without optimizer and buffers."""
-        period = self.make_period()
-        sent = self.exchange_bytes(shapes, element_size, world_size)
-        if sent is None or not isinstance(period, FixedPeriod):
-            return None
-        return (sent + SHARE_BYTES * (world_size - 1)) / period.steps(0)
 
     def pattern(self, size: ModelSize, world_size: int) -> Pattern:
         """See `SyncStrategy.pattern`: once a round weights, buffers and averaged optimizers."""

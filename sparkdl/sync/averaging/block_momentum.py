@@ -14,7 +14,7 @@ import torch
 from sparkdl.config import require
 from sparkdl.sync.averaging.averaging import AveragingStrategy, OptimizerState, check_choices
 from sparkdl.sync.averaging.outer_step import MomentumRule, OuterRule
-from sparkdl.sync.averaging.period import FixedPeriod, Period, check_period
+from sparkdl.sync.averaging.period import check_period
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,9 +46,6 @@ class BlockMomentum(AveragingStrategy):
         require(0 <= (momentum or 0) < 1, "block_momentum must be in [0, 1)", momentum)
         require(rate > 0, "block_learning_rate must be positive", rate)
         check_choices(optimizer_state=self.optimizer_state)
-
-    def make_period(self) -> Period:
-        return FixedPeriod(self.averaging_period)
 
     def make_outer(self, world_size: int) -> OuterRule:
         momentum = self.block_momentum

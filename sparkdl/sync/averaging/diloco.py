@@ -24,9 +24,9 @@ from sparkdl.errors import ConfigError
 from sparkdl.storage.stateful import Stateful
 from sparkdl.sync.apart import OwnWeightsSynchronizer
 from sparkdl.sync.averaging.averaging import AveragingStrategy, OptimizerState
-from sparkdl.sync.averaging.mean import SHARE_BYTES, MeanOfReplicas
+from sparkdl.sync.averaging.mean import MeanOfReplicas
 from sparkdl.sync.averaging.outer_step import OuterOptimizer
-from sparkdl.sync.averaging.period import FixedPeriod, Period, check_period
+from sparkdl.sync.averaging.period import check_period
 from sparkdl.sync.gradient_buckets import Changes
 from sparkdl.sync.strategy import SetupArguments, Synchronizer
 
@@ -95,9 +95,6 @@ class DiLoCo(AveragingStrategy):
         """Whether there are no rounds that all weights share."""
         return self.num_fragments > 1 or self.overlap_steps > 0 or self.kept > 0
 
-    def make_period(self) -> Period:
-        return FixedPeriod(self.averaging_period)
-
     def make_outer(self, world_size: int) -> OuterOptimizer:
         options = self.outer_params
         if options is None:
@@ -107,17 +104,9 @@ class DiLoCo(AveragingStrategy):
             raise ConfigError("outer_params holds 'lr'; set outer_learning_rate instead")
         return OuterOptimizer(self.outer_optimizer, {"lr": self.outer_learning_rate, **options})
 
-    def bytes_per_step(self, shapes: Shapes, element_size: int, world_size: int) -> float | None:
-        """See `SyncStrategy.bytes_per_step`: without what an epoch's end or a checkpoint sends."""
-        if not self.is_streaming:
-            return super().bytes_per_step(shapes, element_size, world_size)
-        sent = 0
-        for places in fragments_of(shapes, self.num_fragments):
-            some = self.exchange_bytes([shapes[i] for i in places], element_size, world_size)
-            if some is None:
-                return None
-            sent += some + SHARE_BYTES * (world_size - 1)
-        return sent / self.averaging_period
+    def messages(self, shapes: Shapes, element_size: int) -> Sequence[Shapes]:
+        fragments = fragments_of(shapes, self.num_fragments)
+        return [[shapes[place] for place in places] for places in fragments]
 
     def setup(self, *setup: *SetupArguments) -> Synchronizer:
         """See `SyncStrategy.setup`; ConfigError if the model has fewer layers than fragments."""

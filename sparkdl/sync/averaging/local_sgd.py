@@ -16,7 +16,6 @@ from sparkdl.comm.communicator import Communicator
 from sparkdl.comm.topology import arrange
 from sparkdl.comm.topology.hierarchical import ranks_by_node
 from sparkdl.config import require
-from sparkdl.errors import ConfigError
 from sparkdl.sync.averaging.averaging import (
     AveragingStrategy,
     AveragingSynchronizer,
@@ -61,11 +60,8 @@ class LocalSGD(AveragingStrategy):
         else:
             check_period(inside)
             check_period(between)
-            if int(between) % inside:
-                raise ConfigError(
-                    "averaging_period between nodes must be a multiple of that inside a node; "
-                    f"received {self.averaging_period!r}"
-                )
+            rule = "averaging_period between nodes must be a multiple of that inside a node"
+            require(int(between) % inside == 0, rule, self.averaging_period)
         check_period(self.first_period, name="first_period")
         require(self.warmup_steps >= 0, "warmup_steps must not be negative", self.warmup_steps)
         check_choices(optimizer_state=self.optimizer_state)
@@ -75,11 +71,8 @@ class LocalSGD(AveragingStrategy):
         period: Any = self.averaging_period
         if not isinstance(period, tuple):
             return None, period
-        if len(period) != 2:
-            raise ConfigError(
-                "averaging_period must be one number of steps or two (inside a node, between "
-                f"nodes); received {period!r}"
-            )
+        rule = "averaging_period must be one number of steps or two (inside a node, between nodes)"
+        require(len(period) == 2, rule, period)
         return period[0], period[1]
 
     def why_not_rounds(self) -> str | None:

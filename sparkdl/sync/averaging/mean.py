@@ -16,10 +16,6 @@ from torch import nn
 from sparkdl.comm.communicator import Communicator
 from sparkdl.sync.frozen_layers import moving_buffers
 
-SHARE_BYTES = 24
-"""What a rank tells each other one before a mean: its weight, whether its optimizer has a state,
-and its learning rate."""
-
 _PIECE = 1 << 16
 """Numbers that are summed at a time: their float64 sums stay in the cache."""
 STEP = "step"
@@ -149,17 +145,12 @@ def by_kind(tensors: Sequence[torch.Tensor]) -> list[list[torch.Tensor]]:
 def merge(states: Sequence[Any], weights: Sequence[float]) -> Any:
     """Weighted mean of ``states``, taken in their order; the inputs stay as they are.
 
-    Floating tensors become their weighted mean, formed in float64 and kept in their own dtype. A
-    number called ``step`` becomes the largest. Integer tensors, such as BatchNorm's count of
-    batches, and everything else that is no tensor, are those of the first state with a positive
-    weight. Keys that a state lacks (an optimizer that never stepped) count for the others only.
-
-    Args:
-        states: trees of dicts, lists and tuples, of equal shape but for missing keys.
-        weights: one per state, not negative, such as the numbers of samples they have seen.
-
-    Raises:
-        ValueError: no weight is positive.
+    They are trees of dicts, lists and tuples, of equal shape but for missing keys. Floating tensors
+    become their weighted mean, formed in float64 and kept in their own dtype. A number called
+    ``step`` becomes the largest. Integer tensors, such as BatchNorm's count of batches, and
+    everything else that is no tensor, are those of the first state with a positive weight. Keys
+    that a state lacks (an optimizer that never stepped) count for the others only. ValueError if no
+    weight is positive.
     """
     kept = [(s, w) for s, w in zip(states, weights, strict=True) if w > 0]
     if not kept:

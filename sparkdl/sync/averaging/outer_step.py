@@ -36,10 +36,9 @@ class OuterRule(Stateful, ABC):
     ) -> None:
         """Overwrite ``mean`` with the parameters that begin the next round.
 
-        Args:
-            anchor: the trained parameters when the round began; left as they are.
-            mean: the mean of the replicas' parameters at its end.
-            learning_rate: that of the replicas' optimizers at the end of the round.
+        ``anchor`` are the trained parameters when the round began, which are left as they are,
+        ``mean`` is the mean of the replicas' at its end, and ``learning_rate`` that of their
+        optimizers then.
         """
 
 
@@ -71,9 +70,7 @@ class OuterOptimizer(OuterRule):
     """An optimizer of torch, stepped once a round with ``anchor - mean`` as the gradient.
 
     Its ``name`` is that of a class of ``torch.optim`` that works step by step, in any case.
-
-    Raises:
-        ConfigError: there is no such optimizer, or it refuses the options.
+    ConfigError if there is no such optimizer, or it refuses the options.
     """
 
     def __init__(self, name: str, options: Mapping[str, Any]) -> None:

@@ -12,7 +12,7 @@ from sparkdl.sync.averaging.averaging import (
     Weighting,
     check_choices,
 )
-from sparkdl.sync.averaging.period import AutoPeriod, FixedPeriod, Period, check_period
+from sparkdl.sync.averaging.period import AutoPeriod, Period, check_period
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,6 +63,5 @@ class ParameterAveraging(AveragingStrategy):
         return (cls(averaging_period="auto"),)
 
     def make_period(self) -> Period:
-        if self.averaging_period == "auto":
-            return AutoPeriod(share=self.target_share)
-        return FixedPeriod(self.averaging_period)
+        is_auto = self.averaging_period == "auto"
+        return AutoPeriod(share=self.target_share) if is_auto else super().make_period()

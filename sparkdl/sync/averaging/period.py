@@ -63,11 +63,8 @@ class AutoPeriod(Period):
 
     The rule of H2O's Deep Learning (``target_ratio_comm_to_comp``): with ``m`` the seconds that
     agreeing takes and ``s`` those of a step, a round of ``m (1 / share - 1) / s`` steps spends
-    ``share`` of its time on agreeing. Both are smoothed over rounds; a round at most doubles or
-    halves the length of the one before.
-
-    Args:
-        share: the part of a round's time that agreeing may take, in (0, 1).
+    ``share``, in (0, 1), of its time on agreeing. Both are smoothed over rounds; a round at most
+    doubles or halves the length of the one before.
     """
 
     needs_report = True
@@ -94,15 +91,11 @@ class AdaptivePeriod(Period):
     """Fewer steps as the loss falls, more as the learning rate does (AdaComm).
 
     With loss ``F`` and learning rate ``h`` of a round, ``F0`` and ``h0`` of the first one, and
-    ``H0`` the first one's length, the next round has ``floor(sqrt(h0 / h * F / F0 * H0))`` steps:
-    the rule of Wang & Joshi, "Adaptive Communication Strategies to Achieve the Best
+    ``H0`` (``first``) the length of that, the next one has ``floor(sqrt(h0 / h * F / F0 * H0))``
+    steps: the rule of Wang & Joshi, "Adaptive Communication Strategies to Achieve the Best
     Error-Runtime Trade-off in Local-Update SGD", MLSys 2019, as PaddlePaddle's adaptive local SGD
-    has it, with ``H0`` under the root.
-
-    A round whose loss or learning rate is not positive changes nothing.
-
-    Args:
-        first: steps of the first round.
+    has it, with ``H0`` under the root. A round whose loss or learning rate is not positive changes
+    nothing.
     """
 
     needs_report = True

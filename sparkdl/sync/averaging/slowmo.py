@@ -15,7 +15,7 @@ from sparkdl.config import require
 from sparkdl.errors import ConfigError
 from sparkdl.sync.averaging.averaging import AveragingStrategy, OptimizerState, check_choices
 from sparkdl.sync.averaging.outer_step import MomentumRule, OuterRule
-from sparkdl.sync.averaging.period import FixedPeriod, Period, check_period
+from sparkdl.sync.averaging.period import check_period
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,9 +43,6 @@ class SlowMo(AveragingStrategy):
         require(0 <= momentum < 1, "slow_momentum must be in [0, 1)", momentum)
         require(rate > 0, "slow_learning_rate must be positive", rate)
         check_choices(optimizer_state=self.optimizer_state)
-
-    def make_period(self) -> Period:
-        return FixedPeriod(self.averaging_period)
 
     def make_outer(self, world_size: int) -> OuterRule:
         return SlowMoRule(self.slow_momentum, self.slow_learning_rate)

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
-from sparkdl.comm.compression.compression import Shapes, all_reduce_bytes
+from sparkdl.comm.compression.compression import Shapes
 from sparkdl.config import TrainConfig, require
 from sparkdl.errors import ConfigError
 from sparkdl.sync.collective import CollectiveStrategy
@@ -90,20 +90,8 @@ class AllReduce(CollectiveStrategy):
             return None
         return tuple(share / sum(self.work_shares) for share in self.work_shares)
 
-    def bytes_per_step(self, shapes: Shapes, element_size: int, world_size: int) -> float | None:
-        """See `SyncStrategy.bytes_per_step`: a ring's or the compression's, and the step's sums.
-
-        With backup workers it depends on time how often the ranks ask each other who is ready.
-        """
-        if self.num_backup_workers:
-            return None
-        sent = [
-            self.exchange_bytes(bucket, element_size, world_size)
-            for bucket in bucket_shapes(shapes, element_size, self.bucket_bytes)
-        ]
-        if any(number is None for number in sent):
-            return None
-        return sum(filter(None, sent)) + all_reduce_bytes(16, world_size)
+    def messages(self, shapes: Shapes, element_size: int) -> Sequence[Shapes]:
+        return bucket_shapes(shapes, element_size, self.bucket_bytes)
 
     @classmethod
     def examples(cls) -> tuple[AllReduce, ...]:
@@ -112,7 +100,7 @@ class AllReduce(CollectiveStrategy):
     def pattern(self, size: ModelSize, world_size: int) -> Pattern:
         """See `SyncStrategy.pattern`: in buckets, of which the last one cannot be hidden."""
         pattern = super().pattern(size, world_size)
-        buckets = bucket_shapes(size.shapes, size.element_size, self.bucket_bytes)
+        buckets = self.messages(size.shapes, size.element_size)
         last = size.element_size * sum(map(math.prod, buckets[-1])) if buckets else 0
         hidden = 1.0 if self.double_buffering else 1 - last / max(1, size.gradient_bytes)
         return replace(

@@ -186,8 +186,7 @@ class StepThread(threading.Thread):
     def contribute(self, readiness: Readiness, sums: torch.Tensor) -> ConcludedStep:
         """Give this rank's part of the next step, from the buckets, and get what came of the step.
 
-        Raises:
-            CommunicationError: a peer was lost, or has left.
+        CommunicationError if a peer was lost, or has left.
         """
         with self._changed:
             if not self._results:

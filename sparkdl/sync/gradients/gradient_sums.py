@@ -41,7 +41,11 @@ class AllReduceSynchronizer(Synchronizer):
         self._is_syncing = True
         self._hooks: list[torch.utils.hooks.RemovableHandle] = []
         if self.sends_early and comm.world_size > 1:
-            self._attach_hooks()
+            for bucket in self._buckets:
+                for parameter in bucket.parameters:
+                    hook = partial(self._gradient_is_ready, bucket)
+                    handle = parameter.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
+                    self._hooks.append(handle)
 
     @property
     def bytes_sent(self) -> int:
@@ -103,13 +107,6 @@ class AllReduceSynchronizer(Synchronizer):
             hook.remove()
         self._hooks.clear()
         self._gradients.release()
-
-    def _attach_hooks(self) -> None:
-        for bucket in self._buckets:
-            for parameter in bucket.parameters:
-                hook = partial(self._gradient_is_ready, bucket)
-                handle = parameter.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
-                self._hooks.append(handle)
 
     def _gradient_is_ready(self, bucket: Bucket, parameter: torch.Tensor) -> None:
         if not self._is_syncing:

@@ -11,7 +11,6 @@ from typing import ClassVar
 
 import torch
 
-from sparkdl.comm.compression.compression import Shapes
 from sparkdl.config import TrainConfig, require
 from sparkdl.errors import ConfigError
 from sparkdl.sync.apart import OWN_WEIGHTS, OwnWeightsSynchronizer
@@ -62,10 +61,6 @@ class ElasticAveraging(CollectiveStrategy):
     def elasticity_of(self, world_size: int) -> float:
         """What ``elasticity`` means in a gang of ``world_size``."""
         return PAPERS_BETA / world_size if self.elasticity is None else self.elasticity
-
-    def bytes_per_step(self, shapes: Shapes, element_size: int, world_size: int) -> float | None:
-        sent = self.exchange_bytes(shapes, element_size, world_size)
-        return None if sent is None else sent / self.averaging_period
 
     def pattern(self, size: ModelSize, world_size: int) -> Pattern:
         return replace(super().pattern(size, world_size), period=self.averaging_period)

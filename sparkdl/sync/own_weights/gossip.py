@@ -14,15 +14,11 @@ from typing import ClassVar
 import numpy as np
 import torch
 
-from sparkdl.comm.compression.compression import Shapes, count
 from sparkdl.config import require
 from sparkdl.sync.apart import OWN_WEIGHTS, OwnWeightsSynchronizer
 from sparkdl.sync.averaging.mean import MeanOfReplicas, by_kind, fill, flat_of
 from sparkdl.sync.exchange_pattern import ModelSize, Pattern
 from sparkdl.sync.strategy import SetupArguments, SyncStrategy
-
-WEIGHT_BYTES = 8
-"""What a peer says of its weight."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,26 +53,19 @@ class Gossip(SyncStrategy):
         pairs = zip(order[0::2], order[1::2], strict=False)  # an odd one out stays alone
         return [pair for pair, does in zip(pairs, meets.tolist(), strict=True) if does]
 
-    def bytes_per_step(self, shapes: Shapes, element_size: int, world_size: int) -> float | None:
-        """See `SyncStrategy.bytes_per_step`: the expected value over draws and ranks.
-
-        The whole model travels once more when an epoch ends or a checkpoint is written.
-        """
-        num_bytes = element_size * count(shapes)
-        met = self.probability * 2 * (world_size // 2) / world_size
-        return met * (num_bytes + WEIGHT_BYTES)
-
     def pattern(self, size: ModelSize, world_size: int) -> Pattern:
-        """See `SyncStrategy.pattern`: now and then a message to one other rank."""
-        num_bytes = size.gradient_bytes
+        """See `SyncStrategy.pattern`: now and then a message to one other rank.
+
+        Besides, the whole model travels when an epoch ends or a checkpoint is written.
+        """
         return Pattern(
             kind="messages",
-            num_bytes=num_bytes,
+            num_bytes=size.gradient_bytes,
             period=1 / self.probability,
             copies=3,
             latency_rounds=1,
-            exchanged_bytes=num_bytes,
-            sent_bytes=2 * (world_size // 2) / world_size * num_bytes,
+            exchanged_bytes=size.gradient_bytes,
+            sent_bytes=2 * (world_size // 2) / world_size * size.gradient_bytes,
             in_pairs=True,
         )
 

@@ -20,12 +20,9 @@ _SCHEDULED = ("base_lrs", "_last_lr", "max_lrs", "_full_rates")
 
 
 def first_values(optimizer: torch.optim.Optimizer, names: Iterable[str]) -> dict[str, float]:
-    """The numbers that the first parameter group has under ``names``.
+    """The numbers ``names`` of the first parameter group; ConfigError if it lacks one.
 
     The learning rate is that which a schedule starts from.
-
-    Raises:
-        ConfigError: there is no such number.
     """
     return {name: _first_value(optimizer, name) for name in names}
 
@@ -36,10 +33,7 @@ def set_values(
     """Give the first parameter group ``values``; those that it has already change nothing.
 
     Other groups keep their proportion to the first; if that has 0, they get the same value. A
-    schedule keeps its shape and its place in it.
-
-    Raises:
-        ConfigError: there is no such number.
+    schedule keeps its shape and its place in it. ConfigError if there is no such number.
     """
     for name, value in values.items():
         before = _first_value(optimizer, name)
@@ -54,26 +48,17 @@ def set_values(
                     is_base = key == base and group[key] == before
                     group[key] = value if is_base or factor is None else group[key] * factor
         if name == LEARNING_RATE and scheduler is not None and factor is not None:
-            scheduler.load_state_dict(_scaled(scheduler.state_dict(), factor))
+            scheduler.load_state_dict(rescaled(scheduler.state_dict(), factor))
 
 
 def set_present_rate(
     groups: list[dict[str, Any]], rate: float, *, is_scheduled: bool
 ) -> float | None:
-    """Give the first parameter group the learning rate ``rate`` now.
+    """Give the first of an optimizer's parameter groups, or its state's, the learning rate now.
 
-    Other groups keep their proportion to it; if it was 0, they get the same.
-
-    Args:
-        groups: an optimizer's, or those of its state.
-        rate: the learning rate.
-        is_scheduled: True if a schedule goes on from there; see `rescaled`.
-
-    Returns:
-        By what the rates of the schedule must be multiplied; None if there is none, and it was 0.
-
-    Raises:
-        ConfigError: there is no learning rate, or a schedule has set it to 0.
+    Other groups keep their proportion to it; if it was 0, they get the same. The result is by what
+    the rates of a schedule that goes on from there must be multiplied (see `rescaled`); None if it
+    was 0. ConfigError if there is no learning rate, or a schedule has set it to 0.
     """
     before = groups[0].get("lr")
     if not isinstance(before, int | float):
@@ -92,11 +77,17 @@ def set_present_rate(
     return factor
 
 
-def rescaled(schedule: dict[str, Any], factor: float | None) -> dict[str, Any]:
-    """A schedule's state, after its rates were multiplied by what `set_present_rate` gave."""
+def rescaled(state: Any, factor: float | None) -> Any:
+    """A schedule's state, and those of schedules in it, with rates times a factor of the above."""
     assert factor is not None, "refused by set_present_rate"
-    scaled: dict[str, Any] = _scaled(schedule, factor)
-    return scaled
+    if isinstance(state, list):
+        return [rescaled(item, factor) for item in state]
+    if not isinstance(state, dict):
+        return state
+    return {
+        key: [rate * factor for rate in value] if key in _SCHEDULED else rescaled(value, factor)
+        for key, value in state.items()
+    }
 
 
 def _first_value(optimizer: torch.optim.Optimizer, name: str) -> float:
@@ -117,15 +108,3 @@ def _key(optimizer: torch.optim.Optimizer, name: str) -> str:
         return name
     # A schedule keeps the rate that it started from there, and multiplies it.
     return "initial_lr" if "initial_lr" in optimizer.param_groups[0] else "lr"
-
-
-def _scaled(state: Any, factor: float) -> Any:
-    """A schedule's state, with those of the schedules in it, whose rates are multiplied."""
-    if isinstance(state, list):
-        return [_scaled(item, factor) for item in state]
-    if not isinstance(state, dict):
-        return state
-    return {
-        key: [rate * factor for rate in value] if key in _SCHEDULED else _scaled(value, factor)
-        for key, value in state.items()
-    }

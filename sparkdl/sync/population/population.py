@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, NoReturn
 
 import numpy as np
 
-from sparkdl.config import Mode, TrainConfig, direction
+from sparkdl.config import Mode, TrainConfig, direction, require
 from sparkdl.data.plan import Shard, TrainPlan, steps_per_epoch
 from sparkdl.errors import ConfigError, DataError
 from sparkdl.sync.averaging.period import check_period
@@ -78,10 +78,8 @@ class Competition(PopulationStrategy):
         direction(self.monitor, self.mode)
         for name, mutation in self.mutations.items():
             _check_mutation(name, mutation)
-        if not 0 < self.holdout_fraction <= 0.5:
-            raise ConfigError(
-                f"holdout_fraction must be in (0, 0.5]; received {self.holdout_fraction}"
-            )
+        fraction = self.holdout_fraction
+        require(0 < fraction <= 0.5, "holdout_fraction must be in (0, 0.5]", fraction)
 
     def check(self, config: TrainConfig, world_size: int) -> None:
         super().check(config, world_size)
@@ -100,11 +98,7 @@ class Competition(PopulationStrategy):
         self.domains(first_values(optimizer, self.mutations))
 
     def cost(self, record: Mapping[str, float]) -> float:
-        """What is to be small, of what was measured of a member.
-
-        Raises:
-            ConfigError: it was not measured.
-        """
+        """What is to be small, of what was measured of a member; ConfigError if it was not."""
         if self.monitor not in record:
             raise ConfigError(
                 f"{type(self).__name__} judges by {self.monitor!r}, which is not measured; "
@@ -114,11 +108,7 @@ class Competition(PopulationStrategy):
         return value if direction(self.monitor, self.mode) == "min" else -value
 
     def domains(self, own: Mapping[str, float]) -> dict[str, Range | Sequence[float]]:
-        """Hyperparameter -> its values, given the user's own.
-
-        Raises:
-            ConfigError: there is nothing around an own value of zero.
-        """
+        """Hyperparameter -> its values, given the user's own; ConfigError for `Around` zero."""
         return {
             name: values.range_of(own[name], name) if isinstance(values, Around) else values
             for name, values in self.mutations.items()
@@ -160,11 +150,7 @@ class Competition(PopulationStrategy):
     def setup(
         self, model: nn.Module, make_optimizer: MakeOptimizer, comm: Communicator
     ) -> NoReturn:
-        """Refuse; see `why_not_gang`.
-
-        Raises:
-            ConfigError: always.
-        """
+        """Refuse by a ConfigError; see `why_not_gang`."""
         raise ConfigError(f"{type(self).__name__} does not run in a gang: {self.why_not_gang()}")
 
 
@@ -204,11 +190,9 @@ def _check_mutation(name: str, mutation: Any) -> None:
     if isinstance(mutation, Range | Around):
         return
     is_list = isinstance(mutation, Sequence) and not isinstance(mutation, str)
-    if not (is_list and mutation and all(is_number(value) for value in mutation)):
-        raise ConfigError(
-            f"mutations['{name}'] must be a Range, an Around or a list of numbers; received "
-            f"{mutation!r}"
-        )
+    is_right = bool(is_list and mutation and all(is_number(value) for value in mutation))
+    rule = f"mutations['{name}'] must be a Range, an Around or a list of numbers"
+    require(is_right, rule, mutation)
 
 
 def is_number(value: Any) -> bool:

@@ -9,12 +9,11 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 import numpy as np
 
+from sparkdl.config import require
 from sparkdl.data.plan import TrainPlan
-from sparkdl.errors import ConfigError
 from sparkdl.sync.population.population import (
     Competition,
     best_first,
@@ -27,10 +26,6 @@ from sparkdl.sync.population.ranges import Around, Mutation, Range
 
 # Purposes of the draws, so that they differ from each other.
 _EXPLOIT, _EXPLORE = 3, 4
-
-
-def _around_learning_rate() -> dict[str, Mutation]:
-    return {"learning_rate": Around()}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,7 +55,7 @@ class PopulationBasedTraining(Competition):
     ``TrainingSummary.population`` has all members' losses and hyperparameters over time.
     """
 
-    mutations: Mapping[str, Mutation] = field(default_factory=_around_learning_rate)
+    mutations: Mapping[str, Mutation] = field(default_factory=lambda: {"learning_rate": Around()})
     """Hyperparameter -> its values; see `Competition.mutations`."""
     exploit_fraction: float = 0.25
     """Part of the members that copies, and part that is copied; at most half."""
@@ -71,18 +66,13 @@ class PopulationBasedTraining(Competition):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if not 0 < self.exploit_fraction <= 0.5:
-            raise ConfigError(
-                f"exploit_fraction must be in (0, 0.5]; received {self.exploit_fraction}"
-            )
-        if not 0 <= self.resample_probability <= 1:
-            raise ConfigError(
-                f"resample_probability must be in [0, 1]; received {self.resample_probability}"
-            )
-        if not self.factors or not all(_is_positive(factor) for factor in self.factors):
-            raise ConfigError(f"factors must be positive numbers; received {self.factors!r}")
-        if not self.mutations:
-            raise ConfigError("mutations is empty; name at least one hyperparameter")
+        exploited, drawn_anew = self.exploit_fraction, self.resample_probability
+        require(0 < exploited <= 0.5, "exploit_fraction must be in (0, 0.5]", exploited)
+        require(0 <= drawn_anew <= 1, "resample_probability must be in [0, 1]", drawn_anew)
+        are_positive = bool(self.factors) and all(is_number(f) and f > 0 for f in self.factors)
+        require(are_positive, "factors must be positive numbers", self.factors)
+        rule = "mutations must name at least one hyperparameter"
+        require(bool(self.mutations), rule, self.mutations)
 
     def donors(self, costs: Sequence[float], seed: int, step: int) -> dict[int, int]:
         """Which member copies which other, given the costs of all; best ones copy nobody."""
@@ -130,7 +120,3 @@ def _neighbour(value: float, values: Sequence[float], generator: np.random.Gener
         return sample(values, generator)
     position = list(values).index(value) + (1 if generator.random() < 0.5 else -1)
     return float(values[min(max(position, 0), len(values) - 1)])
-
-
-def _is_positive(value: Any) -> bool:
-    return is_number(value) and value > 0

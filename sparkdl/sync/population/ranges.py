@@ -40,8 +40,7 @@ class Range:
     def __post_init__(self) -> None:
         if not (math.isfinite(self.low) and math.isfinite(self.high) and self.low < self.high):
             raise ConfigError(f"a Range needs low < high; received {self.low} and {self.high}")
-        if self.log and self.low <= 0:
-            raise ConfigError(f"a Range with log=True needs low > 0; received {self.low}")
+        require(self.low > 0 or not self.log, "a Range with log=True needs low > 0", self.low)
         if self.log and self.step is not None:
             raise ConfigError("a Range has either log=True or a step; leave one of them out")
         is_step = self.step is None or (math.isfinite(self.step) and self.step > 0)
@@ -81,8 +80,7 @@ class Around:
     """By how much values may be smaller or larger than the user's own."""
 
     def __post_init__(self) -> None:
-        if not (math.isfinite(self.factor) and self.factor > 1):
-            raise ConfigError(f"factor must be more than 1; received {self.factor}")
+        require(1 < self.factor < math.inf, "factor must be more than 1", self.factor)
 
     def range_of(self, own: Any, name: str) -> Range:
         """The range around the user's own value of what has the name.

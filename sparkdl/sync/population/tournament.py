@@ -11,8 +11,9 @@ import math
 from dataclasses import dataclass
 from typing import Literal
 
+from sparkdl.config import require
 from sparkdl.data.plan import TrainPlan
-from sparkdl.errors import ConfigError, DataError
+from sparkdl.errors import DataError
 from sparkdl.sync.population.population import Competition, drawn, members_of
 
 logger = logging.getLogger(__name__)
@@ -48,8 +49,8 @@ class Tournament(Competition):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.exchange not in ("weights", "all"):
-            raise ConfigError(f"exchange must be 'weights' or 'all'; received {self.exchange!r}")
+        rule = "exchange must be 'weights' or 'all'"
+        require(self.exchange in ("weights", "all"), rule, self.exchange)
 
     def hold_out(self, plan: TrainPlan) -> TrainPlan:
         plan = super().hold_out(plan)

@@ -67,8 +67,7 @@ class NumberFormat:
     def step(self, optimizer: torch.optim.Optimizer) -> bool:
         """Step the optimizer; False if the step was skipped because gradients overflowed.
 
-        Raises:
-            TrainingDiverged: the gradients overflow at any scale.
+        TrainingDiverged if they overflow at any scale.
         """
         if self._scaler is None:
             optimizer.step()

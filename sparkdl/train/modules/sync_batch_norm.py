@@ -35,11 +35,7 @@ from sparkdl.sync.strategy import SyncStrategy
 
 
 def check_strategy(strategy: SyncStrategy, world_size: int) -> None:
-    """Refuse a strategy whose ranks do not take their steps together.
-
-    Raises:
-        ConfigError: it is one.
-    """
+    """Raise ConfigError for a strategy whose ranks do not take their steps together."""
     if strategy.trains_apart and world_size > 1:
         raise ConfigError(
             f"syncBatchNorm lets workers wait for each other in every layer, and with "
@@ -50,8 +46,7 @@ def check_strategy(strategy: SyncStrategy, world_size: int) -> None:
 def batch_norms(module: nn.Module) -> list[_BatchNorm]:
     """The layers of ``module`` that can see the batches of all ranks.
 
-    Raises:
-        ConfigError: there is none, or one has a forward of its own, which cannot be replaced.
+    ConfigError if there is none, or one has a forward of its own, which cannot be replaced.
     """
     layers = {name: part for name, part in module.named_modules() if isinstance(part, _BatchNorm)}
     for name, layer in layers.items():
@@ -68,11 +63,7 @@ def batch_norms(module: nn.Module) -> list[_BatchNorm]:
 
 @contextlib.contextmanager
 def synchronized(module: nn.Module, comm: Communicator) -> Iterator[None]:
-    """Let ``module``'s BatchNorm layers share statistics in training mode inside. Collective.
-
-    Raises:
-        ConfigError: see `batch_norms`.
-    """
+    """Let the `batch_norms` of ``module`` share statistics in training mode inside. Collective."""
     layers = batch_norms(module)
     if comm.world_size == 1:
         yield

@@ -1,11 +1,16 @@
-"""Ends a fit whose loss has run away."""
+"""Ends a fit whose loss has run away, and warns of a monitored value that is NaN."""
 
 from __future__ import annotations
 
+import logging
 import math
+from collections.abc import Mapping
 
+from sparkdl.comm.process_group import speaks_for_all
 from sparkdl.errors import TrainingDiverged
 from sparkdl.storage.stateful import Stateful
+
+logger = logging.getLogger(__name__)
 
 WINDOW = 10
 """Losses over which a mean is taken; one bad batch is no divergence."""
@@ -14,10 +19,9 @@ WINDOW = 10
 class LossWatch(Stateful):
     """Compares the mean of the newest losses with that of the first.
 
-    Args:
-        factor: the loss has exploded when the newest mean is more than so many times the first;
-            None looks for infinities and NaN only. Losses that begin at or below zero cannot be
-            judged by a factor, and are not.
+    The loss has exploded when the newest mean is more than ``factor`` times the first; None looks
+    for infinities and NaN only. Losses that begin at or below zero cannot be judged by a factor,
+    and are not.
     """
 
     shared_state = ("first", "newest")
@@ -28,11 +32,7 @@ class LossWatch(Stateful):
         self._newest: list[float] = []
 
     def look(self, loss: float, step: int) -> None:
-        """Take note of the loss of step number ``step``, from 1.
-
-        Raises:
-            TrainingDiverged: it is not finite, or has exploded.
-        """
+        """Take note of the loss of step ``step``, from 1; TrainingDiverged if it has run away."""
         if not math.isfinite(loss):
             raise diverged(loss, f"at step {step}")
         if self._factor is None:
@@ -53,3 +53,16 @@ def diverged(loss: float, where: str) -> TrainingDiverged:
         f"the loss is {loss:.4g} {where}; lower the learning rate, set gradientClipNorm, check the "
         "features for NaN, infinite or very large values, or use a wider precision"
     )
+
+
+def warn_if_nan(what: str, name: str, record: Mapping[str, float]) -> bool:
+    """Warn on rank 0 if the value that ``what`` monitors is NaN; True if it is."""
+    is_nan = math.isnan(record[name])
+    if is_nan and speaks_for_all():
+        logger.warning(
+            "%s monitors %r, which is NaN at epoch %.5g: that counts as no improvement. Look for "
+            "NaN in the rows, and for a metric that is not defined on them, or monitor another "
+            "value",
+            *(what, name, record["epoch"]),
+        )
+    return is_nan

@@ -20,8 +20,7 @@ from sparkdl.train.objective.loss import ClassLoss, LossFunction, Rows, Sums, re
 def loss_of(loss: Any, task: Task, weights: Mapping[str, float]) -> LossFunction:
     """The loss: one, or with a mapping by label their sum, by ``weights``, 1 where there is none.
 
-    Raises:
-        ConfigError: see `resolve_loss`.
+    Errors are those of `resolve_loss`.
     """
     if not isinstance(loss, Mapping):
         return resolve_loss(loss, task)
@@ -31,11 +30,9 @@ def loss_of(loss: Any, task: Task, weights: Mapping[str, float]) -> LossFunction
 def for_each(loss: Any, labels: tuple[str, ...]) -> Any:
     """What ``loss`` means for several labels.
 
-    A mapping must have a loss for each. A name, or a loss of torch's kind, is taken for each. Any
-    other function is called once, with the module's output and a dict of all labels.
-
-    Raises:
-        ConfigError: the mapping has other names than the labels.
+    A mapping must have a loss for each label, and no other (ConfigError). A name, or a loss of
+    torch's kind, is taken for each. Any other function is called once, with the module's output and
+    a dict of all labels.
     """
     if isinstance(loss, Mapping):
         if set(loss) != set(labels):
@@ -65,14 +62,14 @@ class LossSum:
     The module returns a dict by the labels' names, a tuple in the labels' order, or one tensor,
     which then goes to every loss. Class weights weigh the losses of their samples but do not enter
     the mean, and targets that are ignored count as no loss: the denominator is that of all labels.
-
-    Attributes:
-        parts: label -> its loss.
-        weights: label -> by how much its loss counts; 1 where none was given.
+    ``parts`` has the label's losses, ``weights`` by how much they count, 1 where none was given.
     """
 
     def __init__(self, parts: Mapping[str, LossFunction], weights: Mapping[str, float]) -> None:
         self.parts = dict(parts)
+        for part in self.parts.values():
+            if isinstance(part, ClassLoss):
+                part.counts_alike = True
         self.weights = {name: float(weights.get(name, 1.0)) for name in parts}
 
     def to(self, device: torch.device) -> None:
@@ -90,26 +87,18 @@ class LossSum:
     def rows(self, output: Any, target: Mapping[str, torch.Tensor]) -> Rows | None:
         weighted = []
         for name, part, value in self.pairs(output):
-            if isinstance(part, ClassLoss):
-                losses = part.sample_losses(value, target[name])
-            elif (rows := part.rows(value, target[name])) is not None:
-                losses = rows[0]
-            else:
+            rows = part.rows(value, target[name])
+            if rows is None:
                 return None
-            weighted.append(self.weights[name] * losses)
+            weighted.append(self.weights[name] * rows[0])
         return torch.stack(weighted).sum(0), None
 
     def apart(
         self, output: Any, target: Mapping[str, torch.Tensor], weight: torch.Tensor | None
     ) -> tuple[torch.Tensor, torch.Tensor | float, tuple[torch.Tensor, ...]]:
         """As `__call__`, and the sum of each label's losses, without its weight."""
-        sums = []
-        for name, part, value in self.pairs(output):
-            if isinstance(part, ClassLoss):
-                losses = part.sample_losses(value, target[name])
-                sums.append((losses if weight is None else losses * weight.to(losses.dtype)).sum())
-            else:
-                sums.append(part(value, target[name], weight)[0])
+        pairs = self.pairs(output)
+        sums = [part(value, target[name], weight)[0] for name, part, value in pairs]
         total = torch.stack([w * s for w, s in zip(self.weights.values(), sums, strict=True)])
         weight_sum = float(rows_of(target)) if weight is None else weight.sum()
         return total.sum(), weight_sum, tuple(sums)
@@ -117,8 +106,7 @@ class LossSum:
     def pairs(self, output: Any) -> list[tuple[str, LossFunction, Any]]:
         """Each label with its loss, and the part of the module's output that it is compared with.
 
-        Raises:
-            ConfigError: the module returned none for some.
+        ConfigError if the module returned none for some.
         """
         names, parts = list(self.parts), self.parts.values()
         if isinstance(output, Mapping) and set(names) <= set(output):
@@ -154,12 +142,10 @@ def no_sums(loss: LossFunction, device: torch.device) -> torch.Tensor:
 
 
 def loss_record(sums: list[float], names: tuple[str, ...], prefix: str = "") -> dict[str, float]:
-    """The history's entries: ``loss``, and ``loss_<label>`` where there are several.
+    """The history's entries: ``loss``, and ``loss_<label>`` where there are several ``names``.
 
-    Args:
-        sums: losses, weights, then the losses of each label.
-        names: the labels.
-        prefix: ``val_`` for an evaluation.
+    ``sums`` are of losses, weights, then the losses of each label; an evaluation's ``prefix`` is
+    ``val_``.
     """
     loss_sum, weight_sum, *parts = sums
     divisor = weight_sum if weight_sum > 0 else float("nan")

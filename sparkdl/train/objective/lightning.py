@@ -64,17 +64,10 @@ _REFUSED = {
     "transfer_batch_to_device": _INPUTS,
 }
 """Methods that Lightning would call in a fit and the loop does not, and what to do instead."""
-_NOT_IN_ROUNDS = (
-    "on_fit_start",
-    "on_fit_end",
-    "on_train_start",
-    "on_train_end",
-    "on_train_epoch_start",
-    "on_train_epoch_end",
-    "on_validation_start",
-    "on_validation_end",
-    "on_validation_epoch_start",
-    "on_validation_epoch_end",
+_NOT_IN_ROUNDS = tuple(
+    f"on_{what}_{when}"
+    for what in ("fit", "train", "train_epoch", "validation", "validation_epoch")
+    for when in ("start", "end")
 )
 """Hooks for which there is no process that has seen the whole epoch where tasks train."""
 
@@ -96,8 +89,7 @@ def is_overridden(module: nn.Module, name: str) -> bool:
 def check_module(module: nn.Module) -> None:
     """Refuse a LightningModule of which a part would be left out.
 
-    Raises:
-        ConfigError: names it, and what to do instead.
+    ConfigError names it, and what to do instead.
     """
     name = type(module).__name__
     found = [method for method in _REFUSED if is_overridden(module, method)]
@@ -107,11 +99,7 @@ def check_module(module: nn.Module) -> None:
 
 
 def check_in_rounds(module: nn.Module) -> None:
-    """Refuse the hooks of a LightningModule that tasks of rounds cannot call.
-
-    Raises:
-        ConfigError: names them.
-    """
+    """Raise ConfigError for hooks of a LightningModule that tasks of rounds cannot call."""
     found = [hook for hook in _NOT_IN_ROUNDS if is_overridden(module, hook)]
     if found:
         raise ConfigError(
@@ -128,11 +116,7 @@ class TrainerStandIn:
     """
 
     def __init__(self, module: nn.Module, config: TrainConfig) -> None:
-        """Take a module, which is changed by `attach` only.
-
-        Raises:
-            ConfigError: see `check_module`.
-        """
+        """Take a module that passes `check_module`, which is changed by `attach` only."""
         check_module(module)
         self._module = module
         self._parts = [m for m in module.modules() if m is module or hasattr(m, "_trainer")]
@@ -339,8 +323,7 @@ class TrainerStandIn:
     def __call__(self, module: nn.Module, inputs: Any, target: Any) -> Any:
         """The loss of a batch: of ``training_step``, or ``validation_step`` where that is wanted.
 
-        Raises:
-            ConfigError: the training step gives no loss.
+        ConfigError if the training step gives no loss.
         """
         batch = _batch(inputs, target)
         self._rows = rows_of(inputs if target is None else target)
@@ -384,13 +367,10 @@ class TrainerStandIn:
         metric_attribute: str | None = None,
         rank_zero_only: bool = False,
     ) -> None:
-        """Keep a number, or a metric, for the history; Lightning's ``log``.
+        """Keep a number, or a metric, for the history; Lightning's ``log``; or ConfigError.
 
         The history has one value for each epoch, over the rows of all ranks. So ``on_step``,
         ``sync_dist``, ``prog_bar`` and ``logger`` make no difference.
-
-        Raises:
-            ConfigError: it cannot be kept.
         """
         reduce = getattr(reduce_fx, "__name__", reduce_fx)
         reduce = "mean" if reduce == "avg" else reduce
@@ -485,11 +465,7 @@ class OwnOptimizer:
         there is none that the loop steps or keeps."""
 
     def __call__(self, parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
-        """The optimizer of these parameters, which must be those that train.
-
-        Raises:
-            ConfigError: it is not one optimizer of just these.
-        """
+        """The optimizer of just these parameters, which must be all that train; or ConfigError."""
         name = f"{type(self._module).__name__}.configure_optimizers"
         with self._trainer():
             given = self._module.configure_optimizers()  # type: ignore[operator]
@@ -535,11 +511,7 @@ class OwnOptimizer:
 def _configured(
     name: str, value: Any
 ) -> tuple[list[torch.optim.Optimizer], list[Mapping[str, Any]]]:
-    """The optimizers and schedules in one of the forms that Lightning knows.
-
-    Raises:
-        ConfigError: there is no optimizer.
-    """
+    """The optimizers and schedules in one of Lightning's forms; ConfigError if there are none."""
     schedules: Any = []
     if isinstance(value, tuple) and len(value) == 2 and isinstance(value[0], (list, tuple)):
         value, schedules = value

@@ -40,8 +40,7 @@ class Logs:
     def number(self, name: str, value: float | torch.Tensor, weight: float, reduce: str) -> None:
         """Take note of a number, which counts ``weight`` times in a mean.
 
-        Raises:
-            ConfigError: the name is taken, or was used in another way.
+        ConfigError if the name is taken, or was used in another way.
         """
         before = self._numbers.get(name)
         self._check(name, self._metrics, before is not None and before[0] != reduce)
@@ -53,11 +52,7 @@ class Logs:
         self._numbers[name] = with_number(before, (reduce, value, weight))
 
     def metric(self, name: str, path: str) -> None:
-        """Take note of a metric that is a part of the module.
-
-        Raises:
-            ConfigError: the name is taken, or was used in another way.
-        """
+        """Take note of a metric that is a part of the module; ConfigError as from `number`."""
         self._check(name, self._numbers, self._metrics.get(name, path) != path)
         self._metrics[name] = path
 

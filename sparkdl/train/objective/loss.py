@@ -148,6 +148,10 @@ class ModuleLoss:
 class ClassLoss(ModuleLoss):
     """Cross entropy and negative log-likelihood: class weights and ignored targets count."""
 
+    counts_alike = False
+    """Whether every sample counts once, by the mean over its own targets that are not ignored;
+    class weights weigh the losses then, but not the mean."""
+
     def predictions(self, output: Any) -> Any:
         # Torchmetrics guesses from each batch's values whether they are logits.
         if isinstance(self._module, nn.CrossEntropyLoss):
@@ -161,20 +165,13 @@ class ClassLoss(ModuleLoss):
 
     def rows(self, output: Any, target: Any) -> Rows:
         losses, classes = self._losses(output, target)
-        counts = None if classes is None else _per_sample(self._counts(classes, losses.dtype))
-        return _per_sample(losses), counts
-
-    def sample_losses(self, output: Any, target: Any) -> torch.Tensor:
-        """``(batch,)``: each sample's mean over its own targets, without those to be ignored.
-
-        Class weights weigh the losses but not the mean.
-        """
-        losses, classes = self._losses(output, target)
         if classes is None:
-            return _per_sample(losses)
+            return _per_sample(losses), None
+        if not self.counts_alike:
+            return _per_sample(losses), _per_sample(self._counts(classes, losses.dtype))
         counted = (classes != self.ignore_index).to(losses.dtype)
         num_counted = _per_sample(counted, sums_dimensions=True).clamp(min=1)
-        return _per_sample(losses, sums_dimensions=True) / num_counted
+        return _per_sample(losses, sums_dimensions=True) / num_counted, None
 
     def _losses(self, output: Any, target: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
         """The losses ``(batch, ...)`` and the class numbers; None: targets are probabilities."""
@@ -261,8 +258,7 @@ def shape_text(shape: Iterable[object]) -> str:
 def match_shapes(output: Any, target: Any) -> tuple[torch.Tensor, torch.Tensor]:
     """Make ``(batch, 1)`` and ``(batch,)`` equal, and refuse whatever else would broadcast.
 
-    Raises:
-        ConfigError: the shapes differ otherwise, or one of the two is not a tensor.
+    ConfigError if the shapes differ otherwise, or one of the two is not a tensor.
     """
     _check_tensors(output, target)
     shapes = [tuple(output.shape), tuple(target.shape)]

@@ -31,11 +31,7 @@ def is_manual(module: nn.Module) -> bool:
 
 
 def check_manual(config: TrainConfig, strategy: SyncStrategy, name: str) -> None:
-    """Refuse what does not go together with manual optimization.
-
-    Raises:
-        ConfigError: with the remedy.
-    """
+    """Raise ConfigError for what does not go together with manual optimization."""
     asked = {
         "gradientClipNorm": config.gradient_clip_norm is not None,
         "gradientAccumulationSteps": config.gradient_accumulation_steps > 1,
@@ -67,8 +63,7 @@ class SeveralOptimizers(torch.optim.Optimizer):
     def __init__(self, parts: Sequence[torch.optim.Optimizer]) -> None:
         """Take optimizers, which go on to share their groups and their state with this.
 
-        Raises:
-            ConfigError: a parameter belongs to two of them.
+        ConfigError if a parameter belongs to two of them.
         """
         groups = [group for part in parts for group in part.param_groups]
         seen = [id(p) for group in groups for p in group["params"]]
@@ -163,11 +158,7 @@ class ManualBackward:
         self._summed = {id(p.grad) for p in self._module.parameters() if p.grad is not None}
 
     def loss_of_step(self) -> torch.Tensor:
-        """Sum of the losses of this step's backward passes, for the history.
-
-        Raises:
-            ConfigError: there was none.
-        """
+        """Sum of the losses of this step's backward passes; ConfigError if there was none."""
         if self._loss is None:
             raise ConfigError(
                 f"{type(self._module).__name__}.training_step must call self.manual_backward(loss) "
@@ -193,11 +184,7 @@ def clip_gradients(
     gradient_clip_val: float | None = None,
     gradient_clip_algorithm: str | None = None,
 ) -> None:
-    """Lightning's ``clip_gradients``, by ``norm`` or by ``value``.
-
-    Raises:
-        ConfigError: it is another algorithm.
-    """
+    """Lightning's ``clip_gradients``, by ``norm`` or by ``value``; ConfigError for another way."""
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     if gradient_clip_algorithm not in (None, "norm", "value"):
         raise ConfigError(

@@ -167,11 +167,7 @@ def _reduced(values: list[Any], reduce: Callable[[Any], Any] | None, device: tor
 
 
 def scalar(name: str, value: Any) -> float:
-    """What a metric has computed, as a number.
-
-    Raises:
-        ConfigError: it is no single number.
-    """
+    """What a metric has computed, as a number; ConfigError if it is no single one."""
     if isinstance(value, torch.Tensor) and value.numel() == 1:
         return float(value)
     what = f"shape {tuple(value.shape)}" if isinstance(value, torch.Tensor) else type(value)

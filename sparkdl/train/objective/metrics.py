@@ -122,21 +122,14 @@ class Metrics:
         is_double: bool = False,
         counts_classes: bool = False,
     ) -> None:
-        """Make this rank's own copies.
+        """Make this rank's own copies, on ``device``.
 
-        Args:
-            metrics: name -> torchmetrics.Metric, or a callable without arguments that makes one,
-                such as a `NamedMetric`; or label -> such a mapping, whose metrics see that label
-                and its output.
-            task: what is learnt.
-            predictions: turns a classifier's output into probabilities.
-            device: where the metrics live.
-            is_double: whether states and all floating values that the metrics see become float64,
-                but for metrics with weights of their own.
-            counts_classes: whether to count what a classifier takes for what; see `confusion`.
-
-        Raises:
-            ConfigError: something is not a single metric, or its name is taken.
+        ``metrics`` are, by name, a torchmetrics.Metric, or a callable without arguments that makes
+        one, such as a `NamedMetric`; or, by label, such mappings, whose metrics see that label and
+        its output. ``predictions`` turns a classifier's output into probabilities. With
+        ``is_double`` states and all floating values that the metrics see become float64, but for
+        metrics with weights of their own. With ``counts_classes`` a classifier's `confusion` is
+        counted. ConfigError if something is not a single metric, or its name is taken.
         """
         made = {name: metric for name, _, metric in flat(metrics)}
         self._labels = {name: label for name, label, _ in flat(metrics) if label is not None}
@@ -235,8 +228,7 @@ class Metrics:
     def value(self, name: str, parts: Sequence[State]) -> Any:
         """A metric's value over several parts: a number, or (nested) lists of numbers.
 
-        Raises:
-            ConfigError: the metric takes means over ranks, which are none over samples.
+        ConfigError if the metric takes means over ranks, which are none over samples.
         """
         from torchmetrics.utilities.data import dim_zero_mean
 
@@ -299,8 +291,7 @@ def detached(output: Any) -> Any:
 def check_metrics(config: TrainConfig, loss: LossFunction) -> None:
     """Refuse what cannot be the metrics of a run, without knowing what its module returns.
 
-    Raises:
-        ConfigError: a name is unknown, or something is not a single metric.
+    ConfigError if a name is unknown, or something is not a single metric.
     """
     check_names(config.metrics, config.task, loss)
     if config.training_metrics and isinstance(loss, StepLoss):

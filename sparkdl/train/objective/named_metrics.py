@@ -60,11 +60,7 @@ class NamedMetric:
     """The class number of targets that do not count."""
 
     def __call__(self) -> Metric:
-        """The metric.
-
-        Raises:
-            ConfigError: torchmetrics is not installed.
-        """
+        """The metric; ConfigError if torchmetrics is not installed."""
         remedy = f"metric {self.name!r} needs torchmetrics: pip install torchmetrics"
         with import_or(ConfigError(remedy)):
             import torchmetrics
@@ -128,11 +124,7 @@ def metric_names(metrics: Mapping[str, Any] | None, task: Task) -> list[str]:
 
 
 def check_names(metrics: Mapping[str, Any] | None, task: Task, loss: LossFunction) -> None:
-    """Refuse names that are unknown, or are of another task.
-
-    Raises:
-        ConfigError: with the remedy.
-    """
+    """Raise ConfigError for names that are unknown, or are of another task."""
     for key, label, name in flat(metrics or {}):
         if not isinstance(name, str):
             continue
@@ -156,15 +148,11 @@ def check_names(metrics: Mapping[str, Any] | None, task: Task, loss: LossFunctio
 def resolved(
     metrics: Mapping[str, Any] | None, loss: LossFunction, output: Any
 ) -> dict[str, Any] | None:
-    """The metrics with a `NamedMetric` in place of each name.
+    """The user's metrics with a `NamedMetric` in place of each name; None stays None.
 
-    Args:
-        metrics: as the user gave them; None stays None, see `default_metrics`.
-        loss: says which part of the output a label is compared with.
-        output: what the module returned for some rows, as the loss takes it.
-
-    Raises:
-        ConfigError: a name does not fit the output.
+    ``loss`` says which part of the output a label is compared with, and ``output`` is what the
+    module returned for some rows, as the loss takes it. ConfigError if a name does not fit the
+    output.
     """
     if metrics is None:
         return None
@@ -201,11 +189,7 @@ def _resolved(
 
 
 def _loss_of(loss: LossFunction, key: str, label: str | None) -> LossFunction:
-    """The loss that compares what a metric compares.
-
-    Raises:
-        ConfigError: there are several labels, and the metric is of none of them.
-    """
+    """The loss that compares what a metric does; ConfigError if that is none of several labels."""
     loss = loss.shown if isinstance(loss, StepLoss) else loss
     if not isinstance(loss, LossSum):
         return loss

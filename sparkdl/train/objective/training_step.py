@@ -28,7 +28,7 @@ class StepLoss(CallableLoss):
 
     def __init__(self, step: TrainingStep, shown: LossFunction) -> None:
         """Take the user's step; ``shown`` says what metrics see of the module's output."""
-        super().__init__(_its_value)
+        super().__init__(lambda value, target: value)
         self.step = step
         self.shown = shown
 
@@ -42,8 +42,7 @@ class StepLoss(CallableLoss):
 def objective_of(config: TrainConfig, module: nn.Module) -> LossFunction:
     """What a run minimizes: the value of its training step if it has one, else its loss.
 
-    Raises:
-        ConfigError: see `loss.resolve_loss` and `lightning.check_module`.
+    Errors are those of `loss.resolve_loss` and `lightning.check_module`.
     """
     loss = loss_of(config.loss, config.task, config.loss_weights)
     step = TrainerStandIn(module, config) if logs(config, module) else config.training_step
@@ -53,10 +52,6 @@ def objective_of(config: TrainConfig, module: nn.Module) -> LossFunction:
 def logs(config: TrainConfig, module: nn.Module) -> bool:
     """True if the module's own training step is used, which may log values for the history."""
     return config.training_step is None and is_lightning(module)
-
-
-def _its_value(value: Any, target: Any) -> Any:
-    return value
 
 
 def run(loss: LossFunction, module: nn.Module, batch: Batch) -> Any:

@@ -6,7 +6,7 @@ The learning rate is what the user set, on any number of ranks: it is never scal
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -18,6 +18,7 @@ from sparkdl.errors import ConfigError, unknown
 from sparkdl.runtime.name_patterns import check_fit, fits
 from sparkdl.sync.averaging.outer_step import NEEDS_ANOTHER_LOOP, TORCH_OPTIMIZERS
 from sparkdl.sync.strategy import MakeOptimizer
+from sparkdl.train.objective.divergence import warn_if_nan
 from sparkdl.train.objective.lightning import OwnOptimizer, is_lightning
 from sparkdl.train.objective.manual import SeveralSchedules
 from sparkdl.train.optimizers.large_batch import LAMB, LARS
@@ -191,6 +192,8 @@ class Schedule:
     monitors: tuple[str, ...] = ()
     """The value of the history that ReduceLROnPlateau gets at each evaluation, if it is one: the
     first of these that is there."""
+    warned: set[str] = field(default_factory=set)
+    """Of these, what was NaN before; also what early stopping warns of."""
 
     def is_due(self, steps: int) -> bool:
         """True if it is to be stepped after so many steps of the run."""
@@ -204,13 +207,16 @@ class Schedule:
         """
         if not self.monitors:
             return
-        found = [record[name] for name in self.monitors if name in record]
+        found = [name for name in self.monitors if name in record]
         if not found:
             raise ConfigError(
                 f"ReduceLROnPlateau monitors {self.monitors[0]!r}, but the history has only "
                 f"{', '.join(record)}; log it at each evaluation"
             )
-        self.scheduler.step(found[0])  # type: ignore[arg-type] # of ReduceLROnPlateau
+        name = found[0]
+        if name not in self.warned and warn_if_nan("ReduceLROnPlateau", name, record):
+            self.warned.add(name)
+        self.scheduler.step(record[name])  # type: ignore[arg-type] # of ReduceLROnPlateau
 
 
 def require_steps(schedule: Schedule | None) -> None:
@@ -244,16 +250,17 @@ def make_scheduler(
     Raises:
         ConfigError: this is no schedule, or early stopping wants the opposite of what it wants.
     """
+    stopping = config.early_stopping
+    warned = set() if stopping is None else {stopping.monitor}
     if config.scheduler is None:
         own = make_optimizer.schedule if isinstance(make_optimizer, OwnOptimizer) else None
-        return None if own is None else _own_schedule(own, steps_per_epoch)
+        return None if own is None else _own_schedule(own, steps_per_epoch, warned)
     if not callable(config.scheduler):
         raise ConfigError(
             f"scheduler must be a callable, optimizer -> LRScheduler; received {config.scheduler!r}"
         )
     scheduler = config.scheduler(optimizer)
     if isinstance(scheduler, ReduceLROnPlateau):
-        stopping = config.early_stopping
         if stopping is not None and not stopping.may_stop:
             stopping = None  # a search's own: the schedule is that of a fit outside of it
         if stopping is not None and stopping.direction != scheduler.mode:
@@ -262,11 +269,11 @@ def make_scheduler(
                 f"mode={stopping.direction!r}; give it that mode too, not {scheduler.mode!r}"
             )
         monitors = ("val_loss", "loss") if stopping is None else (stopping.monitor,)
-        return Schedule(scheduler, monitors=monitors)
+        return Schedule(scheduler, monitors=monitors, warned=warned)
     return Schedule(check_scheduler(scheduler))
 
 
-def _own_schedule(given: Mapping[str, Any], steps_per_epoch: int) -> Schedule:
+def _own_schedule(given: Mapping[str, Any], steps_per_epoch: int, warned: set[str]) -> Schedule:
     """A LightningModule's, of its ``lr_scheduler``.
 
     Raises:
@@ -287,7 +294,7 @@ def _own_schedule(given: Mapping[str, Any], steps_per_epoch: int) -> Schedule:
             "ReduceLROnPlateau of configure_optimizers is stepped by each evaluation: its "
             "lr_scheduler needs a 'monitor', and neither interval='step' nor a frequency"
         )
-    return Schedule(scheduler, monitors=(given["monitor"],))
+    return Schedule(scheduler, monitors=(given["monitor"],), warned=warned)
 
 
 def check_scheduler(scheduler: Any) -> torch.optim.lr_scheduler.LRScheduler:

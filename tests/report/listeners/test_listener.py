@@ -84,6 +84,7 @@ def test_a_listener_that_fails_is_only_told_the_end(caplog: pytest.LogCaptureFix
     assert bad.calls == [{}, "end"]
     assert good.calls == [{}, {}, {}, "end"]
     assert caplog.text.count("Noted has failed; it is told nothing more of this run") == 2
+    assert __file__ in caplog.text and "listeners/listener.py" not in caplog.messages[0]
 
 
 def test_those_that_have_started_are_told_the_end_if_another_cannot_start() -> None:

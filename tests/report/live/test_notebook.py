@@ -133,6 +133,16 @@ def test_the_end_shows_what_was_put_off(board: Board, cell: FakeCell) -> None:
     assert cell.text("progress").startswith("fit 1: ended in epoch 1 of 2 · 1 of 20 steps")
 
 
+def test_a_fit_that_has_failed_says_why(board: Board, cell: FakeCell) -> None:
+    view = view_of(board)
+    view.progress(0, at(1, 10))
+    view.failed("the loss is NaN in epoch 1")
+    view.activity("waiting for listeners", "")
+    view.close()
+    shown = cell.text("progress")
+    assert shown.startswith("fit 1: failed: the loss is NaN in epoch 1 · 1 of 20 steps")
+
+
 @pytest.mark.parametrize("shows_logs", [False, True])
 def test_warnings_are_printed_and_other_lines_if_asked_for(
     board: Board, capsys: pytest.CaptureFixture[str], shows_logs: bool

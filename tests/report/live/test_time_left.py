@@ -6,7 +6,7 @@ from collections.abc import Iterable
 
 import pytest
 
-from sparkdl.report.live.time_left import TimeLeft
+from sparkdl.report.live.progress import TimeLeft
 
 
 def said(pauses: Iterable[float], report_seconds: float = 0.5) -> list[tuple[float, float]]:

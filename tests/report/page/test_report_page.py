@@ -9,8 +9,7 @@ import pytest
 
 from sparkdl.report.page import html
 from sparkdl.report.page.html import Markup, joined, tag
-from sparkdl.report.page.layer_strips import BANDS, layer_section
-from sparkdl.report.page.report_page import page
+from sparkdl.report.page.report_page import BANDS, layer_section, page
 from sparkdl.report.page.svg import layers_of, line_chart, ticks
 from sparkdl.report.page.timeline import MOST_LANES, SPENT_ON, grouped
 from sparkdl.report.record.run_record import RunRecord, curve_panels

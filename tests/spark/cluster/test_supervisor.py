@@ -631,6 +631,27 @@ def test_without_a_channel_silence_means_nothing(stage: Stage) -> None:
     assert found.restarts == 0
 
 
+def test_without_a_channel_spark_says_whether_the_gang_has_begun(
+    stage: Stage, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(background_job, "_ASK_SECONDS", 0.1)
+    with pytest.raises(ClusterError, match=r"no worker started within 0.2 s.*queueTimeout"):
+        stage.run(stage.until_cancelled, queue_timeout=0.2, is_watched=False)
+
+    def part() -> Rows:
+        stage.spark.sparkContext.num_running = 1
+        return stage.until_cancelled()
+
+    def whole() -> Rows:
+        stage.spark.sparkContext.num_running = 2
+        time.sleep(0.7)
+        return result(0, 1)
+
+    times: Any = {"start_timeout": 0.3, "queue_timeout": 0.5}
+    assert stage.run(part, whole, max_restarts=1, is_watched=False, **times).restarts == 1
+    assert "1 of 2 workers did not start within 0.3 s since Spark runs their tasks" in caplog.text
+
+
 def test_a_pause_of_the_driver_is_no_hang(stage: Stage) -> None:
     paused = []
 

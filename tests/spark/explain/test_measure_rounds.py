@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from sparkdl.spark.explain.measure_rounds import TimedRound, stages_of
+from sparkdl.spark.explain.measure_gang import TimedRound, stages_of
 
 
 def timed(num_steps: int, seconds: float, step_seconds: float) -> TimedRound:

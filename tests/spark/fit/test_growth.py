@@ -14,18 +14,19 @@ from sparkdl.spark.cluster import slots as slots_module
 from sparkdl.spark.cluster.attempt import Attempt
 from sparkdl.spark.cluster.slots import wait_for_workers
 from sparkdl.spark.fit import gang_fit
-from sparkdl.spark.fit.gang_fit import Growth
+from sparkdl.spark.fit.gang_fit import Resize
+from sparkdl.spark.run.resume import Attempts
 from sparkdl.spark.session.settings import Settings
 
 
-def growth(total_steps: int = 1000) -> Growth:
+def growth(total_steps: int = 1000) -> Resize:
     run: Any = SimpleNamespace(
         spark=None,
-        slots=SimpleNamespace(max_workers=4, profile=None),
+        slots=SimpleNamespace(max_workers=4, profile=None, is_barrier=True),
         settings=Settings(elastic_wait_seconds=0.01),
         plan=SimpleNamespace(first_step=0, total_steps=total_steps),
     )
-    return Growth(run)
+    return Resize(run, Attempts(run, lambda _: None))
 
 
 def attempt(*, step: int = 110, saved: int | None = 100, workers: int = 2) -> Attempt:
@@ -38,7 +39,7 @@ def attempt(*, step: int = 110, saved: int | None = 100, workers: int = 2) -> At
     )  # fmt: skip
 
 
-def asked_twice(grow: Growth, found: Attempt) -> str | None:
+def asked_twice(grow: Resize, found: Attempt) -> str | None:
     assert grow(found) is None  # slots that have just come may go again
     time.sleep(0.02)
     return grow(found)
@@ -95,3 +96,15 @@ def test_a_gang_takes_what_is_there_after_a_short_wait(
     there[0] = 1
     with pytest.raises(ClusterError, match="only 1 of the 2 slots"):
         wait_for_workers(spark, 4, 2, None, settings, 1)
+
+
+def test_under_dynamic_allocation_it_starts_with_those_that_have_come() -> None:
+    resize = growth()
+    resize._run.slots.is_barrier, resize._run.slots.min_workers = False, 2
+    found = Attempt(number=0, world_size=4, submitted=0)
+    assert asked_twice(resize, found) is None  # nobody is there
+    found.last_event = {0: 1.0}
+    assert asked_twice(resize, found) is None  # fewer than the fewest
+    found.last_event = {0: 1.0, 3: 1.0, 1: 1.0}
+    assert asked_twice(resize, found) == "3 of 4 workers have come; the gang starts with these"
+    assert resize._attempts.limit == 3

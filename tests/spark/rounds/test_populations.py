@@ -175,7 +175,7 @@ def test_the_learning_rate_moves_to_where_it_is_good(line: DataFrame) -> None:
     strategy = PopulationBasedTraining(
         period=3, mutations={"learning_rate": Range(1e-5, 100.0, log=True)}
     )
-    result = fit(line, regression(strategy, learning_rate=1e-4))
+    result = fit(line, regression(strategy, learning_rate=1e-4, epochs=2))
     notes = result.summary.population
     first, last = notes[:4], notes[-4:]
     assert first[0]["learning_rate"] == 1e-4

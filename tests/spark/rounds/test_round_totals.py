@@ -5,7 +5,7 @@ from collections.abc import Mapping
 
 import pytest
 
-from sparkdl.spark.rounds.round_totals import RoundDone, Totals
+from sparkdl.spark.rounds.round_driver import RoundDone, Totals
 
 
 def report(rows: int, data: float, compute: float) -> dict[str, object]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -10,7 +11,7 @@ from typing import Any
 import pytest
 
 from sparkdl.errors import ClusterError
-from sparkdl.spark.cluster.gang import _environment
+from sparkdl.spark.cluster.gang import _address_towards, _host
 from sparkdl.spark.session.compat import driver_address, run_workers_here, shares_console
 
 
@@ -23,13 +24,14 @@ def test_brackets_of_ipv6_addresses_are_spark_s_own(written: str, expected: str)
     context = SimpleNamespace(getConf=lambda: entries)
     session: Any = SimpleNamespace(sparkContext=context)
     assert driver_address(session) == (expected, expected)
-    task: Any = SimpleNamespace(
-        getTaskInfos=lambda: [SimpleNamespace(address=f"{written}:7077")],
-        partitionId=lambda: 0,
-        resources=dict,
-    )
-    channel: Any = SimpleNamespace(of_rank=lambda rank: None)
-    assert _environment(task, channel).address == expected
+    assert _host(f"{written}:7077") == expected
+
+
+def test_a_worker_of_a_plain_stage_has_the_address_on_its_way_to_the_channel() -> None:
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as there:
+        there.bind(("127.0.0.1", 0))
+        channel: Any = SimpleNamespace(host="127.0.0.1", port=there.getsockname()[1])
+        assert _address_towards(channel) == "127.0.0.1"
 
 
 @pytest.mark.parametrize(

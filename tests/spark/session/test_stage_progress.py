@@ -24,7 +24,7 @@ df = spark.range(64).selectExpr("array(cast(id as float), 1f) as features", "id 
 
 def slowly(batches):
     for batch in batches:
-        time.sleep(4)
+        time.sleep(2)
         yield batch
 
 model = TorchRegressor(module=lambda: nn.Linear(2, 1), inputShape=(2,), batchSize=4, epochs=3,

@@ -12,7 +12,7 @@ from sparkdl.errors import ConfigError
 from sparkdl.sync import resolve
 from sparkdl.sync.asynchronous.async_sgd import AsyncSGD
 from tests.gang import Gang
-from tests.sync.apart import assert_equal_bits, make_net, train_and_resume
+from tests.sync.apart import assert_equal_bits, bytes_by_pattern, make_net, train_and_resume
 from tests.train.runs import Keeper, but, make_data, run, seeded, weights
 
 SGD = TrainConfig(optimizer="sgd", learning_rate=0.05, batch_size=4, epochs=3, loss="mse")
@@ -161,14 +161,12 @@ def test_bytes_are_those_of_the_formula(gang: Gang, gang3: Gang) -> None:
     config = but(SGD, sync_strategy=BULK)
     for ranks, rows in ((gang, [16, 15]), (gang3, [16, 15, 13])):
         sent = sum(one[2] for one in ranks.run(train_on_rank, config, rows))
-        expected = BULK.bytes_per_step(shapes(), 8, len(rows))
-        assert expected is not None
-        assert sent == 3 * 4 * len(rows) * expected
+        expected = bytes_by_pattern(BULK, shapes(), len(rows))
+        assert sent == pytest.approx(3 * 4 * len(rows) * expected)
     strategy = AsyncSGD(pull_period=2)
     sent = sum(o[2] for o in gang.run(train_on_rank, but(config, sync_strategy=strategy), [16, 15]))
-    expected = strategy.bytes_per_step(shapes(), 8, 2)
+    expected = bytes_by_pattern(strategy, shapes(), 2)
     num_bytes = 8 * sum(torch.Size(shape).numel() for shape in shapes())
-    assert expected is not None
     assert sent == 3 * (4 * 2 * expected + num_bytes)  # and one pull at the end of each epoch
 
 

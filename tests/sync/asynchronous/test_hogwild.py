@@ -15,7 +15,13 @@ from sparkdl.sync.asynchronous.hogwild import Hogwild
 from sparkdl.sync.averaging.local_sgd import LocalSGD
 from tests.comm.topology.placing import placed
 from tests.gang import Gang
-from tests.sync.apart import assert_equal_bits, make_net, train_and_resume
+from tests.sync.apart import (
+    SHARE_BYTES,
+    assert_equal_bits,
+    bytes_by_pattern,
+    make_net,
+    train_and_resume,
+)
 from tests.train.runs import but, make_data, run, seeded, weights
 
 SGD = TrainConfig(optimizer="sgd", learning_rate=0.05, batch_size=4, epochs=3, loss="mse")
@@ -180,8 +186,7 @@ def on_one_node(comm: Any, config: TrainConfig, rows: list[int]) -> Any:
 def test_bytes_between_nodes_are_those_of_the_formula(gang: Gang, period: int) -> None:
     strategy = Hogwild(averaging_period=period)
     shapes = [tuple(p.shape) for p in make_net().parameters()]
-    expected = strategy.bytes_per_step(shapes, 8, 2)
-    assert expected is not None
+    expected = bytes_by_pattern(strategy, shapes, 2, more=SHARE_BYTES)
     results = gang.run(train_on, (0, 1), but(SGD, sync_strategy=strategy), [16, 15])
     assert [sent for _, sent, _ in results] == [3 * 4 * expected] * 2
 

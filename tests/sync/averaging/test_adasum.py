@@ -12,7 +12,7 @@ from sparkdl.data.batches import Batches
 from sparkdl.data.spool.mapped import MappedRows
 from sparkdl.errors import ConfigError
 from sparkdl.sync.averaging.adasum import Adasum, adasum, combine
-from tests.sync.apart import make_net
+from tests.sync.apart import bytes_by_pattern, make_net
 from tests.train.runs import but, make_data, plan_for, run, weights
 
 CONFIG = TrainConfig(
@@ -180,9 +180,9 @@ def test_bytes_are_those_of_the_formula(
     sent = [
         sent for _, _, sent in request.getfixturevalue(fixture).run(train_on_rank, config, rows)
     ]
-    expected = config.sync_strategy.bytes_per_step(shapes, 8, len(rows)) * 12
+    expected = bytes_by_pattern(config.sync_strategy, shapes, len(rows)) * 12
     assert sum(sent) / len(rows) == pytest.approx(expected)
-    assert config.sync_strategy.bytes_per_step(shapes, 8, 1) == 0
+    assert bytes_by_pattern(config.sync_strategy, shapes, 1) == 0
 
 
 def test_wrong_period() -> None:

@@ -20,9 +20,12 @@ from tests.sync.apart import (
     ROWS,
     SGD,
     SHAPES,
+    SHARE_BYTES,
     Replicas,
     assert_close,
     assert_equal_bits,
+    bytes_by_pattern,
+    gradient_bytes,
     on_nodes,
     train_and_resume,
     train_on_nodes,
@@ -136,10 +139,9 @@ def test_buffers_agree_when_the_warmup_ends(gang: Gang, warmup_steps: int) -> No
 def test_bytes_are_those_of_the_formulae(gang: Gang) -> None:
     config = with_strategy(but(SGD, epochs=2), averaging_period=2, warmup_steps=4)
     strategy: LocalSGD = config.sync_strategy
-    warm = AllReduce().bytes_per_step(SHAPES, 8, 2) * 4
-    apart = strategy.bytes_per_step(SHAPES, 8, 2) * 4
+    warm = gradient_bytes(AllReduce(), SHAPES, 2) * 4
+    apart = bytes_by_pattern(strategy, SHAPES, 2, more=SHARE_BYTES) * 4
     assert [sent for _, _, sent in gang.run(train_on_rank, config, [16, 15])] == [warm + apart] * 2
-    assert LocalSGD(averaging_period="adaptive").bytes_per_step(SHAPES, 8, 2) is None
 
 
 @pytest.mark.gang
@@ -204,7 +206,7 @@ def test_bytes_of_two_levels_are_those_of_the_formula(gang4: Gang) -> None:
     results = gang4.run(train_on_nodes, TWO_NODES, config, [32, 32, 32, 31])
     assert [sent for _, _, sent in results] == [8 * (inside / 2 + between / 4)] * 4
     apart = gang4.run(train_on_nodes, (0, 1, 2, 3), config, [32, 32, 32, 31])
-    expected = 8 * config.sync_strategy.bytes_per_step(SHAPES, 8, 4)
+    expected = 8 * bytes_by_pattern(config.sync_strategy, SHAPES, 4, more=SHARE_BYTES * 3)
     assert [sent for _, _, sent in apart] == [expected] * 4
 
 

@@ -333,6 +333,5 @@ def test_options() -> None:
     CONFIG.sync_strategy.check(CONFIG, 3)
     assert not CONFIG.sync_strategy.deterministic
     assert AllReduce().deterministic
-    assert CONFIG.sync_strategy.bytes_per_step([(3,)], 4, 3) is None
     with pytest.raises(ConfigError, match="num_backup_workers"):
         AllReduce(num_backup_workers=-1)

@@ -15,7 +15,7 @@ from sparkdl.storage.checkpoint_format import decode, encode
 from sparkdl.storage.tensor_tree import snapshot
 from sparkdl.sync.gradients.allreduce import AllReduce
 from tests.gang import Gang
-from tests.sync.apart import make_net
+from tests.sync.apart import gradient_bytes, make_net
 from tests.train.runs import Keeper, but, make_data, plan_for, run, weights
 
 CONFIG = TrainConfig(
@@ -180,7 +180,7 @@ def resume_elsewhere(comm: Any, shared: Any) -> torch.Tensor:
 def test_bytes_are_those_of_the_formula(gang: Gang) -> None:
     shapes = [tuple(p.shape) for p in make_net().parameters()]
     steps = 3 * 4
-    expected = CONFIG.sync_strategy.bytes_per_step(shapes, 8, 2) * steps
+    expected = gradient_bytes(CONFIG.sync_strategy, shapes, 2) * steps
     assert [sent for _, _, sent in gang.run(train_on_rank, CONFIG, [16, 15])] == [expected] * 2
 
 

@@ -7,10 +7,18 @@ import pytest
 import torch
 
 from sparkdl.errors import ConfigError
-from sparkdl.sync.averaging.mean import SHARE_BYTES
 from sparkdl.sync.own_weights.gossip import Gossip
 from tests.gang import Gang
-from tests.sync.apart import ROWS, SGD, SHAPES, Replicas, assert_close, train_on_rank
+from tests.sync.apart import (
+    ROWS,
+    SGD,
+    SHAPES,
+    SHARE_BYTES,
+    Replicas,
+    assert_close,
+    bytes_by_pattern,
+    train_on_rank,
+)
 from tests.train.runs import but
 
 NUM_BYTES = 8 * sum(torch.Size(shape).numel() for shape in SHAPES)
@@ -56,7 +64,9 @@ def test_bytes_are_those_of_the_pairs(gang3: Gang, probability: float) -> None:
     sent = [one - agreed for _, _, one in results]
     assert sent == [met.count(rank) * (NUM_BYTES + 8) for rank in range(3)]
     if probability == 1:  # nothing is left to chance but who stays alone
-        assert sum(sent) == pytest.approx(3 * 9 * strategy.bytes_per_step(SHAPES, 8, 3))
+        assert sum(sent) == pytest.approx(
+            3 * 9 * bytes_by_pattern(strategy, SHAPES, 3, more=8 * 2 / 3)
+        )
 
 
 @pytest.mark.gang
@@ -65,11 +75,12 @@ def test_two_that_always_meet_are_averaged_at_every_step(gang: Gang) -> None:
     for _ in range(4):
         reference.step()
         reference.x[:] = reference.x.mean(0)
-    config = but(SGD, sync_strategy=Gossip(probability=1.0))
+    strategy = Gossip(probability=1.0)
+    config = but(SGD, sync_strategy=strategy)
     for mine, state, sent in gang.run(train_on_rank, config, [16, 16]):
         assert_close(mine, reference.x[0])
         agreed = NUM_BYTES + SHARE_BYTES
-        assert sent == 4 * Gossip(probability=1.0).bytes_per_step(SHAPES, 8, 2) + agreed
+        assert sent == 4 * bytes_by_pattern(strategy, SHAPES, 2, more=8) + agreed
         assert state["rank"]["strategy"]["weight"] == 1.0
 
 

@@ -148,7 +148,7 @@ def test_check_knows_the_optimizers_numbers() -> None:
         ({"resample_probability": 2}, r"resample_probability must be in \[0, 1\]; received 2"),
         ({"factors": ()}, r"factors must be positive numbers; received \(\)"),
         ({"factors": (0, 2)}, "factors must be positive numbers"),
-        ({"mutations": {}}, "mutations is empty"),
+        ({"mutations": {}}, "mutations must name at least one"),
         ({"mutations": {"lr": "0.1"}}, r"mutations\['lr'\] must be a Range, an Around or a list"),
         ({"mutations": {"lr": []}}, "must be a Range"),
         ({"mutations": {"lr": [True]}}, "must be a Range"),
