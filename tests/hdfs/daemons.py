@@ -34,6 +34,8 @@ log4j.appender.A.layout.ConversionPattern=%d{ISO8601} %p %c: %m%n
 _LOOPBACK = "127.0.0.1"
 _DATA_HTTP_PORT = 50075
 """Of data nodes on hosts of their own."""
+METRICS_SECONDS = 5.0
+"""How old the numbers that a daemon tells of itself may be."""
 _START_SECONDS = 90.0
 _STOP_SECONDS = 15.0
 
@@ -207,6 +209,7 @@ class Hdfs:
         (conf / "webapps" / role / "WEB-INF").mkdir(parents=True)
         (conf / "webapps" / role / "WEB-INF" / "web.xml").write_text(_WEB_XML, encoding="utf-8")
         (conf / "log4j.properties").write_text(_LOG4J, encoding="utf-8")
+        (conf / "hadoop-metrics2.properties").write_text("*.period=1\n", encoding="utf-8")
         _write_site(conf / "core-site.xml", {"fs.defaultFS": self.url,
                                              "hadoop.tmp.dir": self._folder / "tmp"})  # fmt: skip
         _write_site(conf / "hdfs-site.xml", {
@@ -261,7 +264,7 @@ def _beans(address: str, query: str) -> list[dict[str, Any]]:
 
 
 def bytes_read(host: str) -> int:
-    """Bytes of blocks that the data node on a host of its own has read so far."""
+    """Bytes of blocks that the data node on a host of its own had read `METRICS_SECONDS` ago."""
     query = "Hadoop:service=DataNode,name=DataNodeActivity*"
     (bean,) = _beans(f"{host}:{_DATA_HTTP_PORT}", query)
     return int(bean["BytesRead"])

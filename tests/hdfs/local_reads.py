@@ -12,6 +12,7 @@ from __future__ import annotations
 import json
 import socket
 import sys
+import time
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
@@ -29,7 +30,7 @@ from sparkdl.storage.blocks import Blocks, locate_blocks, nowhere
 from sparkdl.storage.hadoop_storage import open_on_driver
 from tests.data.sources.test_parquet import FEATURES
 from tests.faults.cluster import session
-from tests.hdfs.daemons import bytes_read
+from tests.hdfs.daemons import METRICS_SECONDS, bytes_read
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
@@ -107,6 +108,7 @@ def counted(spark: SparkSession) -> dict[str, dict[str, int]]:
     """Bytes by each network card of each executor's host, and of its data node."""
 
     def ask(_: Iterator[int]) -> Iterator[tuple[str, dict[str, int]]]:
+        time.sleep(METRICS_SECONDS)
         lines = Path("/proc/net/dev").read_text().splitlines()[2:]
         cards = {line.split(":")[0].strip(): int(line.split(":")[1].split()[0]) for line in lines}
         host = socket.gethostname()
