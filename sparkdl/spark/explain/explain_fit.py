@@ -34,6 +34,7 @@ from sparkdl.spark.run.run import FitRequest
 from sparkdl.spark.session.interrupts import Cleanup, interruptible
 from sparkdl.spark.session.stage_progress import working
 from sparkdl.sync.exchange_pattern import ModelSize
+from sparkdl.sync.gradients.shard_tree import tree_pattern
 
 
 def explain(
@@ -131,6 +132,11 @@ def _with_times(found: Found, calibration: Calibration, wanted: Iterable[int]) -
 def _facts(found: Found, model: ModelSize, gang: Gang | None) -> PlanFacts:
     checked, plan = found.checked, found.plan
     slots, config = checked.slots, checked.config
+    if config.elasticity == "bits":
+        pattern = tree_pattern(model, plan.shards_by_rank)
+        sent = pattern.sent_bytes_per_step(plan.world_size)
+    else:
+        sent = checked.strategy.bytes_per_step(model.shapes, model.element_size, plan.world_size)
     return PlanFacts(
         master=slots.cluster.master,
         slots=slots.total,
@@ -153,9 +159,7 @@ def _facts(found: Found, model: ModelSize, gang: Gang | None) -> PlanFacts:
         process_bytes=INTERPRETER_BYTES + model.worker_bytes,
         peak_bytes=None if gang is None else gang.peak_bytes,
         spool_bytes=max(shard.num_bytes for shard in plan.shards),
-        sent_bytes_per_step=checked.strategy.bytes_per_step(
-            model.shapes, model.element_size, plan.world_size
-        ),
+        sent_bytes_per_step=sent,
         checkpoint_bytes=model.checkpoint_bytes,
         checkpoint_interval=config.checkpoint.interval,
     )
