@@ -63,7 +63,6 @@ class ShardStates:
 
     def begin(self, step: int = 0) -> None:
         """Give all shards the module's buffers, and random numbers that nobody has drawn yet."""
-        outside = random_state()
         for number in self.numbers:
             seed_everything(self._replica.config.seed, number, step)
             self._states[number] = ShardState(
@@ -71,7 +70,6 @@ class ShardStates:
                 buffers=[buffer.clone() for buffer in self._buffers],
                 metrics=self._new_metrics(),
             )
-        set_random_state(outside)
 
     @property
     def _buffers(self) -> list[torch.Tensor]:
@@ -109,12 +107,10 @@ class ShardStates:
 
     @contextlib.contextmanager
     def _drawing(self, state: ShardState) -> Iterator[None]:
-        """Draw random numbers from a shard's generators."""
-        outside = random_state()
+        """Draw random numbers from a shard's generators; what is drawn between does not count."""
         set_random_state(state.random)
         yield
         state.random = random_state()
-        set_random_state(outside)
 
     def total(self) -> torch.Tensor:
         """The sums of the epoch over all shards. Collective."""

@@ -309,7 +309,7 @@ class EstimatorArguments(InputArguments, total=False):
         "learnt depends on them and not on the number of workers, so a later fit may go on with "
         "more or fewer, within an epoch too. None: one for each worker.",
         default=None, fills="request", least=1)]
-    elasticity: Annotated[Literal["rounding", "bits"], Option(
+    elasticity: Annotated[str, Option(
         "up to what the result is the same for all numbers of workers: 'rounding', or 'bits', for "
         "which a worker trains on its shards one after the other, and which needs all-reduce.")]
     seed: Annotated[int, Option("random seed.")]
