@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from torchmetrics import MeanAbsoluteError, R2Score
 
 from sparkdl.comm.communicator import LocalCommunicator
 from sparkdl.config import EarlyStopping, TrainConfig
@@ -53,7 +52,6 @@ CASES: dict[str, dict[str, Any]] = {
     "clipped, with early stopping": {
         "optimizer": "adamw", "learning_rate": 0.03, "gradient_clip_norm": 0.4,
         "early_stopping": EarlyStopping(patience=2), "validation_interval": 4,
-        "metrics": {"mae": MeanAbsoluteError, "r2": R2Score}, "training_metrics": True,
     },
     "accumulated, on a plateau": {
         "gradient_accumulation_steps": 2, "learning_rate": 0.1,
@@ -133,3 +131,15 @@ def test_so_do_other_numbers_within_epochs(gang: Gang, gang3: Gang, gang4: Gang,
         before = [point for _, _, point, _ in run_by]
     found = train_on_rank(LocalCommunicator(), config, EVERYTHING, None, before)
     assert_same(found, train_on_rank(LocalCommunicator(), config, EVERYTHING))
+
+
+@pytest.mark.slow  # each process imports torchmetrics
+def test_metrics_of_shards_are_put_together_in_their_order(gang: Gang) -> None:
+    from torchmetrics import MeanAbsoluteError, R2Score
+
+    metrics = {"mae": MeanAbsoluteError, "r2": R2Score}
+    config = but(config_of("fp16"), metrics=metrics, training_metrics=True)
+    expected = train_on_rank(LocalCommunicator(), config, EVERYTHING)
+    assert {"mae", "r2", "val_mae", "val_r2"} <= expected[1][0].keys()
+    for found in gang.run(train_on_rank, config, ASSIGNED[2]):
+        assert_same(found, expected)
