@@ -3,7 +3,8 @@
 A sum of floating numbers depends on its order. Here the order is that of a binary tree over the
 numbers of the shards: the range of all is halved, and its halves, down to single shards. A rank
 adds up what of the tree it has whole. These partial sums are cut into a slice for each rank, which
-finishes the tree on its slice and sends the result to all. EasyScale (Li et al., SC 2023) keeps an
+finishes the tree on its slice and sends the result to all; small ones go to all ranks as they are,
+which saves a message. EasyScale (Li et al., SC 2023) keeps an
 order of its logical workers for the same end; a tree can be computed in any pieces.
 """
 
@@ -14,7 +15,7 @@ from typing import TypeVar
 
 import torch
 
-from sparkdl.comm.communicator import Communicator, Pending, counting_anew
+from sparkdl.comm.communicator import Communicator, Done, Pending, counting_anew
 from sparkdl.sync.exchange_pattern import ModelSize, Pattern
 from sparkdl.sync.gradient_buckets import Bucket, FlatGradients, zeros
 from sparkdl.sync.strategy import MakeOptimizer, Reduced, SetupArguments, Synchronizer
@@ -22,6 +23,15 @@ from sparkdl.sync.strategy import MakeOptimizer, Reduced, SetupArguments, Synchr
 T = TypeVar("T")
 Node = tuple[int, int]
 """The shards from the first number to that before the second: one, or what a halving gave."""
+
+
+SMALL_BYTES = 256 << 10
+"""Partial sums that are fewer bytes over all ranks are not cut into slices."""
+
+
+def is_small(num_bytes: float, num_nodes: int, world_size: int) -> bool:
+    """True if gradients of so many bytes go to all ranks as they are."""
+    return num_bytes * num_nodes * world_size <= SMALL_BYTES
 
 
 def tree_of(num_shards: int) -> frozenset[Node]:
@@ -67,11 +77,11 @@ def tree_pattern(size: ModelSize, shards_by_rank: Sequence[Sequence[int]]) -> Pa
     A rank sends all slices but its own of each of its nodes, then its slice of the sum: with one
     node as much as along a ring. All ranks send as many nodes as the one that has the most.
     """
-    tree = tree_of(sum(map(len, shards_by_rank)))
+    tree, world_size = tree_of(sum(map(len, shards_by_rank))), len(shards_by_rank)
     most = max(len(held_nodes(tree, shards)) for shards in shards_by_rank)
-    return Pattern(
-        num_bytes=size.gradient_bytes, topology="ring", wire_ratio=(most + 1) / 2, copies=most + 1
-    )
+    num_bytes = size.gradient_bytes
+    ratio = most * world_size if is_small(num_bytes, most, world_size) else most + 1
+    return Pattern(num_bytes=num_bytes, topology="ring", wire_ratio=ratio / 2, copies=most + 1)
 
 
 def tree_sum(rows: torch.Tensor) -> torch.Tensor:
@@ -151,10 +161,12 @@ class ShardTreeSynchronizer(Synchronizer):
         """Sets of gradients that hold nothing of use."""
         self._kept: list[tuple[Node, FlatGradients]] = []
         """What this rank has added up in this step."""
-        self._exchanges = []
+        self._exchanges: list[_SliceExchange] = []
         if comm.world_size > 1:
+            num_bytes = sum(parameter.nbytes for parameter in self._parameters)
+            num_slices = 1 if is_small(num_bytes, most, comm.world_size) else comm.world_size
             self._exchanges = [
-                _SliceExchange(bucket, self._comm, most, self._sum_slice)
+                _SliceExchange(bucket, self._comm, most, num_slices, self._sum_slice)
                 for bucket in self._gradients.buckets
             ]
 
@@ -225,22 +237,23 @@ class ShardTreeSynchronizer(Synchronizer):
 
 
 class _SliceExchange:
-    """Brings the ranks' partial sums of one bucket together: each rank finishes a slice."""
+    """Brings the ranks' partial sums of one bucket together: each rank finishes a slice, or all."""
 
     def __init__(
         self,
         bucket: Bucket,
         comm: Communicator,
         num_nodes: int,
+        num_slices: int,
         sum_slice: Callable[[torch.Tensor], torch.Tensor],
     ) -> None:
-        flat, ranks = bucket.flat, comm.world_size
-        length = max(1, -(-len(flat) // ranks))
+        flat = bucket.flat
+        length = max(1, -(-len(flat) // num_slices))
         self._comm = comm
         self._sum_slice = sum_slice
-        self._sent = flat.new_zeros((ranks, num_nodes, length))
-        self._received = torch.empty_like(self._sent)
-        self._total = flat.new_empty((ranks, length))
+        self._sent = flat.new_zeros((num_slices, num_nodes, length))
+        self._received = flat.new_empty((comm.world_size, num_nodes, length))
+        self._total = flat.new_empty((num_slices, length))
         self._pending: Pending
 
     def start(self, nodes: Sequence[torch.Tensor]) -> None:
@@ -251,13 +264,19 @@ class _SliceExchange:
             self._sent[:whole, place] = flat[: whole * length].view(whole, length)
             if rest := len(flat) - whole * length:
                 self._sent[whole, place, :rest] = flat[whole * length :]
-        self._pending = self._comm.all_to_all_async(self._sent, self._received)
+        if len(self._sent) == 1:
+            self._pending = self._comm.all_gather_async(self._sent[0], self._received)
+        else:
+            self._pending = self._comm.all_to_all_async(self._sent, self._received)
 
     def finish_slice(self) -> None:
-        """Finish the tree on this rank's slice, and send it."""
+        """Finish the tree on this rank's slice, and send it; or on all."""
         self._pending.wait()
         total = self._sum_slice(self._received)
-        self._pending = self._comm.all_gather_async(total, self._total)
+        if len(self._sent) == 1:
+            self._total[0], self._pending = total, Done()
+        else:
+            self._pending = self._comm.all_gather_async(total, self._total)
 
     def finish(self, flat: torch.Tensor) -> None:
         """Write the sums to ``flat``."""

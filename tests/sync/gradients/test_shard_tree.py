@@ -23,7 +23,9 @@ from sparkdl.sync.gradients.shard_tree import (
 )
 from tests.gang import Gang
 
-SIZES = [(7, 3), (11,), (5, 5, 5)]
+SMALL = [(7, 3), (11,), (5, 5, 5)]
+LARGE = [(7, 3), (301, 200), (5, 5, 5)]
+"""Is cut into slices."""
 
 
 def test_any_assignment_adds_in_the_same_order() -> None:
@@ -49,19 +51,26 @@ def test_rows_are_added_along_the_tree() -> None:
     assert not torch.equal(tree, rows.cumsum(0)[-1])
 
 
-def test_the_cost_pattern() -> None:
-    size = ModelSize(
-        shapes=((10, 10),), element_size=4, replica_bytes=0, buffer_bytes=0, optimizer_bytes=0
+def size_of(numel: int) -> ModelSize:
+    return ModelSize(
+        shapes=((numel,),), element_size=4, replica_bytes=0, buffer_bytes=0, optimizer_bytes=0
     )
+
+
+def test_the_cost_pattern() -> None:
+    size = size_of(1_000_000)
     even = tree_pattern(size, assign_shards(4, 2)).sent_bytes_per_step(2)
-    assert even == 400  # half of the gradients, twice: as along a ring
-    assert tree_pattern(size, [[0, 2], [1, 3]]).sent_bytes_per_step(2) == 600
+    assert even == 4e6  # half of the gradients, twice: as along a ring
+    assert tree_pattern(size, [[0, 2], [1, 3]]).sent_bytes_per_step(2) == 6e6
+    assert tree_pattern(size_of(100), [[0, 2], [1, 3]]).sent_bytes_per_step(2) == 800
     assert tree_pattern(size, assign_shards(4, 1)).sent_bytes_per_step(1) == 0
 
 
-def gradients_of(comm: Any, shards_by_rank: Sequence[Sequence[int]]) -> tuple[Any, ...]:
+def gradients_of(
+    comm: Any, shards_by_rank: Sequence[Sequence[int]], sizes: Sequence[tuple[int, ...]]
+) -> tuple[Any, ...]:
     """Two steps of this rank, whose passes each give numbers of their shard's own."""
-    net = nn.ParameterList([nn.Parameter(torch.zeros(size)) for size in SIZES])
+    net = nn.ParameterList([nn.Parameter(torch.zeros(size)) for size in sizes])
     synchronizer = ShardTreeSynchronizer(
         net,
         lambda parameters: torch.optim.SGD(parameters, lr=1.0),
@@ -92,10 +101,13 @@ def gradients_of(comm: Any, shards_by_rank: Sequence[Sequence[int]]) -> tuple[An
 
 
 @pytest.mark.gang
-def test_gradients_have_equal_bits_whoever_has_which_shard(gang: Gang, gang3: Gang) -> None:
+@pytest.mark.parametrize("sizes", [SMALL, LARGE])
+def test_gradients_have_equal_bits_whoever_has_which_shard(
+    gang: Gang, gang3: Gang, sizes: Sequence[tuple[int, ...]]
+) -> None:
     from sparkdl.comm.communicator import LocalCommunicator
 
-    expected, sums, sent = gradients_of(LocalCommunicator(), [range(5)])
+    expected, sums, sent = gradients_of(LocalCommunicator(), [range(5)], sizes)
     assert sent == 0
     numel = sum(gradient.numel() for gradient in expected)
     for started, assigned in (
@@ -103,14 +115,11 @@ def test_gradients_have_equal_bits_whoever_has_which_shard(gang: Gang, gang3: Ga
         (gang, [[0, 3], [1, 2, 4]]),
         (gang3, [[1], [0, 2, 3, 4], []]),
     ):
-        for found, shared, sent in started.run(gradients_of, assigned):
+        for found, shared, sent in started.run(gradients_of, assigned, sizes):
             assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
             assert torch.equal(shared, sums)
-            size = ModelSize(
-                shapes=((numel,),), element_size=4, replica_bytes=0, buffer_bytes=0,
-                optimizer_bytes=0,
-            )  # fmt: skip
-            formula = tree_pattern(size, assigned).sent_bytes_per_step(len(assigned))
+            pattern = tree_pattern(size_of(numel), assigned)
+            formula = pattern.sent_bytes_per_step(len(assigned))
             assert formula is not None
             rest = sent / 2 - formula  # slices are rounded up, and there are the losses
             assert 0 < rest < 0.2 * formula + 16 * 5 * (len(assigned) - 1)
