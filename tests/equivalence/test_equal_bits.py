@@ -51,7 +51,7 @@ class Noise(nn.Module):
 CASES: dict[str, dict[str, Any]] = {
     "clipped, with early stopping": {
         "optimizer": "adamw", "learning_rate": 0.03, "gradient_clip_norm": 0.4,
-        "early_stopping": EarlyStopping(patience=2), "validation_interval": 4,
+        "early_stopping": EarlyStopping(patience=2), "validation_interval": 3,
     },
     "accumulated, on a plateau": {
         "gradient_accumulation_steps": 2, "learning_rate": 0.1,
