@@ -17,9 +17,11 @@ Task = Literal["classification", "regression", "custom"]
 Mode = Literal["auto", "min", "max"]
 Precision = Literal["fp32", "bf16", "fp16"]
 MemoryFormat = Literal["contiguous", "channels_last"]
+Elasticity = Literal["rounding", "bits"]
 
 PRECISIONS = get_args(Precision)
 MEMORY_FORMATS = get_args(MemoryFormat)
+ELASTICITIES = get_args(Elasticity)
 DEVICES = ("auto", "cpu", "cuda")
 _LARGER_IS_BETTER = (
     "acc", "accuracy", "auroc", "average_precision", "cohen_kappa", "explained_variance", "f1",
@@ -198,6 +200,8 @@ class TrainConfig:
     sync_strategy: Any = None
     """A `sync.SyncStrategy`; None means ``AllReduce()``."""
     sync_batch_norm: bool = False
+    elasticity: Elasticity = "rounding"
+    """Up to what the weights are equal for all numbers of workers; see `train.shard_states`."""
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
 
     def __post_init__(self) -> None:
@@ -210,6 +214,7 @@ class TrainConfig:
             ("precision", self.precision, PRECISIONS),
             ("memoryFormat", self.memory_format, MEMORY_FORMATS),
             ("device", self.device, DEVICES),
+            ("elasticity", self.elasticity, ELASTICITIES),
         ):
             require(value in known, f"{name} must be one of {known}", value)
         rate, clip, factor = self.learning_rate, self.gradient_clip_norm, self.divergence_factor

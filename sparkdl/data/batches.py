@@ -118,9 +118,11 @@ class Batches:
     """Whether a thread gathers the next batches while the current ones are used."""
     pin_memory: bool = False
     """Give page-locked memory, which a CUDA device can read by itself."""
+    by_shard: bool = False
+    """Whether a step has a batch of each shard that has rows, in place of one of them all."""
 
     def __iter__(self) -> Generator[Batch, None, None]:
-        """Yield the batch of each step. Close the iterator to end its thread early."""
+        """Yield the batches of each step. Close the iterator to end its thread early."""
         runs = _in_background(self._runs()) if self.prefetch else self._runs()
         with contextlib.closing(runs):
             for run in runs:
@@ -164,7 +166,11 @@ class Batches:
                 ]
                 sizes = [[high - low for low, high in own] for own in bounds]
                 columns = found[0] if len(found) == 1 else _by_step(plan, found, sizes, buffer)
-                yield cut(plan, columns, [sum(own[n] for own in sizes) for n in range(len(steps))])
+                by_step = list(zip(*sizes, strict=True)) or [()] * len(steps)
+                if self.by_shard:
+                    yield cut(plan, columns, [rows for step in by_step for rows in step])
+                else:
+                    yield cut(plan, columns, [sum(step) for step in by_step])
 
 
 def _by_step(

@@ -189,6 +189,7 @@ def for_measuring(config: TrainConfig) -> TrainConfig:
         early_stopping=None,
         sync_strategy=None,
         sync_batch_norm=False,
+        elasticity="rounding",
         divergence_factor=None,
         checkpoint=CheckpointConfig(interval=-1),
     )

@@ -8,11 +8,12 @@ from dataclasses import dataclass, replace
 
 from sparkdl.comm.topology import choose
 from sparkdl.config import TrainConfig
-from sparkdl.data.plan import TrainPlan, steps_per_epoch
+from sparkdl.data.plan import TrainPlan, assign_shards, steps_per_epoch
 from sparkdl.errors import ConfigError
 from sparkdl.explain.cost_model import Calibration, Compute, Layout
 from sparkdl.sync.averaging.period import steps_for_share
 from sparkdl.sync.exchange_pattern import ModelSize, Pattern
+from sparkdl.sync.gradients.shard_tree import tree_pattern
 from sparkdl.sync.strategy import SyncStrategy
 
 _BACKWARD_SHARE = 0.6
@@ -51,11 +52,14 @@ class Steps:
     pattern: Pattern
     layout: Layout
     rows: float
+    passes: int = 1
+    """Micro-batches, one after the other, each with the fixed costs of a step."""
 
     @property
     def compute(self) -> Compute:
         """What a worker's own part of a step takes."""
-        return self.calibration.compute(self.layout, in_rounds=self.pattern.kind == "stages")
+        found = self.calibration.compute(self.layout, in_rounds=self.pattern.kind == "stages")
+        return replace(found, fixed_seconds=self.passes * found.fixed_seconds)
 
     def settled(self, most: float = math.inf) -> Steps:
         """The same with a fixed period of at most ``most`` steps; see `steps_for_share`."""
@@ -140,10 +144,22 @@ class Predictor:
     num_shards: int | None = None
     """Fixed parts of the rows; None: one for each worker."""
 
+    def shards_per_worker(self, world_size: int) -> int:
+        """Shards that each of so many workers has, at most."""
+        return 1 if self.num_shards is None else -(-self.num_shards // world_size)
+
     def batch_size(self, world_size: int) -> int:
         """Rows that each of so many workers uses in a step, by the plan, at most."""
-        shards = 1 if self.num_shards is None else -(-self.num_shards // world_size)
-        return self.plan.batch_size * shards
+        return self.plan.batch_size * self.shards_per_worker(world_size)
+
+    def pattern(self, strategy: SyncStrategy, world_size: int, *, in_rounds: bool) -> Pattern:
+        """What so many workers exchange."""
+        if in_rounds:
+            return strategy.stages_pattern(self.size)
+        if self.config.elasticity == "bits":
+            shards = self.num_shards or world_size
+            return tree_pattern(self.size, assign_shards(shards, world_size))
+        return strategy.pattern(self.size, world_size)
 
     def layout(self, world_size: int, *, in_rounds: bool) -> Layout:
         """As Spark spreads workers; where slots are few, a gang has more machines like these."""
@@ -180,6 +196,7 @@ class Predictor:
             pattern=pattern,
             layout=self.layout(world_size, in_rounds=pattern.kind == "stages"),
             rows=largest / steps_per_epoch([largest], batch_size),
+            passes=self.shards_per_worker(world_size) if self.config.elasticity == "bits" else 1,
         )
 
     def predict(
@@ -192,11 +209,7 @@ class Predictor:
     ) -> Prediction:
         """One fit with a strategy that can be used; without ``batch_size`` with the plan's."""
         plan, found = self.plan, self.calibration
-        pattern = (
-            strategy.stages_pattern(self.size)
-            if in_rounds
-            else strategy.pattern(self.size, world_size)
-        )
+        pattern = self.pattern(strategy, world_size, in_rounds=in_rounds)
         batch_size = batch_size or self.batch_size(world_size)
         num_steps = steps_per_epoch([self.largest_rows(world_size)], batch_size)
         steps = self.steps(pattern, world_size, batch_size).settled(most=num_steps)

@@ -21,6 +21,7 @@ from sparkdl.data.plan import TrainPlan
 from sparkdl.data.source import ShardRows
 from sparkdl.sync.collective import CollectiveStrategy
 from sparkdl.sync.frozen_layers import moving_buffers, training_mode
+from sparkdl.sync.gradients.allreduce import tree_synchronizer
 from sparkdl.train.callbacks import (
     NO_PLACE,
     OUTSIDE,
@@ -39,6 +40,7 @@ from sparkdl.train.objective.training_step import logs
 from sparkdl.train.random_state import deterministic_algorithms, seed_everything
 from sparkdl.train.rank_state import CheckpointSink, RankState, ResumePoint
 from sparkdl.train.replica import make_replica
+from sparkdl.train.shard_states import ShardStates
 from sparkdl.train.state import EpochBook, Record
 from sparkdl.train.step import TrainStep
 from sparkdl.train.time_spent import Clock
@@ -109,7 +111,9 @@ def train(
     with contextlib.ExitStack() as stack:
         stack.enter_context(deterministic_algorithms(config.deterministic))
         strategy = sync.resolve(config.sync_strategy)
+        by_shard = config.elasticity == "bits"
         topology = strategy.topology if isinstance(strategy, CollectiveStrategy) else "auto"
+        topology = "ring" if by_shard else topology  # nothing is summed by it
         comm = stack.enter_context(contextlib.closing(arrange(comm, topology, device=device)))
         stack.enter_context(in_memory_format(module, config.memory_format))
         if config.sync_batch_norm:
@@ -119,7 +123,11 @@ def train(
             config,
             plan,
             device,
-            lambda model, make: strategy.setup(model, make, comm),
+            lambda model, make: (
+                tree_synchronizer(strategy, plan.shards_by_rank, model, make, comm)
+                if by_shard
+                else strategy.setup(model, make, comm)
+            ),
             comm=None if strategy.trains_apart else comm,
         )
         stack.enter_context(contextlib.closing(replica.synchronizer))
@@ -135,6 +143,7 @@ def train(
             replica=replica,
             book=book,
             epoch_sums=no_sums(replica.loss, device),
+            by_shard=ShardStates(replica, comm) if by_shard else None,
             shards=shards,
             validation=validation,
             comm=comm,
@@ -215,8 +224,8 @@ class _Training(RankState):
         self.requests.refusal = None
         self.observer.clock(self.clock.seconds)
 
-    def _batches(self) -> Generator[Batch, None, None]:
-        """The batches to the end of the epoch, or to the last step of the run."""
+    def _batches(self) -> Generator[Batch | dict[int, Batch], None, None]:
+        """The batches to the end of the epoch, or to the last step of the run; or by shard."""
         state = self.book.state
         batches = self.replica.batches(
             self.shards, self.comm.rank, epoch=state.epoch, first_step=state.step_in_epoch
@@ -224,21 +233,26 @@ class _Training(RankState):
         self.clock.lap("other")
         with contextlib.closing(batches):
             while not self.book.is_epoch_over:
-                batch = next(batches)
+                shards = self.by_shard
+                batch = next(batches) if shards is None else shards.batches(batches)
                 self.clock.lap("data")
                 yield batch
 
-    def _train_step(self, batch: Batch) -> bool:
+    def _train_step(self, batch: Batch | dict[int, Batch]) -> bool:
         """Train on a batch; True if the round is closed."""
         replica, book = self.replica, self.book
         step = book.state.step
         by_rank = replica.plan.rows_by_rank(book.state.step_in_epoch)
-        sums = self.step(replica.on_device(batch), sum(by_rank), step)
+        if isinstance(batch, Batch):
+            sums = self.step(replica.on_device(batch), sum(by_rank), step)
+        else:
+            assert self.by_shard is not None
+            sums = self.step.over_shards(batch, sum(by_rank), step, self.by_shard)
         if sums.ranks is not None:  # the rows of the others were of no use
             by_rank = [rows * (rank in sums.ranks) for rank, rows in enumerate(by_rank)]
         own_rows = by_rank[self.comm.rank]
         if own_rows:
-            self.epoch_sums.add_(sums.local)
+            (self.by_shard or self).epoch_sums.add_(sums.local)
         is_closed = replica.synchronizer.after_step(step)
         self.clock.lap("communication")
         if self.looks is not None:
@@ -288,7 +302,11 @@ class _Training(RankState):
         """
         self._close_round()
         is_epoch_over = self.book.is_epoch_over
-        own = self._average_buffers()
+        if self.by_shard is not None:
+            self.by_shard.average_buffers(for_good=is_epoch_over)
+            own = []
+        else:
+            own = self._average_buffers()
         self._enter(self._record(began))
         if not is_epoch_over and not self.book.is_complete:
             for buffer, value in zip(moving_buffers(self.replica.module), own, strict=False):
@@ -296,8 +314,12 @@ class _Training(RankState):
 
     def _record(self, began: float) -> Record:
         """The epoch's entry in the history so far, over all ranks, with validation rows."""
-        both = torch.cat([self.epoch_sums, self.step.gradient_norms])
-        self.comm.all_reduce(both)
+        by_shard = self.by_shard
+        if by_shard is None:
+            both = torch.cat([self.epoch_sums, self.step.gradient_norms])
+            self.comm.all_reduce(both)
+        else:  # all ranks have the same norms
+            both = torch.cat([by_shard.total(), self.step.gradient_norms])
         sums, (norm_sum, num_norms) = both[:-2].tolist(), both[-2:].tolist()
         self.clock.lap("communication")
         record = self.book.record(
@@ -308,13 +330,18 @@ class _Training(RankState):
         )
         if num_norms > 0:
             record["gradient_norm"] = norm_sum / num_norms
-        if self.replica.training_metrics is not None:
+        if by_shard is not None:
+            record.update(by_shard.training_metrics())
+        elif self.replica.training_metrics is not None:
             record.update(self.replica.training_metrics.compute(self.comm))
             self.clock.lap("communication")
         if self.replica.plan.num_validation_rows:
             self.observer.phase("evaluate")
-            batches = sequential_batches(self.validation, self.replica.plan)
-            record.update(evaluate(self.replica, batches, self.comm))
+            if by_shard is not None:
+                record.update(by_shard.evaluate(self.validation))
+            else:
+                batches = sequential_batches(self.validation, self.replica.plan)
+                record.update(evaluate(self.replica, batches, self.comm))
             self.clock.lap("evaluate")
         if self.replica.lightning is not None:
             self.replica.lightning.evaluated(
@@ -329,6 +356,8 @@ class _Training(RankState):
         if book.state.step_in_epoch == 0:
             self.epoch_sums.zero_()
             self.step.gradient_norms.zero_()
+            if self.by_shard is not None:
+                self.by_shard.begin_epoch()
             if replica.collector is not None:
                 replica.collector.forget()
         if replica.schedule is not None:

@@ -11,6 +11,7 @@ import torch
 from sparkdl.train.callbacks import Requests, give_states, states_of
 from sparkdl.train.random_state import random_state, seed_everything, set_random_state
 from sparkdl.train.replica import Replica
+from sparkdl.train.shard_states import ShardStates
 from sparkdl.train.state import EpochBook
 from sparkdl.train.step import TrainStep
 
@@ -51,11 +52,23 @@ class RankState:
     """Has the norms of the epoch's gradients, and what the loss is compared with."""
     requests: Requests
     """What callbacks have asked for, and was not done yet."""
+    by_shard: ShardStates | None = None
+    """What belongs to shards, if bits must not depend on who has them; else it is the rank's."""
 
     def snapshot(self) -> ResumePoint:
         """The present state; its tensors are the replica's own, not copies."""
         synchronizer = self.replica.synchronizer
-        buffers = self.replica.module.named_buffers()
+        own: dict[str, Any]
+        if self.by_shard is not None:
+            own = {"shards": self.by_shard.state_dict()}
+        else:
+            # Running statistics differ between ranks until the epoch ends.
+            buffers = self.replica.module.named_buffers()
+            own = {
+                "rng": random_state(),
+                "buffers": {name: value.detach() for name, value in buffers},
+                "epoch_sums": self.epoch_sums,
+            }
         return ResumePoint(
             step=self.book.state.step,
             shared={
@@ -65,12 +78,9 @@ class RankState:
                 "callbacks": states_of(self.replica.config.callbacks),
             },
             rank_state={
-                "rng": random_state(),
-                # Running statistics differ between ranks until the epoch ends.
-                "buffers": {name: value.detach() for name, value in buffers},
+                **own,
                 "strategy": synchronizer.rank_state_dict(),
                 "own": self._own_state(),
-                "epoch_sums": self.epoch_sums,
                 "gradient_norms": self.step.gradient_norms,
                 **{name: part.state_dict() for name, part in self._parts().items()},
             },
@@ -92,6 +102,8 @@ class RankState:
         state = point.rank_state
         if state is None:
             self.book.state.begin_epoch_anew()
+            if self.by_shard is not None:
+                self.by_shard.begin(self.book.state.step)
         else:
             self._restore_rank(state, is_united="rng" not in state, rank=rank)
         if state is None or "rng" not in state:
@@ -102,7 +114,7 @@ class RankState:
     def _restore_rank(self, state: dict[str, Any], *, is_united: bool, rank: int) -> None:
         replica = self.replica
         buffers = dict(replica.module.named_buffers())
-        for name, value in state["buffers"].items():
+        for name, value in state.get("buffers", {}).items():
             buffers[name].detach().copy_(value)
         if state["own"] is not None:
             replica.load_state_dict(state["own"])
@@ -111,6 +123,10 @@ class RankState:
         collector = parts.pop("collected", None)
         for name, part in parts.items():
             part.load_state_dict(state[name])
+        if self.by_shard is not None:
+            self.by_shard.load_state_dict(state["shards"])
+            self.step.gradient_norms.copy_(state["gradient_norms"])
+            return
         if is_united and rank > 0:
             return  # what adds up over ranks is rank 0's
         self.epoch_sums.copy_(state["epoch_sums"])
@@ -123,7 +139,11 @@ class RankState:
         """What has a state of this rank's own, by its name in checkpoints."""
         parts = {"watch": self.step.watch, "requests": self.requests}
         collector = self.replica.collector
-        return parts if collector is None else {**parts, "collected": collector}
+        return (
+            parts
+            if collector is None or self.by_shard is not None
+            else {**parts, "collected": collector}
+        )
 
     def _own_state(self) -> dict[str, Any] | None:
         """What is equal on all ranks unless they train apart (fp16 skips steps on some only)."""
@@ -138,12 +158,16 @@ class RankState:
 def united(states: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """What the ranks of a gang have as rank states, for a gang of another size to go on from.
 
-    For strategies with `SyncStrategy.is_elastic`. Buffers become their mean, as at an epoch's end.
+    For strategies with `SyncStrategy.is_elastic`. Buffers become their mean, as at an epoch's end;
+    what belongs to shards stays theirs.
 
     Args:
         states: of all ranks, in their order, as `RankState.snapshot` gave them.
     """
     first = states[0]
+    if "shards" in first:
+        shards = {number: own for state in states for number, own in state["shards"].items()}
+        return {**first, "shards": shards}
     buffers = {
         name: torch.stack([s["buffers"][name].double() for s in states]).mean(0).to(value.dtype)
         if value.is_floating_point()

@@ -78,7 +78,10 @@ class Replica:
     def batches(
         self, shards: Sequence[ShardRows], rank: int, *, epoch: int, first_step: int
     ) -> Generator[Batch, None, None]:
-        """The rank's training batches of an epoch, from a step of it on; in host memory."""
+        """The rank's training batches of an epoch, from a step of it on; in host memory.
+
+        With ``elasticity="bits"`` those of each shard apart, see `Batches.by_shard`.
+        """
         return iter(
             Batches(
                 shards,
@@ -89,6 +92,7 @@ class Replica:
                 start_step=first_step,
                 num_together=self.config.group_by_length,
                 pin_memory=self.device.type == "cuda",
+                by_shard=self.config.elasticity == "bits",
             )
         )
 

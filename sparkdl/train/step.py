@@ -12,7 +12,7 @@ import contextlib
 import dataclasses
 import math
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,14 +21,16 @@ import torch
 from sparkdl.data.batches import Batch
 from sparkdl.data.plan import batch_bounds
 from sparkdl.errors import ConfigError
+from sparkdl.sync.gradients.shard_tree import ShardTreeSynchronizer
 from sparkdl.train.layer_looks import LayerLooks
 from sparkdl.train.objective.divergence import LossWatch
 from sparkdl.train.objective.label_losses import no_sums, sums_of
 from sparkdl.train.objective.lightning import TrainerStandIn
 from sparkdl.train.objective.manual import ManualBackward
-from sparkdl.train.objective.metrics import detached
+from sparkdl.train.objective.metrics import Metrics, detached
 from sparkdl.train.objective.training_step import run
 from sparkdl.train.replica import Replica
+from sparkdl.train.shard_states import ShardStates
 from sparkdl.train.time_spent import Clock
 
 
@@ -69,7 +71,8 @@ class StepSums:
 
     local: torch.Tensor
     """``(2 + labels,)`` over this rank's batch, with the losses of each label where there are
-    several; zero for a step that fp16 skipped."""
+    several; zero for a step that fp16 skipped; of `TrainStep.over_shards` a row for each of the
+    rank's shards."""
     shared: torch.Tensor
     """``(2,)`` over the ranks that share a gradient."""
     ranks: tuple[int, ...] | None
@@ -133,7 +136,7 @@ class TrainStep:
             batch = batch.rows(0, 0)
         if lightning is not None:
             lightning.begin_step(step, batch)
-        local = self._backward(batch, global_rows)
+        local = self._backward(batch, global_rows, self._replica.training_metrics)
         self._clock.lap("compute")
         shared, divisor, ranks = self._synchronizer.reduce_gradients(
             local[:2].clone(), float(global_rows)
@@ -149,6 +152,33 @@ class TrainStep:
             lightning.end_step(batch)
         self._clock.lap("compute")
         return StepSums(local=local, shared=shared, ranks=ranks)
+
+    def over_shards(
+        self, batches: Mapping[int, Batch], global_rows: int, step: int, states: ShardStates
+    ) -> StepSums:
+        """As `__call__`, where each shard is a micro-batch of its own.
+
+        ``batches`` are by the number of the shard; a shard without a batch has no rows.
+        """
+        synchronizer = self._synchronizer
+        assert isinstance(synchronizer, ShardTreeSynchronizer)
+        synchronizer.zero_gradients()
+        local = torch.zeros_like(states.epoch_sums)
+        for place, number in enumerate(states.numbers):
+            synchronizer.begin_shard()
+            batch = batches.get(number)
+            if batch is not None and batch.num_rows > 0:
+                with states.training(number) as metrics:
+                    local[place] = self._backward(batch, global_rows, metrics)
+            synchronizer.end_shard(number)
+        self._clock.lap("compute")
+        shared, divisor, _ = synchronizer.reduce_gradients(local[:, :2].clone(), float(global_rows))
+        self._clock.lap("communication")
+        self._read(shared, step)
+        if not self._update(shared, divisor, step):
+            local.zero_()
+        self._clock.lap("compute")
+        return StepSums(local=local, shared=shared, ranks=None)
 
     def _train_manually(
         self,
@@ -185,9 +215,9 @@ class TrainStep:
         self._read(shared, step)
         return StepSums(local=local, shared=shared, ranks=None)
 
-    def _backward(self, batch: Batch, global_rows: int) -> torch.Tensor:
+    def _backward(self, batch: Batch, global_rows: int, metrics: Metrics | None) -> torch.Tensor:
         """Add up the gradients of ``loss / global_rows``; return `StepSums.local`."""
-        loss, metrics = self._replica.loss, self._replica.training_metrics
+        loss = self._replica.loss
         sums = no_sums(loss, self._replica.device)
         if self._config.augmentation is not None and batch.num_rows > 0:
             batch = augmented(batch, self._config.augmentation)

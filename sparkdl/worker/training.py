@@ -140,7 +140,14 @@ def _train(order: WorkOrder, member: Member) -> Results:
             comm=comm,
             device=member.device,
             checkpoints=checkpoints,
-            resume=_resume_point(order, storage, files, comm, is_elastic=strategy.is_elastic),
+            resume=_resume_point(
+                order,
+                storage,
+                files,
+                comm,
+                is_elastic=strategy.is_elastic,
+                by_shard=config.elasticity == "bits",
+            ),
             observer=reporter,
             looks=order.looks,
         )
@@ -195,10 +202,12 @@ def _resume_point(
     comm: Communicator,
     *,
     is_elastic: bool,
+    by_shard: bool,
 ) -> ResumePoint | None:
     """The checkpoint to go on from, or what an earlier fit has left; None: training begins.
 
-    ``is_elastic`` is the strategy's. Collective.
+    ``is_elastic`` is the strategy's; ``by_shard``: states are the shards', which another rank may
+    have had. Collective.
     """
     from sparkdl.storage.checkpoint_format import decode, load_rank
     from sparkdl.train.rank_state import ResumePoint
@@ -214,7 +223,7 @@ def _resume_point(
     state = None
     if info.environment.get("rows") == now["rows"]:
         with may_be_lost(order):
-            if info.world_size == comm.world_size:
+            if info.world_size == comm.world_size and not by_shard:
                 state = load_rank(info, comm.rank)
             elif is_elastic:
                 state = _united_states(info, comm)

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from sparkdl.config import CheckpointConfig, TrainConfig
+from sparkdl.config import CheckpointConfig, EarlyStopping, TrainConfig
 from sparkdl.errors import ClusterError, TrainingFailed, WorkerError
 from tests.cluster import faults
 from tests.cluster.processes import descendants, state_of, threads_left
@@ -132,6 +132,33 @@ def test_a_lost_worker_changes_no_bit(
     assert result.summary.restarts == 1
     assert digest(result) == undisturbed
     assert [record["epoch"] for record in result.summary.history] == [1, 2, 3]
+
+
+@pytest.mark.timeout(300)
+def test_with_bits_any_number_of_workers_changes_none(
+    cluster: SparkSession, df: DataFrame, tmp_path: Path
+) -> None:
+    """Three shards are trained by one worker; by two, then by the one that is left, then by two."""
+    from sparkdl.spark.fit.fit import fit
+
+    def found(*callbacks: Any, **changes: Any) -> tuple[FitResult, list[dict[str, float]]]:
+        asked = request(*callbacks, num_shards=3, validation_fraction=0.1, **changes)
+        config = replace(asked.config, elasticity="bits", early_stopping=EarlyStopping())
+        result = fit(df, replace(asked, config=config))
+        return result, [{**record, "seconds": 0.0} for record in result.summary.history]
+
+    alone, history = found(num_workers=1)
+    marker = tmp_path / "struck"
+    fault = faults.KillExecutor(marker=str(marker), rank=1, step=12)
+    cluster.conf.set("spark.sparkdl.elasticWait", "1")
+    try:
+        result, found_history = found(fault, faults.Slow(), min_workers=1)
+    finally:
+        cluster.conf.unset("spark.sparkdl.elasticWait")
+    assert marker.exists()
+    assert result.summary.restarts >= 1
+    assert digest(result) == digest(alone)
+    assert found_history == history
 
 
 @pytest.mark.timeout(240)

@@ -122,6 +122,24 @@ def test_start_step_continues_the_same_epoch(start_step: int) -> None:
     assert [b.target.tolist() for b in rest] == [b.target.tolist() for b in whole[start_step:]]
 
 
+@pytest.mark.parametrize("gather_bytes", [1, 80, 1 << 20])
+def test_each_shard_may_have_batches_of_its_own(
+    monkeypatch: pytest.MonkeyPatch, gather_bytes: int
+) -> None:
+    monkeypatch.setattr(batches, "GATHER_BYTES", gather_bytes)
+    rows = [10, 0, 7, 1]
+    plan, shards = make_test_plan(rows, 4), make_shards(rows)
+    apart = copied(batches_of(shards, plan, 0, seed=5, epoch=1, by_shard=True))
+    found = [[b.target.tolist() for b in apart[n : n + 3]] for n in range(0, len(apart), 3)]
+    orders = [epoch_order(5, 1, str(n), count).tolist() for n, count in enumerate(rows)]
+    assert [list(chain(*step)) for step in found] == by_step(orders, plan.steps_per_epoch)
+    assert [list(map(len, step)) for step in found] == [[3, 2, 0], [3, 2, 0], [4, 3, 1]]
+    rest = batches_of(shards, plan, 0, seed=5, epoch=1, by_shard=True, start_step=2)
+    assert [b.target.tolist() for b in copied(rest)] == found[2]
+    empty = make_test_plan([0, 3], 4, world_size=2)
+    assert copied(batches_of(make_shards([0]), empty, 0, seed=5, epoch=1, by_shard=True)) == []
+
+
 @pytest.mark.parametrize("rows", [[40], [17, 0, 5, 30]])
 @pytest.mark.parametrize("gather_bytes", [1, 80, 1 << 20])
 def test_windows_change_the_order_alone(

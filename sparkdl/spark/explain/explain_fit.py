@@ -29,6 +29,7 @@ from sparkdl.spark.run.run import FitRequest
 from sparkdl.spark.session.interrupts import Cleanup, interruptible
 from sparkdl.spark.session.stage_progress import working
 from sparkdl.sync.exchange_pattern import ModelSize
+from sparkdl.sync.gradients.shard_tree import tree_pattern
 
 
 def explain(
@@ -124,16 +125,18 @@ def _with_times(found: Found, calibration: Calibration, wanted: Iterable[int]) -
 def _facts(found: Found, model: ModelSize, gang: Gang | None) -> PlanFacts:
     checked, plan = found.checked, found.plan
     slots, config, strategy = checked.slots, checked.config, checked.strategy
-    in_gang = not checked.in_rounds
-    pattern = (
-        strategy.pattern(model, plan.world_size) if in_gang else strategy.stages_pattern(model)
-    )
+    if config.elasticity == "bits":
+        pattern = tree_pattern(model, plan.shards_by_rank)
+    elif checked.in_rounds:
+        pattern = strategy.stages_pattern(model)
+    else:
+        pattern = strategy.pattern(model, plan.world_size)
     return PlanFacts(
         master=slots.cluster.master,
         slots=slots.total,
         num_workers=slots.num_workers,
         threads=slots.threads,
-        mode="gang" if in_gang else "rounds",
+        mode="rounds" if checked.in_rounds else "gang",
         device=config.device if gang is None else gang.device,
         strategy=comparison.strategy_text(strategy),
         rows=plan.num_rows,

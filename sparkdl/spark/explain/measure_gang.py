@@ -40,7 +40,12 @@ from sparkdl.spark.cluster.link import Link, open_link
 from sparkdl.spark.cluster.slots import Slots, plan_slots, threads_per_worker, wait_again
 from sparkdl.spark.cluster.supervisor import persistently, supervise
 from sparkdl.spark.explain.estimate import Found
-from sparkdl.spark.fit.check_request import CheckedRequest, check_shards, check_sync_batch_norm
+from sparkdl.spark.fit.check_request import (
+    CheckedRequest,
+    check_elasticity,
+    check_shards,
+    check_sync_batch_norm,
+)
 from sparkdl.spark.fit.check_rows import replica_bytes
 from sparkdl.spark.frames.frame_sample import Sample
 from sparkdl.spark.frames.row_table import RowTable
@@ -142,7 +147,7 @@ def measure(
     gang, levels, task_levels, stages = None, {}, {}, None
     next_attempt = 0
     if is_gang:
-        of_gang, of_tasks = _places(tasks)
+        of_gang, of_tasks = _places(tasks, by_shard=checked.config.elasticity == "bits")
         places = list(dict.fromkeys([*of_gang, *(of_tasks if with_rounds else ())]))
         timed = _compressions(checked, _CHOSEN if only_choices else _COMPARED)
         task = partial(measure_worker.measure_costs, places=places, compressions=timed)
@@ -296,13 +301,18 @@ def _repeats(sample: Sample, global_batch: int) -> int:
     return max(2, -(-wanted // sample.num_rows))
 
 
-def _places(tasks: Slots) -> tuple[list[Place], list[Place]]:
-    """Those of gangs and of tasks of rounds: with all ranks, and with one on each machine."""
+def _places(tasks: Slots, *, by_shard: bool) -> tuple[list[Place], list[Place]]:
+    """Those of gangs and of tasks of rounds: with all ranks, and with one on each machine.
+
+    The threads of a task, and of a rank that trains ``by_shard``, do not depend on how many there
+    are.
+    """
     cluster, cpus = tasks.cluster, tasks.cpus_per_worker
     executors = min(tasks.num_workers, max(1, cluster.num_executors or 1))
     numbers = dict.fromkeys((tasks.num_workers, executors))
     gang = [(-(-n // executors), threads_per_worker(cluster, n, cpus)) for n in numbers]
-    return gang, [(per_machine, tasks.threads) for per_machine, _ in gang]
+    of_tasks = [(per_machine, tasks.threads) for per_machine, _ in gang]
+    return of_tasks if by_shard else gang, of_tasks
 
 
 def _asked(
@@ -476,5 +486,6 @@ def _check(found: Found, strategy: SyncStrategy, world_size: int) -> None:
     checked.data.check_training(config, checked.request.validation, has_logs=checked.has_logs)
     checked.data.check_plan(found.plan, strategy)
     strategy.check(config, world_size)
+    check_elasticity(config, strategy, has_logs=checked.has_logs)
     check_shards(checked.fixed_shards, strategy, world_size)
     check_sync_batch_norm(checked.module, config, world_size)

@@ -37,6 +37,7 @@ from sparkdl.spark.session import compat
 from sparkdl.spark.session.settings import Settings, read_settings
 from sparkdl.sync.averaging.averaging import AveragingStrategy
 from sparkdl.sync.frozen_layers import freeze
+from sparkdl.sync.gradients.allreduce import AllReduce
 from sparkdl.sync.population.population import Competition, PopulationStrategy
 from sparkdl.sync.strategy import SyncStrategy
 
@@ -208,6 +209,8 @@ def check_request(data: UserData, request: FitRequest) -> CheckedRequest:
         most_workers=request.num_shards,
         min_workers=request.min_workers,
     )
+    if config.elasticity == "bits":  # those that a gang of any size has
+        slots = replace(slots, threads=request.cpus_per_worker or slots.cluster.task_threads)
     if request.num_workers is None and "numWorkers" not in request.automatic:
         logger.info(
             "numWorkers is not set: training with %d, by the cluster's executors or GPUs",
@@ -288,6 +291,33 @@ def check_shards(shards: int | None, strategy: SyncStrategy, workers: int) -> No
         )
 
 
+def check_elasticity(config: TrainConfig, strategy: SyncStrategy, *, has_logs: bool) -> None:
+    """Refuse ``elasticity="bits"`` with what depends on who has which shard; raises ConfigError."""
+    if config.elasticity != "bits":
+        return
+    bits, name = "elasticity='bits'", type(strategy).__name__
+    if not isinstance(strategy, AllReduce) or not strategy.is_elastic:
+        raise ConfigError(
+            f"{bits} sums the gradients of shards at every step, which {strategy!r} does not; use "
+            "AllReduce without compression and backup workers, or elasticity='rounding'"
+        )
+    if strategy.double_buffering or strategy.topology != "auto":
+        raise ConfigError(
+            f"{bits} has a way of its own to sum gradients, along a tree of shards, and waits for "
+            f"it; leave double_buffering and topology of {name} as they are"
+        )
+    if config.sync_batch_norm:
+        raise ConfigError(
+            f"{bits} trains on one shard after the other, whose batches syncBatchNorm would join "
+            "within a pass; unset one of the two"
+        )
+    if has_logs:
+        raise ConfigError(
+            f"{bits}: what a LightningModule logs, and the hooks it has, belong to workers, not to "
+            "shards; pass a training_step function or a loss, or use elasticity='rounding'"
+        )
+
+
 def check_values(request: FitRequest) -> CheckedValues:
     """Check what needs no rows; raises what `make_module` and `check_training` raise."""
     config = request.config
@@ -298,6 +328,8 @@ def check_values(request: FitRequest) -> CheckedValues:
     mode = choose_mode(request.execution_mode, config.sync_strategy)
     module, float_dtype = make_module(request)
     frozen = freeze(module, config.frozen_layers)
+    has_logs = check_lightning(module, config, in_rounds=mode == "rounds")
+    check_elasticity(config, config.sync_strategy, has_logs=has_logs)
     return CheckedValues(
         request=request,
         mode=mode,
@@ -305,7 +337,7 @@ def check_values(request: FitRequest) -> CheckedValues:
         float_dtype=float_dtype,
         frozen=frozen,
         objective=check_training(module, request, in_rounds=mode == "rounds"),
-        has_logs=check_lightning(module, config, in_rounds=mode == "rounds"),
+        has_logs=has_logs,
     )
 
 

@@ -301,6 +301,9 @@ class EstimatorArguments(InputArguments, total=False):
         "learnt depends on them and not on the number of workers, so a later fit may go on with "
         "more or fewer, within an epoch too. None: one for each worker.",
         default=None, fills="request", least=1)]
+    elasticity: Annotated[str, Option(
+        "up to what the result is the same for all numbers of workers: 'rounding', or 'bits', for "
+        "which a worker trains on its shards one after the other, and which needs all-reduce.")]
     seed: Annotated[int, Option("random seed.")]
     syncStrategy: Annotated[Literal["auto"] | str | SyncStrategy, Option(
         "how replicas are kept in agreement: a SyncStrategy, its name (such as 'allreduce' or "

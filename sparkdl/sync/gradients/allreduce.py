@@ -16,7 +16,8 @@ from sparkdl.sync.gradient_buckets import bucket_shapes
 from sparkdl.sync.gradients.backup_workers import BackupWorkersSynchronizer, check_backup_workers
 from sparkdl.sync.gradients.double_buffering import DoubleBufferingSynchronizer
 from sparkdl.sync.gradients.gradient_sums import AllReduceSynchronizer
-from sparkdl.sync.strategy import SetupArguments
+from sparkdl.sync.gradients.shard_tree import ShardTreeSynchronizer
+from sparkdl.sync.strategy import SetupArguments, SyncStrategy
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -120,3 +121,12 @@ class AllReduce(CollectiveStrategy):
             kind = partial(BackupWorkersSynchronizer, num_backup_workers=self.num_backup_workers)
         compression = self.resolved_compression()
         return kind(*setup, bucket_bytes=self.bucket_bytes, compression=compression)
+
+
+def tree_synchronizer(
+    strategy: SyncStrategy, shards_by_rank: Sequence[Sequence[int]], *setup: *SetupArguments
+) -> ShardTreeSynchronizer:
+    """What trains with ``elasticity="bits"``; the driver has refused all strategies but one."""
+    assert isinstance(strategy, AllReduce)
+    size = strategy.bucket_bytes
+    return ShardTreeSynchronizer(*setup, bucket_bytes=size, shards_by_rank=shards_by_rank)

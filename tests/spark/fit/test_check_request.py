@@ -197,3 +197,19 @@ def test_a_module_that_cannot_travel_is_told_with_the_attribute(module: Any) -> 
 def test_a_module_needs_parameters_that_train() -> None:
     with pytest.raises(ConfigError, match="the module has no parameters that train"):
         check_values(request(nn.Flatten))
+
+
+@pytest.mark.parametrize(
+    ("changes", "remedy"),
+    [
+        ({"sync_strategy": ParameterAveraging()}, "use AllReduce"),
+        ({"sync_strategy": AllReduce(compression="bf16")}, "without compression"),
+        ({"sync_strategy": AllReduce(double_buffering=True)}, "leave double_buffering"),
+        ({"sync_strategy": AllReduce(topology="tree")}, "topology of AllReduce"),
+        ({"sync_batch_norm": True}, "unset one"),
+    ],
+)
+def test_bits_need_what_belongs_to_shards(changes: dict[str, Any], remedy: str) -> None:
+    check_values(request(nn.Linear(4, 3), elasticity="bits"))
+    with pytest.raises(ConfigError, match=remedy):
+        check_values(request(nn.Linear(4, 3), elasticity="bits", **changes))

@@ -81,6 +81,7 @@ SAMPLES: dict[str, tuple[Any, Any]] = {
     "seed": (11, 11),
     "syncStrategy": (AllReduce(), AllReduce()),
     "syncBatchNorm": (True, True),
+    "elasticity": ("bits", "bits"),
     "executionMode": ("rounds", "rounds"),
     "precision": ("bf16", "bf16"),
     "memoryFormat": ("channels_last", "channels_last"),
