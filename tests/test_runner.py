@@ -405,6 +405,13 @@ def test_what_cannot_be_sent_is_refused_before_anything_runs(spark: SparkSession
     ("options", "message"),
     [
         ({"num_workers": -1}, "num_workers"),
+        ({"num_workers": (0, 2)}, r"fewest \(at least 1\) and the most; received \(0, 2\)"),
+        ({"num_workers": (3, 2)}, "fewest"),
+        ({"num_workers": (1, 2, 3)}, "fewest"),
+        ({"num_workers": (1, 3), "num_shards": 2}, "num_shards=2 is too few"),
+        ({"num_shards": 0}, "num_shards=0 is too few"),
+        ({"num_shards": 2}, "num_shards needs data"),
+        ({"grow_after_seconds": -1.0}, "grow_after_seconds"),
         ({"device": "tpu"}, "device"),
         ({"max_restarts": -1}, "max_restarts"),
         ({"keep_checkpoints": 0}, "keep_checkpoints"),

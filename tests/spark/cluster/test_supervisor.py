@@ -142,6 +142,7 @@ class Stage:
         is_watched: bool = True,
         heal: Callable[[Attempt], None] | None = None,
         starts: Sequence[int] = (),
+        resize: Callable[[Attempt], str | None] | None = None,
     ) -> GangResult:
         def submit(attempt: Attempt) -> Job:
             self.submitted.append(attempt.number)
@@ -169,7 +170,7 @@ class Stage:
             view=self.view,
             max_restarts=max_restarts,
         )
-        return supervise(run, submit, heal=heal)
+        return supervise(run, submit, heal=heal, resize=resize)
 
 
 def failure(rank: int, kind: str, type_name: str = "X", message: str = "m") -> dict[str, Any]:
@@ -652,6 +653,27 @@ def test_part_of_a_gang_is_started_again(stage: Stage) -> None:
     found = stage.run(job, lambda: result(0, 1), start_timeout=0.3, max_restarts=1)
     assert found.restarts == 1
     assert stage.spark.sparkContext.cancelled == ["sparkdl-r-0"]
+
+
+def test_a_gang_that_grows_has_not_failed(stage: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever the workers that are ended say of each other."""
+    monkeypatch.setattr(module, "_RESIZE_SECONDS", 0.0)
+
+    def job() -> Rows:
+        stage.say(0, "heartbeat")
+        stage.say(0, "checkpoint", step=3)
+        try:
+            return stage.until_cancelled()
+        finally:
+            stage.fail(PEER_0)
+
+    def resize(attempt: Attempt) -> str | None:
+        return None if attempt.saved is None else f"after {attempt.saved[0]}"
+
+    found = stage.run(job, lambda: result(0, 1), resize=resize, max_restarts=0)
+    assert found.rows == result(0, 1)
+    assert stage.submitted == [0, 1]
+    assert stage.left == [0, 0]
 
 
 def test_late_news_of_an_earlier_attempt_is_ignored(stage: Stage) -> None:
