@@ -88,7 +88,7 @@ def lose_executor(marker: str) -> None:
     time.sleep(30)
 
 
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(600)
 def test_it_loses_a_worker_and_its_shards_and_gets_another(
     hasty: SparkSession, tmp_path: Path
 ) -> None:
