@@ -61,7 +61,7 @@ class TorchRunner:
             sets need these columns.
         device: ``auto`` (the GPU that Spark assigned, where there is one), ``cpu`` or ``cuda``.
         num_shards: fixed parts of each data set, of which a worker has one or more; None: as many
-            as the most workers.
+            as the most workers. With ``num_workers=0`` all rows are one part.
         grow_after_seconds: how long fewer workers than there are slots for go on at least; the
             function is begun again with more at the next checkpoint after that. ``math.inf``:
             never. Only with a range of workers.

@@ -14,6 +14,7 @@ import pytest
 import sparkdl
 from sparkdl import Image, Sequence, Tensor, TorchRunner
 from sparkdl.errors import ClusterError, ConfigError, DataError, WorkerError
+from sparkdl.spark.functions import run_function
 from sparkdl.spark.session.compat import is_connect
 
 if TYPE_CHECKING:
@@ -434,6 +435,14 @@ def test_errors_speak_of_the_arguments_of_the_runner(spark: SparkSession) -> Non
         TorchRunner(num_workers=99, verbose=0).run(train, 1)
     assert "set num_workers to at most 2" in str(caught.value)
     assert "numWorkers" not in str(caught.value)
+
+
+def test_a_range_needs_to_know_the_slots(
+    spark: SparkSession, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(run_function, "is_connect", lambda _: True)
+    with pytest.raises(ConfigError, match="needs classic Spark.*pass num_workers=2"):
+        TorchRunner(num_workers=(1, 2), verbose=0).run(print)
 
 
 def test_what_cannot_run_is_refused_at_once() -> None:
