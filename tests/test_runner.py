@@ -441,7 +441,7 @@ def test_a_range_needs_to_know_the_slots(
     spark: SparkSession, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(run_function, "is_connect", lambda _: True)
-    with pytest.raises(ConfigError, match="needs classic Spark.*pass num_workers=2"):
+    with pytest.raises(ConfigError, match="needs classic Spark"):
         TorchRunner(num_workers=(1, 2), verbose=0).run(print)
 
 
