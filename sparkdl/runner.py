@@ -49,13 +49,20 @@ class TorchRunner:
     Args:
         num_workers: ranks, each on a slot of its own; None: one per GPU, or else per executor.
             0: one rank in this process, for debugging: breakpoints work, and its part of the data
-            is brought to the driver.
+            is brought to the driver. A pair ``(fewest, most)``: after the loss of some, the
+            function is begun again with those that are left; when there are slots for more, with
+            more.
         data: what `Context.loader` reads: a DataFrame, or a source such as `ParquetSource`, or
             several by name. Each worker gets an equal part of the rows, on its own disk.
         inputs: what a batch holds, by name, where that is not all columns: images, sequences, text
             (see `Image`, `Sequence`, `Sparse`, `Tensor`; a column's name is a `Tensor`). All data
             sets need these columns.
         device: ``auto`` (the GPU that Spark assigned, where there is one), ``cpu`` or ``cuda``.
+        num_shards: fixed parts of each data set, of which a worker has one or more; None: as many
+            as the most workers. With ``num_workers=0`` all rows are one part.
+        grow_after_seconds: how long fewer workers than there are slots for go on at least; the
+            function is begun again with more at the next checkpoint after that. ``math.inf``:
+            never. Only with a range of workers.
         max_restarts: how often the function is begun again after the loss of workers; a new
             checkpoint refills it. An error of its own ends the run at once.
         checkpoint_dir: where checkpoints are kept, as `docs/storage.md` says; None: on the driver,
@@ -78,10 +85,12 @@ class TorchRunner:
     def __init__(
         self,
         *,
-        num_workers: int | None = None,
+        num_workers: int | tuple[int, int] | None = None,
         data: DataFrame | Source | Mapping[str, DataFrame | Source] | None = None,
         inputs: Mapping[str, Specification | str] | None = None,
         device: str = "auto",
+        num_shards: int | None = None,
+        grow_after_seconds: float = 60.0,
         max_restarts: int = 3,
         checkpoint_dir: str | None = None,
         resume: bool = False,
@@ -94,8 +103,13 @@ class TorchRunner:
         listeners: Sequence[Listener] = (),
         verbose: int = 1,
     ) -> None:
-        is_number = num_workers is None or num_workers >= 0
-        require(is_number, "num_workers must be at least 0", num_workers)
+        fewest, most = _range(num_workers)
+        enough = num_shards is None or num_shards >= max(1, most or 0)
+        require(enough, "each worker needs a shard of its own: raise num_shards", num_shards)
+        if num_shards is not None and data is None:
+            raise ConfigError("num_shards needs data")
+        is_time = grow_after_seconds >= 0
+        require(is_time, "grow_after_seconds must be at least 0", grow_after_seconds)
         require(device in _DEVICES, f"device must be one of {', '.join(_DEVICES)}", device)
         require(max_restarts >= 0, "max_restarts must be at least 0", max_restarts)
         require(keep_checkpoints >= 1, "keep_checkpoints must be at least 1", keep_checkpoints)
@@ -108,7 +122,10 @@ class TorchRunner:
             FunctionRequest,
             data=_by_name(data),
             inputs=_inputs(inputs),
-            num_workers=num_workers,
+            num_workers=most,
+            min_workers=fewest,
+            num_shards=num_shards,
+            grow_after_seconds=grow_after_seconds,
             device=device,
             max_restarts=max_restarts,
             checkpoint_dir=checkpoint_dir,
@@ -122,7 +139,7 @@ class TorchRunner:
             listeners=tuple(listeners),
             verbose=verbose,
         )
-        self._in_driver = num_workers == 0
+        self._in_driver = most == 0
 
     @plainly
     def run(self, train: Callable[..., Any] | str | Path, *args: Any, **kwargs: Any) -> Any:
@@ -165,9 +182,12 @@ class TorchRunner:
 
 
 def _shown(request: FunctionRequest, train: Any) -> tuple[Mapping[str, Any], ...]:
-    names = ("num_workers", "device", "max_restarts", "checkpoint_dir", "resume",
+    """What is asked for, as a run's record shows it."""
+    names = ("num_workers", "num_shards", "device", "max_restarts", "checkpoint_dir", "resume",
              "keep_checkpoints", "cpus_per_worker", "gpus_per_worker")  # fmt: skip
     values = {"run": train, **{name: getattr(request, name) for name in names}}
+    if request.min_workers is not None:
+        values["num_workers"] = (request.min_workers, request.num_workers)
     values |= {f"data: {name}": user_data.described(value) for name, value in request.data.items()}
     return tuple(
         {"name": name, "value": shown(value), "is_set": True}
@@ -187,6 +207,17 @@ def _arguments_named() -> Iterator[None]:
             message = message.replace(param, argument)
         error.args = (message,)
         raise
+
+
+def _range(value: Any) -> tuple[int | None, int | None]:
+    """Fewest and most workers, of which the first is None if there is no choice."""
+    if not isinstance(value, (tuple, list)):
+        require(value is None or value >= 0, "num_workers must be at least 0", value)
+        return None, value
+    is_pair = len(value) == 2 and all(isinstance(number, int) for number in value)
+    rule = "num_workers is a number, or a pair of the fewest (at least 1) and the most"
+    require(is_pair and 1 <= value[0] <= value[1], rule, value)
+    return value[0], value[1]
 
 
 def _by_name(data: Any) -> dict[str, user_data.Data]:

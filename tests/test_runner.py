@@ -14,6 +14,7 @@ import pytest
 import sparkdl
 from sparkdl import Image, Sequence, Tensor, TorchRunner
 from sparkdl.errors import ClusterError, ConfigError, DataError, WorkerError
+from sparkdl.spark.functions import run_function
 from sparkdl.spark.session.compat import is_connect
 
 if TYPE_CHECKING:
@@ -405,6 +406,13 @@ def test_what_cannot_be_sent_is_refused_before_anything_runs(spark: SparkSession
     ("options", "message"),
     [
         ({"num_workers": -1}, "num_workers"),
+        ({"num_workers": (0, 2)}, r"fewest \(at least 1\) and the most; received \(0, 2\)"),
+        ({"num_workers": (3, 2)}, "fewest"),
+        ({"num_workers": (1, 2, 3)}, "fewest"),
+        ({"num_workers": (1, 3), "num_shards": 2}, "num_shards=2 is too few"),
+        ({"num_shards": 0}, "num_shards=0 is too few"),
+        ({"num_shards": 2}, "num_shards needs data"),
+        ({"grow_after_seconds": -1.0}, "grow_after_seconds"),
         ({"device": "tpu"}, "device"),
         ({"max_restarts": -1}, "max_restarts"),
         ({"keep_checkpoints": 0}, "keep_checkpoints"),
@@ -427,6 +435,14 @@ def test_errors_speak_of_the_arguments_of_the_runner(spark: SparkSession) -> Non
         TorchRunner(num_workers=99, verbose=0).run(train, 1)
     assert "set num_workers to at most 2" in str(caught.value)
     assert "numWorkers" not in str(caught.value)
+
+
+def test_a_range_needs_to_know_the_slots(
+    spark: SparkSession, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(run_function, "is_connect", lambda _: True)
+    with pytest.raises(ConfigError, match="needs classic Spark"):
+        TorchRunner(num_workers=(1, 2), verbose=0).run(print)
 
 
 def test_what_cannot_run_is_refused_at_once() -> None:

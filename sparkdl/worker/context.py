@@ -52,13 +52,13 @@ class Context:
 
     Attributes:
         rank: this rank, from 0.
-        world_size: number of ranks.
+        world_size: number of ranks; with a range of workers another one after each restart.
         local_rank: this rank's number among those of its host.
         local_world_size: ranks of this host.
         node_rank: number of this host.
         device: where this rank shall compute: the GPU that Spark gave it, or the CPU.
         num_restarts: how often the function was begun before in this run, because workers were
-            lost.
+            lost, or because there was room for more.
         checkpoint: what was last passed to `report`, after a restart or with ``resume=True``; its
             tensors are on the CPU. None: begin at the beginning.
         history: the metrics that this rank has reported so far, after those that rank 0 had
@@ -107,11 +107,14 @@ class Context:
     ) -> Loader:
         """Batches of this rank's rows of a data set, on this rank's device.
 
-        Every row is in one batch of one rank. With shuffling all ranks get equally many batches.
+        Every row is in one batch of one rank. With shuffling all ranks get equally many batches,
+        and which rows the batches of a number hold together does not depend on how many ranks
+        there are.
 
         Args:
             name: the data set's name; a DataFrame that was given alone is ``"train"``.
-            batch_size: largest number of rows in a batch of this rank.
+            batch_size: largest number of rows of a shard in a batch. A rank has one shard, or
+                several where there are fewer workers than shards.
             columns: which, and in this order: a batch is then a tuple of tensors
                 ``(batch, *shape)``. None: a dict of all.
             shuffle: whether each epoch has an order of its own, a pure function of ``seed``, the
@@ -120,7 +123,8 @@ class Context:
 
         Raises:
             ConfigError: there is no such data set or column, or ``batch_size`` is not positive.
-            DataError: with shuffling, a rank has too few rows to have one in each batch.
+            DataError: with shuffling, a rank has too few rows to have one in each batch; with a
+                range of workers, a shard has.
         """
         from sparkdl.worker.loader import Loader
 

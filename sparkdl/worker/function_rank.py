@@ -15,7 +15,7 @@ import runpy
 import sys
 import tempfile
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -91,6 +91,8 @@ class FunctionOrder(GangOrder):
     """Whose value the driver gets."""
     keep: int = 2
     """Checkpoints that are kept."""
+    is_placed: bool = True
+    """Whether each rank runs where its neighbouring shards are, and always has the same."""
 
 
 def run(environment: WorkerEnvironment, order: FunctionOrder) -> Iterator[tuple[str, bytes]]:
@@ -109,6 +111,7 @@ def _call(order: FunctionOrder, member: Member) -> Results:
 
     function = _loaded(order, member)
     comm, reporter = member.comm, member.reporter
+    sets = order.sets if order.is_placed else _held(order, member)
     storage = checkpoint_storage(order, member.files)
     with contextlib.ExitStack() as stack:
         stack.enter_context(default_group(member.device, order.collective_timeout_seconds))
@@ -122,6 +125,7 @@ def _call(order: FunctionOrder, member: Member) -> Results:
                     member.client,
                     order.collective_timeout_seconds,
                     is_required=order.storage_url is not None,
+                    on_written=lambda step: reporter.send({"kind": "checkpoint", "step": step}),
                 )
             )
             save = partial(manager.save, rank_state={})
@@ -130,7 +134,7 @@ def _call(order: FunctionOrder, member: Member) -> Results:
             nodes=comm.nodes,
             device=member.device,
             num_restarts=order.attempt,
-            sets=order.sets,
+            sets=sets,
             resumed=_resumed(order, storage, member.comm),
             save=save,
             show=reporter.epoch,
@@ -145,6 +149,23 @@ def _call(order: FunctionOrder, member: Member) -> Results:
         return []
     data = pickled({"value": value, "history": place.history})
     return deliver(member, "value", VALUE.format(comm.rank), lambda: [data])
+
+
+def _held(order: FunctionOrder, member: Member) -> dict[str, DataSet]:
+    """The data sets in the shards that each rank finds or fetches. Collective."""
+    from sparkdl.worker.held_shards import hold_shards
+
+    found, reporter = {}, member.reporter
+    for name, data in order.sets.items():
+        plan = hold_shards(
+            data.plan(member.comm.world_size, batch_size=1),
+            data.source,
+            member.comm,
+            run_id=order.run_id,
+            say_missing=lambda missing: reporter.send({"kind": "missing", "shards": missing}),
+        )
+        found[name] = replace(data, shards=plan.shards, shards_by_rank=plan.shards_by_rank)
+    return found
 
 
 def _loaded(order: FunctionOrder, member: Member) -> Callable[[], Any]:
@@ -216,6 +237,7 @@ def checkpoints(
     timeout_seconds: float,
     *,
     is_required: bool,
+    on_written: Callable[[int], None] = lambda _: None,
 ) -> CheckpointManager:
     """Rank 0's manager; only its state is kept, so it waits for no other rank."""
     from sparkdl.config import CheckpointConfig
@@ -231,6 +253,7 @@ def checkpoints(
         signal=signal,
         timeout_seconds=timeout_seconds,
         is_required=is_required,
+        on_written=on_written,
     )
 
 

@@ -28,6 +28,8 @@ class DataSet:
     """Opens the shards."""
     windows: Windows | None = None
     """How rows are mixed that do not fit into memory."""
+    shards_by_rank: tuple[tuple[int, ...], ...] | None = None
+    """Who holds which, where ranks come and go; None: neighbouring ones, for good."""
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -39,7 +41,7 @@ class DataSet:
 
     def plan(self, world_size: int, batch_size: int) -> TrainPlan:
         """Which rows make which batch."""
-        return make_plan(
+        plan = make_plan(
             columns=self.columns,
             shards=self.shards,
             world_size=world_size,
@@ -47,6 +49,7 @@ class DataSet:
             epochs=1,
             windows=self.windows,
         )
+        return plan if self.shards_by_rank is None else plan.held_by(self.shards_by_rank)
 
 
 class Loader:
@@ -55,8 +58,10 @@ class Loader:
     A batch is a dict, or a tuple where columns were chosen, of tensors ``(batch, *shape)`` on the
     rank's device. They are the caller's own: the loader does not use their memory again.
 
-    Without a call of `set_epoch`, each iteration is the epoch after the last. Without shuffling the
-    rows come in their order, and ranks may have different numbers of batches.
+    Without a call of `set_epoch`, each iteration is the epoch after the last. With shuffling, batch
+    ``n`` holds of each of the rank's shards the same part, so the batches ``n`` of all ranks have
+    the same rows however many ranks there are. Without shuffling the rows come shard by shard in
+    their order, and ranks may have different numbers of batches.
     """
 
     def __init__(
@@ -88,7 +93,7 @@ class Loader:
         self._rows: list[ShardRows] | None = None
 
     def __len__(self) -> int:
-        """Batches of an epoch; with shuffling the same number on all ranks."""
+        """Batches of an epoch; with shuffling the same on all ranks, however many there are."""
         if self._shuffle:
             return self._plan.steps_per_epoch
         shards = self._plan.shards_of(self._rank)
@@ -98,6 +103,22 @@ class Loader:
     def num_rows(self) -> int:
         """Rows of an epoch, of all ranks."""
         return self._plan.num_rows
+
+    def rows_of_all(self, number: int) -> int:
+        """Rows in the batches of that number of all ranks, with shuffling.
+
+        A sum of losses, times ``world_size``, divided by this, gives each row the same weight in
+        the mean of all ranks' gradients, also where ranks have different numbers of rows.
+
+        Raises:
+            ConfigError: there is no such batch, or rows come in their order.
+        """
+        if not self._shuffle or not 0 <= number < len(self):
+            raise ConfigError(
+                f"rows_of_all needs shuffle=True and the number of a batch in [0, {len(self) - 1}];"
+                f" received shuffle={self._shuffle}, {number}"
+            )
+        return sum(self._plan.rows_by_rank(number))
 
     def set_epoch(self, epoch: int, start: int = 0) -> None:
         """Let the next iteration be the epoch of that number, from 0, from its batch ``start`` on.
@@ -166,17 +187,24 @@ class Loader:
             )
 
     def _check_rows(self) -> None:
-        """Raise `DataError` if a rank lacks a row in a batch, and so cannot take part in a step."""
-        plan = self._plan
-        rows = [plan.rows_of(rank) for rank in range(plan.world_size)]
-        if min(rows) == 0:
-            raise DataError(
-                f"data set {self._name!r} has {plan.num_rows} rows, and none of them for "
-                f"rank {rows.index(0)}; use fewer workers, more rows, or shuffle=False"
-            )
-        if min(rows) < plan.steps_per_epoch:
-            raise DataError(
-                f"data set {self._name!r} has {min(rows)} rows for rank "
-                f"{rows.index(min(rows))}, but an epoch has {plan.steps_per_epoch} batches; use "
-                "fewer workers or a larger batch_size"
-            )
+        """Raise `DataError` if a rank lacks a row in a batch, and so cannot take part in a step.
+
+        Where ranks come and go, each of them must be able to have but one shard.
+        """
+        plan, steps = self._plan, self._plan.steps_per_epoch
+        parts = [(f"rank {rank}", plan.shards_of(rank)) for rank in range(plan.world_size)]
+        if self._data.shards_by_rank is not None:
+            parts = [(f"shard {shard.shard_id}", (shard,)) for shard in plan.shards]
+        for name, shards in parts:
+            most = max(shard.num_rows for shard in shards)
+            if most == 0:
+                raise DataError(
+                    f"data set {self._name!r} has {plan.num_rows} rows, and none of them for "
+                    f"{name}; use fewer workers or shards, more rows, or shuffle=False"
+                )
+            if most < steps:
+                of_several = " in its largest shard" if len(shards) > 1 else ""
+                raise DataError(
+                    f"data set {self._name!r} has {most} rows for {name}{of_several}, but an epoch "
+                    f"has {steps} batches; use fewer workers or shards, or a larger batch_size"
+                )

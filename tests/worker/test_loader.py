@@ -99,6 +99,48 @@ def test_without_shuffling_rows_come_in_their_order(data: DataSet) -> None:
     assert labels(loader(data, rank=0, world_size=1, shuffle=False))[-1] == [19]
 
 
+@pytest.fixture(scope="module")
+def five(tmp_path_factory: pytest.TempPathFactory) -> DataSet:
+    """Five shards of 7 to 11 rows."""
+    folder, shards, first = tmp_path_factory.mktemp("five"), [], 0
+    for number in range(5):
+        rows = range(first, first := first + 7 + number)
+        shards.append(spooled(folder / str(number), number, rows))
+    return DataSet(columns=COLUMNS, shards=tuple(shards), source=SpoolSource())
+
+
+def united(data: DataSet, world_size: int, start: int = 0) -> list[list[int]]:
+    """The rows of all ranks' batches of each step of epoch 1, sorted."""
+    loaders = [loader(data, rank, world_size) for rank in range(world_size)]
+    for one in loaders:
+        one.set_epoch(1, start)
+    steps = zip(*map(labels, loaders), strict=True)
+    return [sorted(n for batch in step for n in batch) for step in steps]
+
+
+def test_the_batches_of_all_ranks_together_are_the_same_however_many_there_are(
+    five: DataSet,
+) -> None:
+    once = united(five, 1)
+    assert sorted(n for step in once for n in step) == list(range(45))
+    assert [loader(five, 0, size).rows_of_all(1) for size in (1, 3)] == [len(once[1])] * 2
+    elsewhere = replace(five, shards_by_rank=((4,), (0, 3), (1, 2)))
+    for size, data in [(2, five), (3, elsewhere), (4, five)]:
+        assert {len(loader(data, rank, size)) for rank in range(size)} == {len(once)}
+        assert united(data, size) == once
+        assert united(data, size, start=1) == once[1:]  # it goes on with another number
+
+
+def test_several_shards_come_one_after_the_other_in_their_order(five: DataSet) -> None:
+    one = loader(five, 1, 2, shuffle=False)  # shards 2, 3 and 4
+    assert [n for batch in labels(one) for n in batch] == list(range(15, 45))
+    assert len(labels(one)) == len(one) == 3 + 3 + 3
+    with pytest.raises(ConfigError, match="shuffle=False, 0"):
+        one.rows_of_all(0)
+    with pytest.raises(ConfigError, match=r"in \[0, 2\].* 3"):
+        loader(five, 1, 2).rows_of_all(3)
+
+
 def test_columns_are_chosen_in_their_order(data: DataSet) -> None:
     one = loader(data, columns=["y", "x"], shuffle=False)
     y, x = next(iter(one))
@@ -128,10 +170,18 @@ def test_too_few_rows_for_a_rank_are_an_error_with_shuffling(tmp_path: Path) -> 
     assert [len(labels(loader(small, r, batch_size=2, shuffle=False))) for r in (0, 1)] == [5, 1]
 
 
+def test_where_ranks_come_and_go_each_shard_must_do_for_one(tmp_path: Path) -> None:
+    shards = (spooled(tmp_path / "0", 0, range(10)), spooled(tmp_path / "1", 1, range(2)))
+    uneven = DataSet(columns=COLUMNS, shards=shards, source=SpoolSource())
+    assert len(labels(loader(uneven, world_size=1, batch_size=2))) == 5
+    with pytest.raises(DataError, match="2 rows for shard 1, but an epoch has 5 batches"):
+        loader(replace(uneven, shards_by_rank=((0, 1),)), world_size=1, batch_size=2)
+
+
 def test_a_rank_without_rows_is_told_what_helps(tmp_path: Path) -> None:
     shards = (spooled(tmp_path / "0", 0, [1]), spooled(tmp_path / "1", 1, []))
     one_row = DataSet(columns=COLUMNS, shards=shards, source=SpoolSource())
-    with pytest.raises(DataError, match="none of them for rank 1; use fewer workers, more rows"):
+    with pytest.raises(DataError, match="none of them for rank 1; use fewer workers or shards"):
         loader(one_row, batch_size=64)
 
 

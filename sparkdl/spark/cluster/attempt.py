@@ -47,8 +47,8 @@ class Attempt:
     """The newest step that rank 0 has reported, and when; None: none yet."""
     first_step: tuple[int, float] | None = None
     """The first one, likewise."""
-    saved: int | None = None
-    """The step of the newest checkpoint of this attempt."""
+    saved: tuple[int, float] | None = None
+    """The step (or number) of the newest checkpoint of this attempt, and when it was there."""
     resized: str | None = None
     """Why it was ended to start again with more workers; None: it was not."""
     crashes: dict[int, str] = field(default_factory=dict)

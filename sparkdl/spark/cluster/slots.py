@@ -210,7 +210,7 @@ def wait_for_workers(
         wait_for_slots(spark, fewest, profile, settings, restarts_left)
         there = min(most, max(fewest, num_slots(spark, profile)))
         logger.warning(
-            "the gang has %d of %d workers (minWorkers=%d); it starts again with more when there "
+            "the gang has %d of %d workers (at least %d); it starts again with more when there "
             "are slots",
             *(there, most, fewest),
         )

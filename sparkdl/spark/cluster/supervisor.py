@@ -178,7 +178,7 @@ def supervise(
         except Exception as error:
             failures.raise_unless_loss(error)
             attempt.spark_error, attempt.cancelled = error, False
-        if attempt.resized is not None and attempt.rows is None and not attempt.failures:
+        if attempt.resized is not None and attempt.rows is None:  # it failed as it was ended
             logger.info("%s", attempt.resized)
             if attempt.steps is None:  # it had not begun
                 sizes.pop()
@@ -294,7 +294,7 @@ def _watch(
             # The driver itself stood still; silence during that time says nothing.
             attempt.last_event = dict.fromkeys(attempt.last_event, now)
         before = now
-        if resize is not None and doomed_since is None and now - asked > _RESIZE_SECONDS:
+        if resize is not None and not attempt.failures and now - asked > _RESIZE_SECONDS:
             asked = now
             attempt.resized = resize(attempt)
             if attempt.resized is not None:
@@ -401,7 +401,7 @@ def _take(event: Event, attempt: Attempt, run: Launch) -> None:
     elif kind == "missing":
         attempt.missing.update(event.body["shards"])
     elif kind == "checkpoint":
-        attempt.saved = event.body["step"]
+        attempt.saved = (event.body["step"], event.received)
     elif kind == "crash":
         attempt.crashes[event.rank] = event.body["text"]
     elif kind != "alive":  # which is all that a watcher says

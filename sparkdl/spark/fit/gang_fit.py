@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import time
 from collections.abc import Callable, Collection
 from functools import partial
 from typing import Any
@@ -15,10 +14,10 @@ from sparkdl.data.plan import assign_shards
 from sparkdl.data.spool.spool_source import SpoolSource
 from sparkdl.report.summary import TrainingSummary
 from sparkdl.spark.cluster.attempt import Attempt, Rows
+from sparkdl.spark.cluster.resize import Resize
 from sparkdl.spark.cluster.supervisor import GangResult, supervise
 from sparkdl.spark.run.resume import Attempts, find_checkpoint, gang_attempts
 from sparkdl.spark.run.run import Run, Trained
-from sparkdl.spark.session.compat import num_slots
 from sparkdl.storage.checkpoint_format import decode, encode
 from sparkdl.storage.tensor_tree import Snapshot, pack
 from sparkdl.worker import training
@@ -36,7 +35,9 @@ def train_in_gang(run: Run) -> Trained:
         state = gathered(encode(Snapshot(*pack(run.begins_from.shared()))))
     with gang_attempts(run, run.run_key, partial(_rebuild, run)) as attempts:
         submit = partial(_submit, run, attempts, payload, state)
-        resize = Resize(run, attempts) if run.slots.max_workers is not None else None
+        resize = None
+        if run.slots.max_workers is not None:
+            resize = Resize(run, partial(_pays, run), attempts.take_at_most)
         result = supervise(run, submit, heal=attempts.heal, resize=resize)
     run.module.load_state_dict(_sent(run, result, "weights", training.FINAL))
     left = _sent(run, result, "left", training.LEFT) if run.keeps_state else None
@@ -88,60 +89,27 @@ def _rebuild(run: Run, missing: Collection[int]) -> None:
         run.table.remake(missing or range(len(run.plan.shards)))
 
 
-class Resize:
-    """Whether a gang shall start again with more workers, or without those that do not come.
+def _pays(run: Run, attempt: Attempt, workers: int, _since: float) -> str | None:
+    """Why to start again with more workers, see `resize.Pays`.
 
-    With more it shall when the slots have been there for a while, and the time that more workers
-    save is worth twice what starting again costs: as long as this attempt took to its first step,
-    and the steps since its last checkpoint once more.
+    It pays if the time that they save is worth twice what starting again costs: as long as this
+    attempt took to its first step, and the steps since its last checkpoint once more.
     """
-
-    def __init__(self, run: Run, attempts: Attempts) -> None:
-        self._run = run
-        self._attempts = attempts
-        self._seen: tuple[int, float] | None = None
-        """A number of workers that could be had, and since when."""
-
-    def __call__(self, attempt: Attempt) -> str | None:
-        """Why to start again; None: go on."""
-        run, slots = self._run, self._run.slots
-        assert slots.max_workers is not None
-        if not slots.is_barrier and len(attempt.last_event) < attempt.world_size:
-            return self._without_the_missing(attempt)
-        there = min(slots.max_workers, num_slots(run.spark, slots.profile))
-        if there <= attempt.world_size or not attempt.steps or not attempt.first_step:
-            self._seen = None
-            return None
-        now = time.monotonic()
-        if self._seen is None or self._seen[0] != there:
-            self._seen = (there, now)
-        if attempt.saved is None or now - self._seen[1] < run.settings.elastic_wait_seconds:
-            return None
-        (first, began), (step, at) = attempt.first_step, attempt.steps
-        if step <= first:
-            return None
-        step_seconds = (at - began) / (step - first)
-        end = run.plan.first_step + run.plan.total_steps
-        saved = (end - step) * step_seconds * (1 - attempt.world_size / there)
-        cost = began - attempt.submitted + max(0, step - attempt.saved) * step_seconds
-        if saved < _WORTH * cost:
-            return None
-        self._seen = None
-        return (
-            f"there are slots for {there} workers: the gang of {attempt.world_size} starts again "
-            f"from the checkpoint of step {attempt.saved}, which saves about {saved - cost:.0f} s"
-        )
-
-    def _without_the_missing(self, attempt: Attempt) -> str | None:
-        """Why to start again with the workers that have come, if no other has come for a while."""
-        there, now, least = len(attempt.last_event), time.monotonic(), self._run.slots.min_workers
-        if self._seen is None or self._seen[0] != there:
-            self._seen = (there, now)
-        waits = self._run.settings.elastic_wait_seconds
-        if least is None or there < least or now - self._seen[1] < waits:
-            return None
-        self._seen, self._attempts.limit = None, there
-        return f"{there} of {attempt.world_size} workers have come; the gang starts with these"
+    if attempt.saved is None or attempt.steps is None or attempt.first_step is None:
+        return None
+    (first, began), (step, at), (saved_step, _) = attempt.first_step, attempt.steps, attempt.saved
+    if step <= first:
+        return None
+    step_seconds = (at - began) / (step - first)
+    end = run.plan.first_step + run.plan.total_steps
+    saved = (end - step) * step_seconds * (1 - attempt.world_size / workers)
+    cost = began - attempt.submitted + max(0, step - saved_step) * step_seconds
+    if saved < _WORTH * cost:
+        return None
+    return (
+        f"the gang of {attempt.world_size} starts again from the checkpoint of step {saved_step}, "
+        f"which saves about {saved - cost:.0f} s"
+    )
 
 
 def _warn_of_space(run: Run) -> None:

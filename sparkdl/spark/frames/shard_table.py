@@ -14,7 +14,7 @@ import threading
 import time
 import uuid
 from collections import defaultdict
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import accumulate
@@ -61,6 +61,9 @@ _KILL_SECONDS = 3.0
 """A task that Spark has given up is dead by then (`spark.python.task.killTimeout` is 2 s)."""
 
 
+ShardsByPlace = Sequence[Sequence[int]]
+Dealt = Callable[[ShardsByPlace | None], DataFrame]
+"""Gives rows in the partitions of all shards, or of some; see `spread`."""
 _left: dict[str, set[str]] = {}
 """Runs whose spools could not be removed, with what the driver knows of them: the next run of this
 process that meets their host removes them, or Spark, when the session ends."""
@@ -82,11 +85,23 @@ class SpoolTable:
         self._stragglers = False
         self._queue_timeout_seconds = math.inf
 
-    def _describe(self, rows: DataFrame, task: SpoolTask, spec: TableSpec) -> None:
+    def _describe(self, dealt: Dealt, task: SpoolTask, spec: TableSpec) -> None:
         """Have Spark keep what the task yields of each partition of the rows."""
-        table = rows.mapInArrow(task, TABLE_SCHEMA, barrier=spec.is_gang, profile=spec.profile)
+        self._dealt, self._task, self._profile = dealt, task, spec.profile
+        table = dealt(None).mapInArrow(
+            task, TABLE_SCHEMA, barrier=spec.is_gang, profile=spec.profile
+        )
         self.df = table.persist()
         self._queue_timeout_seconds = spec.queue_timeout_seconds
+
+    def _made_anew(self, missing: Collection[int]) -> list[tuple[SpooledShard, ...]]:
+        """Have a plain stage read all rows, and write those of some shards of every data set."""
+        own = sorted(missing)
+        places = assign_shards(len(own), min(len(own), max(1, num_slots(self._spark))))
+        ids = tuple(tuple(own[number] for number in numbers) for numbers in places)
+        task = replace(self._task, shards_by_place=ids)
+        table = self._dealt(ids).mapInArrow(task, TABLE_SCHEMA, profile=self._profile)
+        return self._spooled(len(task.sets), table)
 
     def _spooled(
         self, num_sets: int = 1, table: DataFrame | None = None
@@ -113,10 +128,8 @@ class SpoolTable:
         payloads = [json.loads(row["payload"]) for row in sorted(rows)]
         self._seen.update(payload["path"] for payload in payloads if "path" in payload)
         # Spark runs no task at all if it finds that there is nothing to do.
-        found = [parse_shards(payload) for payload in payloads]
-        if num_sets == 1:  # of which a partition may hold several shards
-            return [tuple(shard for shards in found for shard in shards)]
-        return list(zip(*found, strict=True)) or [()] * num_sets
+        found = [shard for payload in payloads for shard in parse_shards(payload)]
+        return [tuple(found[number::num_sets]) for number in range(num_sets)]
 
     def rebuild(self) -> None:
         self.df.unpersist()
@@ -236,6 +249,11 @@ class SpooledRows:
         self.known = shards
         return shards
 
+    def checked_with(self, made: tuple[SpooledShard, ...]) -> tuple[SpooledShard, ...]:
+        """The same of the known shards, some of which have been made anew."""
+        by_id = {part.shard.shard_id: part for part in (*self.known, *made)}
+        return self.checked(tuple(by_id[number] for number in sorted(by_id)))
+
     def columns(self, shards: Sequence[SpooledShard]) -> tuple[Column, ...]:
         spec = self._spec
         found = [merge_stats(stats) for stats in zip(*(s.columns for s in shards), strict=True)]
@@ -275,15 +293,14 @@ class ShardTable(SpoolTable, SpooledRows):
         SpoolTable.__init__(self, df.sparkSession, run_id=run_id, num_places=spec.num_partitions)
         self._rows = shown or UserRows(df, spec.columns, spec.validation)
         SpooledRows.__init__(self, spec, self._rows)
-        self._df = df
-        self._task = SpoolTask(
+        task = SpoolTask(
             run_id=run_id,
             sets=(spool_columns(spec.columns),),
             shards_by_place=spec.shards_by_place,
             has_validation=spec.validation is not None,
             heartbeat_timeout_seconds=spec.heartbeat_timeout_seconds,
         )
-        self._describe(spread(df, spec), self._task, spec)
+        self._describe(partial(spread, df, spec), task, spec)
 
     def collect(self) -> tuple[SpooledShard, ...]:
         with self._spooling:
@@ -312,18 +329,10 @@ class ShardTable(SpoolTable, SpooledRows):
         return self.known
 
     def remake(self, missing: Collection[int]) -> None:
-        """See `RowTable.remake`: a plain stage reads all rows, and writes those of some shards."""
-        own = sorted(missing)
-        places = assign_shards(len(own), min(len(own), max(1, num_slots(self._spark))))
-        ids = tuple(tuple(own[number] for number in numbers) for numbers in places)
-        rows = spread(self._df, self._spec, ids)
-        table = rows.mapInArrow(
-            replace(self._task, shards_by_place=ids), TABLE_SCHEMA, profile=self._spec.profile
-        )
+        """See `RowTable.remake`."""
         with self._spooling:
-            (made,) = self._spooled(table=table)
-            by_id = {part.shard.shard_id: part for part in (*self.known, *made)}
-            self.checked(tuple(by_id[number] for number in sorted(by_id)))
+            (made,) = self._made_anew(missing)
+            self.checked_with(made)
 
     def labels_outside(
         self, label_col: str, num_classes: int, index: int, shards: Sequence[SpooledShard]
@@ -373,7 +382,7 @@ def selected(
 
 
 def spread(
-    df: DataFrame, spec: TableSpec, shards_by_place: Sequence[Sequence[int]] | None = None
+    df: DataFrame, spec: TableSpec, shards_by_place: ShardsByPlace | None = None
 ) -> DataFrame:
     """The rows as they are written, shard by shard, each with its hash.
 
@@ -387,28 +396,40 @@ def spread(
     """
     rows = selected(df, spec.columns, spec.validation)
     hashed = rows.withColumn("hash", F.xxhash64(*[F.col(name) for name in rows.columns]))
+    # Rows that differ only in where nulls or ends of arrays are have equal hashes.
+    return dealt(hashed, spec, ("hash", *rows.columns), shards_by_place)
+
+
+def dealt(
+    hashed: DataFrame,
+    spec: TableSpec,
+    order: Sequence[str],
+    shards_by_place: ShardsByPlace | None = None,
+) -> DataFrame:
+    """Rows with a ``hash`` in the partitions of their shards, in this order of columns.
+
+    Where a partition may have several shards, the first column is ``shard``, after which the rows
+    are ordered first.
+    """
     if spec.shares is None:  # the shard to which `repartition` deals a row
         shard = F.pmod(F.hash("hash"), F.lit(spec.num_shards))
     else:
         shard = shard_of_hash(F.col("hash"), spec.shares)
-    # Rows that differ only in where nulls or ends of arrays are have equal hashes.
-    order = ("hash", *rows.columns)
     if shards_by_place is None and spec.shards_by_place is None:
         if spec.shares is None:
             shards = hashed.repartition(spec.num_shards, "hash")
         else:
             shards = hashed.repartitionById(spec.num_shards, shard)
         return shards.sortWithinPartitions(*order)
-    dealt = hashed.select(shard.alias("shard"), *hashed.columns)
+    numbered = hashed.select(shard.alias("shard"), *hashed.columns)
     if shards_by_place is None:
         # As `assign_shards` has it: the last place that begins at the shard, or before.
         place = F.floor(((F.col("shard") + 1) * spec.num_partitions - 1) / spec.num_shards)
-        return dealt.repartitionById(spec.num_partitions, place.cast("int")).sortWithinPartitions(
-            "shard", *order
-        )
+        places = numbered.repartitionById(spec.num_partitions, place.cast("int"))
+        return places.sortWithinPartitions("shard", *order)
     place_of = {shard: place for place, own in enumerate(shards_by_place) for shard in own}
     entries = [F.lit(number) for pair in place_of.items() for number in pair]
-    wanted = dealt.where(F.col("shard").isin(list(place_of)))
+    wanted = numbered.where(F.col("shard").isin(list(place_of)))
     place = F.element_at(F.create_map(*entries), F.col("shard"))
     return wanted.repartitionById(len(shards_by_place), place).sortWithinPartitions("shard", *order)
 

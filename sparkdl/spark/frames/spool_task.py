@@ -45,13 +45,14 @@ class SpoolTask:
 
     Record batches of one data set have what `SpoolWriter` takes. Those of several have the columns
     ``set`` (number of the row's data set), ``set0``, ``set1``, ... (its columns, as a struct; null
-    in the rows of the others) and ``hash``. Where a partition holds several shards of one data set,
-    the first column is ``shard``, the row's. The rows of a data set, or of a shard, stand together.
+    in the rows of the others) and ``hash``. Where a partition holds several shards, the first
+    column is ``shard``, the row's. The rows of a shard stand together, and in them those of a data
+    set.
     """
 
     run_id: str
     sets: tuple[tuple[SpoolColumn, ...], ...]
-    """Columns of each data set, of which the partition has a shard each."""
+    """Columns of each data set; the partition has of each the shards of the same numbers."""
     shards_by_place: tuple[tuple[int, ...], ...] | None = None
     """Shards of each partition; None: one each, of the partition's number."""
     has_validation: bool = False
@@ -87,31 +88,25 @@ class SpoolTask:
     def _write(
         self, root: Path, directory: Path, place: int, batches: Iterator[pa.RecordBatch]
     ) -> list[SpooledShard]:
-        """Write the files; those of several data sets or shards into folders by their numbers."""
-        pieces: Iterator[tuple[int, pa.RecordBatch]]
-        if len(self.sets) > 1:
-            parts = [(n, place, columns) for n, columns in enumerate(self.sets)]
-            pieces = (piece for batch in batches for piece in _by_set(batch))
-        elif self.shards_by_place is not None:
-            parts = [(shard_id, shard_id, self.sets[0]) for shard_id in self.shards_by_place[place]]
-            pieces = (piece for batch in batches for piece in _by_shard(batch))
-        else:
-            parts = [(0, place, self.sets[0])]
-            pieces = ((0, batch) for batch in batches)
+        """Write the files; those of several shards or data sets into folders of their own."""
+        shard_ids = [place] if self.shards_by_place is None else self.shards_by_place[place]
+        parts = [(shard_id, n) for shard_id in shard_ids for n in range(len(self.sets))]
         several = len(self.sets) > 1 or self.shards_by_place is not None
+        pieces = (piece for batch in batches for piece in self._pieces(place, batch))
         free, following = free_bytes(root), next(pieces, None)
         written: list[SpooledShard] = []
         needed, writer = 0.0, None  # bytes of what is written, and who writes
         try:
-            for number, shard_id, columns in parts:
+            for part in parts:
+                shard_id, number = part
                 writer = SpoolWriter(
-                    directory / str(number) if several else directory,
-                    columns,
+                    directory / f"{shard_id}-{number}" if several else directory,
+                    self.sets[number],
                     has_validation=self.has_validation,
                     where=f" of partition {shard_id}",
                 )
                 with writer:
-                    while following is not None and following[0] == number:
+                    while following is not None and following[0] == part:
                         writer.write(following[1])
                         following = next(pieces, None)
                 found = writer.summary()
@@ -128,6 +123,15 @@ class SpoolTask:
             raise
         assert following is None, "rows of a shard that is not this partition's"
         return written
+
+    def _pieces(
+        self, place: int, batch: pa.RecordBatch
+    ) -> Iterator[tuple[tuple[int, int], pa.RecordBatch]]:
+        """Rows of one shard of one data set, with the numbers of both."""
+        shards = [(place, batch)] if self.shards_by_place is None else _by_shard(batch)
+        for shard_id, rows in shards:
+            for number, piece in [(0, rows)] if len(self.sets) == 1 else _by_set(rows):
+                yield (shard_id, number), piece
 
 
 def _runs(numbers: Any) -> Iterator[tuple[int, int, int]]:

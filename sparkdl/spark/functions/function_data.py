@@ -1,6 +1,6 @@
 """The data sets of a function: the columns of their batches, and their shards.
 
-The shards of all DataFrames are spooled in one stage, whose tasks write one of every data set:
+The shards of all DataFrames are spooled in one stage, whose tasks write the same of every data set:
 workers of one stage cannot be where the tasks of several others happened to run.
 """
 
@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial, reduce
 from pathlib import Path
@@ -18,6 +18,7 @@ from pyspark.sql import functions as F
 
 from sparkdl.data.column_stats import SpooledShard
 from sparkdl.data.plan import SpoolColumn
+from sparkdl.data.shuffle_windows import Windows
 from sparkdl.errors import ConfigError, DataError
 from sparkdl.inputs import Specification, Tensor, named
 from sparkdl.spark.cluster.slots import Slots
@@ -106,18 +107,23 @@ class DataSets(shard_table.SpoolTable):
         prepared: Mapping[str, tuple[SpoolColumn, ...]],
         run_id: str,
         slots: Slots,
+        num_shards: int | None = None,
     ) -> None:
-        """Describe them; nothing is read yet."""
+        """Describe them; nothing is read yet. ``num_shards`` is None for one of each worker."""
         super().__init__(spark, run_id=run_id, num_places=slots.num_workers)
         self._slots = slots
-        self._has_warned = False
+        self._num_shards = num_shards or slots.max_workers or slots.num_workers
+        self._windows: dict[str, Windows | None] = {}
         settings = read_settings(partial(conf, spark))
         seconds = settings.heartbeat_timeout_seconds
         specs = {
             name: TableSpec(
                 columns=columns,
-                num_shards=slots.num_workers,
-                is_gang=slots.is_barrier,
+                num_shards=self._num_shards,
+                num_places=slots.num_workers,
+                # Where workers come and go shards move to them, and no stage may need all slots.
+                is_gang=slots.is_barrier and slots.min_workers is None,
+                is_barrier=slots.is_barrier,
                 profile=slots.profile,
                 heartbeat_timeout_seconds=seconds,
                 queue_timeout_seconds=settings.queue_timeout_seconds,
@@ -134,40 +140,70 @@ class DataSets(shard_table.SpoolTable):
         }
         self.df = spark.range(0, slots.num_workers, 1, slots.num_workers)
         if frames:
-            rows = _spread(frames, specs)
-            sets = tuple(spool_columns(prepared[name]) for name in frames)
-            task = SpoolTask(run_id=run_id, sets=sets, heartbeat_timeout_seconds=seconds)
-            self._describe(rows, task, next(iter(specs.values())))
+            spec = next(iter(specs.values()))  # equal but for the columns
+            task = SpoolTask(
+                run_id=run_id,
+                sets=tuple(spool_columns(prepared[name]) for name in frames),
+                shards_by_place=spec.shards_by_place,
+                heartbeat_timeout_seconds=seconds,
+            )
+            self._describe(partial(_spread, frames, specs), task, spec)
 
     def collect(self) -> dict[str, DataSet]:
         """Spool what is not there, and list it, as `RowTable.collect` does."""
-        found, get = {}, partial(conf, self._spark)
         spooled = self._spooled(len(self._spools)) if self._spools else []
         for (name, rows), shards in zip(self._spools.items(), spooled, strict=True):
             with naming(name):
-                data = data_set(name, rows, rows.checked(shards), warns=not self._has_warned)
-                plan = data.plan(self._slots.num_workers, batch_size=1)
-                windows = shard_table.windows_of_spool(plan, shards, self._slots.cluster, get, None)
-                found[name] = replace(data, windows=windows)
-        self._has_warned = True
+                rows.checked(shards)
+        for table in self._sources.values():
+            table.collect()
+        return self.known()
+
+    def known(self) -> dict[str, DataSet]:
+        """The data sets as they were seen last."""
+        found, get = {}, partial(conf, self._spark)
+        for name, rows in self._spools.items():
+            with naming(name):
+                data = data_set(name, rows, rows.known, warns=name not in self._windows)
+                if name not in self._windows:  # the order of rows stays, whoever goes on
+                    plan = data.plan(self._slots.num_workers, batch_size=1)
+                    self._windows[name] = shard_table.windows_of_spool(
+                        plan, rows.known, self._slots.cluster, get, None
+                    )
+                found[name] = replace(data, windows=self._windows[name])
         for name, table in self._sources.items():
-            found[name] = data_set(name, table, table.collect())
+            found[name] = data_set(name, table, table.known)
         return found
 
-    def rebuild(self) -> None:
-        if self._spools:
-            super().rebuild()
+    def mend(self, missing: Collection[int]) -> None:
+        """Have lost shards written anew: with the table's own partitions, or only those that are.
+
+        ``missing`` are the numbers of the latter, in all data sets; empty: it is not known which.
+        """
+        if not self._spools:
+            return
+        if self._slots.max_workers is None:
+            self.rebuild()
+            return
+        made_anew = self._made_anew(missing or range(self._num_shards))
+        for (name, rows), made in zip(self._spools.items(), made_anew, strict=True):
+            with naming(name):
+                rows.checked_with(made)
 
     def close(self) -> None:
         if self._spools:
             super().close()
 
 
-def _spread(data: Mapping[str, DataFrame], specs: Mapping[str, TableSpec]) -> DataFrame:
+def _spread(
+    data: Mapping[str, DataFrame],
+    specs: Mapping[str, TableSpec],
+    shards_by_place: shard_table.ShardsByPlace | None,
+) -> DataFrame:
     """The rows of all data sets in one frame: ``set``, ``set0``, ``set1``, ..., ``hash``."""
     if len(data) == 1:
         ((name, df),) = data.items()
-        return shard_table.spread(df, specs[name])
+        return shard_table.spread(df, specs[name], shards_by_place)
     frames = [shard_table.selected(df, specs[name].columns) for name, df in data.items()]
     types = [df.select(F.struct(*df.columns).alias("row")).schema["row"].dataType for df in frames]
     parts = []
@@ -181,6 +217,5 @@ def _spread(data: Mapping[str, DataFrame], specs: Mapping[str, TableSpec]) -> Da
         row_hash = F.xxhash64(*df.columns).alias("hash")
         parts.append(df.select(F.lit(number).alias("set"), *structs, row_hash))
     united = reduce(lambda above, below: above.unionAll(below), parts)
-    num_shards = next(iter(specs.values())).num_shards
-    names = [f"set{number}" for number in range(len(frames))]
-    return united.repartition(num_shards, "hash").sortWithinPartitions("set", "hash", *names)
+    order = ["set", "hash", *(f"set{number}" for number in range(len(frames)))]
+    return shard_table.dealt(united, next(iter(specs.values())), order, shards_by_place)

@@ -12,7 +12,7 @@ import os
 import tempfile
 import uuid
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal
@@ -28,6 +28,7 @@ from sparkdl.runtime.activity import doing
 from sparkdl.runtime.hardware import choose_device, hardware
 from sparkdl.spark.cluster.attempt import Attempt, Rows
 from sparkdl.spark.cluster.link import open_link
+from sparkdl.spark.cluster.resize import Resize
 from sparkdl.spark.cluster.slots import plan_slots, wait_again
 from sparkdl.spark.cluster.supervisor import GangResult, Launch, persistently, supervise
 from sparkdl.spark.fit.check_request import travelling
@@ -36,7 +37,7 @@ from sparkdl.spark.functions.function_data import DataSets, local_data_sets, pre
 from sparkdl.spark.run.resume import Attempts, gang_attempts, newest, patiently
 from sparkdl.spark.run.run import Request
 from sparkdl.spark.run.run_facts import record_run
-from sparkdl.spark.session.compat import conf, run_workers_here, shares_console
+from sparkdl.spark.session.compat import conf, is_connect, run_workers_here, shares_console
 from sparkdl.spark.session.interrupts import Cleanup
 from sparkdl.spark.session.settings import read_settings
 from sparkdl.spark.session.termination import removed_at_termination
@@ -72,6 +73,12 @@ class FunctionRequest(Request):
     device: str
     checkpoint_dir: str | None
     resume: bool
+    min_workers: int | None = None
+    """Fewest workers that run it; None: as many as `num_workers`."""
+    num_shards: int | None = None
+    """Fixed parts of the rows; None: one for each worker."""
+    grow_after_seconds: float = 60.0
+    """How long fewer workers than could be had go on at least."""
     keep_checkpoints: int
     results: Literal["first", "all"]
     kind = "run"
@@ -105,6 +112,11 @@ def on_workers(
 ) -> FunctionResult:
     """Run a function on all workers, within `interruptible`; raises what `TorchRunner.run` says."""
     run_workers_here(spark)
+    if request.min_workers is not None and is_connect(spark):
+        raise ConfigError(
+            "a range of workers needs classic Spark: Spark Connect does not tell how many slots "
+            f"there are; pass num_workers={request.num_workers}"
+        )
     settings = read_settings(partial(conf, spark))
     payload = _pickled(request.function)
     data = {name: user_data(one) for name, one in request.data.items()}
@@ -117,6 +129,8 @@ def on_workers(
         num_workers=request.num_workers,
         cpus_per_worker=request.cpus_per_worker,
         gpus_per_worker=request.gpus_per_worker,
+        most_workers=request.num_shards,
+        min_workers=request.min_workers,
     )
     with Cleanup() as stack:
         link = open_link(
@@ -129,7 +143,7 @@ def on_workers(
         )
         check_folder(link.checkpoints, request)
         recorder.phase("spool")
-        sets = DataSets(spark, data, prepared, run_id, slots)
+        sets = DataSets(spark, data, prepared, run_id, slots, request.num_shards)
         stack.callback(sets.close)
         persistently(
             sets.collect,
@@ -199,19 +213,33 @@ class FunctionJob(Launch):
     request: FunctionRequest
     payload: bytes
     sets: DataSets
+    sizes: list[int] = field(default_factory=list)
+    """Workers of each submission."""
 
     def run(self) -> FunctionResult:
         """Run the gang to its end, however many submissions that takes."""
-        with gang_attempts(self, RUN_KEY, lambda _: self.sets.rebuild()) as attempts:
-            submit = partial(self._submit, attempts)
+        may_grow = self.slots.max_workers is not None
+        with gang_attempts(self, RUN_KEY, self.sets.mend) as attempts:
             result = supervise(
-                self, submit, heal=attempts.heal, what="run a function", once_there=""
+                self,
+                partial(self._submit, attempts),
+                heal=attempts.heal,
+                resize=Resize(self, self._pays, attempts.take_at_most) if may_grow else None,
+                what="run a function",
+                once_there="",
             )
             return self._result(result)
 
     def _submit(self, attempts: Attempts, attempt: Attempt) -> Callable[[], Rows]:
         path = attempts.begin(attempt, partial(self._newest, attempts))
-        request = self.request
+        request, world_size = self.request, attempt.world_size
+        self.sizes.append(world_size)
+        df = self.sets.df
+        if world_size != self.slots.num_workers:  # it finds the shards where they are
+            df = self.spark.range(0, world_size, 1, world_size)
+            sets = self.sets.known()
+        else:
+            sets = self.sets.collect()
         in_task = self.link.send(
             function_rank.FUNCTION,
             self.payload,
@@ -225,18 +253,27 @@ class FunctionJob(Launch):
             run_key=RUN_KEY,
             device=request.device,
             payload=in_task or b"",
-            sets=self.sets.collect(),
+            sets=sets,
+            is_placed=self.slots.max_workers is None and self.slots.is_barrier,
             results=request.results,
             keep=request.keep_checkpoints,
             resume_path=path,
         )
         return self.gang_job(
-            self.sets.df,
-            function_rank.run,
-            order,
-            num_workers=self.slots.num_workers,
-            keeps_process=False,
+            df, function_rank.run, order, num_workers=world_size, keeps_process=False
         )
+
+    def _pays(self, attempt: Attempt, _workers: int, since: float) -> str | None:
+        """Why to begin again with more workers, see `resize.Pays`.
+
+        How long the function goes on is not known. So its workers train for a while, and it begins
+        again when a checkpoint has just been written, so that no step is lost.
+        """
+        due = max(since, attempt.first_event + self.request.grow_after_seconds)
+        if attempt.saved is None or attempt.saved[1] < due:
+            return None
+        number = attempt.saved[0]
+        return f"the function of {attempt.world_size} begins again from checkpoint {number}"
 
     def _newest(self, attempts: Attempts, storage: Storage) -> CheckpointInfo | None:
         """The newest checkpoint of this run, at first of any run if the user resumes it."""
@@ -260,7 +297,7 @@ class FunctionJob(Launch):
     def _result(self, result: GangResult) -> FunctionResult:
         in_rows = {rank: data for rank, kind, data in result.rows if kind == "value"}
         found = []
-        for rank in range(self.slots.num_workers if self.request.results == "all" else 1):
+        for rank in range(self.sizes[-1] if self.request.results == "all" else 1):
             data = in_rows.get(rank)
             if data is None:
                 data = self.link.files.read(function_rank.VALUE.format(rank))

@@ -200,6 +200,10 @@ class Attempts:
         if failed.has_reported(CheckpointLost) and path is not None:
             self.passed_over.add(path)
 
+    def take_at_most(self, num_workers: int) -> None:
+        """Have the next submission wait for no more workers than these."""
+        self.limit = num_workers
+
     def begin(
         self,
         attempt: Attempt,

@@ -233,7 +233,7 @@ def test_a_gang_that_starts_again_with_more_workers_has_not_failed(
         return stage.until_cancelled()
 
     def grow(attempt: Attempt) -> str | None:
-        return "there are slots" if attempt.saved == 6 and attempt.number == 0 else None
+        return "there are slots" if attempt.saved is not None and attempt.number == 0 else None
 
     caplog.set_level("INFO", "sparkdl")
     found = stage.run(
@@ -714,6 +714,27 @@ def test_part_of_a_gang_is_started_again(stage: Stage) -> None:
     found = stage.run(job, lambda: result(0, 1), start_timeout=0.3, max_restarts=1)
     assert found.restarts == 1
     assert stage.spark.sparkContext.cancelled == ["sparkdl-r-0"]
+
+
+def test_a_gang_that_grows_has_not_failed(stage: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever the workers that are ended say of each other."""
+    monkeypatch.setattr(module, "_RESIZE_SECONDS", 0.0)
+
+    def job() -> Rows:
+        stage.say(0, "heartbeat")
+        stage.say(0, "checkpoint", step=3)
+        try:
+            return stage.until_cancelled()
+        finally:
+            stage.fail(PEER_0)
+
+    def resize(attempt: Attempt) -> str | None:
+        return None if attempt.saved is None else f"after {attempt.saved[0]}"
+
+    found = stage.run(job, lambda: result(0, 1), resize=resize, max_restarts=0)
+    assert found.rows == result(0, 1)
+    assert stage.submitted == [0, 1]
+    assert stage.left == [0, 0]
 
 
 def test_late_news_of_an_earlier_attempt_is_ignored(stage: Stage) -> None:

@@ -1,0 +1,63 @@
+"""A gang starts again when there are slots for more workers, or without those that do not come."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+from sparkdl.spark.cluster.attempt import Attempt
+from sparkdl.spark.cluster.supervisor import Launch
+from sparkdl.spark.session.compat import num_slots
+
+Pays = Callable[[Attempt, int, float], str | None]
+"""``pays(attempt, workers, since)``: why to start again with so many now; None: it does not pay.
+
+``since`` says from when on there had been slots for them for a while.
+"""
+
+
+class Resize:
+    """Whether a gang shall start again with another number of workers; see `supervisor.supervise`.
+
+    With more it may once all workers of an attempt are there, and the slots for more have been
+    there for a while. Under dynamic allocation it begins with those that have come, if no other has
+    for a while; ``limit`` is told how many these are.
+    """
+
+    def __init__(self, run: Launch, pays: Pays, limit: Callable[[int], None]) -> None:
+        self._run = run
+        self._pays = pays
+        self._limit = limit
+        self._seen: tuple[int, float] | None = None
+        """A number of workers that could be had, and since when."""
+
+    def __call__(self, attempt: Attempt) -> str | None:
+        """Why to start again; None: go on."""
+        run, slots = self._run, self._run.slots
+        assert slots.max_workers is not None
+        if not slots.is_barrier and len(attempt.last_event) < attempt.world_size:
+            return self._without_the_missing(attempt)
+        there = min(slots.max_workers, num_slots(run.spark, slots.profile))
+        if there <= attempt.world_size or len(attempt.last_event) < attempt.world_size:
+            self._seen = None
+            return None
+        now = time.monotonic()
+        if self._seen is None or self._seen[0] != there:
+            self._seen = (there, now)
+        since = self._seen[1] + run.settings.elastic_wait_seconds
+        reason = self._pays(attempt, there, since) if now >= since else None
+        if reason is None:
+            return None
+        self._seen = None
+        return f"there are slots for {there} workers: {reason}"
+
+    def _without_the_missing(self, attempt: Attempt) -> str | None:
+        there, now, least = len(attempt.last_event), time.monotonic(), self._run.slots.min_workers
+        if self._seen is None or self._seen[0] != there:
+            self._seen = (there, now)
+        waits = self._run.settings.elastic_wait_seconds
+        if least is None or there < least or now - self._seen[1] < waits:
+            return None
+        self._seen = None
+        self._limit(there)
+        return f"{there} of {attempt.world_size} workers have come; the gang starts with these"
