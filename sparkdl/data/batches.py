@@ -123,7 +123,9 @@ class Batches:
 
     def _runs(self) -> Generator[list[Batch], None, None]:
         plan, num_steps = self.plan, self.plan.steps_per_epoch
-        shards = [rows for rows in self.shards if rows.num_rows]
+        pairs = zip(self.shards, plan.shards_of(self.rank), strict=True)
+        turns = [(rows, plan.turn(shard)) for rows, shard in pairs if rows.num_rows]
+        shards = [rows for rows, _ in turns]
         num_rows = sum(rows.num_rows for rows in shards)
         assert num_rows == plan.rows_of(self.rank), "shards do not fit the plan"
         with contextlib.ExitStack() as stack:
@@ -135,9 +137,11 @@ class Batches:
                 )
                 for rows in shards
             ]
-            step_bytes = sum(epoch.row_bytes for epoch in epochs) * plan.batch_size
+            in_step = [-(-rows.num_rows // num_steps) for rows in shards]
+            pairs_of = zip(epochs, in_step, strict=True)
+            step_bytes = sum(epoch.row_bytes * size for epoch, size in pairs_of)
             num_together = min(num_steps, max(1, GATHER_BYTES // max(1, step_bytes)))
-            most = [num_together * -(-rows.num_rows // num_steps) for rows in shards]
+            most = [num_together * size for size in in_step]
             # The consumer holds one buffer, the next is ready, and the thread fills the third.
             # Pinned memory is taken afresh instead: torch's allocator knows when the device has
             # read it.
@@ -150,8 +154,8 @@ class Batches:
                 if self.pin_memory:
                     buffer = Buffer(sum(most), pin_memory=True)
                 bounds = [
-                    [batch_bounds(rows.num_rows, num_steps, step) for step in steps]
-                    for rows in shards
+                    [batch_bounds(rows.num_rows, num_steps, step, turn) for step in steps]
+                    for rows, turn in turns
                 ]
                 found = [
                     epoch.read(own[0][0], own[-1][1], part)

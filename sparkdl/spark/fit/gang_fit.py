@@ -12,7 +12,6 @@ import cloudpickle
 
 from sparkdl.comm.file_chunks import gathered
 from sparkdl.data.plan import assign_shards
-from sparkdl.data.spool.spool_source import SpoolSource
 from sparkdl.report.summary import TrainingSummary
 from sparkdl.spark.cluster.attempt import Attempt, Rows
 from sparkdl.spark.cluster.supervisor import GangResult, supervise
@@ -48,16 +47,19 @@ def _submit(
 ) -> Callable[[], Rows]:
     """Prepare a submission: lost shards are rebuilt, the newest checkpoint is found.
 
-    A gang of another size than at first finds the shards where they are; see `worker.held_shards`.
+    A gang of another size than at first, or over shards that are not placed, finds the shards where
+    they are; see `worker.held_shards`.
     """
     find = partial(find_checkpoint, run, passed_over=attempts.passed_over, lease=attempts.lease)
     path = attempts.begin(attempt, find, run.plan.first_step)
     df, plan, world_size = run.table.df, run.plan, attempt.world_size
-    if world_size != run.slots.num_workers:
+    is_other = world_size != run.slots.num_workers
+    if is_other or not run.table.is_placed:
         df = run.spark.range(0, world_size, 1, world_size)
-        plan = plan.for_shards([part.shard for part in run.table.known])
-    elif attempt.number > 0:
-        plan = plan.for_shards([part.shard for part in run.table.collect()])
+    if attempt.number > 0:
+        stays = is_other and run.table.is_placed
+        shards = run.table.known if stays else run.table.collect()
+        plan = plan.for_shards([part.shard for part in shards])
     send = partial(run.link.send, remedy="submit the job inside the cluster's network")
     tensors, what = run.packed.tensors, "the module's weights have"
     order = run.gang_order(
@@ -73,15 +75,15 @@ def _submit(
         keeps_state=run.keeps_state,
         resume_path=path,
         source=run.table.reader,
-        is_placed=run.slots.max_workers is None and isinstance(run.table.reader, SpoolSource),
+        is_placed=run.slots.max_workers is None and run.table.is_placed,
         looks=run.looks,
     )
     return run.gang_job(df, training.run, order)
 
 
 def _rebuild(run: Run, missing: Collection[int]) -> None:
-    """Have lost shards written anew: with the table's own partitions, or only those that are."""
-    if run.slots.max_workers is None:
+    """Have lost shards written anew: all where tasks are placed, otherwise only what is lost."""
+    if run.slots.max_workers is None and run.table.is_placed:
         run.table.rebuild()
     else:
         run.table.remake(missing or range(len(run.plan.shards)))

@@ -280,18 +280,28 @@ class ShardTable(SpoolTable, SpooledRows):
             run_id=run_id,
             sets=(spool_columns(spec.columns),),
             shards_by_place=spec.shards_by_place,
+            pieces=spec.pieces,
             has_validation=spec.validation is not None,
             heartbeat_timeout_seconds=spec.heartbeat_timeout_seconds,
         )
         self._describe(spread(df, spec), self._task, spec)
+        self.is_placed = spec.pieces is None
+        self._unreachable: set[str] = set()
+        """Spools of own partitions that no worker could read, though Spark knows their hosts."""
+        self._moved: dict[int, SpooledShard] = {}
+        """Shards that were written anew elsewhere for that."""
 
     def collect(self) -> tuple[SpooledShard, ...]:
         with self._spooling:
             (shards,) = self._spooled()
-            return self.checked(shards)
+            moved = self._moved
+            return self.checked(tuple(moved.get(one.shard.shard_id, one) for one in shards))
 
     def remake(self, missing: Collection[int]) -> None:
         """See `RowTable.remake`: a plain stage reads all rows, and writes those of some shards."""
+        if self._spec.pieces is not None:
+            self._remake_partitions(missing, self._spec.pieces)
+            return
         own = sorted(missing)
         places = assign_shards(len(own), min(len(own), max(1, num_slots(self._spark))))
         ids = tuple(tuple(own[number] for number in numbers) for numbers in places)
@@ -303,6 +313,40 @@ class ShardTable(SpoolTable, SpooledRows):
             (made,) = self._spooled(table=table)
             by_id = {part.shard.shard_id: part for part in (*self.known, *made)}
             self.checked(tuple(by_id[number] for number in sorted(by_id)))
+
+    def _remake_partitions(self, missing: Collection[int], pieces: int) -> None:
+        """Have Spark spool anew what it knows to be lost, and write anew what is out of reach."""
+        with self._spooling:
+            before = {part.shard.shard_id: part.shard for part in self.known}
+            self._unreachable |= {before[number].path for number in missing}
+            for number in missing:
+                self._moved.pop(number, None)
+            wanted = {
+                part.shard.shard_id
+                for part in self.collect()
+                if part.shard.shard_id in missing and part.shard.path in self._unreachable
+            }
+            if not wanted:
+                return
+            places = frozenset(number // pieces for number in wanted)
+            rows = spread(self._df, self._spec).where(F.spark_partition_id().isin(list(places)))
+            table = rows.mapInArrow(
+                replace(self._task, places=places), TABLE_SCHEMA, profile=self._spec.profile
+            )
+            (made,) = self._spooled(table=table)
+            found = {part.shard.shard_id: part for part in made}
+            if any(
+                number not in found or found[number].shard.fingerprint != before[number].fingerprint
+                for number in wanted
+            ):
+                raise DataError(
+                    f"the shards {sorted(wanted)} were lost, and Spark reads other rows as those "
+                    "partitions of the DataFrame now: the data has changed, or its files are cut "
+                    "otherwise since there are fewer executors; set "
+                    "spark.sql.files.minPartitionNum, or use shards='rows'"
+                )
+            self._moved.update({number: found[number] for number in wanted})
+            self.collect()
 
     def labels_outside(
         self, label_col: str, num_classes: int, index: int, shards: Sequence[SpooledShard]
@@ -357,7 +401,8 @@ def spread(
     """The rows as they are written, shard by shard, each with its hash.
 
     The order is canonical: equal data gives equal shards in equal order, run after run and after
-    the loss of an executor, which round-robin repartitioning does not.
+    the loss of an executor, which round-robin repartitioning does not. The DataFrame's own
+    partitions (``spec.pieces``) stay as Spark reads them, at most packed together.
 
     Args:
         df: the rows.
@@ -366,6 +411,8 @@ def spread(
     """
     rows = selected(df, spec.columns, spec.validation)
     hashed = rows.withColumn("hash", F.xxhash64(*[F.col(name) for name in rows.columns]))
+    if spec.pieces is not None:
+        return hashed.coalesce(spec.num_partitions)
     if spec.shares is None:  # the shard to which `repartition` deals a row
         shard = F.pmod(F.hash("hash"), F.lit(spec.num_shards))
     else:

@@ -309,6 +309,11 @@ class EstimatorArguments(InputArguments, total=False):
         "learnt depends on them and not on the number of workers, so a later fit may go on with "
         "more or fewer, within an epoch too. None: one for each worker.",
         default=None, fills="request", least=1)]
+    shards: Annotated[str, Option(
+        "what makes a shard: 'rows' (dealt by a hash, so that equal data gives equal shards), "
+        "'partitions' (the DataFrame's own, without a shuffle, where they are stable files; else "
+        "rows), or 'auto' (partitions if these are large).",
+        default="rows", fills="request")]
     seed: Annotated[int, Option("random seed.")]
     syncStrategy: Annotated[Literal["auto"] | str | SyncStrategy, Option(
         "how replicas are kept in agreement: a SyncStrategy, its name (such as 'allreduce' or "
