@@ -205,9 +205,10 @@ class TrainPlan:
     def turn(self, shard: Shard) -> int:
         """Where the shard begins to count in `batch_bounds`: neighbours far from each other.
 
-        Multiples of the golden ratio are spread evenly, however many of them there are.
+        The number's bits in reverse (van der Corput's sequence) spread any run of neighbours.
         """
-        return shard.shard_id * _GOLDEN % _WHOLE * self.steps_per_epoch // _WHOLE * self.takes_turns
+        place = int(f"{shard.shard_id:032b}"[::-1], 2) * self.steps_per_epoch >> 32
+        return place if self.takes_turns else 0
 
     def for_shards(self, shards: Sequence[Shard]) -> TrainPlan:
         """The plan of the same shards, which lie elsewhere now."""
@@ -272,9 +273,6 @@ def assign_shards(num_shards: int, world_size: int) -> tuple[tuple[int, ...], ..
     )
 
 
-_WHOLE = 2**32
-_GOLDEN = 2_654_435_769
-"""The golden ratio's fraction of it, an odd number."""
 _WORTH = 0.9
 """A shard goes to a rank that must fetch it if the longest epoch takes so much less, or shorter."""
 

@@ -79,6 +79,7 @@ SAMPLES: dict[str, tuple[Any, Any]] = {
     "seed": (11, 11),
     "syncStrategy": (AllReduce(), AllReduce()),
     "syncBatchNorm": (True, True),
+    "shards": ("auto", "auto"),
     "executionMode": ("rounds", "rounds"),
     "precision": ("bf16", "bf16"),
     "memoryFormat": ("channels_last", "channels_last"),
