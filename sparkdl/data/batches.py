@@ -18,9 +18,8 @@ import torch
 from sparkdl.data import collate
 from sparkdl.data.collate import Arguments, Rows
 from sparkdl.data.gather import Buffer
-from sparkdl.data.plan import TrainPlan, batch_bounds
-from sparkdl.data.ragged import Ragged, gather
-from sparkdl.data.shuffle import Order
+from sparkdl.data.plan import TrainPlan
+from sparkdl.data.ragged import Array, Ragged, gather
 from sparkdl.data.source import ShardRows
 
 Inputs = tuple[torch.Tensor, ...]
@@ -153,51 +152,46 @@ class Batches:
                 buffer = buffers[number % num_buffers]
                 if self.pin_memory:
                     buffer = Buffer(sum(most), pin_memory=True)
-                bounds = [
-                    [batch_bounds(rows.num_rows, num_steps, step, turn) for step in steps]
-                    for rows, turn in turns
-                ]
+                upto = np.arange(steps.start, steps.stop + 1)  # as `plan.batch_bounds` has it
+                bounds = [(rows.num_rows * upto + turn) // num_steps for rows, turn in turns]
                 found = [
-                    epoch.read(own[0][0], own[-1][1], part)
+                    epoch.read(int(own[0]), int(own[-1]), part)
                     for epoch, own, part in zip(epochs, bounds, parts or [buffer], strict=False)
                 ]
-                sizes = [[high - low for low, high in own] for own in bounds]
+                sizes = np.diff(np.array(bounds, np.int64).reshape(len(shards), len(upto)))
                 columns = found[0] if len(found) == 1 else _by_step(plan, found, sizes, buffer)
-                yield cut(plan, columns, [sum(own[n] for own in sizes) for n in range(len(steps))])
+                yield cut(plan, columns, sizes.sum(0).tolist())
 
 
 def _by_step(
-    plan: TrainPlan,
-    shards: Sequence[Mapping[str, Rows]],
-    sizes: Sequence[Sequence[int]],
-    buffer: Buffer,
+    plan: TrainPlan, shards: Sequence[Mapping[str, Rows]], sizes: Array, buffer: Buffer
 ) -> dict[str, Rows]:
     """The rows of several shards for some steps, step by step instead of shard by shard.
 
     Args:
         plan: names the columns.
         shards: each shard's rows of all these steps.
-        sizes: rows of each shard in each step.
+        sizes: rows of each shard in each step, ``(shards, steps)``.
         buffer: memory for the result.
     """
     if not shards:
         return {column.key: collate.no_rows(column) for column in plan.columns}
-    counts = np.asarray(sizes)  # (shards, steps)
-    order: Order | None = None
+    # Where the rows of a shard and step begin in the result, less where they begin in the shard.
+    begin = np.cumsum(sizes.T).reshape(sizes.T.shape).T - sizes
+    shift = begin - (np.cumsum(sizes, 1) - sizes)
+    places = [np.repeat(*own) + np.arange(own[1].sum()) for own in zip(shift, sizes, strict=True)]
     joined: dict[str, Rows] = {}
     for column in plan.columns:
         parts = [rows[column.key] for rows in shards]
         dense = [rows for rows in parts if isinstance(rows, torch.Tensor)]
         if dense:
-            rows = buffer.rows(column.key, dense[0], int(counts.sum()))
-            own = [torch.split(part, list(size)) for part, size in zip(dense, sizes, strict=True)]
-            torch.cat([rows for step in zip(*own, strict=True) for rows in step], out=rows)
+            rows = buffer.rows(column.key, dense[0], int(sizes.sum()))
+            for part, place in zip(dense, places, strict=True):
+                rows.index_copy_(0, torch.from_numpy(place), part)
             joined[column.key] = rows
-            continue
-        if order is None:
-            step_of = [np.repeat(np.arange(counts.shape[1]), count) for count in counts]
-            order = np.argsort(np.concatenate(step_of), kind="stable")
-        joined[column.key] = gather([rows for rows in parts if isinstance(rows, Ragged)], order)
+        else:
+            order = np.argsort(np.concatenate(places))
+            joined[column.key] = gather([rows for rows in parts if isinstance(rows, Ragged)], order)
     return joined
 
 

@@ -138,7 +138,7 @@ def test_shards_of_any_size_take_turns(rows: list[int], world_size: int) -> None
     for rank in range(world_size):
         sizes = [made.rows_by_rank(step)[rank] for step in range(num_steps)]
         assert sum(sizes) == made.rows_of(rank)
-        assert max(sizes) - min(sizes) <= (2 if len(set(rows)) == 1 else 4)
+        assert max(sizes) - min(sizes) <= (3 if len(set(rows)) == 1 else 4)
     if len(set(rows)) == 1:  # without turns all would give a row more in the same steps
         plain = replace(made, takes_turns=False)
         sizes = [sum(plain.rows_by_rank(step)) for step in range(num_steps)]
