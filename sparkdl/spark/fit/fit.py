@@ -264,13 +264,14 @@ def _log_plan(plan: TrainPlan, slots: Slots, shares: Sequence[float] | None) -> 
     """Log the plan's numbers; warn if a shard has many more rows than it should have."""
     logger.info(
         "%d rows for training, %d for validation, in %d shard(s); %d worker(s) of %d thread(s); "
-        "batches of up to %d rows per shard, %d for all; %d steps per epoch, %d in all",
+        "batches of up to %d rows per %s, %d for all; %d steps per epoch, %d in all",
         plan.num_rows,
         plan.num_validation_rows,
         len(plan.shards),
         plan.world_size,
         slots.threads,
         plan.batch_size,
+        "equal shard" if plan.takes_turns else "shard",
         -(-plan.num_rows // plan.steps_per_epoch),
         plan.steps_per_epoch,
         plan.total_steps,
