@@ -12,6 +12,7 @@ import cloudpickle
 
 from sparkdl.comm.file_chunks import gathered
 from sparkdl.data.plan import assign_shards
+from sparkdl.data.spool.spool_source import SpoolSource
 from sparkdl.report.summary import TrainingSummary
 from sparkdl.spark.cluster.attempt import Attempt, Rows
 from sparkdl.spark.cluster.supervisor import GangResult, supervise
@@ -47,18 +48,17 @@ def _submit(
 ) -> Callable[[], Rows]:
     """Prepare a submission: lost shards are rebuilt, the newest checkpoint is found.
 
-    A gang of another size than at first, or over shards that are not placed, finds the shards where
-    they are; see `worker.held_shards`.
+    A gang of another size than at first, or over own partitions, finds the shards where they are;
+    see `worker.held_shards`.
     """
     find = partial(find_checkpoint, run, passed_over=attempts.passed_over, lease=attempts.lease)
     path = attempts.begin(attempt, find, run.plan.first_step)
     df, plan, world_size = run.table.df, run.plan, attempt.world_size
-    is_other = world_size != run.slots.num_workers
-    if is_other or not run.table.is_placed:
+    own, is_other = run.table.owns_partitions, world_size != run.slots.num_workers
+    if own or is_other:
         df = run.spark.range(0, world_size, 1, world_size)
     if attempt.number > 0:
-        stays = is_other and run.table.is_placed
-        shards = run.table.known if stays else run.table.collect()
+        shards = run.table.known if is_other and not own else run.table.collect()
         plan = plan.for_shards([part.shard for part in shards])
     send = partial(run.link.send, remedy="submit the job inside the cluster's network")
     tensors, what = run.packed.tensors, "the module's weights have"
@@ -75,15 +75,17 @@ def _submit(
         keeps_state=run.keeps_state,
         resume_path=path,
         source=run.table.reader,
-        is_placed=run.slots.max_workers is None and run.table.is_placed,
+        is_placed=run.slots.max_workers is None
+        and not own
+        and isinstance(run.table.reader, SpoolSource),
         looks=run.looks,
     )
     return run.gang_job(df, training.run, order)
 
 
 def _rebuild(run: Run, missing: Collection[int]) -> None:
-    """Have lost shards written anew: all where tasks are placed, otherwise only what is lost."""
-    if run.slots.max_workers is None and run.table.is_placed:
+    """Have lost shards written anew: with the table's own partitions, or only those that are."""
+    if run.slots.max_workers is None and not run.table.owns_partitions:
         run.table.rebuild()
     else:
         run.table.remake(missing or range(len(run.plan.shards)))

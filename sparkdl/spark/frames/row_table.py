@@ -81,11 +81,8 @@ class RowTable(Protocol):
         """Opens the shards on workers."""
 
     @property
-    def is_placed(self) -> bool:
-        """True if Spark runs the tasks over ``df`` where the shards of its rows are.
-
-        Otherwise ranks find their shards themselves.
-        """
+    def owns_partitions(self) -> bool:
+        """True if shards lie where Spark has read them: ranks find them, whatever their number."""
         return False
 
     def collect(self) -> tuple[SpooledShard, ...]:

@@ -285,7 +285,7 @@ class ShardTable(SpoolTable, SpooledRows):
             heartbeat_timeout_seconds=spec.heartbeat_timeout_seconds,
         )
         self._describe(spread(df, spec), self._task, spec)
-        self.is_placed = spec.pieces is None
+        self.owns_partitions = spec.pieces is not None
         self._unreachable: set[str] = set()
         """Spools of own partitions that no worker could read, though Spark knows their hosts."""
         self._moved: dict[int, SpooledShard] = {}

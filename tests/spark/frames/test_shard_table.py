@@ -59,7 +59,10 @@ class Tables:
             prepare(df.schema, "y", "label", float_dtype="float32", as_classes=as_classes),
             prepare(df.schema, "w", "weight", float_dtype="float32"),
         )
-        spec = TableSpec(columns=columns, num_shards=num_shards, num_places=num_places)
+        fits = (num_places or num_shards) <= 2  # slots of this session
+        spec = TableSpec(
+            columns=columns, num_shards=num_shards, num_places=num_places, is_gang=fits
+        )
         if validation:
             indicator = validation_indicator(df.schema, "v")
             spec = replace(spec, validation=indicator, validation_col="v")
