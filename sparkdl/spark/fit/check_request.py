@@ -271,7 +271,7 @@ def _choose_shards(checked: CheckedRequest) -> ShardChoice:
         obstacle = "work_shares deals the rows"
     require_partitions(asked, obstacle)
     if asked == "rows" or obstacle is not None:
-        return ShardChoice(reason=obstacle or "shards='rows'")
+        return ShardChoice(reason=obstacle or "dealt by their hash, as shards='rows' asks")
     slots = checked.slots
     parts = [max(1, column.kind.num_parts + 1) for column in checked.columns]
     choice = choose_shards(
