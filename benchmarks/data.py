@@ -1,5 +1,8 @@
 """How fast does a DataFrame become batches? The first pass (spool), later epochs, and memory.
 
+The first pass is measured of rows that are dealt by their hash, and of the DataFrame's own
+partitions, which need no shuffle.
+
 Later epochs are random batches from the memory-mapped spool, in one process. They are compared
 with the least that any loader must do: ``torch.index_select`` of a batch from tensors in memory.
 """
@@ -24,6 +27,7 @@ from sparkdl.data.spool.mapped import MappedRows
 from sparkdl.data.spool.spool_source import open_spool
 from sparkdl.runtime.process import tuned_allocator
 from sparkdl.spark.fit.check_request import prepare_columns
+from sparkdl.spark.frames.own_partitions import choose_shards, frame_facts
 from sparkdl.spark.frames.row_table import TableSpec
 from sparkdl.spark.frames.shard_table import ShardTable
 
@@ -44,13 +48,22 @@ def main() -> None:
         common.wait_until_idle(options.patience)
         df = spark.read.parquet(str(folder))
         scan = seconds(lambda df=df: df.write.format("noop").mode("overwrite").save())
+        own = own_partitions(df, options)
+        unmoved = seconds(own.collect)
+        own.close()
         table, prepare = prepared_table(df, options)
         spool = seconds(prepare)
         if run >= 0:
             found.add("Spark scan GB/s", gigabytes / scan)
             found.add("first pass (spool) GB/s", gigabytes / spool)
+            found.add("first pass of own partitions GB/s", gigabytes / unmoved)
         if run + 1 < options.runs:
             table.close()
+    found.ratio(
+        "own partitions / rows that are dealt",
+        "first pass of own partitions GB/s",
+        "first pass (spool) GB/s",
+    )
     spooled = table.collect()
     plan = partial(
         make_plan,
@@ -68,12 +81,28 @@ def main() -> None:
 
 def prepared_table(df, options: argparse.Namespace):
     """A shard table, and the call that spools it."""
-    classifier = TorchClassifier(module=SmallCNN(), featuresCol="image", labelCol="label")
-    request = classifier._request()
-    columns, _ = prepare_columns(df, request, "float32")
-    spec = TableSpec(columns=tuple(columns), num_shards=options.slots)
-    table = ShardTable(df, spec, run_id=uuid.uuid4().hex[:12])
+    table = table_of(df, num_shards=options.slots)
     return table, table.collect
+
+
+def own_partitions(df, options: argparse.Namespace) -> ShardTable:
+    """The table of a fit with ``shards="partitions"``, which moves no row."""
+    choice = choose_shards(
+        "partitions", frame_facts(df), num_parts=options.slots, num_executors=1,
+        num_workers=options.slots, num_files=2,
+    )  # fmt: skip
+    assert choice.pieces is not None, choice
+    return table_of(
+        df, num_shards=choice.num_places * choice.pieces, num_places=choice.num_places,
+        pieces=choice.pieces, is_gang=False,
+    )  # fmt: skip
+
+
+def table_of(df, **spec) -> ShardTable:
+    """A shard table of the images and their labels."""
+    classifier = TorchClassifier(module=SmallCNN(), featuresCol="image", labelCol="label")
+    columns, _ = prepare_columns(df, classifier._request(), "float32")
+    return ShardTable(df, TableSpec(columns=tuple(columns), **spec), run_id=uuid.uuid4().hex[:12])
 
 
 def later_epochs(

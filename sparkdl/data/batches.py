@@ -19,9 +19,8 @@ import torch
 from sparkdl.data import collate
 from sparkdl.data.collate import Arguments, Rows
 from sparkdl.data.gather import Buffer
-from sparkdl.data.plan import TrainPlan, batch_bounds
-from sparkdl.data.ragged import Ragged, gather
-from sparkdl.data.shuffle import Order
+from sparkdl.data.plan import TrainPlan
+from sparkdl.data.ragged import Array, Ragged, gather
 from sparkdl.data.source import ShardRows
 
 logger = logging.getLogger(__name__)
@@ -130,7 +129,9 @@ class Batches:
 
     def _runs(self) -> Generator[list[Batch], None, None]:
         plan, num_steps = self.plan, self.plan.steps_per_epoch
-        shards = [rows for rows in self.shards if rows.num_rows]
+        pairs = zip(self.shards, plan.shards_of(self.rank), strict=True)
+        turns = [(rows, plan.turn(shard)) for rows, shard in pairs if rows.num_rows]
+        shards = [rows for rows, _ in turns]
         num_rows = sum(rows.num_rows for rows in shards)
         assert num_rows == plan.rows_of(self.rank), "shards do not fit the plan"
         with contextlib.ExitStack() as stack:
@@ -142,69 +143,67 @@ class Batches:
                 )
                 for rows in shards
             ]
-            step_bytes = sum(epoch.row_bytes for epoch in epochs) * plan.batch_size
+            in_step = [-(-rows.num_rows // num_steps) for rows in shards]
+            pairs_of = zip(epochs, in_step, strict=True)
+            step_bytes = sum(epoch.row_bytes * size for epoch, size in pairs_of)
             num_together = min(num_steps, max(1, GATHER_BYTES // max(1, step_bytes)))
-            most = [num_together * -(-rows.num_rows // num_steps) for rows in shards]
+            most = [num_together * size for size in in_step]
             # The consumer holds one buffer, the next is ready, and the thread fills the third.
             # Pinned memory is taken afresh instead: torch's allocator knows when the device has
             # read it.
             num_buffers = 3 if self.prefetch else 1
             buffers = [Buffer(sum(most)) for _ in range(num_buffers)]
             parts = [Buffer(capacity) for capacity in most] if len(shards) > 1 else []
-            for number, first in enumerate(range(self.start_step, num_steps, num_together)):
+            # A run that is resumed gathers the same steps together: where a batch lies in memory,
+            # to 16 bytes, decides about bits of matrix products.
+            begin = self.start_step - self.start_step % num_together
+            for number, first in enumerate(range(begin, num_steps, num_together)):
                 steps = range(first, min(first + num_together, num_steps))
                 buffer = buffers[number % num_buffers]
                 if self.pin_memory:
                     buffer = Buffer(sum(most), pin_memory=True)
-                bounds = [
-                    [batch_bounds(rows.num_rows, num_steps, step) for step in steps]
-                    for rows in shards
-                ]
+                upto = np.arange(steps.start, steps.stop + 1)  # as `plan.batch_bounds` has it
+                bounds = [(rows.num_rows * upto + turn) // num_steps for rows, turn in turns]
                 found = [
-                    epoch.read(own[0][0], own[-1][1], part)
+                    epoch.read(int(own[0]), int(own[-1]), part)
                     for epoch, own, part in zip(epochs, bounds, parts or [buffer], strict=False)
                 ]
-                sizes = [[high - low for low, high in own] for own in bounds]
+                sizes = np.diff(np.array(bounds, np.int64).reshape(len(shards), len(upto)))
                 columns = found[0] if len(found) == 1 else _by_step(plan, found, sizes, buffer)
-                by_step = list(zip(*sizes, strict=True)) or [()] * len(steps)
-                if self.by_shard:
-                    yield cut(plan, columns, [rows for step in by_step for rows in step])
-                else:
-                    yield cut(plan, columns, [sum(step) for step in by_step])
+                counts = sizes.T.ravel() if self.by_shard else sizes.sum(0)
+                used = max(0, self.start_step - first) * (len(shards) if self.by_shard else 1)
+                yield cut(plan, columns, counts.tolist())[used:]
 
 
 def _by_step(
-    plan: TrainPlan,
-    shards: Sequence[Mapping[str, Rows]],
-    sizes: Sequence[Sequence[int]],
-    buffer: Buffer,
+    plan: TrainPlan, shards: Sequence[Mapping[str, Rows]], sizes: Array, buffer: Buffer
 ) -> dict[str, Rows]:
     """The rows of several shards for some steps, step by step instead of shard by shard.
 
     Args:
         plan: names the columns.
         shards: each shard's rows of all these steps.
-        sizes: rows of each shard in each step.
+        sizes: rows of each shard in each step, ``(shards, steps)``.
         buffer: memory for the result.
     """
     if not shards:
         return {column.key: collate.no_rows(column) for column in plan.columns}
-    counts = np.asarray(sizes)  # (shards, steps)
-    order: Order | None = None
+    # Where the rows of a shard and step begin in the result, less where they begin in the shard.
+    begin = np.cumsum(sizes.T).reshape(sizes.T.shape).T - sizes
+    shift = begin - (np.cumsum(sizes, 1) - sizes)
+    places = [np.repeat(*own) + np.arange(own[1].sum()) for own in zip(shift, sizes, strict=True)]
     joined: dict[str, Rows] = {}
     for column in plan.columns:
         parts = [rows[column.key] for rows in shards]
         dense = [rows for rows in parts if isinstance(rows, torch.Tensor)]
         if dense:
-            rows = buffer.rows(column.key, dense[0], int(counts.sum()))
-            own = [torch.split(part, list(size)) for part, size in zip(dense, sizes, strict=True)]
-            torch.cat([rows for step in zip(*own, strict=True) for rows in step], out=rows)
+            rows = buffer.rows(column.key, dense[0], int(sizes.sum()))
+            for part, place in zip(dense, places, strict=True):
+                rows.index_copy_(0, torch.from_numpy(place), part)
             joined[column.key] = rows
-            continue
-        if order is None:
-            step_of = [np.repeat(np.arange(counts.shape[1]), count) for count in counts]
-            order = np.argsort(np.concatenate(step_of), kind="stable")
-        joined[column.key] = gather([rows for rows in parts if isinstance(rows, Ragged)], order)
+        else:
+            order = np.argsort(np.concatenate(places))
+            joined[column.key] = gather([rows for rows in parts if isinstance(rows, Ragged)], order)
     return joined
 
 

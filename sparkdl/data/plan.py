@@ -140,7 +140,7 @@ class TrainPlan:
     shards: tuple[Shard, ...]
     world_size: int
     batch_size: int
-    """Largest number of samples of a shard in one step."""
+    """Largest number of samples of a shard in one step; see ``takes_turns``."""
     epochs: int
     """Epochs of this run."""
     max_steps: int
@@ -154,6 +154,10 @@ class TrainPlan:
     """Number of the first epoch: those of the fits that this one goes on from count too."""
     first_step: int = 0
     """Steps of the fits that this one goes on from."""
+    takes_turns: bool = False
+    """True if shards are many and of any size: then ``batch_size`` is of shards that were all
+    equal and fewer (see `make_plan`), and shards give the rows that a step has more than another
+    at steps of their own, so that all batches are nearly equal."""
 
     @property
     def num_rows(self) -> int:
@@ -192,11 +196,19 @@ class TrainPlan:
 
     def rows_by_rank(self, step_in_epoch: int) -> list[int]:
         """Each rank's samples in a step: of each of its shards those in `batch_bounds`."""
-        num_steps, after = self.steps_per_epoch, step_in_epoch + 1
         found = [0] * self.world_size
-        for rank, rows in self._rows_and_ranks:
-            found[rank] += rows * after // num_steps - rows * step_in_epoch // num_steps
+        for rank, rows, turn in self._rows_and_ranks:
+            start, stop = batch_bounds(rows, self.steps_per_epoch, step_in_epoch, turn)
+            found[rank] += stop - start
         return found
+
+    def turn(self, shard: Shard) -> int:
+        """Where the shard begins to count in `batch_bounds`: neighbours far from each other.
+
+        The number's bits in reverse (van der Corput's sequence) spread any run of neighbours.
+        """
+        place = int(f"{shard.shard_id:032b}"[::-1], 2) * self.steps_per_epoch >> 32
+        return place if self.takes_turns else 0
 
     def for_shards(self, shards: Sequence[Shard]) -> TrainPlan:
         """The plan of the same shards, which lie elsewhere now."""
@@ -224,10 +236,10 @@ class TrainPlan:
         )
 
     @cached_property
-    def _rows_and_ranks(self) -> list[tuple[int, int]]:
-        """The rank of each shard, and its training rows."""
+    def _rows_and_ranks(self) -> list[tuple[int, int, int]]:
+        """The rank of each shard, its training rows, and its `turn`."""
         return [
-            (rank, shard.num_rows)
+            (rank, shard.num_rows, self.turn(shard))
             for rank in range(self.world_size)
             for shard in self.shards_of(rank)
         ]
@@ -246,12 +258,14 @@ class RoundPart:
     num_steps: int
 
 
-def batch_bounds(num_rows: int, num_steps: int, step: int) -> tuple[int, int]:
+def batch_bounds(num_rows: int, num_steps: int, step: int, turn: int = 0) -> tuple[int, int]:
     """Cut ``num_rows`` into ``num_steps`` runs whose sizes differ by at most one.
 
-    The runs of all steps are a partition of ``range(num_rows)``: every row exactly once.
+    The runs of all steps are a partition of ``range(num_rows)``: every row exactly once. Which runs
+    have one row more depends on ``turn``, which is less than ``num_steps``.
     """
-    return num_rows * step // num_steps, num_rows * (step + 1) // num_steps
+    start, stop = num_rows * step + turn, num_rows * (step + 1) + turn
+    return start // num_steps, stop // num_steps
 
 
 def steps_per_epoch(rows_by_shard: Sequence[int], batch_size: int) -> int:
@@ -277,7 +291,8 @@ def assign_near(
     """Give shards to ranks: where they are near, then so that all ranks are ready together.
 
     After MXNet's static balancing by the speed of devices. If all are near the ranks that
-    `assign_shards` gives them to, and no speeds are known, it stays at that.
+    `assign_shards` gives them to, and no speeds are known, it stays at that, unless ranks would
+    have to wait for one that has much more rows.
 
     Args:
         rows: of each shard.
@@ -286,9 +301,10 @@ def assign_near(
     """
     ranks, default = range(len(near)), assign_shards(len(rows), len(near))
     is_near = all(set(own) <= set(near[rank]) for rank, own in enumerate(default))
-    if is_near and speeds is None:
+    most = max(sum(rows[number] for number in own) for own in default)
+    if is_near and speeds is None and _WORTH * most * len(near) <= sum(rows):
         return default
-    speeds = speeds or [1.0] * len(near)
+    even, speeds = speeds is None, speeds or [1.0] * len(near)
     held: list[set[int]] = [set() for _ in ranks]
     loads = [0.0] * len(near)
 
@@ -312,9 +328,12 @@ def assign_near(
             take(shard, idlest, -1)
             take(shard, slowest)
         if moved is None:
-            return tuple(tuple(sorted(own)) for own in held)
+            break
         take(moved, slowest, -1)
         take(moved, idlest)
+    if is_near and even and max(loads) > _WORTH * most:
+        return default
+    return tuple(tuple(sorted(own)) for own in held)
 
 
 def make_plan(
@@ -328,8 +347,12 @@ def make_plan(
     windows: Windows | None = None,
     first_epoch: int = 0,
     first_step: int = 0,
+    num_parts: int | None = None,
 ) -> TrainPlan:
     """Derive the numbers of a run; see `TrainPlan`.
+
+    ``num_parts`` is for shards of any size: an epoch has the steps of so many equal ones. None:
+    shards are nearly equal, and none gives more than ``batch_size`` rows in a step.
 
     Raises:
         ConfigError: there are more ranks than shards, or a count is not positive.
@@ -341,8 +364,11 @@ def make_plan(
         if count < 1:
             raise ConfigError(f"{name} must be at least 1; received {count}")
     ordered = tuple(sorted(shards, key=lambda shard: shard.shard_id))
-    if not any(shard.num_rows for shard in ordered):
+    rows = [shard.num_rows for shard in ordered]
+    if not any(rows):
         raise DataError("the DataFrame has no training rows; check its filter and the validation")
+    if num_parts is not None:
+        rows = [-(-sum(rows) // num_parts)]
     return TrainPlan(
         columns=tuple(columns),
         shards=ordered,
@@ -350,9 +376,10 @@ def make_plan(
         batch_size=batch_size,
         epochs=epochs,
         max_steps=max_steps,
-        steps_per_epoch=steps_per_epoch([shard.num_rows for shard in ordered], batch_size),
+        steps_per_epoch=steps_per_epoch(rows, batch_size),
         shards_by_rank=assign_shards(len(ordered), world_size),
         windows=windows,
         first_epoch=first_epoch,
         first_step=first_step,
+        takes_turns=num_parts is not None,
     )

@@ -65,6 +65,8 @@ class PlanFacts:
     """By each worker; None: it depends on the data."""
     checkpoint_bytes: int
     checkpoint_interval: int
+    shard_choice: str = ""
+    """What makes a shard, and why."""
 
     @property
     def skew(self) -> float:
@@ -211,7 +213,8 @@ class Explanation:
             ("strategy", plan.strategy),
             ("rows", f"{plan.rows:,} training, {plan.validation_rows:,} validation"),
             ("shards", f"{len(plan.rows_by_shard)}, the fullest {max(plan.rows_by_shard):,} rows "
-                       f"({plan.skew:.2f} of the mean)"),
+                       f"({plan.skew:.2f} of the mean)"
+                       + f"; made of {plan.shard_choice}" * bool(plan.shard_choice)),
             ("steps", f"{plan.steps_per_epoch:,} per epoch, {plan.total_steps:,} in "
                       f"{plan.epochs} epoch{'s' * (plan.epochs != 1)}, batches of up to "
                       f"{plan.batch_size} per shard"),

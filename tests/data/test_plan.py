@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
+from dataclasses import replace
+
 import pytest
 
 from sparkdl.data.plan import (
@@ -144,3 +147,36 @@ def test_counts_are_positive(counts: dict[str, int]) -> None:
 def test_without_training_rows_there_is_nothing_to_plan() -> None:
     with pytest.raises(DataError, match="no training rows"):
         plan([0, 0], world_size=2)
+
+
+@pytest.mark.parametrize(
+    ("rows", "world_size"), [([37] * 12, 2), ([3] * 100, 4), ([900, 41, 40, 7, 0, 3, 300, 58], 2)]
+)
+def test_shards_of_any_size_take_turns(rows: list[int], world_size: int) -> None:
+    made = make_plan(
+        columns=[FEATURE], shards=[shard(i, n) for i, n in enumerate(rows)],
+        world_size=world_size, batch_size=8, epochs=1, num_parts=world_size,
+    )  # fmt: skip
+    num_steps = made.steps_per_epoch
+    assert num_steps == -(-sum(rows) // (8 * world_size))
+    for each in made.shards:
+        bounds = [
+            batch_bounds(each.num_rows, num_steps, t, made.turn(each)) for t in range(num_steps)
+        ]
+        assert bounds[0][0] == 0 and bounds[-1][1] == each.num_rows
+        assert all(before[1] == after[0] for before, after in itertools.pairwise(bounds))
+    for rank in range(world_size):
+        sizes = [made.rows_by_rank(step)[rank] for step in range(num_steps)]
+        assert sum(sizes) == made.rows_of(rank)
+        assert max(sizes) - min(sizes) <= (3 if len(set(rows)) == 1 else 4)
+    if len(set(rows)) == 1:  # without turns all would give a row more in the same steps
+        plain = replace(made, takes_turns=False)
+        sizes = [sum(plain.rows_by_rank(step)) for step in range(num_steps)]
+        assert max(sizes) - min(sizes) == len(rows)
+
+
+def test_ranks_that_read_everything_get_equally_many_rows() -> None:
+    everything = [range(4)] * 2
+    assert assign_near([10, 11, 10, 9], everything) == ((0, 1), (2, 3))
+    assert assign_near([40, 30, 10, 20], everything) == ((0, 2), (1, 3))
+    assert assign_near([100, 1, 1, 1], everything) == ((0, 1), (2, 3))  # it saves too little

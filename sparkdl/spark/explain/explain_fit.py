@@ -142,6 +142,7 @@ def _facts(found: Found, model: ModelSize, gang: Gang | None) -> PlanFacts:
         rows=plan.num_rows,
         validation_rows=plan.num_validation_rows,
         rows_by_shard=tuple(shard.num_rows for shard in plan.shards),
+        shard_choice=str(checked.shard_choice),
         batch_size=plan.batch_size,
         epochs=plan.epochs,
         steps_per_epoch=plan.steps_per_epoch,

@@ -28,6 +28,12 @@ from sparkdl.serialization.identity import identity
 from sparkdl.serialization.initial_weights import InitialWeights, load_initial_weights
 from sparkdl.spark.cluster.slots import Slots, plan_slots
 from sparkdl.spark.frames.columns import drawn, schema_of, validation_indicator
+from sparkdl.spark.frames.own_partitions import (
+    ShardChoice,
+    choose_shards,
+    frame_facts,
+    require_partitions,
+)
 from sparkdl.spark.frames.prepare_columns import prepare, prepare_labels
 from sparkdl.spark.frames.row_table import TableSpec
 from sparkdl.spark.frames.user_data import UserData
@@ -99,6 +105,8 @@ class CheckedRequest(CheckedValues):
     """How the module is trained; None if no other fit goes on from this one, or this from one."""
     begins_from: TrainingState | None
     """What an earlier fit has left; None: training begins."""
+    shard_choice: ShardChoice
+    """Which rows make a shard of a fit."""
 
     @property
     def spark(self) -> SparkSession:
@@ -152,6 +160,20 @@ class CheckedRequest(CheckedValues):
         )
 
     @property
+    def fit_spec(self) -> TableSpec:
+        """The same of a fit, whose shards may be the DataFrame's own partitions."""
+        choice = self.shard_choice
+        if choice.pieces is None:
+            return self.table_spec
+        return replace(
+            self.table_spec,
+            num_shards=choice.num_places * choice.pieces,
+            num_places=choice.num_places,
+            pieces=choice.pieces,
+            is_gang=False,
+        )
+
+    @property
     def shares(self) -> tuple[float, ...] | None:
         """Each shard's part of the rows, adding up to 1; None: equal parts."""
         shares = self.strategy.row_shares(self.num_shards)
@@ -168,6 +190,7 @@ class CheckedRequest(CheckedValues):
             max_steps=self.config.max_steps,
             first_epoch=0 if self.begins_from is None else self.begins_from.epoch,
             first_step=0 if self.begins_from is None else self.begins_from.step,
+            num_parts=None if self.shard_choice.pieces is None else self.num_shards,
         )
         self.data.check_plan(plan, self.strategy)
         return self.strategy.hold_out(plan)
@@ -228,7 +251,7 @@ def check_request(data: UserData, request: FitRequest) -> CheckedRequest:
             is_local=compat.shares_console(data.spark),
         )
     check_sync_batch_norm(module, config, slots.num_workers)
-    return CheckedRequest(
+    checked = CheckedRequest(
         **vars(values),
         data=data,
         settings=settings,
@@ -237,7 +260,40 @@ def check_request(data: UserData, request: FitRequest) -> CheckedRequest:
         slots=slots,
         method=method,
         begins_from=begins_from,
+        shard_choice=ShardChoice(reason="the default"),
     )
+    return replace(checked, shard_choice=_choose_shards(checked))
+
+
+def _choose_shards(checked: CheckedRequest) -> ShardChoice:
+    """Which rows make a shard; raises ConfigError if partitions cannot, whatever they are."""
+    asked, name = checked.request.shards, type(checked.strategy).__name__
+    obstacle = None
+    if checked.data.source is not None:
+        obstacle = f"{type(checked.data.source).__name__} cuts its shards itself"
+    elif checked.in_rounds:
+        obstacle = "in rounds each shard trains a replica, which needs equally many rows"
+    elif not checked.strategy.is_elastic:
+        obstacle = f"what {name} learns depends on which worker has which rows"
+    elif checked.shares is not None:
+        obstacle = "work_shares deals the rows"
+    require_partitions(asked, obstacle)
+    if asked == "rows" or obstacle is not None:
+        return ShardChoice(reason=obstacle or "dealt by their hash, as shards='rows' asks")
+    slots = checked.slots
+    parts = [max(1, column.kind.num_parts + 1) for column in checked.columns]
+    choice = choose_shards(
+        asked,
+        frame_facts(checked.data.frame),
+        num_parts=checked.num_shards,
+        num_executors=slots.cluster.num_executors or 0,
+        num_workers=slots.max_workers or slots.num_workers,
+        num_files=sum(parts) * (1 if checked.validation is None else 2),
+    )
+    is_refused = asked == "partitions" and choice.pieces is None
+    level = logging.WARNING if is_refused else logging.INFO
+    logger.log(level, "shards are made of %s", choice)
+    return choice
 
 
 def check_range(

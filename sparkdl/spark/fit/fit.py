@@ -129,9 +129,9 @@ def _fit(
             stack=stack,
         )
         recorder.phase("spool")
-        make = partial(checked.data.table, checked.table_spec, run_id)
+        make = partial(checked.data.table, checked.fit_spec, run_id)
         if spools is not None:
-            table = spools.take(checked.table_spec, checked.slots, make)
+            table = spools.take(checked.fit_spec, checked.slots, make)
         else:
             table = make()
             stack.callback(table.close)
@@ -264,18 +264,29 @@ def _log_plan(plan: TrainPlan, slots: Slots, shares: Sequence[float] | None) -> 
     """Log the plan's numbers; warn if a shard has many more rows than it should have."""
     logger.info(
         "%d rows for training, %d for validation, in %d shard(s); %d worker(s) of %d thread(s); "
-        "batches of up to %d rows per shard, %d for all; %d steps per epoch, %d in all",
+        "batches of up to %d rows per %s, %d for all; %d steps per epoch, %d in all",
         plan.num_rows,
         plan.num_validation_rows,
         len(plan.shards),
         plan.world_size,
         slots.threads,
         plan.batch_size,
+        "equal shard" if plan.takes_turns else "shard",
         -(-plan.num_rows // plan.steps_per_epoch),
         plan.steps_per_epoch,
         plan.total_steps,
     )
     rows = [shard.num_rows for shard in plan.shards]
+    if plan.takes_turns:
+        most = max(rows)
+        if most * plan.world_size > _SKEW * plan.num_rows:
+            logger.warning(
+                "one of the DataFrame's own partitions, or a piece of it, has %d of the %d rows: "
+                "the result is exact, but other workers wait for its; write more and smaller "
+                "files, or use shards='rows'",
+                *(most, plan.num_rows),
+            )
+        return
     shares = shares or [1 / len(rows)] * len(rows)
     worst = max(range(len(rows)), key=lambda number: rows[number] / shares[number])
     if rows[worst] > _SKEW * shares[worst] * plan.num_rows and rows[worst] > plan.batch_size:

@@ -49,17 +49,19 @@ def _submit(
 ) -> Callable[[], Rows]:
     """Prepare a submission: lost shards are rebuilt, the newest checkpoint is found.
 
-    A gang that may have another size than at first finds the shards where they are.
+    A gang that may have another size than at first, or whose shards are own partitions, finds the
+    shards where they are; see `worker.held_shards`.
     """
     find = partial(find_checkpoint, run, passed_over=attempts.passed_over, lease=attempts.lease)
     path = attempts.begin(attempt, find, run.plan.first_step)
     df, plan, world_size = run.table.df, run.plan, attempt.world_size
     may_move = run.slots.max_workers is not None or not run.slots.is_barrier
-    if (attempt.number > 0 and may_move) or world_size != run.slots.num_workers:
+    own, is_again = run.table.owns_partitions, attempt.number > 0
+    if own or (is_again and may_move) or world_size != run.slots.num_workers:
         df = run.spark.range(0, world_size, 1, world_size)
-        plan = plan.for_shards([part.shard for part in run.table.restore(world_size)])
-    elif attempt.number > 0:
-        plan = plan.for_shards([part.shard for part in run.table.collect()])
+    if is_again:
+        found = run.table.restore(world_size) if may_move else run.table.collect()
+        plan = plan.for_shards([part.shard for part in found])
     send = partial(run.link.send, remedy="submit the job inside the cluster's network")
     tensors, what = run.packed.tensors, "the module's weights have"
     order = run.gang_order(
@@ -75,7 +77,7 @@ def _submit(
         keeps_state=run.keeps_state,
         resume_path=path,
         source=run.table.reader,
-        is_placed=not may_move and isinstance(run.table.reader, SpoolSource),
+        is_placed=not (may_move or own) and isinstance(run.table.reader, SpoolSource),
         looks=run.looks,
     )
     return run.gang_job(df, training.run, order, num_workers=world_size)
@@ -83,7 +85,8 @@ def _submit(
 
 def _rebuild(run: Run, missing: Collection[int]) -> None:
     """Have lost shards written anew: with the table's own partitions, or only those that are."""
-    if run.slots.max_workers is None and run.slots.is_barrier:
+    may_move = run.slots.max_workers is not None or not run.slots.is_barrier
+    if not (may_move or run.table.owns_partitions):
         run.table.rebuild()
     else:
         run.table.remake(missing or range(len(run.plan.shards)))

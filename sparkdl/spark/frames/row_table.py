@@ -46,6 +46,9 @@ class TableSpec:
     """The name of that column in the user's data."""
     shares: tuple[float, ...] | None = None
     """Each shard's part of the rows, adding up to 1; None: equal parts."""
+    pieces: int | None = None
+    """Shards of each of the DataFrame's own partitions, which are not moved; ``num_places`` is
+    their number, or what they are packed to. None: all rows are dealt to shards anew."""
     is_gang: bool = True
     """True if all shards are spooled at once, as a gang will hold them; otherwise one after the
     other where slots are few."""
@@ -66,7 +69,7 @@ class TableSpec:
     @property
     def shards_by_place(self) -> tuple[tuple[int, ...], ...] | None:
         """The shards of each partition of the table; None: one each."""
-        if self.num_partitions == self.num_shards:
+        if self.num_partitions == self.num_shards or self.pieces is not None:
             return None
         return assign_shards(self.num_shards, self.num_partitions)
 
@@ -81,6 +84,11 @@ class RowTable(Protocol):
     @property
     def reader(self) -> ShardSource:
         """Opens the shards on workers."""
+
+    @property
+    def owns_partitions(self) -> bool:
+        """True if shards lie where Spark has read them: ranks find them, whatever their number."""
+        return False
 
     def collect(self) -> tuple[SpooledShard, ...]:
         """Make what is not there (everything at first, then what was lost), and list it.

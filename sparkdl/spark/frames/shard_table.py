@@ -297,15 +297,22 @@ class ShardTable(SpoolTable, SpooledRows):
             run_id=run_id,
             sets=(spool_columns(spec.columns),),
             shards_by_place=spec.shards_by_place,
+            pieces=spec.pieces,
             has_validation=spec.validation is not None,
             heartbeat_timeout_seconds=spec.heartbeat_timeout_seconds,
         )
         self._describe(partial(spread, df, spec), task, spec)
+        self.owns_partitions = spec.pieces is not None
+        self._unreachable: set[str] = set()
+        """Spools of own partitions that no worker could read, though Spark knows their hosts."""
+        self._moved: dict[int, SpooledShard] = {}
+        """Shards that were written anew elsewhere for that."""
 
     def collect(self) -> tuple[SpooledShard, ...]:
         with self._spooling:
             (shards,) = self._spooled()
-            return self.checked(shards)
+            moved = self._moved
+            return self.checked(tuple(moved.get(one.shard.shard_id, one) for one in shards))
 
     def restore(self, num_workers: int) -> tuple[SpooledShard, ...]:
         """See `RowTable.restore`: a barrier stage of as many tasks looks where the gang will be."""
@@ -330,9 +337,46 @@ class ShardTable(SpoolTable, SpooledRows):
 
     def remake(self, missing: Collection[int]) -> None:
         """See `RowTable.remake`."""
+        if self._spec.pieces is not None:
+            self._remake_partitions(missing, self._spec.pieces)
+            return
         with self._spooling:
             (made,) = self._made_anew(missing)
             self.checked_with(made)
+
+    def _remake_partitions(self, missing: Collection[int], pieces: int) -> None:
+        """Have Spark spool anew what it knows to be lost, and write anew what is out of reach."""
+        with self._spooling:
+            before = {part.shard.shard_id: part.shard for part in self.known}
+            self._unreachable |= {before[number].path for number in missing}
+            for number in missing:
+                self._moved.pop(number, None)
+            wanted = {
+                part.shard.shard_id
+                for part in self.collect()
+                if part.shard.shard_id in missing and part.shard.path in self._unreachable
+            }
+            if not wanted:
+                return
+            places = frozenset(number // pieces for number in wanted)
+            rows = self._dealt(None).where(F.spark_partition_id().isin(list(places)))
+            table = rows.mapInArrow(
+                replace(self._task, places=places), TABLE_SCHEMA, profile=self._spec.profile
+            )
+            (made,) = self._spooled(table=table)
+            found = {part.shard.shard_id: part for part in made}
+            if any(
+                number not in found or found[number].shard.fingerprint != before[number].fingerprint
+                for number in wanted
+            ):
+                raise DataError(
+                    f"the shards {sorted(wanted)} were lost, and Spark reads other rows as those "
+                    "partitions of the DataFrame now: the data has changed, or its files are cut "
+                    "otherwise since there are fewer executors; set "
+                    "spark.sql.files.minPartitionNum, or use shards='rows'"
+                )
+            self._moved.update({number: found[number] for number in wanted})
+            self.collect()
 
     def labels_outside(
         self, label_col: str, num_classes: int, index: int, shards: Sequence[SpooledShard]
@@ -387,7 +431,8 @@ def spread(
     """The rows as they are written, shard by shard, each with its hash.
 
     The order is canonical: equal data gives equal shards in equal order, run after run and after
-    the loss of an executor, which round-robin repartitioning does not.
+    the loss of an executor, which round-robin repartitioning does not. The DataFrame's own
+    partitions (``spec.pieces``) stay as Spark reads them, at most packed together.
 
     Args:
         df: the rows.
@@ -396,6 +441,8 @@ def spread(
     """
     rows = selected(df, spec.columns, spec.validation)
     hashed = rows.withColumn("hash", F.xxhash64(*[F.col(name) for name in rows.columns]))
+    if spec.pieces is not None:
+        return hashed.coalesce(spec.num_partitions)
     # Rows that differ only in where nulls or ends of arrays are have equal hashes.
     return dealt(hashed, spec, ("hash", *rows.columns), shards_by_place)
 

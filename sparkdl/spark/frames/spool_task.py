@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import json
 import shutil
@@ -37,6 +38,8 @@ from sparkdl.worker.watcher import ended_when_hung
 
 TABLE_SCHEMA = "shard_id int, payload string"
 _ARROW_SCHEMA = pa.schema([("shard_id", pa.int32()), ("payload", pa.string())])
+_BLOCK = 64
+"""Neighbouring rows of a partition that go to the same shard where it has several."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,6 +58,11 @@ class SpoolTask:
     """Columns of each data set; the partition has of each the shards of the same numbers."""
     shards_by_place: tuple[tuple[int, ...], ...] | None = None
     """Shards of each partition; None: one each, of the partition's number."""
+    pieces: int | None = None
+    """Shards among which the rows of each partition are dealt as they come; None: rows come with
+    their shards."""
+    places: frozenset[int] | None = None
+    """Partitions that are written; None: all. The others yield no shard."""
     has_validation: bool = False
     heartbeat_timeout_seconds: float = 60.0
     """How long the task may neither run Python nor use the CPU, before its process is ended."""
@@ -78,7 +86,7 @@ class SpoolTask:
                 ).to_dict()
                 for spooled in self._write(root, directory, place, batches)
             ]
-            payload = {"path": str(directory), "shards": shards}
+            payload = {"path": str(directory), "shards": shards} if shards else {"shards": []}
         except SparkDLError as error:
             for _ in batches:  # a worker whose input was not read to the end is not reused
                 pass
@@ -88,43 +96,96 @@ class SpoolTask:
     def _write(
         self, root: Path, directory: Path, place: int, batches: Iterator[pa.RecordBatch]
     ) -> list[SpooledShard]:
-        """Write the files; those of several shards or data sets into folders of their own."""
-        shard_ids = [place] if self.shards_by_place is None else self.shards_by_place[place]
-        parts = [(shard_id, n) for shard_id in shard_ids for n in range(len(self.sets))]
-        several = len(self.sets) > 1 or self.shards_by_place is not None
-        pieces = (piece for batch in batches for piece in self._pieces(place, batch))
-        free, following = free_bytes(root), next(pieces, None)
-        written: list[SpooledShard] = []
-        needed, writer = 0.0, None  # bytes of what is written, and who writes
+        """Write the files; those of several data sets or shards into folders by their numbers."""
+        if self.places is not None and place not in self.places:
+            for _ in batches:
+                pass
+            return []
+        free, writers = free_bytes(root), list[SpoolWriter]()
         try:
-            for part in parts:
-                shard_id, number = part
-                writer = SpoolWriter(
-                    directory / f"{shard_id}-{number}" if several else directory,
-                    self.sets[number],
-                    has_validation=self.has_validation,
-                    where=f" of partition {shard_id}",
-                )
-                with writer:
-                    while following is not None and following[0] == part:
-                        writer.write(following[1])
-                        following = next(pieces, None)
-                found = writer.summary()
-                needed += found.shard.num_bytes
-                written.append(replace(found, shard=replace(found.shard, shard_id=shard_id)))
+            if self.pieces is not None:
+                shard_ids = self._deal(directory, place, batches, writers)
+            else:
+                shard_ids = self._write_in_turn(directory, place, batches, writers)
         except DiskFull as error:
             shutil.rmtree(directory, ignore_errors=True)
-            assert writer is not None
-            rest = sum(piece.num_rows for _, piece in pieces)
-            needed += (writer.num_rows + rest) * writer.row_bytes
+            rest = sum(batch.num_rows for batch in batches)
+            begun = sum(writer.num_rows for writer in writers)
+            written = sum(writer.num_rows * writer.row_bytes for writer in writers)
+            needed = written + rest * written / max(1, begun)
             raise full_disk(root, place, needed=int(needed), free=free) from error
         except BaseException:
             shutil.rmtree(directory, ignore_errors=True)
             raise
-        assert following is None, "rows of a shard that is not this partition's"
-        return written
+        summaries = [writer.summary() for writer in writers]
+        return [
+            replace(found, shard=replace(found.shard, shard_id=shard_id))
+            for found, shard_id in zip(summaries, shard_ids, strict=True)
+        ]
 
-    def _pieces(
+    def _write_in_turn(
+        self,
+        directory: Path,
+        place: int,
+        batches: Iterator[pa.RecordBatch],
+        writers: list[SpoolWriter],
+    ) -> list[int]:
+        """Write rows that come with their data sets or shards; the numbers of the shards."""
+        shard_ids = [place] if self.shards_by_place is None else self.shards_by_place[place]
+        parts = [(shard_id, n) for shard_id in shard_ids for n in range(len(self.sets))]
+        several = len(self.sets) > 1 or self.shards_by_place is not None
+        pieces = (piece for batch in batches for piece in self._numbered(place, batch))
+        following = next(pieces, None)
+        for part in parts:
+            shard_id, number = part
+            own = directory / f"{shard_id}-{number}" if several else directory
+            with self._writer(own, shard_id, self.sets[number], writers) as writer:
+                while following is not None and following[0] == part:
+                    writer.write(following[1])
+                    following = next(pieces, None)
+        assert following is None, "rows of a shard that is not this partition's"
+        return [shard_id for shard_id, _ in parts]
+
+    def _deal(
+        self,
+        directory: Path,
+        place: int,
+        batches: Iterator[pa.RecordBatch],
+        writers: list[SpoolWriter],
+    ) -> list[int]:
+        """Write rows as they come, some to each of the partition's shards in turn; their numbers.
+
+        Which rows a shard gets does not depend on how Spark cuts them into record batches.
+        """
+        assert self.pieces is not None
+        shard_ids = list(range(place * self.pieces, (place + 1) * self.pieces))
+        first = 0
+        with contextlib.ExitStack() as stack:
+            for shard_id in shard_ids:
+                writer = self._writer(directory / str(shard_id), shard_id, self.sets[0], writers)
+                stack.enter_context(writer)
+            for batch in batches:
+                piece = np.arange(first, first + batch.num_rows) // _BLOCK % self.pieces
+                for number, writer in enumerate(writers):
+                    own = batch if self.pieces == 1 else batch.take(np.flatnonzero(piece == number))
+                    writer.write(own)
+                first += batch.num_rows
+        return shard_ids
+
+    def _writer(
+        self,
+        directory: Path,
+        shard_id: int,
+        columns: tuple[SpoolColumn, ...],
+        writers: list[SpoolWriter],
+    ) -> SpoolWriter:
+        where = f" of partition {shard_id}"
+        writers.append(
+            SpoolWriter(directory, columns, has_validation=self.has_validation, where=where)
+        )
+        return writers[-1]
+
+    def _numbered(
         self, place: int, batch: pa.RecordBatch
     ) -> Iterator[tuple[tuple[int, int], pa.RecordBatch]]:
         """Rows of one shard of one data set, with the numbers of both."""

@@ -304,6 +304,11 @@ class EstimatorArguments(InputArguments, total=False):
     elasticity: Annotated[str, Option(
         "up to what the result is the same for all numbers of workers: 'rounding', or 'bits', for "
         "which a worker trains on its shards one after the other, and which needs all-reduce.")]
+    shards: Annotated[str, Option(
+        "what makes a shard: 'rows' (dealt by a hash, so that equal data gives equal shards), "
+        "'partitions' (the DataFrame's own, without a shuffle, where they are stable files; else "
+        "rows), or 'auto' (partitions if these are large).",
+        default="rows", fills="request")]
     seed: Annotated[int, Option("random seed.")]
     syncStrategy: Annotated[Literal["auto"] | str | SyncStrategy, Option(
         "how replicas are kept in agreement: a SyncStrategy, its name (such as 'allreduce' or "

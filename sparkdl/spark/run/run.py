@@ -95,6 +95,8 @@ class FitRequest(Request):
     """Fewest workers that train; None: as many as `num_workers`."""
     num_shards: int | None = None
     """Fixed parts of the rows; None: one for each worker."""
+    shards: str = "rows"
+    """What makes a shard: ``rows``, ``partitions`` or ``auto``."""
     initial_weights: InitialWeights | None = None
     """Where training starts from; None: the weights that the module has."""
     initial_state: InitialState | None = None

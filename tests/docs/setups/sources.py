@@ -53,6 +53,7 @@ def prepare(spark: SparkSession) -> dict[str, Any]:
     make_bucket("bucket")
     images = [np.full(_SHAPE, i, np.uint8).tobytes() for i in range(40)]
     table = pa.table({"image": images, "label": [i % 2 for i in range(40)]})
+    pq.write_table(table, "images.parquet")
     file = pa.BufferOutputStream()
     pq.write_table(table, file, row_group_size=2)
     open_storage("s3://bucket/train").write("part-0.parquet", file.getvalue().to_pybytes())

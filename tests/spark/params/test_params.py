@@ -82,6 +82,7 @@ SAMPLES: dict[str, tuple[Any, Any]] = {
     "syncStrategy": (AllReduce(), AllReduce()),
     "syncBatchNorm": (True, True),
     "elasticity": ("bits", "bits"),
+    "shards": ("auto", "auto"),
     "executionMode": ("rounds", "rounds"),
     "precision": ("bf16", "bf16"),
     "memoryFormat": ("channels_last", "channels_last"),
