@@ -446,7 +446,7 @@ def test_a_range_needs_to_know_the_slots(
 
 
 def test_what_cannot_run_is_refused_at_once() -> None:
-    with pytest.raises(ConfigError, match="no script"):
+    with pytest.raises(ConfigError, match="no such script"):
         TorchRunner(num_workers=0).run("nowhere.py")
     with pytest.raises(ConfigError, match="function or the path"):
         TorchRunner(num_workers=0).run(3)  # type: ignore[arg-type]

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import datetime
 import decimal
-import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from pyspark.errors import AnalysisException
+from pyspark.logger import PySparkLogger
 from pyspark.sql import Column as SparkColumn
 from pyspark.sql import DataFrame, Row
 from pyspark.sql import functions as F
@@ -55,9 +55,8 @@ class UserRows:
 def _origin(df: DataFrame) -> SparkColumn:
     """The file that Spark has read a row from, with the row's number where the format has one."""
     numbered = F.format_string("row %d of %s", "_metadata.row_index", "_metadata.file_path")
-    log = logging.getLogger(
-        "DataFrameQueryContextLogger"
-    )  # pyspark's; it tells even what is caught
+    # It tells even what is caught. A logger of this name that pyspark has not made breaks pyspark.
+    log = PySparkLogger.getLogger("DataFrameQueryContextLogger")
     was_disabled, log.disabled = log.disabled, True
     try:
         df.select(numbered).schema  # noqa: B018 # Spark Connect finds out now

@@ -15,8 +15,8 @@ from torch import nn
 
 from sparkdl import ConfigError, LocalSGD, StorageError, TorchClassifier, TorchRegressor
 from sparkdl.explain.comparison import Choice
-from sparkdl.spark.cluster import cluster_info
-from sparkdl.spark.explain import choose_values
+from sparkdl.spark.cluster import slots
+from sparkdl.spark.explain import choose_values, measure_gang
 from sparkdl.spark.explain.choose_values import Kept
 from sparkdl.spark.frames.user_data import user_data
 from sparkdl.storage.storage import LocalStorage
@@ -199,10 +199,11 @@ def test_each_fit_of_a_search_chooses(df: DataFrame) -> None:
 
 
 def without_gangs(monkeypatch: pytest.MonkeyPatch, spark: SparkSession) -> None:
-    real, key = spark.conf.get, "spark.dynamicAllocation.enabled"
-    monkeypatch.setattr(
-        cluster_info, "conf", lambda _, asked: "true" if asked == key else real(asked, None)
-    )
+    real, key = spark.conf.get, "spark.ssl.enabled"
+    for module in (slots, measure_gang):
+        monkeypatch.setattr(
+            module, "conf", lambda _, asked: "true" if asked == key else real(asked, None)
+        )
 
 
 @pytest.mark.classic

@@ -17,7 +17,7 @@ from torch import nn
 from sparkdl.config import CheckpointConfig, EarlyStopping, ExplainOptions, TrainConfig
 from sparkdl.errors import ClusterError, ConfigError, DataError, WorkerError
 from sparkdl.runtime.activity import shown_by
-from sparkdl.spark.cluster import cluster_info
+from sparkdl.spark.cluster import slots
 from sparkdl.spark.cluster.slots import Slots
 from sparkdl.spark.explain import estimate, measure_gang
 from sparkdl.spark.explain.explain_fit import explain
@@ -229,16 +229,17 @@ def test_a_cluster_without_gangs(
     df: DataFrame, monkeypatch: pytest.MonkeyPatch, spark: SparkSession
 ) -> None:
     real = spark.conf.get
-    key = "spark.dynamicAllocation.enabled"
-    monkeypatch.setattr(
-        cluster_info, "conf", lambda _, asked: "true" if asked == key else real(asked, None)
-    )
+    key = "spark.ssl.enabled"
+    for module in (slots, measure_gang):
+        monkeypatch.setattr(
+            module, "conf", lambda _, asked: "true" if asked == key else real(asked, None)
+        )
     found = explain(df, request(strategy="parameter_averaging"), QUICK)
     assert any("this cluster runs no gang" in note for note in found.notes)
     assert found.scaling
     assert found.recommendation is not None
     assert found.recommendation.strategy.startswith("ParameterAveraging")
-    with pytest.raises(ClusterError, match=r"set spark\.dynamicAllocation\.enabled=false"):
+    with pytest.raises(ClusterError, match=r"spark\.ssl\.enabled asks for encrypted traffic"):
         explain(df, request(), QUICK)
 
 

@@ -323,7 +323,6 @@ def test_a_cluster_that_cannot_run_a_gang(
     spark: SparkSession, df: DataFrame, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     entries = {
-        "spark.dynamicAllocation.enabled": "set spark.dynamicAllocation.enabled=false",
         "spark.network.crypto.enabled": "set spark.sparkdl.allowUnencrypted=true",
         "spark.io.encryption.enabled": "the spool lies in clear",
     }
