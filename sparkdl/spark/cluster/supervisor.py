@@ -180,7 +180,7 @@ def supervise(
             attempt.spark_error, attempt.cancelled = error, False
         if attempt.resized is not None and attempt.rows is None:  # it failed as it was ended
             logger.info("%s", attempt.resized)
-            if attempt.steps is None:  # it had not begun
+            if attempt.steps is None and attempt.saved is None:  # it had not begun
                 sizes.pop()
             continue
         reason = restart_reason(attempt)

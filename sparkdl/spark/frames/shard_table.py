@@ -26,7 +26,7 @@ from pyspark.sql import functions as F
 
 from sparkdl import errors
 from sparkdl.data.column_stats import SpooledShard, merge_stats, no_rows, skipped_rows
-from sparkdl.data.plan import Column, SpoolColumn, TrainPlan, assign_shards
+from sparkdl.data.plan import Column, Shard, SpoolColumn, TrainPlan, assign_shards
 from sparkdl.data.shuffle_windows import HostLoad, Windows, choose_windows
 from sparkdl.data.spool.local_disk import remove_spool
 from sparkdl.data.spool.spool_source import SpoolSource
@@ -102,6 +102,24 @@ class SpoolTable:
         task = replace(self._task, shards_by_place=ids)
         table = self._dealt(ids).mapInArrow(task, TABLE_SCHEMA, profile=self._profile)
         return self._spooled(len(task.sets), table)
+
+    def _nowhere(self, shards: Sequence[Shard], num_workers: int, *, is_barrier: bool) -> list[int]:
+        """Numbers of shards, of any data set, that a stage of as many tasks cannot open."""
+        task = FindTask(run_id=self._run_id, shards=tuple(shards))
+        slots = self._spark.range(0, num_workers, 1, num_workers)
+        rows = slots.mapInArrow(task, "place int", barrier=is_barrier, profile=self._profile)
+        job = BackgroundJob(
+            self._spark,
+            lambda: rows.distinct().collect(),
+            tag=f"sparkdl-{self._run_id}-find-{uuid.uuid4().hex[:4]}",
+            name=f"sparkdl {self._run_id}: look for shards",
+        )
+        found = job.watched(math.inf, queue_seconds=self._queue_timeout_seconds)
+        here = {row["place"] for row in found}
+        missing = {shard.shard_id for place, shard in enumerate(shards) if place not in here}
+        if missing:
+            logger.info("the shards %s are written anew", sorted(missing))
+        return sorted(missing)
 
     def _spooled(
         self, num_sets: int = 1, table: DataFrame | None = None
@@ -315,23 +333,9 @@ class ShardTable(SpoolTable, SpooledRows):
             return self.checked(tuple(moved.get(one.shard.shard_id, one) for one in shards))
 
     def restore(self, num_workers: int) -> tuple[SpooledShard, ...]:
-        """See `RowTable.restore`: a barrier stage of as many tasks looks where the gang will be."""
-        shards = tuple(part.shard for part in self.known)
-        task = FindTask(run_id=self._run_id, shards=shards)
-        slots = self._spark.range(0, num_workers, 1, num_workers)
-        rows = slots.mapInArrow(
-            task, "shard_id int", barrier=self._spec.is_barrier, profile=self._spec.profile
-        )
-        job = BackgroundJob(
-            self._spark,
-            lambda: rows.distinct().collect(),
-            tag=f"sparkdl-{self._run_id}-find-{uuid.uuid4().hex[:4]}",
-            name=f"sparkdl {self._run_id}: look for shards",
-        )
-        found = job.watched(math.inf, queue_seconds=self._queue_timeout_seconds)
-        here = {row["shard_id"] for row in found}
-        if missing := [shard.shard_id for shard in shards if shard.shard_id not in here]:
-            logger.info("%d of %d shards are written anew", len(missing), len(shards))
+        """See `RowTable.restore`."""
+        shards = [part.shard for part in self.known]
+        if missing := self._nowhere(shards, num_workers, is_barrier=self._spec.is_barrier):
             self.remake(missing)
         return self.known
 

@@ -221,7 +221,7 @@ def _by_set(batch: pa.RecordBatch) -> Iterator[tuple[int, pa.RecordBatch]]:
 
 @dataclass(frozen=True, kw_only=True)
 class FindTask:
-    """Tells which shards of a run can be opened on this executor."""
+    """Tells by their places in ``shards`` which of them can be opened on this executor."""
 
     run_id: str
     shards: tuple[Shard, ...]
@@ -231,8 +231,12 @@ class FindTask:
         for _ in batches:
             pass
         source = SpoolSource()
-        found = [s.shard_id for s in self.shards if found_here(s, source, self.run_id) is not None]
-        yield pa.RecordBatch.from_pydict({"shard_id": pa.array(found, pa.int32())})
+        found = [
+            place
+            for place, shard in enumerate(self.shards)
+            if found_here(shard, source, self.run_id) is not None
+        ]
+        yield pa.RecordBatch.from_pydict({"place": pa.array(found, pa.int32())})
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -112,6 +112,8 @@ class DataSets(shard_table.SpoolTable):
         """Describe them; nothing is read yet. ``num_shards`` is None for one of each worker."""
         super().__init__(spark, run_id=run_id, num_places=slots.num_workers)
         self._slots = slots
+        self.may_move = slots.max_workers is not None or not slots.is_barrier
+        """Whether a gang finds its shards wherever they are."""
         self._num_shards = num_shards or slots.max_workers or slots.num_workers
         self._windows: dict[str, Windows | None] = {}
         settings = read_settings(partial(conf, spark))
@@ -175,6 +177,15 @@ class DataSets(shard_table.SpoolTable):
             found[name] = data_set(name, table, table.known)
         return found
 
+    def restore(self, num_workers: int) -> dict[str, DataSet]:
+        """See `RowTable.restore`."""
+        shards = [part.shard for rows in self._spools.values() for part in rows.known]
+        if shards:
+            missing = self._nowhere(shards, num_workers, is_barrier=self._slots.is_barrier)
+            if missing:
+                self.mend(missing)
+        return self.known()
+
     def mend(self, missing: Collection[int]) -> None:
         """Have lost shards written anew: with the table's own partitions, or only those that are.
 
@@ -182,7 +193,7 @@ class DataSets(shard_table.SpoolTable):
         """
         if not self._spools:
             return
-        if self._slots.max_workers is None:
+        if not self.may_move:
             self.rebuild()
             return
         made_anew = self._made_anew(missing or range(self._num_shards))

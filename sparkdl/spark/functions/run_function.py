@@ -234,12 +234,11 @@ class FunctionJob(Launch):
         path = attempts.begin(attempt, partial(self._newest, attempts))
         request, world_size = self.request, attempt.world_size
         self.sizes.append(world_size)
-        df = self.sets.df
-        if world_size != self.slots.num_workers:  # it finds the shards where they are
+        if (attempt.number > 0 and self.sets.may_move) or world_size != self.slots.num_workers:
             df = self.spark.range(0, world_size, 1, world_size)
-            sets = self.sets.known()
+            sets = self.sets.restore(world_size)
         else:
-            sets = self.sets.collect()
+            df, sets = self.sets.df, self.sets.collect()
         in_task = self.link.send(
             function_rank.FUNCTION,
             self.payload,
@@ -254,7 +253,7 @@ class FunctionJob(Launch):
             device=request.device,
             payload=in_task or b"",
             sets=sets,
-            is_placed=self.slots.max_workers is None and self.slots.is_barrier,
+            is_placed=not self.sets.may_move,
             results=request.results,
             keep=request.keep_checkpoints,
             resume_path=path,
