@@ -19,7 +19,7 @@ from multiprocessing.connection import Client, Connection, Listener, wait
 from pathlib import Path
 from typing import Any
 
-TIMEOUT_SECONDS = 30
+TIMEOUT_SECONDS = 60
 
 
 class Gang:
@@ -27,11 +27,14 @@ class Gang:
 
     def __init__(self, connections: list[Connection]) -> None:
         self._connections = connections
+        self._number = 0
+        """Of the newest call."""
 
     def run(self, function: Callable[..., Any], *arguments: Any) -> list[Any]:
         """``function(comm, *arguments)`` on every rank; the results in rank order."""
+        self._number += 1
         for connection in self._connections:
-            connection.send_bytes(pickle.dumps((function, arguments)))
+            connection.send_bytes(pickle.dumps((self._number, function, arguments)))
         results: dict[Connection, Any] = {}
         while len(results) < len(self._connections):
             waiting = [c for c in self._connections if c not in results]
@@ -39,7 +42,9 @@ class Gang:
             if not ready:
                 raise TimeoutError("a rank did not answer")
             for connection in ready:
-                is_error, result = pickle.loads(connection.recv_bytes())
+                number, is_error, result = pickle.loads(connection.recv_bytes())
+                if number != self._number:
+                    continue  # a late answer to a test that has failed
                 if is_error:  # the other rank may wait for this one until its time-out
                     raise AssertionError(f"a rank failed:\n{result}")
                 results[connection] = result
@@ -117,13 +122,13 @@ def main(rank: int, world_size: int, address: str, store_path: str) -> None:
         )
         while True:
             try:
-                function, arguments = pickle.loads(connection.recv_bytes())
+                number, function, arguments = pickle.loads(connection.recv_bytes())
             except EOFError:
                 return
             try:
-                answer = (False, function(comm, *arguments))
+                answer = (number, False, function(comm, *arguments))
             except Exception:
-                answer = (True, traceback.format_exc())
+                answer = (number, True, traceback.format_exc())
             connection.send_bytes(pickle.dumps(answer))
 
 
