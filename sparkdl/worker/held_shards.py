@@ -9,9 +9,10 @@ from __future__ import annotations
 import json
 import shutil
 import socket
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from sparkdl.comm.communicator import Communicator
 from sparkdl.data.plan import Shard, TrainPlan, assign_near
@@ -20,6 +21,8 @@ from sparkdl.data.spool.local_disk import disk_errors, local_dirs, roomiest, run
 from sparkdl.errors import CommunicationError, ShardLost
 
 _PIECE_BYTES = 8 << 20
+_DIFFERENCE = 1.25
+"""Speeds that differ by less than this factor may as well be equal: they vary from run to run."""
 
 
 def hold_shards(
@@ -28,6 +31,7 @@ def hold_shards(
     comm: Communicator,
     *,
     run_id: str,
+    speeds: Mapping[str, float] | None = None,
     say_missing: Callable[[list[int]], None],
 ) -> TrainPlan:
     """The plan with the shards that each rank holds; this rank's can be opened here. Collective.
@@ -37,6 +41,7 @@ def hold_shards(
         source: opens the shards.
         comm: the gang.
         run_id: names the folder of shards that are fetched.
+        speeds: rows per second of a worker by its host, where that is known.
         say_missing: is told which shards no rank can read, on rank 0.
 
     Raises:
@@ -46,7 +51,7 @@ def hold_shards(
     """
     found = [found_here(shard, source, run_id) for shard in plan.shards]
     names = {comm.address, socket.gethostname(), socket.getfqdn()}
-    told = {
+    told: dict[str, Any] = {
         "here": [number for number, shard in enumerate(found) if shard is not None],
         "near": [
             number
@@ -54,6 +59,7 @@ def hold_shards(
             if shard is not None and (not shard.hosts or names & set(shard.hosts))
         ],
     }
+    told["speed"] = (speeds or {}).get(socket.gethostname())
     ranks = [json.loads(data) for data in comm.all_gather_bytes(json.dumps(told).encode())]
     here, near = ([set(rank[what]) for rank in ranks] for what in ("here", "near"))
     missing = sorted(set(range(len(plan.shards))).difference(*here))
@@ -61,7 +67,9 @@ def hold_shards(
         if comm.rank == 0:
             say_missing(missing)
         raise ShardLost(f"no worker can read the shards {missing}")
-    assigned = assign_near([shard.num_rows for shard in plan.shards], near)
+    speed_of = [rank["speed"] for rank in ranks]
+    rows = [shard.num_rows for shard in plan.shards]
+    assigned = assign_near(rows, near, differing(speed_of))
     shards = [shard or planned for shard, planned in zip(found, plan.shards, strict=True)]
     for rank, own in enumerate(assigned):
         for number in own:
@@ -73,6 +81,18 @@ def hold_shards(
             elif comm.rank == rank:
                 shards[number] = _receive(plan.shards[number], comm, peer, run_id)
     return replace(plan.held_by(assigned), shards=tuple(shards))
+
+
+def differing(speeds: Sequence[float | None]) -> list[float] | None:
+    """Speeds by which ranks get rows; None where they are not known, or hardly differ.
+
+    A rank whose speed is not known counts as one of the mean speed.
+    """
+    known = [speed for speed in speeds if speed]
+    if not known or max(known) < _DIFFERENCE * min(known):
+        return None
+    mean = sum(known) / len(known)
+    return [speed or mean for speed in speeds]
 
 
 def found_here(shard: Shard, source: ShardSource, run_id: str) -> Shard | None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -76,6 +76,8 @@ class WorkOrder(GangOrder):
     """True if rank 0 sends what this fit leaves for another."""
     source: ShardSource = field(default_factory=SpoolSource)
     """Opens the plan's shards."""
+    speeds: Mapping[str, float] = field(default_factory=dict)
+    """Rows per second of a worker by its host, where that was measured."""
     is_placed: bool = True
     """Whether each rank runs where the shards are that the plan gives it."""
     looks: Looks | None = None
@@ -110,6 +112,7 @@ def _train(order: WorkOrder, member: Member) -> Results:
             order.source,
             comm,
             run_id=order.run_id,
+            speeds=order.speeds,
             say_missing=lambda missing: reporter.send({"kind": "missing", "shards": missing}),
         )
     with contextlib.ExitStack() as stack:

@@ -12,7 +12,8 @@ import pytest
 from sparkdl.data.plan import Column, Shard, TrainPlan, make_plan
 from sparkdl.data.spool.spool_source import SpoolSource
 from sparkdl.errors import ShardLost
-from sparkdl.worker.held_shards import hold_shards
+from sparkdl.worker import held_shards
+from sparkdl.worker.held_shards import differing, hold_shards
 from tests.gang import Gang
 
 pytestmark = pytest.mark.gang
@@ -106,6 +107,33 @@ def test_what_nobody_can_read_is_told(gang: Gang, tmp_path: Path) -> None:
         ("no worker can read the shards [1, 2]", [[1, 2]]),
         ("no worker can read the shards [1, 2]", []),
     ]
+
+
+def test_speeds_count_where_they_differ() -> None:
+    assert differing([None, None]) is None
+    assert differing([100.0, 110.0]) is None
+    assert differing([300.0, None, 100.0]) == [300.0, 200.0, 100.0]
+
+
+def hold_by_speed(comm: Any, folder: str, speeds: list[float]) -> Any:
+    """As `hold`, on two hosts of these speeds."""
+    host = f"host{comm.rank}"
+    known = {f"host{rank}": speed for rank, speed in enumerate(speeds)}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(held_shards.socket, "gethostname", lambda: host)
+        plan = plan_of(folder, [0, 0, 0, 0])
+        found = hold_shards(
+            plan, SpoolSource(), comm, run_id="run", speeds=known, say_missing=lambda _: None
+        )
+    return found.shards_by_rank
+
+
+def test_a_faster_host_gets_more_rows(gang: Gang, tmp_path: Path) -> None:
+    write(tmp_path, [0, 0, 0, 0])
+    for speeds, rows in (([100.0, 110.0], [11, 11]), ([100.0, 300.0], [5, 17])):
+        first, second = gang.run(hold_by_speed, str(tmp_path), speeds)
+        assert first == second
+        assert [sum(4 + number for number in own) for own in first] == rows
 
 
 def test_hosts_that_a_source_names_come_first(gang: Gang, tmp_path: Path) -> None:

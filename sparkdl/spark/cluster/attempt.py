@@ -49,6 +49,10 @@ class Attempt:
     """The first one, likewise."""
     saved: tuple[int, float] | None = None
     """The step (or number) of the newest checkpoint of this attempt, and when it was there."""
+    hosts: dict[int, str] = field(default_factory=dict)
+    """Where each rank runs, as it calls its host."""
+    speeds: dict[int, float] = field(default_factory=dict)
+    """Rows per second of each rank, by the time that it has spent on reading and computing."""
     resized: str | None = None
     """Why it was ended to start again with more workers; None: it was not."""
     crashes: dict[int, str] = field(default_factory=dict)

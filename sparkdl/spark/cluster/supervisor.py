@@ -108,6 +108,8 @@ _QUEUED_SECONDS = 3.0
 """After how long without a task a gang is said to wait for slots."""
 _RESIZE_SECONDS = 1.0
 """Between two looks whether the gang can have more workers."""
+_MEASURED_SECONDS = 5.0
+"""After so much of a rank's own work its speed is known."""
 _GRACE_SECONDS = 3.0
 """How long the other ranks' reports and Spark's own reason may follow the first sign of failure."""
 
@@ -387,6 +389,9 @@ def _take(event: Event, attempt: Attempt, run: Launch) -> None:
         if event.rank == 0 and progress.step > attempt.start:
             attempt.steps = (progress.step, event.received)
             attempt.first_step = attempt.first_step or attempt.steps
+        spent = sum(progress.seconds.get(name, 0.0) for name in ("data", "compute"))
+        if spent > _MEASURED_SECONDS:
+            attempt.speeds[event.rank] = progress.rows / spent
         run.view.progress(event.rank, progress)
     elif kind == "log":
         for level, line in event.body["lines"]:
@@ -405,4 +410,6 @@ def _take(event: Event, attempt: Attempt, run: Launch) -> None:
     elif kind == "crash":
         attempt.crashes[event.rank] = event.body["text"]
     elif kind != "alive":  # which is all that a watcher says
+        if kind == "hardware":
+            attempt.hosts[event.rank] = event.body["hardware"]["host"]
         run.view.fact(event.rank, event.body)

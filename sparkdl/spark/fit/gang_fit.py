@@ -77,6 +77,7 @@ def _submit(
         keeps_state=run.keeps_state,
         resume_path=path,
         source=run.table.reader,
+        speeds=attempts.speeds,
         is_placed=not (may_move or own) and isinstance(run.table.reader, SpoolSource),
         looks=run.looks,
     )

@@ -189,6 +189,9 @@ class Attempts:
     """The checkpoint of each submission."""
     passed_over: set[str] = field(default_factory=set)
     """Checkpoints that workers could not read."""
+    speeds: dict[str, float] = field(default_factory=dict)
+    """Rows per second of a worker by its host, as the submissions before have measured them."""
+    previous: Attempt | None = None
     limit: int | None = None
     """Workers of the next submission, at most; None: as many as there are slots for."""
 
@@ -215,6 +218,9 @@ class Attempts:
         ``find`` looks for it, and ``first_step`` is where the run begins without.
         """
         run, number = self.run, attempt.number
+        if self.previous is not None:
+            self.speeds |= _by_host(self.previous)
+        self.previous = attempt
         if number > 0:
             run.view.begun_again(number, None)
             attempt.world_size = wait_again(
@@ -231,6 +237,14 @@ class Attempts:
         may_change = run.slots.max_workers is not None
         run.view.attempt(number, attempt.start, attempt.world_size if may_change else None)
         return path
+
+
+def _by_host(attempt: Attempt) -> dict[str, float]:
+    """Rows per second of a worker on each host, the mean of its workers."""
+    found: dict[str, list[float]] = {}
+    for rank, speed in attempt.speeds.items():
+        found.setdefault(attempt.hosts.get(rank, ""), []).append(speed)
+    return {host: sum(speeds) / len(speeds) for host, speeds in found.items() if host}
 
 
 @contextlib.contextmanager

@@ -244,6 +244,24 @@ def test_a_gang_that_starts_again_with_more_workers_has_not_failed(
     assert stage.left == [0, 0]  # it cost no restart
 
 
+def test_the_speed_of_a_rank_is_that_of_its_own_work(stage: Stage) -> None:
+    seen: list[Attempt] = []
+
+    def job() -> Rows:
+        spent = {"data": 2.0, "compute": 8.0, "communication": 90.0}
+        stage.say(1, "hardware", hardware={"host": "far"})
+        stage.say(1, "heartbeat", epoch=1, step=7, rows=500, seconds=spent)
+        stage.say(0, "heartbeat", epoch=1, step=7, rows=5, seconds={"compute": 0.1})
+        return result(0, 1)
+
+    def heal(attempt: Attempt) -> None:
+        seen.append(attempt)
+
+    stage.run(lambda: (job(), error_rows(PEER_0, PEER_1))[1], job, max_restarts=1, heal=heal)
+    assert seen[0].speeds == {1: 50.0}
+    assert seen[0].hosts == {1: "far"}
+
+
 def test_what_is_lost_while_a_gang_is_resized_is_a_loss(
     stage: Stage, monkeypatch: pytest.MonkeyPatch
 ) -> None:
