@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from sparkdl.comm.communicator import Communicator
-from sparkdl.data.plan import Shard, TrainPlan, assign_near
+from sparkdl.data.plan import Shard, TrainPlan, assign_near, assign_shards
 from sparkdl.data.source import ShardSource
 from sparkdl.data.spool.local_disk import disk_errors, local_dirs, roomiest, run_folder
 from sparkdl.errors import CommunicationError, ShardLost
@@ -69,7 +69,11 @@ def hold_shards(
         raise ShardLost(f"no worker can read the shards {missing}")
     speed_of = [rank["speed"] for rank in ranks]
     rows = [shard.num_rows for shard in plan.shards]
-    assigned = assign_near(rows, near, differing(speed_of))
+    if len(rows) == comm.world_size and not any(shard.hosts for shard in plan.shards):
+        # One shard each: bits are those of a run that nothing has disturbed, for a file's way.
+        assigned = assign_shards(len(rows), comm.world_size)
+    else:
+        assigned = assign_near(rows, near, differing(speed_of))
     shards = [shard or planned for shard, planned in zip(found, plan.shards, strict=True)]
     for rank, own in enumerate(assigned):
         for number in own:

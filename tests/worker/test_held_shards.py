@@ -79,12 +79,19 @@ def write(folder: Path, places: list[int]) -> None:
 
 
 def test_what_lies_on_a_ranks_disk_is_its_own(gang: Gang, tmp_path: Path) -> None:
+    write(tmp_path, [1, 1, 0, 0])
+    for held, _, paths in gang.run(hold, str(tmp_path), [1, 1, 0, 0]):
+        assert held == ((2, 3), (0, 1))
+        assert not [path for path in paths if "fetched" in path]
+
+
+def test_with_one_shard_each_ranks_keep_theirs_and_so_the_bits(gang: Gang, tmp_path: Path) -> None:
     write(tmp_path, [1, 0])
     for held, read, paths in gang.run(hold, str(tmp_path), [1, 0]):
-        assert held == ((1,), (0,))
+        assert held == ((0,), (1,))
         ((number, files),) = read.items()
         assert files["train-000.bin"] == (LARGE + number, bytes([number]), bytes([number]))
-        assert "fetched" not in paths[0]
+        assert "fetched" in paths[0]
 
 
 def test_a_rank_without_shards_fetches_some_once(gang: Gang, tmp_path: Path) -> None:
