@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
+from numbers import Integral
 from pathlib import Path
 from typing import Any, Literal
 
@@ -104,6 +105,8 @@ class TorchRunner:
         verbose: int = 1,
     ) -> None:
         fewest, most = _range(num_workers)
+        is_count = num_shards is None or _is_count(num_shards)
+        require(is_count, "num_shards must be an integer", num_shards)
         enough = num_shards is None or num_shards >= max(1, most or 0)
         require(enough, "each worker needs a shard of its own: raise num_shards", num_shards)
         if num_shards is not None and data is None:
@@ -211,13 +214,18 @@ def _arguments_named() -> Iterator[None]:
 
 def _range(value: Any) -> tuple[int | None, int | None]:
     """Fewest and most workers, of which the first is None if there is no choice."""
+    rule = "num_workers is a number, or a pair of the fewest (at least 1) and the most"
     if not isinstance(value, (tuple, list)):
+        require(value is None or _is_count(value), rule, value)
         require(value is None or value >= 0, "num_workers must be at least 0", value)
         return None, value
-    is_pair = len(value) == 2 and all(isinstance(number, int) for number in value)
-    rule = "num_workers is a number, or a pair of the fewest (at least 1) and the most"
+    is_pair = len(value) == 2 and all(map(_is_count, value))
     require(is_pair and 1 <= value[0] <= value[1], rule, value)
     return value[0], value[1]
+
+
+def _is_count(value: Any) -> bool:
+    return isinstance(value, Integral) and not isinstance(value, bool)
 
 
 def _by_name(data: Any) -> dict[str, user_data.Data]:

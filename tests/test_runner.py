@@ -409,8 +409,8 @@ def test_what_cannot_be_sent_is_refused_before_anything_runs(spark: SparkSession
         ({"num_workers": (0, 2)}, r"fewest \(at least 1\) and the most; received \(0, 2\)"),
         ({"num_workers": (3, 2)}, "fewest"),
         ({"num_workers": (1, 2, 3)}, "fewest"),
-        ({"num_workers": (1, 3), "num_shards": 2}, "num_shards=2 is too few"),
-        ({"num_shards": 0}, "num_shards=0 is too few"),
+        ({"num_workers": (1, 3), "num_shards": 2}, "raise num_shards; received 2"),
+        ({"num_shards": 0}, "raise num_shards; received 0"),
         ({"num_shards": 2}, "num_shards needs data"),
         ({"grow_after_seconds": -1.0}, "grow_after_seconds"),
         ({"device": "tpu"}, "device"),
@@ -443,6 +443,16 @@ def test_a_range_needs_to_know_the_slots(
     monkeypatch.setattr(run_function, "is_connect", lambda _: True)
     with pytest.raises(ConfigError, match="needs classic Spark"):
         TorchRunner(num_workers=(1, 2), verbose=0).run(print)
+
+
+@pytest.mark.parametrize("wrong", [2.5, True, "2", (True, 2), (1, 2.0), (2, 1), (0, 2), (1, 2, 3)])
+def test_numbers_of_workers_are_whole(wrong: Any) -> None:
+    with pytest.raises(ConfigError, match="a number, or a pair"):
+        TorchRunner(num_workers=wrong)
+    if isinstance(wrong, tuple):
+        return
+    with pytest.raises(ConfigError, match="num_shards must be an integer"):
+        TorchRunner(num_workers=1, num_shards=wrong)
 
 
 def test_what_cannot_run_is_refused_at_once() -> None:

@@ -56,8 +56,9 @@ class ParquetSource:
     """A file or a folder: a path that driver and executors see, or a URL."""
     _: KW_ONLY
     buffer_bytes: int = 512 << 20
-    """Memory of a worker for rows: half of it holds those that are mixed, half those that are read
-    ahead. A row group that is larger than half is held whole all the same."""
+    """Memory of a worker for the rows of each of its shards: half of it holds those that are mixed,
+    half those that are read ahead. A row group that is larger than half is held whole all the same.
+    """
     validation_fraction: float = 0.0
     """Part of the rows that is used for validation: whole row groups, always the same ones. In
     place of ``validationIndicatorCol``."""
@@ -158,7 +159,7 @@ def _say_memory(largest: int, row_bytes: int, together: int, limit: int) -> None
         )
     logger.info(
         "workers read Parquet by themselves: about %d bytes per row, rows of %d row group(s) "
-        "mixed, at most %d MiB of rows in memory",
+        "mixed, at most %d MiB of rows in memory for each shard",
         row_bytes,
         together,
         limit >> 20,

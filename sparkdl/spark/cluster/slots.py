@@ -12,7 +12,7 @@ from functools import partial
 from pyspark.resource import ResourceProfile, ResourceProfileBuilder, TaskResourceRequests
 from pyspark.sql import SparkSession
 
-from sparkdl.errors import ClusterError
+from sparkdl.errors import ClusterError, ConfigError
 from sparkdl.runtime.activity import doing
 from sparkdl.spark.cluster.cluster_info import (
     ClusterInfo,
@@ -128,7 +128,8 @@ def plan_slots(
 
     If the user leaves the number of workers open, it is at most ``most_workers``. A gang may begin
     with fewer workers than it should have, if there are ``min_workers``. The shards of rounds need
-    no slots of their own, so none are waited for. Raises ClusterError.
+    no slots of their own, so none are waited for. Raises ClusterError, or ConfigError if
+    ``min_workers`` is more than an open number comes to.
     """
     info = await_executors(spark, settings) if num_workers is None else inspect_cluster(spark)
     if is_gang:
@@ -141,6 +142,12 @@ def plan_slots(
         )
     if is_open and most_workers is not None:
         num_workers = min(num_workers, most_workers)
+    if is_gang and num_workers < (min_workers or 0):
+        raise ConfigError(
+            f"minWorkers={min_workers} is more than the {num_workers} worker(s) that "
+            "numWorkers=None stands for here: one for each executor or GPU, and no more than "
+            "numShards; set numWorkers, or lower minWorkers"
+        )
     max_workers = None
     if is_gang and info.dynamic_allocation:  # executors come when the tasks are there
         max_workers = None if min_workers is None else num_workers

@@ -226,7 +226,7 @@ class SpoolTable:
         logger.warning("could not clean up after run %s: %s", self._run_id, error)
 
     def _places(self) -> str:
-        return ", ".join(sorted(self._seen.copy())) or "the driver has not heard where they are"
+        return ", ".join(sorted(self._seen.copy())) or "what the driver knows of is gone"
 
     def _clean(self, num_tasks: int) -> None:
         left = dict(_left)

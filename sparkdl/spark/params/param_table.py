@@ -266,9 +266,9 @@ class EstimatorArguments(InputArguments, total=False):
         "batches (>= 2) whose rows are sorted by length together, so that sequences are padded "
         "less; None: rows are in random order.")]
     shuffleWindowBytes: Annotated[int | None, Option(
-        "bytes of rows (>= 1) that a worker mixes at a time, if its rows are more; it keeps "
-        "twice as many in memory. None: all rows, unless those of a host are more than half of "
-        "its free memory.")]
+        "bytes of rows (>= 1) of a shard that are mixed at a time, if it has more; a worker keeps "
+        "twice as many of each of its shards in memory. None: all rows, unless those of a host "
+        "are more than half of its free memory.")]
     validationIndicatorCol: Annotated[str, Option(
         "boolean column that marks the rows used for validation instead of training; unset or "
         "empty: no validation, unless there is a validationFraction.",

@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 
-from sparkdl.spark.cluster import resize
+from sparkdl.errors import ConfigError
+from sparkdl.spark.cluster import resize, slots
 from sparkdl.spark.cluster.attempt import Attempt
 from sparkdl.spark.cluster.resize import Resize
 
@@ -94,3 +95,24 @@ def test_under_dynamic_allocation_it_starts_with_those_that_have_come(clock: Clo
     told = "2 of 3 workers have come; the gang starts with these"
     assert found(attempt(3, there=2)) == told
     assert limits == [2]
+
+
+@pytest.mark.parametrize(("executors", "shards", "fewest"), [(3, None, 4), (3, 2, 3)])
+def test_the_fewest_are_no_more_than_an_open_number_comes_to(
+    monkeypatch: pytest.MonkeyPatch, executors: int, shards: int | None, fewest: int
+) -> None:
+    info = SimpleNamespace(dynamic_allocation=False)
+    monkeypatch.setattr(slots, "await_executors", lambda *_: info)
+    monkeypatch.setattr(slots, "require_gang_support", lambda *_: None)
+    monkeypatch.setattr(slots, "choose_num_workers", lambda *_, **__: executors)
+    spark: Any = None
+    with pytest.raises(ConfigError, match=f"minWorkers={fewest} is more than the {fewest - 1} "):
+        slots.plan_slots(
+            spark,
+            spark,
+            num_workers=None,
+            cpus_per_worker=None,
+            gpus_per_worker=None,
+            most_workers=shards,
+            min_workers=fewest,
+        )
