@@ -323,10 +323,10 @@ EXPLAIN = JobCommand(
 
 def _show_training(job: TrainJob, report: TrainReport, form: Form) -> None:
     summary = report.summary
-    epochs, workers = summary.history[-1]["epoch"], summary.world_size
+    epochs = summary.history[-1]["epoch"]
     print(
         f"\ntrained {epochs:.4g} epoch{'s' * (epochs != 1)} ({summary.steps:,} steps) on "
-        f"{workers} worker{'s' * (workers != 1)} in {summary.seconds:.0f} s, restarts: "
+        f"{summary.workers_text} in {summary.seconds:.0f} s, restarts: "
         f"{summary.restarts}"
     )
     if summary.weights_of is not None:

@@ -219,6 +219,17 @@ class TrainingSummary:
         table: str = self.to_pandas().tail(20).to_html(index=False, float_format="%.5g")
         return f"{facts}{table}"
 
+    @property
+    def workers_text(self) -> str:
+        """How many workers there were, such as ``2 workers, 1 from step 30`` if that changed."""
+        first = self.gang_sizes[0][1] if self.gang_sizes else self.world_size
+        text, size = f"{first} worker" + "s" * (first != 1), first
+        for step, later in self.gang_sizes[1:]:
+            if later != size:
+                text += f", {later} from step {step:,}"
+            size = later
+        return text
+
     def _lines(self) -> list[tuple[str, str]]:
         rows = f"{self.rows:,} training, {self.validation_rows:,} validation"
         groups: dict[str, dict[str, float]] = {}
@@ -227,14 +238,9 @@ class TrainingSummary:
             groups.setdefault("" if where == "fit" else where, {})[what] = seconds
         numbers = [record["epoch"] for record in self.history] or [0]
         epochs = numbers[-1] - math.ceil(numbers[0]) + bool(self.history)
-        workers = f"{self.world_size} worker" + "s" * (self.world_size != 1)
-        if len({size for _, size in self.gang_sizes}) > 1:
-            first, *later = self.gang_sizes
-            changes = ", ".join(f"{size} from step {step:,}" for step, size in later)
-            workers = f"{first[1]} workers, {changes}"
         lines = [
             ("rows", rows + f", {self.skipped_rows:,} skipped" * bool(self.skipped_rows)),
-            ("epochs", f"{epochs:.4g}, {self.steps:,} steps on {workers}"),
+            ("epochs", f"{epochs:.4g}, {self.steps:,} steps on {self.workers_text}"),
         ]
         if self.run_name:
             lines.insert(0, ("name", self.run_name))

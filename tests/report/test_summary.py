@@ -3,6 +3,7 @@ from __future__ import annotations
 import json
 import math
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -145,6 +146,8 @@ def test_repr_tells_the_facts(summary: TrainingSummary) -> None:
             "digits, w",
         ):
             assert fact in text
+    changed = replace(summary, gang_sizes=[[0, 2], [10, 2], [10, 1], [40, 3]])
+    assert changed.workers_text == "2 workers, 1 from step 10, 3 from step 40"
     assert "<table" in summary._repr_html_()
     assert "2: an epoch takes <12 s" in repr(summary)
     assert "TrainingSummary" in repr(TrainingSummary(history=[]))

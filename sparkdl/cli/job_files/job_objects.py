@@ -21,7 +21,8 @@ _REMEDY = "a module of your own travels to driver and workers with spark-submit 
 
 
 _KEYS = {option.name: key for key, option in PARAMS.items()}
-_NAME = re.compile(rf"\b({'|'.join(_KEYS)})\b")
+_NAME = re.compile(rf"(?<!estimator\.)(?<!unknown key ')\b({'|'.join(_KEYS)})\b")
+"""Of a Param; what the user has misspelt so is quoted as it is."""
 
 
 def in_file_words(text: str) -> str:
@@ -32,7 +33,12 @@ def in_file_words(text: str) -> str:
 
 def check_training(job: TrainJob) -> None:
     """Raise ConfigError for wrong values of ``[model]`` and ``[estimator]``; needs no Spark."""
-    from sparkdl.spark.fit.check_request import check_sync_batch_norm, check_values
+    from sparkdl.spark.fit.check_request import (
+        check_range,
+        check_shards,
+        check_sync_batch_norm,
+        check_values,
+    )
     from sparkdl.train.state import check_monitored
 
     estimator = make_estimator(job)
@@ -42,9 +48,11 @@ def check_training(job: TrainJob) -> None:
         checked = check_values(request)
         config, has_validation = checked.request.config, request.validation is not None
         check_monitored(config, has_validation=has_validation, has_logs=checked.has_logs)
+        check_range(request, checked.strategy, checked.mode, is_connect=False)
         if request.num_workers is not None:
             checked.strategy.check(config, request.num_workers)
             check_sync_batch_norm(checked.module, config, request.num_workers)
+            check_shards(request.num_shards, checked.strategy, request.num_workers)
     except ConfigError as error:
         raise ConfigError(in_file_words(str(error))) from error
 

@@ -18,7 +18,7 @@ _FACTS = {
     "mode": "mode", "strategy": "strategy", "workers": "workers", "slots": "slots",
     "rows": "training rows", "validation_rows": "validation rows", "epochs": "epochs",
     "steps_per_epoch": "steps per epoch", "steps": "steps", 
-    "batch_size": "rows per step and worker",
+    "batch_size": "rows of a shard in one step",
     "module": "module", "parameters": "parameters", "trained_parameters": "of these, trained",
     "parameter_bytes": "size of the parameters", "function": "function",
 }  # fmt: skip

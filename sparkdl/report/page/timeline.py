@@ -110,7 +110,7 @@ def _marks(record: RunRecord, scale: float, bottom: float) -> Markup:
     for attempt in record.attempts[1:]:
         text = f"restart {attempt['number']}, from step {attempt['start_step']}"
         if "workers" in attempt:
-            text += f", with {attempt['workers']} workers"
+            text += f", with {attempt['workers']} worker" + "s" * (attempt["workers"] != 1)
         marks.append(("restart", attempt["at"], text))
     parts = []
     for kind, at, text in marks:

@@ -211,7 +211,7 @@ def wait_for_workers(
     while (there := num_slots(spark, profile)) < most and time.monotonic() < deadline:
         raise_if_ended(spark)
         raise_if_asked()
-        doing("waiting for slots", f"{there} of {most} are there; {fewest} are enough")
+        doing("waiting for slots", f"{there} of {most} are there, at least {fewest} needed")
         time.sleep(0.1)
     if there < most:
         wait_for_slots(spark, fewest, profile, settings, restarts_left)

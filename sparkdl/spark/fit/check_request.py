@@ -29,6 +29,7 @@ from sparkdl.serialization.initial_weights import InitialWeights, load_initial_w
 from sparkdl.spark.cluster.slots import Slots, plan_slots
 from sparkdl.spark.frames.columns import drawn, schema_of, validation_indicator
 from sparkdl.spark.frames.own_partitions import (
+    SHARDS,
     ShardChoice,
     choose_shards,
     frame_facts,
@@ -382,6 +383,8 @@ def check_values(request: FitRequest) -> CheckedValues:
     config = replace(config, sync_strategy=sync.resolve(config.sync_strategy))
     request = replace(request, config=config)
     mode = choose_mode(request.execution_mode, config.sync_strategy)
+    if request.shards not in SHARDS:
+        raise ConfigError(f"shards must be one of {SHARDS}; received {request.shards!r}")
     module, float_dtype = make_module(request)
     frozen = freeze(module, config.frozen_layers)
     has_logs = check_lightning(module, config, in_rounds=mode == "rounds")

@@ -308,6 +308,10 @@ def test_metrics_are_named_or_made() -> None:
         ({"early_stopping": {"monitor": "val_loss"}}, "need validation rows"),
         ({"scheduler": {"factory": "sparkdl:warmup", "args": {"stepps": 3}}}, "mean 'steps'"),
         ({"frozen_layers": ["layer.0"]}, "no parameter of the module fits 'layer.0'; did you mea"),
+        ({"shards": "partition"}, r"^shards must be one of .*'partitions'\); received"),
+        ({"num_workers": 2, "min_workers": 5}, "min_workers=5 is more than num_workers=2; lower"),
+        ({"min_workers": 1, "sync_strategy": "local_sgd"}, "^min_workers=1: what LocalSGD learns"),
+        ({"num_workers": 2, "num_shards": 1}, "num_shards=1 is less than the 2 workers"),
         ({"kind": "regressor", "probability_col": "p"}, "is not for kind = 'regressor'"),
     ],
 )  # fmt: skip
@@ -342,6 +346,8 @@ def test_what_is_right_passes_the_check() -> None:
 def test_no_name_of_ours_is_in_a_message() -> None:
     found = in_file_words(f'column "{VALIDATION_COLUMN}" has nulls; see inputShape and batchSize')
     assert found == "the column that marks [validation] has nulls; see input_shape and batch_size"
+    misspelt = "--set estimator.minWorkers=2: unknown key 'minWorkers' in [estimator]"
+    assert in_file_words(misspelt) == misspelt
 
 
 def test_params_of_a_job_may_be_auto() -> None:
