@@ -95,5 +95,6 @@ def test_one_host_is_lost_and_comes_back_then_the_other(
     assert sizes[:3] == [3, 2, 3]
     assert sizes[3] in (1, 2)  # two, where Spark has put another executor on the host that is left
     assert set(sizes[4:]) <= {2, 3}
-    assert outcome.restarts == 2
+    # A third, if an executor comes up after the others were asked for their shards.
+    assert 2 <= outcome.restarts <= 3
     assert outcome.losses == pytest.approx(undisturbed.losses, rel=1e-6)
