@@ -54,8 +54,15 @@ def test_row_groups_are_read_on_the_hosts_that_have_them(tmp_path: Path) -> None
     assert local["rows"] == anywhere["rows"] == FILES * ROWS
     assert anywhere["hosts"] == [[], []]
     assert any("2 of 2 shards lie mostly on one host" in note for note in found["explained"])
+    # HDFS draws the data nodes of files: half of what one has more than the other must travel, and
+    # the file that is cut between the two shards is read by both.
+    held = dict.fromkeys(("worker-1", "worker-2"), 0)
+    for blocks in by_web.values():
+        for start, stop, ((name, _),) in blocks:
+            held[name] += stop - start
+    travels = EPOCHS * (abs(held["worker-1"] - held["worker-2"]) / 2 + sum(held.values()) / FILES)
     for name in ("worker-1", "worker-2"):
         mine, ours = by_name["local"][name], by_name["anywhere"][name]
         assert mine["disk"] > 0.6 * BYTES / 2 and ours["disk"] > 0.6 * BYTES / 2
-        assert mine["eth0"] < 0.05 * mine["disk"]
+        assert mine["eth0"] < 0.05 * mine["disk"] + travels
         assert ours["eth0"] > 0.3 * BYTES / 2
