@@ -100,6 +100,11 @@ class Slots:
         return self.is_gang and not self.cluster.dynamic_allocation
 
     @property
+    def may_move(self) -> bool:
+        """Whether a gang that starts again must look for its shards, wherever they are."""
+        return self.is_gang and (self.max_workers is not None or not self.is_barrier)
+
+    @property
     def total(self) -> int | None:
         """Workers of this kind that the cluster has room for; None: not known yet."""
         return total_slots(self.cluster, self.cpus_per_worker, self.gpus_per_worker) or None

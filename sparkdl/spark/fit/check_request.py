@@ -153,7 +153,7 @@ class CheckedRequest(CheckedValues):
             validation_col=self.request.validation_col,
             shares=self.shares,
             # Where workers come and go shards move to them, and no stage may need all slots.
-            is_gang=self.slots.is_barrier and self.slots.min_workers is None,
+            is_gang=self.slots.is_gang and not self.slots.may_move,
             is_barrier=self.slots.is_barrier,
             profile=self.slots.profile,
             heartbeat_timeout_seconds=self.settings.heartbeat_timeout_seconds,

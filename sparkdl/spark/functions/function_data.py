@@ -112,8 +112,6 @@ class DataSets(shard_table.SpoolTable):
         """Describe them; nothing is read yet. ``num_shards`` is None for one of each worker."""
         super().__init__(spark, run_id=run_id, num_places=slots.num_workers)
         self._slots = slots
-        self.may_move = slots.max_workers is not None or not slots.is_barrier
-        """Whether a gang finds its shards wherever they are."""
         self._num_shards = num_shards or slots.max_workers or slots.num_workers
         self._windows: dict[str, Windows | None] = {}
         settings = read_settings(partial(conf, spark))
@@ -124,7 +122,7 @@ class DataSets(shard_table.SpoolTable):
                 num_shards=self._num_shards,
                 num_places=slots.num_workers,
                 # Where workers come and go shards move to them, and no stage may need all slots.
-                is_gang=slots.is_barrier and slots.min_workers is None,
+                is_gang=not slots.may_move,
                 is_barrier=slots.is_barrier,
                 profile=slots.profile,
                 heartbeat_timeout_seconds=seconds,
@@ -193,7 +191,7 @@ class DataSets(shard_table.SpoolTable):
         """
         if not self._spools:
             return
-        if not self.may_move:
+        if not self._slots.may_move:
             self.rebuild()
             return
         made_anew = self._made_anew(missing or range(self._num_shards))

@@ -234,7 +234,7 @@ class FunctionJob(Launch):
         path = attempts.begin(attempt, partial(self._newest, attempts))
         request, world_size = self.request, attempt.world_size
         self.sizes.append(world_size)
-        if (attempt.number > 0 and self.sets.may_move) or world_size != self.slots.num_workers:
+        if (attempt.number > 0 and self.slots.may_move) or world_size != self.slots.num_workers:
             df = self.spark.range(0, world_size, 1, world_size)
             sets = self.sets.restore(world_size)
         else:
@@ -253,7 +253,7 @@ class FunctionJob(Launch):
             device=request.device,
             payload=in_task or b"",
             sets=sets,
-            is_placed=not self.sets.may_move,
+            is_placed=not self.slots.may_move,
             results=request.results,
             keep=request.keep_checkpoints,
             resume_path=path,
