@@ -19,6 +19,7 @@ from sparkdl.data.plan import Column, Shard, TrainPlan, batch_bounds, make_plan
 from sparkdl.data.shuffle import cut_rows, epoch_order, windowed_order
 from sparkdl.data.shuffle_windows import Windows
 from sparkdl.data.spool.mapped import MappedRows, ShardData
+from sparkdl.inputs import Sequence as Tokens
 from tests.data.row_windows import whole as order_of_windows
 
 COLUMNS = (
@@ -136,7 +137,8 @@ def test_each_shard_may_have_batches_of_its_own(
     assert [list(map(len, step)) for step in found] == [[3, 2, 0], [3, 2, 0], [4, 3, 1]]
     rest = batches_of(shards, plan, 0, seed=5, epoch=1, by_shard=True, start_step=2)
     assert [b.target.tolist() for b in copied(rest)] == found[2]
-    empty = make_test_plan([0, 3], 4, world_size=2)
+    sequences = Column(name="s", role="feature", dtype="int64", shape=(), specification=Tokens("s"))
+    empty = make_test_plan([0, 3], 4, (*COLUMNS, sequences), world_size=2)
     assert copied(batches_of(make_shards([0]), empty, 0, seed=5, epoch=1, by_shard=True)) == []
 
 
