@@ -66,6 +66,7 @@ def test_it_grows_once_slots_have_been_there_for_a_while_and_it_pays(clock: Cloc
     assert grows(attempt(3, there=3)) is None
     clock.now += 11
     assert grows(attempt(3, there=3)) is None
+    assert len(asked) == 2
 
 
 def test_slots_that_go_again_and_workers_that_are_not_there_yet_do_not_count(clock: Clock) -> None:
