@@ -111,6 +111,12 @@ def test_a_full_disk_tells_how_much_was_needed(disk: Path, monkeypatch: pytest.M
     assert not list(disk.glob("*/*"))
 
 
+def test_a_failure_of_ours_travels_in_the_row(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SPARK_LOCAL_DIRS", "/nowhere")
+    payload = spooled(SpoolTask(run_id="r", sets=((COLUMN,),)), iter([batch([1]), batch([2])]))
+    assert payload["error"] == "StorageError" and "/nowhere" in payload["message"]
+
+
 def test_a_failure_leaves_no_file(disk: Path) -> None:
     def fails() -> Iterator[pa.RecordBatch]:
         yield batch([1, 2], shard=[1, 2])
