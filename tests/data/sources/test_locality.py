@@ -140,6 +140,8 @@ def test_row_groups_go_to_the_host_that_has_most_and_then_has_fewest_rows() -> N
     known = places({"a": 9, "b": 4}, {"a": 9, "b": 9}, {"a": 9, "b": 9}, {"b": 9})
     groups = [group(0, 30), group(1, 10), group(2, 10), group(3, 25)]
     assert [each.number for each in known.ordered(groups)] == [0, 2, 1, 3]
+    little = places({"a": 9, "b": 4}, {"a": 9})  # of what b has, it would read less than half
+    assert [each.number for each in little.ordered(groups[:2])] == [0, 1]
 
 
 def test_the_hosts_of_a_shard_are_those_of_what_it_reads() -> None:
