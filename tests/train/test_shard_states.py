@@ -1,4 +1,4 @@
-"""Random numbers of shards; tests/equivalence/test_equal_bits.py shows that all states wander."""
+"""Random numbers and buffers of shards; tests/equivalence/test_equal_bits.py shows that all states wander."""
 
 from __future__ import annotations
 
@@ -14,11 +14,13 @@ from sparkdl.train import shard_states
 from sparkdl.train.shard_states import ShardStates
 
 
-def test_each_shard_draws_numbers_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_each_shard_has_random_numbers_and_buffers_of_its_own(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(shard_states, "no_sums", lambda *_: torch.zeros(2))
     shards = [SimpleNamespace(num_rows=4) for _ in range(3)]
     replica: Any = SimpleNamespace(
-        plan=SimpleNamespace(shards=shards, shards_by_rank=((0, 1, 2),)), module=nn.Linear(1, 1),
+        plan=SimpleNamespace(shards=shards, shards_by_rank=((0, 1, 2),)), module=nn.BatchNorm1d(1),
         loss=None, device="cpu", config=SimpleNamespace(seed=5), training_metrics=None,
     )  # fmt: skip
     states = ShardStates(replica, LocalCommunicator())
@@ -33,3 +35,9 @@ def test_each_shard_draws_numbers_of_its_own(monkeypatch: pytest.MonkeyPatch) ->
     numbers = drawn() + drawn()
     states.begin(7)  # an epoch that begins anew draws others
     assert len({*numbers, *drawn()}) == 9
+    module = replica.module
+    with states.training(0):
+        module.running_mean.fill_(3.0)
+    for number, mean in ((1, 0.0), (0, 3.0)):
+        with states.training(number):
+            assert module.running_mean.item() == mean
