@@ -1,4 +1,4 @@
-"""Random numbers and buffers of shards; tests/equivalence/test_equal_bits.py shows that all states wander."""
+"""Random numbers and buffers of shards; test_equal_bits.py shows that all states wander."""
 
 from __future__ import annotations
 
