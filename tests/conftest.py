@@ -65,7 +65,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     other = "classic" if ON_CONNECT else "connect"
     left_out = [item for item in items if item.get_closest_marker(other)]
     for item in items:
-        needs = set(getattr(item, "fixturenames", ()))
+        cases = getattr(item, "callspec", None)  # their arguments are no fixtures
+        needs = set(getattr(item, "fixturenames", ())) - set(cases.params if cases else ())
         for mark, fixtures in _MARKS.items():
             if needs & fixtures:
                 item.add_marker(mark)

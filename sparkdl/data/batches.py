@@ -224,6 +224,8 @@ def cut(plan: TrainPlan, columns: Mapping[str, Rows], sizes: Sequence[int]) -> l
     All batches of a column are cut at once: one after the other takes longer than gathering them.
     """
     sizes = list(sizes)
+    if not sizes:
+        return []
     Pieces = list[tuple[str | None, Sequence[torch.Tensor]]]
     by_role: dict[str, Pieces] = {"feature": [], "label": [], "weight": []}
     for column in plan.columns:

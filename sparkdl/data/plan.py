@@ -215,8 +215,8 @@ class TrainPlan:
         return replace(self, shards=tuple(shards))
 
     def held_by(self, shards_by_rank: Sequence[Sequence[int]]) -> TrainPlan:
-        """The plan of a gang whose ranks hold these shards."""
-        held = tuple(tuple(sorted(own)) for own in shards_by_rank)
+        """The plan of a gang whose ranks hold these shards, in order."""
+        held = tuple(map(tuple, shards_by_rank))
         return replace(self, world_size=len(held), shards_by_rank=held)
 
     @property

@@ -123,14 +123,13 @@ class RankState:
         collector = parts.pop("collected", None)
         for name, part in parts.items():
             part.load_state_dict(state[name])
+        self.step.gradient_norms.copy_(state["gradient_norms"])  # all ranks note the same
         if self.by_shard is not None:
             self.by_shard.load_state_dict(state["shards"])
-            self.step.gradient_norms.copy_(state["gradient_norms"])
             return
         if is_united and rank > 0:
             return  # what adds up over ranks is rank 0's
         self.epoch_sums.copy_(state["epoch_sums"])
-        self.step.gradient_norms.copy_(state["gradient_norms"])
         if collector is not None:
             collected = state["collected"]
             collector.load_state_dict(collector.joined(collected) if is_united else collected)
@@ -174,10 +173,7 @@ def united(states: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         else value
         for name, value in first["buffers"].items()
     }
-    sums = {
-        name: torch.stack([state[name] for state in states]).sum(0)
-        for name in ("epoch_sums", "gradient_norms")
-    }
+    sums = torch.stack([state["epoch_sums"] for state in states]).sum(0)
     collected = [state["collected"] for state in states if "collected" in state]
     known = {name: value for name, value in first.items() if name != "rng"}
-    return {**known, **sums, "buffers": buffers, "collected": collected}
+    return {**known, "epoch_sums": sums, "buffers": buffers, "collected": collected}

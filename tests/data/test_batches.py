@@ -5,6 +5,7 @@ import time
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from itertools import chain
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -19,6 +20,7 @@ from sparkdl.data.plan import Column, Shard, TrainPlan, batch_bounds, make_plan
 from sparkdl.data.shuffle import cut_rows, epoch_order, windowed_order
 from sparkdl.data.shuffle_windows import Windows
 from sparkdl.data.spool.mapped import MappedRows, ShardData
+from sparkdl.inputs import Sequence as Tokens
 from tests.data.row_windows import whole as order_of_windows
 
 COLUMNS = (
@@ -68,6 +70,11 @@ def make_test_plan(
 
 def copied(source: Batches) -> list[Batch]:
     return [batch.map(torch.clone) for batch in source]
+
+
+def places_of(source: Batches) -> list[int]:
+    """Where batches lie in memory, as far as it decides about bits of matrix products."""
+    return [batch.inputs[0].data_ptr() % 16 for batch in source]
 
 
 def batches_of(shards: Sequence[ShardData], plan: TrainPlan, rank: int, **options: Any) -> Batches:
@@ -120,6 +127,19 @@ def test_start_step_continues_the_same_epoch(start_step: int) -> None:
     whole = copied(batches_of(shards, plan, 0, seed=0, epoch=0))
     rest = copied(batches_of(shards, plan, 0, seed=0, epoch=0, start_step=start_step))
     assert [b.target.tolist() for b in rest] == [b.target.tolist() for b in whole[start_step:]]
+    assert (
+        places_of(batches_of(shards, plan, 0, seed=0, epoch=0, start_step=start_step))
+        == (places_of(batches_of(shards, plan, 0, seed=0, epoch=0))[start_step:])
+    )
+
+
+def test_batches_have_the_rows_that_the_plan_counts() -> None:
+    plan = replace(make_test_plan([10, 7, 5], 2), takes_turns=True)
+    found = batches_of(make_shards([10, 7, 5]), plan, 0, seed=5, epoch=1)
+    sizes = [plan.rows_by_rank(step)[0] for step in range(plan.steps_per_epoch)]
+    assert [batch.num_rows for batch in found] == sizes
+    in_step = [len(rows) for rows in by_step([range(10), range(7), range(5)], len(sizes))]
+    assert sizes != in_step
 
 
 @pytest.mark.parametrize("gather_bytes", [1, 80, 1 << 20])
@@ -136,7 +156,8 @@ def test_each_shard_may_have_batches_of_its_own(
     assert [list(map(len, step)) for step in found] == [[3, 2, 0], [3, 2, 0], [4, 3, 1]]
     rest = batches_of(shards, plan, 0, seed=5, epoch=1, by_shard=True, start_step=2)
     assert [b.target.tolist() for b in copied(rest)] == found[2]
-    empty = make_test_plan([0, 3], 4, world_size=2)
+    sequences = Column(name="s", role="feature", dtype="int64", shape=(), specification=Tokens("s"))
+    empty = make_test_plan([0, 3], 4, (*COLUMNS, sequences), world_size=2)
     assert copied(batches_of(make_shards([0]), empty, 0, seed=5, epoch=1, by_shard=True)) == []
 
 
@@ -212,9 +233,10 @@ def test_sequential_batches_are_copies_in_order() -> None:
     assert shards[0].columns["feature x"][1, 0] == 1
 
 
-def test_memory_is_used_again() -> None:
-    plan = make_test_plan([64], 4)
-    shards = make_shards([64])
+@pytest.mark.parametrize("rows", [[64], [40, 24]])
+def test_memory_is_used_again(rows: list[int]) -> None:
+    plan = make_test_plan(rows, 4)
+    shards = make_shards(rows)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(batches, "GATHER_BYTES", 1)
         source = batches_of(shards, plan, 0, seed=0, epoch=0)
@@ -237,6 +259,28 @@ def test_thread_ends_when_the_consumer_stops(monkeypatch: pytest.MonkeyPatch) ->
     assert threading.active_count() == before + 1
     source.close()
     assert threading.active_count() == before
+
+
+@pytest.mark.parametrize("prefetch", [True, False])
+def test_who_stops_closes_the_rows_and_hears_if_they_cannot_be_closed(prefetch: bool) -> None:
+    rows, closed = MappedRows(make_shards([8])[0], make_test_plan([8], 2)), []
+
+    class Epoch:
+        row_bytes = batches.GATHER_BYTES
+
+        def __init__(self, *arguments: Any, **options: Any) -> None:
+            self.read = rows.epoch(*arguments, **options).read
+
+        def close(self) -> None:
+            closed.append(self)
+            raise OSError("the disk is gone")
+
+    opened: Any = SimpleNamespace(num_rows=8, epoch=Epoch)
+    source = iter(Batches([opened], make_test_plan([8], 2), 0, seed=0, epoch=0, prefetch=prefetch))
+    next(source)
+    with pytest.raises(OSError, match="the disk is gone"):
+        source.close()
+    assert len(closed) == 1
 
 
 def test_a_read_that_hangs_does_not_keep_who_stops(
@@ -267,6 +311,7 @@ def test_a_read_that_hangs_does_not_keep_who_stops(
     while threading.active_count() > before:
         assert time.monotonic() - began < 20
         time.sleep(0.01)
+    assert calls == 2  # what had not begun was not begun any more
 
 
 def test_batch_stays_while_the_next_ones_are_gathered(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -80,6 +80,9 @@ def test_steps_in_all() -> None:
     assert plan([8, 8], world_size=2).total_steps == 4
     assert plan([8, 8], world_size=2, max_steps=3).total_steps == 3
     assert plan([8, 8], world_size=2, max_steps=30).total_steps == 4
+    later = replace(plan([8, 8], world_size=2, max_steps=3), first_epoch=5, first_step=10)
+    assert (later.end_epoch, later.end_step) == (7, 13)
+    assert replace(later, max_steps=-1).end_step == -1
 
 
 def test_shards_go_to_ranks_in_contiguous_runs() -> None:
@@ -89,6 +92,11 @@ def test_shards_go_to_ranks_in_contiguous_runs() -> None:
     assert [s.shard_id for s in made.shards_of(1)] == [2, 3, 4]
     assert made.rows_of(1) == 12
     assert made.num_validation_rows == 6
+    assert made.largest_spool_bytes == 8 * 12
+    assert plan([4, 4, 9, 9], world_size=2).fewest_in_a_step == 2  # one of each shard of rank 0
+    held = made.held_by([[4], [0, 3], [1, 2]])
+    assert [held.rows_of(rank) for rank in range(3)] == [5, 5, 5]
+    assert [sum(rows) for rows in zip(*map(held.rows_by_rank, range(2)), strict=True)] == [5, 5, 5]
 
 
 @pytest.mark.parametrize(
@@ -113,6 +121,7 @@ def test_faster_ranks_get_more_rows() -> None:
     everywhere = [set(range(8))] * 2
     found = assign_near([10] * 8, everywhere, speeds=[3.0, 1.0])
     assert [len(own) for own in found] == [6, 2]
+    assert assign_near([10, 20], [{0, 1}] * 2, speeds=[3.0, 2.0]) == ((1,), (0,))
 
 
 def test_a_thousand_shards_are_assigned_at_once() -> None:
@@ -150,7 +159,8 @@ def test_without_training_rows_there_is_nothing_to_plan() -> None:
 
 
 @pytest.mark.parametrize(
-    ("rows", "world_size"), [([37] * 12, 2), ([3] * 100, 4), ([900, 41, 40, 7, 0, 3, 300, 58], 2)]
+    ("rows", "world_size"),
+    [([37] * 12, 2), ([3] * 100, 4), ([900, 41, 40, 7, 0, 3, 300, 58], 2), ([20, 13], 2)],
 )
 def test_shards_of_any_size_take_turns(rows: list[int], world_size: int) -> None:
     made = make_plan(

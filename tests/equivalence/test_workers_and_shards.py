@@ -75,7 +75,7 @@ def assert_equal(found: Any, expected: Any) -> None:
 
 
 CASES: dict[str, dict[str, Any]] = {
-    "adam": {"optimizer": "adamw", "learning_rate": 0.01},
+    "adam": {"optimizer": "adamw", "learning_rate": 0.01, "batch_size": 1},  # several norms
     "momentum clipped": {"optimizer": "sgd", "learning_rate": 0.05, "gradient_clip_norm": 0.2,
                          "optimizer_params": {"momentum": 0.9}},
     "double buffering": {"sync_strategy": AllReduce(double_buffering=True), "learning_rate": 0.01},
@@ -90,7 +90,7 @@ ASSIGNED: dict[int, list[list[int]]] = {
 
 
 def config_of(case: str) -> TrainConfig:
-    return TrainConfig(epochs=3, batch_size=4, **CASES[case])
+    return TrainConfig(**{"epochs": 3, "batch_size": 4, **CASES[case]})
 
 
 @pytest.mark.parametrize("case", CASES)

@@ -5,18 +5,17 @@ from __future__ import annotations
 import os
 from dataclasses import dataclass, replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from sparkdl.data.plan import Column, Shard, TrainPlan, make_plan
 from sparkdl.data.spool.spool_source import SpoolSource
-from sparkdl.errors import ShardLost
+from sparkdl.errors import CommunicationError, ShardLost
 from sparkdl.worker import held_shards
-from sparkdl.worker.held_shards import differing, hold_shards
+from sparkdl.worker.held_shards import differing, found_here, hold_shards
 from tests.gang import Gang
-
-pytestmark = pytest.mark.gang
 
 LARGE = 20 << 20
 """Bytes of a file: it travels in pieces."""
@@ -44,8 +43,19 @@ def plan_of(folder: str, places: list[int]) -> TrainPlan:
     return make_plan(columns=[column], shards=shards, world_size=1, batch_size=4, epochs=1)
 
 
+class OfItsOwn:
+    """The communicator of a rank with an address of its own."""
+
+    def __init__(self, comm: Any) -> None:
+        self._comm, self.address = comm, f"10.0.0.{comm.rank}"
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._comm, name)
+
+
 def hold(comm: Any, folder: str, places: list[int], hosts: Any = None) -> Any:
     """What each rank holds of the plan, and the files of its own shards."""
+    comm = OfItsOwn(comm)
     plan = plan_of(folder, places)
     if hosts is not None:
         shards = [replace(s, hosts=tuple(hosts[s.shard_id])) for s in plan.shards]
@@ -96,12 +106,17 @@ def test_with_one_shard_each_ranks_keep_theirs_and_so_the_bits(gang: Gang, tmp_p
 
 def test_a_rank_without_shards_fetches_some_once(gang: Gang, tmp_path: Path) -> None:
     write(tmp_path, [0, 0, 0])
+    for number in range(3):  # of a fetch that has failed
+        part = tmp_path / "disk1" / "sparkdl-run" / f"fetched-{number:05}-print{number}.part"
+        part.mkdir(parents=True)
+        (part / "train-001.bin").touch()
     first = gang.run(hold, str(tmp_path), [0, 0, 0])
     (held, _, _), (_, read, paths) = first
     assert [len(own) for own in held] == [2, 1] and all("fetched" in path for path in paths)
     for number, files in read.items():
         assert files["train-000.bin"] == (LARGE + number, bytes([number]), bytes([number]))
         assert files["empty.bin"] == (0, b"", b"")
+        assert len(files) == 2
     before = {path: Path(path).stat().st_ino for path in paths}
     assert gang.run(hold, str(tmp_path), [0, 0, 0]) == first  # after a restart they are there
     assert {path: Path(path).stat().st_ino for path in paths} == before
@@ -114,6 +129,28 @@ def test_what_nobody_can_read_is_told(gang: Gang, tmp_path: Path) -> None:
         ("no worker can read the shards [1, 2]", [[1, 2]]),
         ("no worker can read the shards [1, 2]", []),
     ]
+
+
+def test_a_copy_is_whole_and_of_these_very_rows(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SPARK_LOCAL_DIRS", str(tmp_path))
+    first, second = plan_of("/nowhere", [0, 0]).shards
+    (tmp_path / "sparkdl-run" / "fetched-00000-print0").mkdir(parents=True)
+    (tmp_path / "sparkdl-run" / "fetched-00001-print1.part").mkdir()
+    here = found_here(first, SpoolSource(), "run")
+    assert here is not None and Path(here.path).is_dir()
+    assert found_here(replace(first, fingerprint="other"), SpoolSource(), "run") is None
+    assert found_here(second, SpoolSource(), "run") is None
+
+
+def test_a_peer_names_files_of_the_shard_only(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SPARK_LOCAL_DIRS", str(tmp_path))
+    comm: Any = SimpleNamespace(receive_bytes=lambda peer: b'[["../../x", 1]]')
+    with pytest.raises(CommunicationError, match="rank 1 has sent a file of the name"):
+        held_shards._receive(plan_of("/nowhere", [0]).shards[0], comm, 1, "run")
 
 
 def test_speeds_count_where_they_differ() -> None:
@@ -147,5 +184,5 @@ def test_hosts_that_a_source_names_come_first(gang: Gang, tmp_path: Path) -> Non
     write(tmp_path, [0, 0])
     elsewhere = gang.run(hold, str(tmp_path), [0, 0], [["far"], ["away"]])
     assert elsewhere[0][0] == ((0,), (1,))  # all can be read over the network
-    here = gang.run(hold, str(tmp_path), [0, 0], [["127.0.0.1"], ["far", "127.0.0.1"]])
-    assert here[0][0] == ((0,), (1,))
+    here = gang.run(hold, str(tmp_path), [0, 0], [["10.0.0.1"], ["far", "10.0.0.0"]])
+    assert here[0][0] == ((1,), (0,))

@@ -46,10 +46,7 @@ class Resize:
             self._seen = (there, now)
         since = self._seen[1] + run.settings.elastic_wait_seconds
         reason = self._pays(attempt, there, since) if now >= since else None
-        if reason is None:
-            return None
-        self._seen = None
-        return f"there are slots for {there} workers: {reason}"
+        return None if reason is None else f"there are slots for {there} workers: {reason}"
 
     def _without_the_missing(self, attempt: Attempt) -> str | None:
         there, now, least = len(attempt.last_event), time.monotonic(), self._run.slots.min_workers
@@ -58,6 +55,5 @@ class Resize:
         waits = self._run.settings.elastic_wait_seconds
         if least is None or there < least or now - self._seen[1] < waits:
             return None
-        self._seen = None
         self._limit(there)
         return f"{there} of {attempt.world_size} workers have come; the gang starts with these"

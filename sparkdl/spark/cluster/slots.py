@@ -186,7 +186,7 @@ def wait_again(
         With how many workers to go on.
     """
     if slots.is_gang and not slots.is_barrier:
-        return slots.max_workers or slots.num_workers
+        return slots.num_workers
     if slots.min_workers is not None and slots.max_workers is not None:
         return wait_for_workers(
             spark, slots.max_workers, slots.min_workers, slots.profile, settings, restarts_left

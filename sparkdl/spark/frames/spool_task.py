@@ -8,7 +8,7 @@ import json
 import shutil
 import socket
 import uuid
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -40,6 +40,9 @@ TABLE_SCHEMA = "shard_id int, payload string"
 _ARROW_SCHEMA = pa.schema([("shard_id", pa.int32()), ("payload", pa.string())])
 _BLOCK = 64
 """Neighbouring rows of a partition that go to the same shard where it has several."""
+
+Part = tuple[int, int]
+"""The number of a shard, and that of a data set."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -101,98 +104,81 @@ class SpoolTask:
             for _ in batches:
                 pass
             return []
-        free, writers = free_bytes(root), list[SpoolWriter]()
+        free, writers = free_bytes(root), self._writers(directory, place)
         try:
             if self.pieces is not None:
-                shard_ids = self._deal(directory, place, batches, writers)
+                _deal(batches, list(writers.values()))
             else:
-                shard_ids = self._write_in_turn(directory, place, batches, writers)
+                _write_in_turn((p for b in batches for p in self._numbered(place, b)), writers)
         except DiskFull as error:
             shutil.rmtree(directory, ignore_errors=True)
             rest = sum(batch.num_rows for batch in batches)
-            begun = sum(writer.num_rows for writer in writers)
-            written = sum(writer.num_rows * writer.row_bytes for writer in writers)
+            begun = sum(writer.num_rows for writer in writers.values())
+            written = sum(writer.num_rows * writer.row_bytes for writer in writers.values())
             needed = written + rest * written / max(1, begun)
             raise full_disk(root, place, needed=int(needed), free=free) from error
         except BaseException:
             shutil.rmtree(directory, ignore_errors=True)
             raise
-        summaries = [writer.summary() for writer in writers]
+        summaries = {part: writer.summary() for part, writer in writers.items()}
         return [
             replace(found, shard=replace(found.shard, shard_id=shard_id))
-            for found, shard_id in zip(summaries, shard_ids, strict=True)
+            for (shard_id, _), found in summaries.items()
         ]
 
-    def _write_in_turn(
-        self,
-        directory: Path,
-        place: int,
-        batches: Iterator[pa.RecordBatch],
-        writers: list[SpoolWriter],
-    ) -> list[int]:
-        """Write rows that come with their data sets or shards; the numbers of the shards."""
-        shard_ids = [place] if self.shards_by_place is None else self.shards_by_place[place]
-        parts = [(shard_id, n) for shard_id in shard_ids for n in range(len(self.sets))]
-        several = len(self.sets) > 1 or self.shards_by_place is not None
-        pieces = (piece for batch in batches for piece in self._numbered(place, batch))
-        following = next(pieces, None)
-        for part in parts:
-            shard_id, number = part
-            own = directory / f"{shard_id}-{number}" if several else directory
-            with self._writer(own, shard_id, self.sets[number], writers) as writer:
-                while following is not None and following[0] == part:
-                    writer.write(following[1])
-                    following = next(pieces, None)
-        assert following is None, "rows of a shard that is not this partition's"
-        return [shard_id for shard_id, _ in parts]
+    def _writers(self, directory: Path, place: int) -> dict[Part, SpoolWriter]:
+        """A writer for each shard of the partition, of each data set; none is open yet."""
+        if self.pieces is not None:
+            shard_ids: Sequence[int] = range(place * self.pieces, (place + 1) * self.pieces)
+        else:
+            shard_ids = [place] if self.shards_by_place is None else self.shards_by_place[place]
+        parts = [(shard_id, number) for shard_id in shard_ids for number in range(len(self.sets))]
+        return {
+            (shard_id, number): SpoolWriter(
+                directory if len(parts) == 1 else directory / f"{shard_id}-{number}",
+                self.sets[number],
+                has_validation=self.has_validation,
+                where=f" of partition {shard_id}",
+            )
+            for shard_id, number in parts
+        }
 
-    def _deal(
-        self,
-        directory: Path,
-        place: int,
-        batches: Iterator[pa.RecordBatch],
-        writers: list[SpoolWriter],
-    ) -> list[int]:
-        """Write rows as they come, some to each of the partition's shards in turn; their numbers.
-
-        Which rows a shard gets does not depend on how Spark cuts them into record batches.
-        """
-        assert self.pieces is not None
-        shard_ids = list(range(place * self.pieces, (place + 1) * self.pieces))
-        first = 0
-        with contextlib.ExitStack() as stack:
-            for shard_id in shard_ids:
-                writer = self._writer(directory / str(shard_id), shard_id, self.sets[0], writers)
-                stack.enter_context(writer)
-            for batch in batches:
-                piece = np.arange(first, first + batch.num_rows) // _BLOCK % self.pieces
-                for number, writer in enumerate(writers):
-                    own = batch if self.pieces == 1 else batch.take(np.flatnonzero(piece == number))
-                    writer.write(own)
-                first += batch.num_rows
-        return shard_ids
-
-    def _writer(
-        self,
-        directory: Path,
-        shard_id: int,
-        columns: tuple[SpoolColumn, ...],
-        writers: list[SpoolWriter],
-    ) -> SpoolWriter:
-        where = f" of partition {shard_id}"
-        writers.append(
-            SpoolWriter(directory, columns, has_validation=self.has_validation, where=where)
-        )
-        return writers[-1]
-
-    def _numbered(
-        self, place: int, batch: pa.RecordBatch
-    ) -> Iterator[tuple[tuple[int, int], pa.RecordBatch]]:
+    def _numbered(self, place: int, batch: pa.RecordBatch) -> Iterator[tuple[Part, pa.RecordBatch]]:
         """Rows of one shard of one data set, with the numbers of both."""
         shards = [(place, batch)] if self.shards_by_place is None else _by_shard(batch)
         for shard_id, rows in shards:
             for number, piece in [(0, rows)] if len(self.sets) == 1 else _by_set(rows):
                 yield (shard_id, number), piece
+
+
+def _write_in_turn(
+    pieces: Iterator[tuple[Part, pa.RecordBatch]], writers: Mapping[Part, SpoolWriter]
+) -> None:
+    """Write rows that come part by part, in the order of the writers."""
+    following = next(pieces, None)
+    for part, writer in writers.items():
+        with writer:
+            while following is not None and following[0] == part:
+                writer.write(following[1])
+                following = next(pieces, None)
+    assert following is None, "rows of a shard that is not this partition's"
+
+
+def _deal(batches: Iterator[pa.RecordBatch], writers: Sequence[SpoolWriter]) -> None:
+    """Write rows as they come, some to each writer in turn.
+
+    Which rows a shard gets does not depend on how Spark cuts them into record batches.
+    """
+    first = 0
+    with contextlib.ExitStack() as stack:
+        for writer in writers:
+            stack.enter_context(writer)
+        for batch in batches:
+            piece = np.arange(first, first + batch.num_rows) // _BLOCK % len(writers)
+            for number, writer in enumerate(writers):
+                own = batch if len(writers) == 1 else batch.take(np.flatnonzero(piece == number))
+                writer.write(own)
+            first += batch.num_rows
 
 
 def _runs(numbers: Any) -> Iterator[tuple[int, int, int]]:

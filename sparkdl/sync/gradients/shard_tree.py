@@ -200,8 +200,6 @@ class ShardTreeSynchronizer(Synchronizer):
         gathered = self._gather.start(sums)
         for number, exchange in enumerate(self._exchanges):
             exchange.start([kept.buckets[number].flat for _, kept in self._kept])
-        if self._kept:
-            self._gradients = self._kept[0][1]
         self._gradients.attach()
         for exchange in self._exchanges:
             exchange.finish_slice()

@@ -5,12 +5,16 @@ from __future__ import annotations
 import random
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pyarrow.parquet as pq
 import pytest
 
 from sparkdl.data.source import Contents
+from sparkdl.data.sources.locality import Places
 from sparkdl.data.sources.parquet import ParquetSource
+from sparkdl.data.sources.parquet_files import DataFile, RowGroup
 from sparkdl.storage.blocks import Block, Blocks
 from tests.data.sources.test_parquet import epoch_of, joined, labels, plan_of, wanted, write
 
@@ -108,3 +112,40 @@ def test_a_row_group_over_two_blocks_belongs_to_who_has_most(tmp_path: Path) -> 
 
     contents = ParquetSource(folder).contents(wanted(num_shards=1, locate=locate))
     assert contents.shards[0].hosts == ("b", "c")
+
+
+def group(number: int, num_rows: int = 10) -> RowGroup:
+    return RowGroup(DataFile(path="/f", digest="", constants={}), number, num_rows)
+
+
+def places(*held: Mapping[str, int]) -> Places:
+    """Of each row group the bytes that hosts have."""
+    return Places(
+        {("/f", n): {(host,): count for host, count in of.items()} for n, of in enumerate(held)}
+    )
+
+
+def test_a_block_counts_for_the_part_of_a_row_group_that_it_has() -> None:
+    listing: Any = SimpleNamespace(
+        url="u", files=[group(0).file], row_groups=lambda: [group(0)],
+        byte_range=lambda _: (100, 200),
+    )  # fmt: skip
+    a, b, c = ("a",), ("b",), ("c",)
+    located = [Block(0, 130, (a,)), Block(130, 170, (a, b)), Block(170, 300, (b,))]
+    found = Places.of(listing, lambda *_: {"/f": [*located, Block(300, 400, (c,))]})
+    assert found.num_bytes["/f", 0] == {a: 70, b: 70, c: 0}
+
+
+def test_row_groups_go_to_the_host_that_has_most_and_then_has_fewest_rows() -> None:
+    known = places({"a": 9, "b": 4}, {"a": 9, "b": 9}, {"a": 9, "b": 9}, {"b": 9})
+    groups = [group(0, 30), group(1, 10), group(2, 10), group(3, 25)]
+    assert [each.number for each in known.ordered(groups)] == [0, 2, 1, 3]
+    little = places({"a": 9, "b": 4}, {"a": 9})  # of what b has, it would read less than half
+    assert [each.number for each in little.ordered(groups[:2])] == [0, 1]
+
+
+def test_the_hosts_of_a_shard_are_those_of_what_it_reads() -> None:
+    known = places({"a": 100}, {"b": 80})
+    assert known.hosts_of([(group(0), 0.1), (group(1), 1.0)]) == ("b",)
+    five = places({"a": 100, "b": 99, "c": 98, "d": 97}, {"e": 1})
+    assert five.hosts_of([(group(0), 1.0)]) == ("a", "b", "c")

@@ -64,6 +64,9 @@ def test_it_grows_once_slots_have_been_there_for_a_while_and_it_pays(clock: Cloc
     assert grows(small) == "there are slots for 3 workers: it pays"
     assert asked == [(3, 119.0)] * 2
     assert grows(attempt(3, there=3)) is None
+    clock.now += 11
+    assert grows(attempt(3, there=3)) is None
+    assert len(asked) == 2
 
 
 def test_slots_that_go_again_and_workers_that_are_not_there_yet_do_not_count(clock: Clock) -> None:
@@ -87,9 +90,9 @@ def test_under_dynamic_allocation_it_starts_with_those_that_have_come(clock: Clo
     run, limits = launch(), list[int]()
     run.slots.is_barrier = False
     found = Resize(run, lambda *_: "it pays", limits.append)
-    for there in (0, 1, 2):
+    for there, wait in ((0, 11), (1, 11), (3, 11), (2, 9)):  # one of three is lost again
         assert found(attempt(3, there=there)) is None
-        clock.now += 9
+        clock.now += wait
         assert found(attempt(3, there=there)) is None
     clock.now += 2
     told = "2 of 3 workers have come; the gang starts with these"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import json
 import signal
@@ -38,6 +39,7 @@ from sparkdl.spark.cluster.slots import Slots
 from sparkdl.spark.cluster.supervisor import GangResult, Launch, persistently, supervise
 from sparkdl.spark.session import background_job
 from sparkdl.spark.session.settings import Settings
+from sparkdl.worker.lifecycle import GangOrder
 
 Job = Callable[[], Rows]
 
@@ -117,6 +119,7 @@ class Stage:
         self.view = FakeView()
         self.submitted: list[int] = []
         self.left: list[int] = []
+        self.prepared: list[float] = []
 
     def say(self, rank: int, kind: str, *, attempt: int = 0, **body: Any) -> None:
         event = Event(
@@ -151,6 +154,7 @@ class Stage:
             self.left.append(attempt.restarts_left)
             attempt.start = starts[attempt.number] if starts else 0
             job = jobs[attempt.number]
+            self.prepared.append(time.monotonic())
             if isinstance(job, BaseException):
                 raise job
             return job
@@ -226,14 +230,17 @@ def test_a_gang_that_starts_again_with_more_workers_has_not_failed(
     stage: Stage, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(module, "_RESIZE_SECONDS", 0.1)
+    seen: list[tuple[float, Attempt]] = []
 
     def job() -> Rows:
-        stage.say(0, "heartbeat", epoch=1, step=7, loss=0.5, rows=9)
+        for rank, step in ((0, 5), (0, 6), (1, 9), (0, 8), (1, 7)):
+            stage.say(rank, "heartbeat", epoch=1, step=step, loss=0.5, rows=9)
         stage.say(0, "checkpoint", step=6)
         return stage.until_cancelled()
 
     def grow(attempt: Attempt) -> str | None:
-        return "there are slots" if attempt.saved is not None and attempt.number == 0 else None
+        seen.append((time.monotonic(), attempt))
+        return "there are slots" if len(seen) == 3 else None
 
     caplog.set_level("INFO", "sparkdl")
     found = stage.run(
@@ -242,6 +249,39 @@ def test_a_gang_that_starts_again_with_more_workers_has_not_failed(
     assert found == GangResult(rows=result(0, 1, 2), restarts=0, sizes=[(5, 2), (6, 3)])
     assert "there are slots" in caplog.text
     assert stage.left == [0, 0]  # it cost no restart
+    (first, attempt), (second, _), (third, _) = seen[:3]
+    assert second - first > 0.1 and third - second > 0.1
+    assert attempt.first_step and attempt.steps and attempt.saved
+    assert (attempt.first_step[0], attempt.steps[0], attempt.saved[0]) == (6, 8, 6)
+    assert stage.prepared[0] < attempt.submitted < attempt.first_step[1] < attempt.saved[1]
+
+
+def test_a_gang_that_is_ended_before_it_begins_is_not_counted(
+    stage: Stage, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "_RESIZE_SECONDS", 0.0)
+
+    def job() -> Rows:
+        stage.say(0, "alive")
+        return stage.until_cancelled()
+
+    def shrink(attempt: Attempt) -> str | None:
+        return "one of two has come" if attempt.last_event else None
+
+    found = stage.run(job, lambda: result(0), sizes=(2, 1), starts=(5, 5), resize=shrink)
+    assert found == GangResult(rows=result(0), restarts=0, sizes=[(5, 1)])
+
+
+def test_a_gang_that_ends_while_it_is_ended_has_ended(
+    stage: Stage, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "_RESIZE_SECONDS", 0.0)
+
+    def job() -> Rows:
+        assert stage.spark.sparkContext.ended.wait(10)
+        return result(0, 1)
+
+    assert stage.run(job, resize=lambda _: "there are slots").rows == result(0, 1)
 
 
 def test_the_speed_of_a_rank_is_that_of_its_own_work(stage: Stage) -> None:
@@ -250,6 +290,8 @@ def test_the_speed_of_a_rank_is_that_of_its_own_work(stage: Stage) -> None:
     def job() -> Rows:
         spent = {"data": 2.0, "compute": 8.0, "communication": 90.0}
         stage.say(1, "hardware", hardware={"host": "far"})
+        stage.say(0, "missing", shards=[2])
+        stage.say(0, "missing", shards=[0, 2])
         stage.say(1, "heartbeat", epoch=1, step=7, rows=500, seconds=spent)
         stage.say(0, "heartbeat", epoch=1, step=7, rows=5, seconds={"compute": 0.1})
         return result(0, 1)
@@ -260,6 +302,7 @@ def test_the_speed_of_a_rank_is_that_of_its_own_work(stage: Stage) -> None:
     stage.run(lambda: (job(), error_rows(PEER_0, PEER_1))[1], job, max_restarts=1, heal=heal)
     assert seen[0].speeds == {1: 50.0}
     assert seen[0].hosts == {1: "far"}
+    assert seen[0].missing == {0, 2}
 
 
 def test_what_is_lost_while_a_gang_is_resized_is_a_loss(
@@ -922,3 +965,27 @@ def test_spooling_is_not_tried_again_in_vain(error: Exception) -> None:
         spooling.run(3)
     assert caught.value is error
     assert spooling.prepared == 0
+
+
+@pytest.mark.parametrize("dynamic", [True, False])
+def test_a_gang_under_dynamic_allocation_knows_how_many_it_waits_for(dynamic: bool) -> None:
+    cluster = ClusterInfo(
+        master="spark://h:7077", num_executors=1, cores_per_executor=2, dynamic_allocation=dynamic
+    )
+    link: Any = SimpleNamespace(
+        hub=Hub(), channel="there", url=None, relays=(), address=lambda: ("host", 1)
+    )
+    anything: Any = None
+    run = Launch(
+        spark=anything, run_id="r", slots=Slots(num_workers=3, threads=1, cluster=cluster),
+        link=link, settings=Settings(), view=anything, max_restarts=0,
+    )  # fmt: skip
+    order = run.gang_order(
+        GangOrder, attempt=0, run_key="k", device="cpu", payload=b"", resume_path=None
+    )
+    job: Any = run.gang_job(anything, anything, order, num_workers=2)
+    assert job.args[1].num_tasks == (2 if dynamic else None)
+    link.channel = None
+    refused = pytest.raises(ClusterError, match="through the driver's channel")
+    with refused if dynamic else contextlib.nullcontext():
+        run.gang_job(anything, anything, order, num_workers=2)

@@ -10,13 +10,18 @@ import pytest
 import torch
 from torch import nn
 
+from sparkdl.comm.communicator import LocalCommunicator
 from sparkdl.data.plan import assign_shards
 from sparkdl.sync.exchange_pattern import ModelSize
+from sparkdl.sync.gradient_buckets import FlatGradients
+from sparkdl.sync.gradients import shard_tree
 from sparkdl.sync.gradients.shard_tree import (
+    SMALL_BYTES,
     ShardGather,
     ShardTreeSynchronizer,
     folded,
     held_nodes,
+    is_small,
     tree_of,
     tree_pattern,
     tree_sum,
@@ -24,8 +29,8 @@ from sparkdl.sync.gradients.shard_tree import (
 from tests.gang import Gang
 
 SMALL = [(7, 3), (11,), (5, 5, 5)]
-LARGE = [(7, 3), (301, 200), (5, 5, 5)]
-"""Is cut into slices."""
+LARGE = [(3,), (301, 200), (5, 5, 5)]
+"""Is cut into slices, and one of these has a single number."""
 
 
 def test_any_assignment_adds_in_the_same_order() -> None:
@@ -64,6 +69,8 @@ def test_the_cost_pattern() -> None:
     assert tree_pattern(size, [[0, 2], [1, 3]]).sent_bytes_per_step(2) == 6e6
     assert tree_pattern(size_of(100), [[0, 2], [1, 3]]).sent_bytes_per_step(2) == 800
     assert tree_pattern(size, assign_shards(4, 1)).sent_bytes_per_step(1) == 0
+    assert tree_pattern(size, [[0, 2], [1, 3]]).copies == 3
+    assert is_small(SMALL_BYTES / 4, 2, 2) and not is_small(SMALL_BYTES / 4, 3, 2)
 
 
 def gradients_of(
@@ -81,6 +88,7 @@ def gradients_of(
     generator = torch.Generator()
     for step in range(2):
         synchronizer.zero_gradients()
+        net.zero_grad()  # as a user's callback may do
         sums = []
         for shard in shards_by_rank[comm.rank]:
             generator.manual_seed(10 * step + shard)
@@ -105,8 +113,6 @@ def gradients_of(
 def test_gradients_have_equal_bits_whoever_has_which_shard(
     gang: Gang, gang3: Gang, sizes: Sequence[tuple[int, ...]]
 ) -> None:
-    from sparkdl.comm.communicator import LocalCommunicator
-
     expected, sums, sent = gradients_of(LocalCommunicator(), [range(5)], sizes)
     assert sent == 0
     numel = sum(gradient.numel() for gradient in expected)
@@ -123,6 +129,20 @@ def test_gradients_have_equal_bits_whoever_has_which_shard(
             assert formula is not None
             rest = sent / 2 - formula  # slices are rounded up, and there are the losses
             assert 0 < rest < 0.2 * formula + 16 * 5 * (len(assigned) - 1)
+
+
+def test_no_more_gradients_are_kept_than_the_tree_is_deep(monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[FlatGradients] = []
+
+    class Counted(FlatGradients):
+        def __init__(self, *arguments: Any) -> None:
+            super().__init__(*arguments)
+            made.append(self)
+
+    monkeypatch.setattr(shard_tree, "FlatGradients", Counted)
+    gradients_of(LocalCommunicator(), [range(8)], SMALL)
+    assert len(made) == 4  # in two steps
+    assert not any(gradients.buckets for gradients in made)  # all are let go in the end
 
 
 def gathered(comm: Any, shards_by_rank: Sequence[Sequence[int]]) -> tuple[Any, list[bytes]]:
