@@ -134,3 +134,19 @@ def test_foreach_batch_trains_on_the_server(
     for number, by_hand in enumerate((first, second)):
         learnt = TorchClassifierModel.load(str(tmp_path / "models" / str(number)))
         assert digest(learnt) == digest(by_hand)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(240)
+def test_a_gang_begins_with_the_slots_that_there_are(
+    spark: SparkSession, points: DataFrame
+) -> None:
+    """Spark Connect does not tell them: four tasks wait, and as many train as have got one."""
+    spark.conf.set("spark.sparkdl.elasticWait", "3")
+    try:
+        model = fitted(points, numWorkers=4, minWorkers=1)
+    finally:
+        spark.conf.unset("spark.sparkdl.elasticWait")
+    assert model.summary.restarts == 0
+    assert [size for _, size in model.summary.gang_sizes] == [2]
+    assert model.transform(points).count() == 600

@@ -84,8 +84,9 @@ class Launch:
         """
         if not self.slots.is_barrier and self.link.channel is None:
             raise ClusterError(
-                "under dynamic allocation the workers of a gang meet through the driver's channel, "
-                "which executors do not reach; set spark.dynamicAllocation.enabled=false, or use a "
+                "under dynamic allocation, and with minWorkers on Spark Connect, the workers of a "
+                "gang meet through the driver's channel, which executors do not reach; set "
+                "spark.dynamicAllocation.enabled=false and leave minWorkers unset, or use a "
                 "strategy that runs in rounds"
             )
         task = GangTask(

@@ -210,13 +210,26 @@ def test_no_scouts_where_spark_may_ask_for_nothing_more(clock: Clock, alone: Att
     assert clock.jobs[0].is_over.is_set()
 
 
+@pytest.mark.parametrize("on_connect", [False, True])
+@pytest.mark.parametrize("dynamic", [False, True])
+@pytest.mark.parametrize("most", [None, 3])
+def test_a_gang_is_a_plain_stage_where_slots_come_and_go_or_are_not_known(
+    on_connect: bool, dynamic: bool, most: int | None
+) -> None:
+    cluster = replace(elastic().slots.cluster, dynamic_allocation=dynamic)
+    found = slots.Slots(
+        num_workers=3, threads=1, cluster=cluster, max_workers=most, on_connect=on_connect
+    )
+    assert found.is_barrier is not (dynamic or (on_connect and most is not None))
+
+
 @pytest.mark.parametrize(("executors", "shards", "fewest"), [(3, None, 4), (3, 2, 3)])
 def test_the_fewest_are_no_more_than_an_open_number_comes_to(
     monkeypatch: pytest.MonkeyPatch, executors: int, shards: int | None, fewest: int
 ) -> None:
     info = SimpleNamespace(dynamic_allocation=False)
     monkeypatch.setattr(slots, "await_executors", lambda *_: info)
-    monkeypatch.setattr(slots, "require_gang_support", lambda *_: None)
+    monkeypatch.setattr(slots, "require_gang_support", lambda *_, **__: None)
     monkeypatch.setattr(slots, "choose_num_workers", lambda *_, **__: executors)
     spark: Any = None
     with pytest.raises(ConfigError, match=f"minWorkers={fewest} is more than the {fewest - 1} "):
