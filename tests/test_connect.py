@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+import threading
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -134,3 +135,27 @@ def test_foreach_batch_trains_on_the_server(
     for number, by_hand in enumerate((first, second)):
         learnt = TorchClassifierModel.load(str(tmp_path / "models" / str(number)))
         assert digest(learnt) == digest(by_hand)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(240)
+def test_a_gang_begins_with_the_slots_that_there_are(
+    spark: SparkSession, points: DataFrame, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Spark Connect does not tell them: one of three workers begins, and a task finds a slot."""
+    from sparkdl.spark.fit import gang_fit
+    from tests.cluster.train_on_changing import Grows, until_there
+
+    monkeypatch.setattr(gang_fit, "_WORTH", 0.0)
+    marker = str(tmp_path / "training")
+    busy = spark.range(0, 1, 1, 1).mapInArrow(partial(until_there, marker), "id long")
+    threading.Thread(target=busy.collect, daemon=True).start()
+    spark.conf.set("spark.sparkdl.elasticWait", "3")
+    try:
+        model = fitted(points, numWorkers=3, minWorkers=1, callbacks=[Grows(marker)])
+    finally:
+        Path(marker).touch()
+        spark.conf.unset("spark.sparkdl.elasticWait")
+    sizes = [size for _, size in model.summary.gang_sizes]
+    assert (sizes[0], sizes[-1]) == (1, 2)
+    assert model.transform(points).count() == 600

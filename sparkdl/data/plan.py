@@ -12,12 +12,14 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, Literal
 
-from sparkdl.data.shuffle_windows import Windows
+from sparkdl.data.shuffle_windows import WINDOWS, Windows, as_text
 from sparkdl.errors import ConfigError, DataError
 from sparkdl.inputs import Specification, Tensor
 
 Role = Literal["feature", "label", "weight"]
 Split = Literal["train", "validation"]
+HOMES = "homes"
+"""Key in a checkpoint's manifest of the plan's ``homes``."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -150,6 +152,8 @@ class TrainPlan:
     """Shard ids of each rank; who holds a shard changes nothing of what is computed."""
     windows: Windows | None = None
     """How rows are mixed that do not fit into memory; None: each shard's as a whole."""
+    homes: str | None = None
+    """What else the shards follow from; see `source.Contents.homes`."""
     first_epoch: int = 0
     """Number of the first epoch: those of the fits that this one goes on from count too."""
     first_step: int = 0
@@ -184,6 +188,11 @@ class TrainPlan:
     def end_step(self) -> int:
         """Number of the first step that is too many, whatever the epoch; -1 for no limit."""
         return self.first_step + self.max_steps if self.max_steps >= 0 else -1
+
+    def notes(self) -> dict[str, str]:
+        """What checkpoints say of the order of rows, for runs that go on from them."""
+        homes = {} if self.homes is None else {HOMES: self.homes}
+        return {WINDOWS: as_text(self.windows), **homes}
 
     def shards_of(self, rank: int) -> tuple[Shard, ...]:
         """The shards of ``rank``, in shard-id order."""

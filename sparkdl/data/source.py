@@ -108,6 +108,9 @@ class Contents:
     labels_outside: Callable[[int, int], tuple[int, str] | None] = lambda index, num_classes: None
     """Given the number of a label's column and how many classes there are: how many labels are
     not below it, as far as that can be known before training, and where the first one is."""
+    homes: str | None = None
+    """What the shards follow from besides the content, such as the hosts that have had the rows;
+    see `Wanted`. None: from nothing else."""
     transform: Any = None
     """A function of the user's, or what holds some, that makes the rows of what ``content`` tells:
     checkpoints of another one are not continued."""
@@ -150,6 +153,9 @@ class Wanted:
     """Where many small reads are to happen."""
     locate: Locate = nowhere
     """Tells where the blocks of files lie."""
+    homes: str | None = None
+    """Those of an earlier call for equal content: then the shards are equal too. None: there is
+    none, or it said nothing."""
 
 
 @runtime_checkable

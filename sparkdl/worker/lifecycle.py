@@ -352,7 +352,8 @@ def resumed(
         info = layout.read_manifest(storage, order.resume_path)
         own = layout.read_file(info, layout.SHARED) if comm.rank == 0 else None
     before = info.environment
-    changed = [f"{k}: {v} -> {now.get(k)}" for k, v in before.items() if now.get(k) != v]
+    pairs = [(k, v, now.get(k)) for k, v in before.items() if now.get(k) != v]
+    changed = [f"{name}: {was:.80} -> {is_now!s:.80}" for name, was, is_now in pairs]
     if comm.rank == 0 and changed:
         logger.warning(
             "the checkpoint was written under other conditions (%s); training goes on, but its "

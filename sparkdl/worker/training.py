@@ -23,7 +23,6 @@ from sparkdl.comm.file_chunks import gathered
 from sparkdl.comm.worker_environment import WorkerEnvironment
 from sparkdl.config import Looks
 from sparkdl.data.plan import TrainPlan
-from sparkdl.data.shuffle_windows import WINDOWS, as_text
 from sparkdl.data.source import ShardSource, open_shards
 from sparkdl.data.spool.spool_source import SpoolSource
 from sparkdl.runtime.process import cpu_model
@@ -189,13 +188,8 @@ def _bits_depend_on(order: WorkOrder) -> dict[str, str]:
     """What must be equal, besides the world size, for a resumed run to give the same bits."""
     # Spark may hash or cut the rows otherwise than before: shards tell by their fingerprints.
     rows = hashlib.sha256("".join(s.fingerprint for s in order.plan.shards).encode()).hexdigest()
-    own = {
-        "cpu": cpu_model(),
-        "threads": str(order.threads),
-        "rows": rows[:16],
-        WINDOWS: as_text(order.plan.windows),
-    }
-    return {**versions(), **own}
+    own = {"cpu": cpu_model(), "threads": str(order.threads), "rows": rows[:16]}
+    return {**versions(), **own, **order.plan.notes()}
 
 
 def _resume_point(

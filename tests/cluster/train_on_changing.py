@@ -6,13 +6,26 @@ Usage: train_on_changing.py rounds|gang|range MASTER MARKER [KEY=VALUE ...]
 from __future__ import annotations
 
 import sys
-from dataclasses import replace
+import threading
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
 
+import pyarrow as pa
+from pyspark.resource import (
+    ExecutorResourceRequests,
+    ResourceProfileBuilder,
+    TaskResourceRequests,
+)
 from pyspark.sql import SparkSession
 
+from sparkdl.spark.fit import gang_fit
 from sparkdl.spark.fit.fit import fit
 from sparkdl.spark.run.run import FitRequest
 from sparkdl.sync.averaging.parameter_averaging import ParameterAveraging
+from sparkdl.train.callbacks import Callback, CallbackState
 from tests import jvm
 from tests.cluster import faults
 from tests.cluster.test_recovery import digest, request, training_rows
@@ -26,12 +39,44 @@ def in_rounds(*callbacks: faults.Fault) -> FitRequest:
 
 
 def wanted(mode: str, marker: str) -> FitRequest:
-    """What is trained: rounds with a slow task, a gang with a lost worker, or of four workers."""
+    """What is trained: rounds with a slow task, a gang with a lost worker, or one that grows."""
     if mode == "rounds":
         return in_rounds(faults.Straggle(marker, 3, 10))
     if mode == "gang":
         return request(faults.KillWorker(marker, 1, 17))
-    return request(num_workers=4, min_workers=1)
+    return request(Grows(marker), num_workers=3, min_workers=1)
+
+
+@dataclass
+class Grows(Callback):
+    """Takes its time, so that it pays to grow; another job ends when the gang has a checkpoint."""
+
+    marker: str
+
+    def on_step_end(self, state: CallbackState) -> None:
+        if state.step >= 6:
+            Path(self.marker).touch()
+        time.sleep(1.0 if state.world_size == 1 else 0)
+
+
+def until_there(marker: str, batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
+    """A task that says that it runs, and ends when the file is there."""
+    yield from batches
+    Path(f"{marker}-waits").touch()
+    while not Path(marker).exists():
+        time.sleep(0.1)
+
+
+def occupy(spark: SparkSession, marker: str) -> None:
+    """Have an executor of another kind, so that the gang gets one only, until the file is there."""
+    tasks = ResourceProfileBuilder().require(TaskResourceRequests().cpus(1))
+    profile = tasks.require(ExecutorResourceRequests().cores(1).memory("601m")).build
+    task = spark.range(0, 1, 1, 1).mapInArrow(
+        partial(until_there, marker), "id long", profile=profile
+    )
+    threading.Thread(target=task.collect, daemon=True).start()
+    while not Path(f"{marker}-waits").exists():
+        time.sleep(0.1)
 
 
 def main(mode: str, master: str, marker: str, *settings: str) -> None:
@@ -44,6 +89,9 @@ def main(mode: str, master: str, marker: str, *settings: str) -> None:
         builder = builder.config(*setting.split("=", 1))
     spark = builder.getOrCreate()
     spark.sparkContext.setLogLevel("OFF")
+    if mode == "range":
+        gang_fit._WORTH = 0.0
+        occupy(spark, marker)
     result = fit(training_rows(spark), wanted(mode, marker))
     print("restarts", result.summary.restarts)
     print("sizes", result.summary.gang_sizes)

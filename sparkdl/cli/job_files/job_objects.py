@@ -48,7 +48,7 @@ def check_training(job: TrainJob) -> None:
         checked = check_values(request)
         config, has_validation = checked.request.config, request.validation is not None
         check_monitored(config, has_validation=has_validation, has_logs=checked.has_logs)
-        check_range(request, checked.strategy, checked.mode, is_connect=False)
+        check_range(request, checked.strategy, checked.mode)
         if request.num_workers is not None:
             checked.strategy.check(config, request.num_workers)
             check_sync_batch_norm(checked.module, config, request.num_workers)

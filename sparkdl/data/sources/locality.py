@@ -37,23 +37,22 @@ class Places:
             found[group.file.path, group.number] = held
         return cls(found)
 
-    def ordered(self, groups: Sequence[RowGroup]) -> list[RowGroup]:
-        """The row groups of one host after those of another, so that cuts give shards of one host.
+    def homes(self, groups: Sequence[RowGroup]) -> list[int]:
+        """The number of the host to which each row group belongs.
 
-        A row group belongs to the host that has it, of several to the one with the fewest rows so
-        far; the row groups of a host keep their order. If all hosts have everything, or nothing is
-        known, all row groups keep it.
+        That is the one that has it, of several the one with the fewest rows so far. Empty if all
+        hosts have everything, or nothing is known.
         """
         holders = [self._holders(group) for group in groups]
         hosts = sorted({host for several in holders for host in several})
         if all(len(several) == len(hosts) for several in holders):
-            return list(groups)
+            return []
         rows = dict.fromkeys(hosts, 0)
         homes: dict[int, Host] = {}
         for number in sorted(range(len(groups)), key=lambda n: len(holders[n]) or len(hosts)):
             homes[number] = min(holders[number] or hosts, key=lambda host: rows[host])
             rows[homes[number]] += groups[number].num_rows
-        return [groups[number] for number in sorted(homes, key=lambda n: (homes[n], n))]
+        return [hosts.index(homes[number]) for number in range(len(groups))]
 
     @cached_property
     def _hosts(self) -> set[Host]:

@@ -95,7 +95,7 @@ class ParquetSource:
         else:
             split = _marked(groups, MarkedRows(listing.url, marker), wanted.spread)
         places = Places.of(listing, wanted.locate)
-        pieces = deal_both(*split, wanted, places)
+        pieces, homes = deal_both(*split, wanted, places)
         sizes = [
             survey.bytes_of(piece)
             for shard in pieces
@@ -105,6 +105,7 @@ class ParquetSource:
         _say_memory(max(sizes), survey.row_bytes, together, self.buffer_bytes)
         return Contents(
             columns=columns,
+            homes=homes,
             shards=describe_shards(
                 pieces, places, together=together, about=marker, num_bytes=self.buffer_bytes
             ),

@@ -101,7 +101,7 @@ class PetastormSource:
         names = [column.name for column in wanted.columns]
         if self.transform_spec is None:
             _refuse_nulls(listing, names)
-        pieces = deal_both(
+        pieces, homes = deal_both(
             *hold_out(listing.row_groups(), self.validation_fraction), wanted, places
         )
         sample = self._first(listing, names)
@@ -111,6 +111,7 @@ class PetastormSource:
         about = [self.reader, self.validation_fraction]
         return Contents(
             columns=columns,
+            homes=homes,
             shards=describe_shards(
                 pieces, places, together=together, about=about, num_bytes=self.buffer_bytes
             ),

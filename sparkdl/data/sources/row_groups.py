@@ -19,7 +19,7 @@ from sparkdl.data.ragged import Array, Ragged
 from sparkdl.data.sources.column_conversion import checked_rows, owned
 from sparkdl.data.sources.locality import Places
 from sparkdl.data.sources.parquet_files import ColumnPath, Reader, RowGroup
-from sparkdl.errors import ConfigError, DataError
+from sparkdl.errors import CheckpointError, ConfigError, DataError
 
 if TYPE_CHECKING:
     from sparkdl.data.collate import Rows
@@ -67,23 +67,25 @@ def check_options(buffer_bytes: int, validation_fraction: float) -> None:
 
 
 def deal(
-    groups: Sequence[RowGroup], shares: Sequence[float], places: Places
+    groups: Sequence[RowGroup], shares: Sequence[float], homes: Sequence[int]
 ) -> list[tuple[Piece, ...]]:
     """Deal row groups to shards, so that each has its share of the rows, to the row.
 
-    The row groups are put into an order that is random but follows from their content and their
-    places, then cut: a row group on a border is read by two shards, each of which uses its part.
+    The row groups of one home come after those of another, so that a shard has mostly those of one.
+    Then they are cut: a row group on a border is read by two shards, each of which uses its part.
 
     Args:
-        groups: those with rows of the split.
+        groups: those with rows of the split, in random order.
         shares: each shard's part, adding up to 1.
-        places: where they lie.
+        homes: the host of each row group, see `Places.homes`; empty: they keep their order.
     """
+    if homes:
+        groups = [groups[n] for n in sorted(range(len(groups)), key=lambda n: (homes[n], n))]
     total = sum(group.num_rows for group in groups)
     bounds = [0, *(round(upto * total) for upto in accumulate(shares[:-1])), total]
     dealt: list[list[Piece]] = [[] for _ in shares]
     start, shard = 0, 0
-    for group in places.ordered(_by_lot(groups)):
+    for group in groups:
         taken = 0
         while taken < group.num_rows:
             while bounds[shard + 1] <= start + taken:
@@ -132,20 +134,41 @@ def _by_lot(groups: Sequence[RowGroup], purpose: str = "") -> list[RowGroup]:
 
 def deal_both(
     train: Sequence[RowGroup], validation: Sequence[RowGroup], wanted: Wanted, places: Places
-) -> tuple[ShardPieces, ...]:
+) -> tuple[tuple[ShardPieces, ...], str]:
     """Deal the rows of both splits, those for validation equally.
+
+    Returns:
+        The shards, and the homes of the row groups of both splits, which are ``wanted.homes`` if
+        these are given: with equal ones the shards are equal, wherever the row groups lie now.
 
     Raises:
         DataError: no rows are left for training.
+        CheckpointError: ``wanted.homes`` are not those of these row groups.
     """
     if not train:
         raise DataError(
             "no rows are left for training; lower validation_fraction, or write more row groups"
         )
     equal = (1 / wanted.num_shards,) * wanted.num_shards
-    own = deal(train, wanted.shares or equal, places)
-    held = deal(validation, equal, places)
-    return tuple({"train": t, "validation": v} for t, v in zip(own, held, strict=True))
+    train, validation = _by_lot(train), _by_lot(validation)
+    text = wanted.homes
+    if text is None:
+        text = json.dumps([places.homes(train), places.homes(validation)], separators=(",", ":"))
+    homes, held_homes = _homes(text, len(train), len(validation))
+    own = deal(train, wanted.shares or equal, homes)
+    held = deal(validation, equal, held_homes)
+    return tuple({"train": t, "validation": v} for t, v in zip(own, held, strict=True)), text
+
+
+def _homes(text: str, *counts: int) -> list[list[int]]:
+    """The homes of so many row groups of each split, from their text."""
+    try:
+        homes = [[int(home) for home in several] for several in json.loads(text)]
+        if all(len(h) in (0, n) for h, n in zip(homes, counts, strict=True)):
+            return homes
+    except (ValueError, TypeError):
+        pass
+    raise CheckpointError(f"a checkpoint's manifest says {text[:80]!r} of the homes of row groups")
 
 
 def describe_shards(

@@ -206,16 +206,19 @@ def _too_few(
     )
 
 
-def require_gang_support(info: ClusterInfo, get: Get, settings: Settings) -> None:
+def require_gang_support(
+    info: ClusterInfo, get: Get, settings: Settings, *, is_plain: bool = False
+) -> None:
     """Refuse a second copy of a worker, and gradients in clear; raises ClusterError.
 
-    Under dynamic allocation a gang is a plain stage, of which Spark may run tasks twice.
+    Under dynamic allocation, or if ``is_plain``, a gang is a plain stage, of which Spark may run
+    tasks twice.
     """
-    if info.dynamic_allocation and _is_set(get, "spark.speculation"):
+    if (info.dynamic_allocation or is_plain) and _is_set(get, "spark.speculation"):
         raise ClusterError(
-            "under dynamic allocation Spark would run workers of a gang a second time with "
-            "spark.speculation; set it to false, or use a strategy that runs in rounds, such as "
-            "ParameterAveraging"
+            "under dynamic allocation, and with minWorkers on Spark Connect, Spark would run "
+            "workers of a gang a second time with spark.speculation; set it to false, or use a "
+            "strategy that runs in rounds, such as ParameterAveraging"
         )
     encrypting = is_encrypted(get)
     if settings.allow_unencrypted:

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
 
 from sparkdl.spark.cluster.attempt import Attempt
+from sparkdl.spark.cluster.scouts import Scouts
 from sparkdl.spark.cluster.supervisor import Launch
 from sparkdl.spark.session.compat import num_slots
 
@@ -20,25 +23,28 @@ class Resize:
     """Whether a gang shall start again with another number of workers; see `supervisor.supervise`.
 
     With more it may once all workers of an attempt are there, and the slots for more have been
-    there for a while. Under dynamic allocation it begins with those that have come, if no other has
-    for a while; ``limit`` is told how many these are.
+    there for a while. A gang that is a plain stage begins with those that have come, if no other
+    has for a while, and `Scouts` look for slots for more; ``limit`` is told how many these are.
     """
 
     def __init__(self, run: Launch, pays: Pays, limit: Callable[[int], None]) -> None:
         self._run = run
         self._pays = pays
         self._limit = limit
+        self._scouts = Scouts(run)
         self._seen: tuple[int, float] | None = None
         """A number of workers that could be had, and since when."""
 
     def __call__(self, attempt: Attempt) -> str | None:
         """Why to start again; None: go on."""
         run, slots = self._run, self._run.slots
-        assert slots.max_workers is not None
+        if slots.max_workers is None:
+            return None
         if not slots.is_barrier and len(attempt.last_event) < attempt.world_size:
             return self._without_the_missing(attempt)
-        there = min(slots.max_workers, num_slots(run.spark, slots.profile))
-        if there <= attempt.world_size or len(attempt.last_event) < attempt.world_size:
+        is_whole = len(attempt.last_event) >= attempt.world_size
+        there = self._slots_there(attempt, slots.max_workers) if is_whole else 0
+        if there <= attempt.world_size:
             self._seen = None
             return None
         now = time.monotonic()
@@ -46,7 +52,34 @@ class Resize:
             self._seen = (there, now)
         since = self._seen[1] + run.settings.elastic_wait_seconds
         reason = self._pays(attempt, there, since) if now >= since else None
-        return None if reason is None else f"there are slots for {there} workers: {reason}"
+        if reason is None:
+            return None
+        if not slots.is_barrier:
+            self._scouts.call_back()
+            self._limit(there)
+        return f"there are slots for {there} workers: {reason}"
+
+    def end(self) -> None:
+        """See `supervisor.Resizing`."""
+        self._seen = None
+        self._scouts.end()
+
+    def _slots_there(self, attempt: Attempt, most: int) -> int:
+        """For how many workers there are slots, at most so many."""
+        run, size = self._run, attempt.world_size
+        if run.slots.is_barrier:
+            return min(most, num_slots(run.spark, run.slots.profile))
+        if size == most:
+            return size
+        return size + self._scouts.num_there(size, most - size, partial(self._would, attempt, most))
+
+    def _would(self, attempt: Attempt, workers: int) -> str | None:
+        """Why to start again with so many if a checkpoint were written just now."""
+        if attempt.saved is None:
+            return None
+        step = attempt.saved[0] if attempt.steps is None else attempt.steps[0]
+        now = time.monotonic()
+        return self._pays(replace(attempt, saved=(step, now)), workers, 0.0)
 
     def _without_the_missing(self, attempt: Attempt) -> str | None:
         there, now, least = len(attempt.last_event), time.monotonic(), self._run.slots.min_workers

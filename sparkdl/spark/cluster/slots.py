@@ -93,11 +93,18 @@ class Slots:
     """Fewest workers with which a gang may go on; None: all of them."""
     max_workers: int | None = None
     """Most workers, if a gang may have fewer."""
+    on_connect: bool = False
+    """True if Spark does not tell its slots."""
 
     @property
     def is_barrier(self) -> bool:
-        """Whether a gang is a barrier stage, which Spark refuses where executors come and go."""
-        return self.is_gang and not self.cluster.dynamic_allocation
+        """Whether a gang is a barrier stage, or a plain one, whose tasks wait for each other.
+
+        Spark refuses barrier stages where executors come and go, and the tasks of one are too many
+        or too few where nobody knows for how many there are slots.
+        """
+        is_unknown = self.on_connect and self.max_workers is not None
+        return self.is_gang and not self.cluster.dynamic_allocation and not is_unknown
 
     @property
     def may_move(self) -> bool:
@@ -137,8 +144,10 @@ def plan_slots(
     ``min_workers`` is more than an open number comes to.
     """
     info = await_executors(spark, settings) if num_workers is None else inspect_cluster(spark)
+    is_plain = False
     if is_gang:
-        require_gang_support(info, partial(conf, spark), settings)
+        is_plain = info.dynamic_allocation or (is_connect(spark) and min_workers is not None)
+        require_gang_support(info, partial(conf, spark), settings, is_plain=is_plain)
     profile = make_profile(info, cpus_per_worker, gpus_per_worker)
     is_open = num_workers is None
     if num_workers is None or (is_gang and min_workers is None):
@@ -154,7 +163,7 @@ def plan_slots(
             "numShards; set numWorkers, or lower minWorkers"
         )
     max_workers = None
-    if is_gang and info.dynamic_allocation:  # executors come when the tasks are there
+    if is_gang and is_plain:  # as many begin as have come when they wait for each other
         max_workers = None if min_workers is None else num_workers
     elif is_gang and min_workers is not None:
         max_workers = num_workers
@@ -172,6 +181,7 @@ def plan_slots(
         is_gang=is_gang,
         min_workers=min_workers,
         max_workers=max_workers,
+        on_connect=is_connect(spark),
     )
     has_waited = slots.is_barrier and wait_for_slots(spark, num_workers, profile, settings)
     return slots.asked_again(spark) if has_waited else slots

@@ -16,7 +16,7 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 from pyspark.sql import DataFrame, SparkSession
 
@@ -84,8 +84,9 @@ class Launch:
         """
         if not self.slots.is_barrier and self.link.channel is None:
             raise ClusterError(
-                "under dynamic allocation the workers of a gang meet through the driver's channel, "
-                "which executors do not reach; set spark.dynamicAllocation.enabled=false, or use a "
+                "under dynamic allocation, and with minWorkers on Spark Connect, the workers of a "
+                "gang meet through the driver's channel, which executors do not reach; set "
+                "spark.dynamicAllocation.enabled=false and leave minWorkers unset, or use a "
                 "strategy that runs in rounds"
             )
         task = GangTask(
@@ -114,6 +115,16 @@ _GRACE_SECONDS = 3.0
 """How long the other ranks' reports and Spark's own reason may follow the first sign of failure."""
 
 
+class Resizing(Protocol):
+    """Decides whether a gang gets another number of workers."""
+
+    def __call__(self, attempt: Attempt) -> str | None:
+        """Why to start again; None: go on. Asked once a second."""
+
+    def end(self) -> None:
+        """An attempt is over: nothing may hold slots that the next one needs."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class GangResult:
     """What came of a run."""
@@ -131,7 +142,7 @@ def supervise(
     *,
     first_attempt: int = 0,
     heal: Callable[[Attempt], None] | None = None,
-    resize: Callable[[Attempt], str | None] | None = None,
+    resize: Resizing | None = None,
     what: str = "train",
     once_there: str = "waiting for the first step",
 ) -> GangResult:
@@ -147,8 +158,8 @@ def supervise(
             in it where it starts, and returns the call that runs the job and gives its rows.
         first_attempt: number of the first submission, where a run makes several jobs.
         heal: given a failed attempt, mends what would make the next one fail too.
-        resize: asked every few seconds whether to start again with another number of workers, and
-            why; that is no failure. None: never.
+        resize: whether to start again with another number of workers; that is no failure. None:
+            never.
         what: is done, for Spark's UI.
         once_there: as in `Attempt`.
 
@@ -180,6 +191,9 @@ def supervise(
         except Exception as error:
             failures.raise_unless_loss(error)
             attempt.spark_error, attempt.cancelled = error, False
+        finally:
+            if resize is not None:
+                resize.end()
         if attempt.resized is not None and attempt.rows is None:  # it failed as it was ended
             logger.info("%s", attempt.resized)
             if attempt.steps is None and attempt.saved is None:  # it had not begun
@@ -242,7 +256,7 @@ def _run(
     work: Callable[[], Rows],
     attempt: Attempt,
     name: str,
-    resize: Callable[[Attempt], str | None] | None,
+    resize: Resizing | None,
 ) -> None:
     """Submit once and watch until Spark's job has ended."""
     tag = f"sparkdl-{run.run_id}-{attempt.number}"
@@ -281,7 +295,7 @@ def _watch(
     run: Launch,
     attempt: Attempt,
     job: BackgroundJob[Rows],
-    resize: Callable[[Attempt], str | None] | None,
+    resize: Resizing | None,
 ) -> None:
     """Return when the job has ended, or when it must be cancelled."""
     reaches_driver = run.link.channel is not None

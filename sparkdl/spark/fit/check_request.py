@@ -222,7 +222,7 @@ def check_request(data: UserData, request: FitRequest) -> CheckedRequest:
     data.check_inputs((*request.specified, *request.labels))
     data.check_training(config, request.validation, has_logs=values.has_logs)
     columns, validation = prepare_columns(data.frame, request, values.float_dtype)
-    check_range(request, strategy, values.mode, is_connect=compat.is_connect(data.spark))
+    check_range(request, strategy, values.mode)
     slots = plan_slots(
         data.spark,
         settings,
@@ -297,9 +297,7 @@ def _choose_shards(checked: CheckedRequest) -> ShardChoice:
     return choice
 
 
-def check_range(
-    request: FitRequest, strategy: SyncStrategy, mode: str, *, is_connect: bool
-) -> None:
+def check_range(request: FitRequest, strategy: SyncStrategy, mode: str) -> None:
     """Refuse a range of workers that cannot be had, or that changes the result; ConfigError."""
     fewest, most = request.min_workers, request.num_workers
     if fewest is None:
@@ -316,10 +314,6 @@ def check_range(
             f"minWorkers={fewest}: what {type(strategy).__name__} learns depends on the number of "
             "workers; leave minWorkers unset, use AllReduce without compression and backup "
             "workers, or a strategy that runs in rounds"
-        )
-    if is_connect:
-        raise ConfigError(
-            "minWorkers needs classic Spark: Spark Connect does not tell how many slots there are"
         )
 
 

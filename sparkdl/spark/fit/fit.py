@@ -30,12 +30,12 @@ from sparkdl.spark.cluster.supervisor import persistently
 from sparkdl.spark.fit import check_rows
 from sparkdl.spark.fit.check_request import CheckedRequest, check_request
 from sparkdl.spark.fit.gang_fit import train_in_gang
-from sparkdl.spark.frames.row_table import RowTable, content_of
+from sparkdl.spark.frames.row_table import RowTable, SourceTable, content_of
 from sparkdl.spark.frames.shared_spools import Spools
 from sparkdl.spark.frames.user_data import Data, UserData, user_data
 from sparkdl.spark.rounds.averaging_rounds import train_in_rounds
 from sparkdl.spark.rounds.populations import train_population
-from sparkdl.spark.run.resume import run_key, windows_to_go_on
+from sparkdl.spark.run.resume import run_key, table_to_go_on, windows_to_go_on
 from sparkdl.spark.run.run import FitRequest, FitResult, Run, Trained
 from sparkdl.spark.run.run_facts import facts, record_run
 from sparkdl.spark.session.compat import shares_console
@@ -151,6 +151,9 @@ def _fit(
         mode, train = _mode(checked)
         content = content_of(shards) + mode + checked.begins_from_text
         key = run_key(checked.module, found.columns, checked.config, content)
+        if isinstance(table, SourceTable):
+            table = table_to_go_on(link.checkpoints, key, table)
+            shards = table.known
         plan = _make_plan(checked, table, shards, found, link, key)
         recorder.planned(plan)
         if request.on_epoch is not None:
@@ -252,7 +255,9 @@ def _make_plan(
     plan = checked.make_plan(found.columns, [part.shard for part in shards])
     window_bytes = checked.config.shuffle_window_bytes
     choose = partial(table.windows, plan, shards, checked.slots.cluster, window_bytes)
-    plan = replace(plan, windows=windows_to_go_on(link.checkpoints, key, choose))
+    windows = windows_to_go_on(link.checkpoints, key, choose)
+    homes = table.homes if isinstance(table, SourceTable) else None
+    plan = replace(plan, windows=windows, homes=homes)
     _log_plan(plan, checked.slots, checked.shares)
     check_rows.check_plan(checked, plan, has_validation=plan.num_validation_rows > 0)
     if checked.request.validation is not None and not plan.num_validation_rows:

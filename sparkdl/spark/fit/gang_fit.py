@@ -35,9 +35,7 @@ def train_in_gang(run: Run) -> Trained:
         state = gathered(encode(Snapshot(*pack(run.begins_from.shared()))))
     with gang_attempts(run, run.run_key, partial(_rebuild, run)) as attempts:
         submit = partial(_submit, run, attempts, payload, state)
-        resize = None
-        if run.slots.max_workers is not None:
-            resize = Resize(run, partial(_pays, run), attempts.take_at_most)
+        resize = Resize(run, partial(_pays, run), attempts.take_at_most)
         result = supervise(run, submit, heal=attempts.heal, resize=resize)
     run.module.load_state_dict(_sent(run, result, "weights", training.FINAL))
     left = _sent(run, result, "left", training.LEFT) if run.keeps_state else None

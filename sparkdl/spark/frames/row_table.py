@@ -176,7 +176,9 @@ def require_same(before: Sequence[SpooledShard], now: Sequence[SpooledShard]) ->
 class SourceTable(RowTable):
     """The shards of a source; see `RowTable` for what the methods are for."""
 
-    def __init__(self, spark: SparkSession, source: Source, spec: TableSpec) -> None:
+    def __init__(
+        self, spark: SparkSession, source: Source, spec: TableSpec, homes: str | None = None
+    ) -> None:
         """Describe the table; nothing is read yet."""
         self._spark = spark
         self._source = source
@@ -189,6 +191,7 @@ class SourceTable(RowTable):
             spread=ExecutorCalls(spark, spec.profile, spec.queue_timeout_seconds),
             # Asked once: blocks that are copied during a fit do not change what its shards hold.
             locate=functools.cache(functools.partial(locate_blocks, spark)),
+            homes=homes,
         )
         self._contents: Contents | None = None
         self._df: DataFrame | None = None
@@ -219,6 +222,17 @@ class SourceTable(RowTable):
     @property
     def known(self) -> tuple[SpooledShard, ...]:
         return _spooled(self._known)
+
+    @property
+    def homes(self) -> str | None:
+        """What the shards follow from besides the rows; see `Contents.homes`."""
+        return self._known.homes
+
+    def dealt_by(self, homes: str) -> SourceTable:
+        """A table of the same rows, with the shards that follow from ``homes``."""
+        table = SourceTable(self._spark, self._source, self._spec, homes)
+        table.collect()
+        return table
 
     def columns(self, shards: Sequence[SpooledShard]) -> tuple[Column, ...]:
         return tuple(

@@ -97,7 +97,7 @@ class SpoolTable:
     def _made_anew(self, missing: Collection[int]) -> list[tuple[SpooledShard, ...]]:
         """Have a plain stage read all rows, and write those of some shards of every data set."""
         own = sorted(missing)
-        places = assign_shards(len(own), min(len(own), max(1, num_slots(self._spark))))
+        places = assign_shards(len(own), min(len(own), num_slots(self._spark) or len(own)))
         ids = tuple(tuple(own[number] for number in numbers) for numbers in places)
         task = replace(self._task, shards_by_place=ids)
         table = self._dealt(ids).mapInArrow(task, TABLE_SCHEMA, profile=self._profile)

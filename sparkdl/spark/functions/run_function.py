@@ -218,13 +218,12 @@ class FunctionJob(Launch):
 
     def run(self) -> FunctionResult:
         """Run the gang to its end, however many submissions that takes."""
-        may_grow = self.slots.max_workers is not None
         with gang_attempts(self, RUN_KEY, self.sets.mend) as attempts:
             result = supervise(
                 self,
                 partial(self._submit, attempts),
                 heal=attempts.heal,
-                resize=Resize(self, self._pays, attempts.take_at_most) if may_grow else None,
+                resize=Resize(self, self._pays, attempts.take_at_most),
                 what="run a function",
                 once_there="",
             )

@@ -19,7 +19,6 @@ import torch
 
 from sparkdl.comm.channel import Hub
 from sparkdl.data.plan import RoundPart
-from sparkdl.data.shuffle_windows import WINDOWS, as_text
 from sparkdl.report.live.progress import Progress
 from sparkdl.report.summary import TrainingSummary
 from sparkdl.runtime.process import cpu_model, tuned_allocator
@@ -149,7 +148,7 @@ def _checkpoints(run: Run) -> CheckpointManager:
             "cpu": cpu_model(),
             "threads": str(run.slots.threads),
             "shards": str(run.plan.world_size),
-            WINDOWS: as_text(run.plan.windows),
+            **run.plan.notes(),
         },
         signal=Hub(),
         timeout_seconds=run.settings.collective_timeout_seconds,

@@ -20,13 +20,14 @@ from typing import Any, TypeVar
 from torch import nn
 
 from sparkdl.config import TrainConfig
-from sparkdl.data.plan import Column
+from sparkdl.data.plan import HOMES, Column
 from sparkdl.data.shuffle_windows import WINDOWS, Windows, from_text
 from sparkdl.errors import CheckpointError, CheckpointLost, ShardLost, StorageError
 from sparkdl.serialization.identity import identity
 from sparkdl.spark.cluster.attempt import Attempt
 from sparkdl.spark.cluster.slots import wait_again
 from sparkdl.spark.cluster.supervisor import Launch
+from sparkdl.spark.frames.row_table import SourceTable
 from sparkdl.spark.run.run import Run
 from sparkdl.spark.session.interrupts import raise_if_asked
 from sparkdl.storage.checkpoint_format import (
@@ -83,18 +84,34 @@ def windows_to_go_on(
 
     What was begun on hosts with more or less memory goes on in the same order of rows.
     """
-    if storage is None:
-        return choose()
-    found = patiently(partial(_newest_windows, storage, run_key))
+    found = _newest(storage, run_key, WINDOWS, from_text)
     return choose() if found is None else found[0]
 
 
-def _newest_windows(storage: Storage, run_key: str) -> tuple[Windows | None] | None:
-    """The windows that the newest checkpoint names; None: there is none, or it names none."""
+def table_to_go_on(storage: Storage | None, run_key: str, table: SourceTable) -> SourceTable:
+    """The table with the shards of a run's newest checkpoint, if these followed from other homes.
+
+    What was begun when blocks of HDFS lay elsewhere goes on with the same rows in each shard.
+    """
+    found = None if table.homes is None else _newest(storage, run_key, HOMES, str)
+    if found is None or found[0] == table.homes:
+        return table
+    logger.info("the rows lie on other hosts than before; shards stay those of the checkpoint")
+    return table.dealt_by(found[0])
+
+
+def _newest(
+    storage: Storage | None, run_key: str, name: str, read: Callable[[str], T]
+) -> tuple[T] | None:
+    """What the newest checkpoint says under a name; None: there is none, or it does not say."""
+    return None if storage is None else patiently(partial(_noted, storage, run_key, name, read))
+
+
+def _noted(storage: Storage, run_key: str, name: str, read: Callable[[str], T]) -> tuple[T] | None:
     for folder in reversed(folders(storage, run_key)):
         try:
-            text = read_manifest(storage, folder.path).environment.get(WINDOWS)
-            return None if text is None else (from_text(text),)
+            text = read_manifest(storage, folder.path).environment.get(name)
+            return None if text is None else (read(text),)
         except CheckpointError:  # `find_checkpoint` warns of it
             continue
     return None

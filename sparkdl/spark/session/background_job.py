@@ -113,6 +113,12 @@ class BackgroundJob(Generic[T]):
                 return False
         return True
 
+    def cancel(self) -> None:
+        """Cancel its jobs without waiting, if they have been submitted; `end` sees to the rest."""
+        if not self.is_over.is_set():
+            self.is_cancelled = True
+            compat.cancel_jobs(self._spark, self._tag)
+
     def end(self) -> None:
         """Cancel its jobs until it has ended; see `end_job`."""
         if not self.is_over.is_set():
@@ -197,6 +203,8 @@ class TaskProgress:
         """What Spark Connect said last: tasks that run, and those that have ended."""
         self.num_begun = 0
         """Tasks that run or have ended, as far as `seconds_without` has asked."""
+        self.num_running = 0
+        """Tasks that run, likewise."""
         self._ended = -1
         self._since = self._asked = self._next = 0.0
 
@@ -227,6 +235,7 @@ class TaskProgress:
             self._asked, self._next = now, now + _ASK_SECONDS
             running, ended = self._tasks()
             self.num_begun = max(self.num_begun, running + ended)
+            self.num_running = running
             if not running or ended != self._ended:
                 self._ended, self._since = ended, now
         return self._asked - self._since

@@ -15,12 +15,17 @@ from sparkdl.data.source import Contents
 from sparkdl.data.sources.locality import Places
 from sparkdl.data.sources.parquet import ParquetSource
 from sparkdl.data.sources.parquet_files import DataFile, RowGroup
+from sparkdl.errors import CheckpointError
 from sparkdl.storage.blocks import Block, Blocks
 from tests.data.sources.test_parquet import epoch_of, joined, labels, plan_of, wanted, write
 
 
 def contents_on(
-    folder: Path, hosts: Mapping[int, Sequence[str]], num_shards: int = 2, **changes: object
+    folder: Path,
+    hosts: Mapping[int, Sequence[str]],
+    num_shards: int = 2,
+    source: ParquetSource | None = None,
+    **changes: object,
 ) -> Contents:
     """Those of files whose blocks, by the file's number, lie on hosts."""
 
@@ -33,7 +38,8 @@ def contents_on(
             if number in hosts
         }
 
-    return ParquetSource(folder).contents(wanted(num_shards=num_shards, locate=locate, **changes))
+    source = source or ParquetSource(folder)
+    return source.contents(wanted(num_shards=num_shards, locate=locate, **changes))
 
 
 def local_share(contents: Contents, hosts: Mapping[int, Sequence[str]], shard: int) -> float:
@@ -92,13 +98,37 @@ def test_balance_comes_first(tmp_path: Path) -> None:
     assert contents.shards[1].hosts == ("b", "b.net")
 
 
-def test_copied_blocks_make_other_shards_of_the_same_rows(tmp_path: Path) -> None:
+@pytest.mark.parametrize("fraction", [0, 0.3])
+def test_blocks_that_move_between_two_fits(tmp_path: Path, fraction: float) -> None:
+    """A fit that goes on has the same shards; each goes to the host that has most of it now."""
+    folder = write(tmp_path / "data", [20] * 8)
+    source = ParquetSource(folder, validation_fraction=fraction)
+    hosts = {number: ["ab"[number % 2]] for number in range(8)}
+    swapped = {number: ["ba"[number % 2]] for number in range(8)}
+    moved = {**hosts, 0: ["b"], 1: ["a"], 5: ["c"]}
+    before, again = (contents_on(folder, hosts, source=source) for _ in range(2))
+    anew = contents_on(folder, moved, source=source)
+    assert before.content == anew.content
+    assert prints(before) == prints(again) != prints(anew)
+    plan = plan_of(before)
+    for later in (swapped, moved, {}):
+        kept = contents_on(folder, later, source=source, homes=before.homes)
+        assert kept.homes == before.homes
+        assert prints(kept) == prints(before)
+        assert [kept.reader.pieces[n] for n in (0, 1)] == [before.reader.pieces[n] for n in (0, 1)]
+        assert {shard.hosts[:1] for shard in kept.shards} <= {("a",), ("b",), ()}
+        orders = [[labels(epoch_of(c, plan, rank)) for rank in (0, 1)] for c in (before, kept)]
+        assert orders[0] == orders[1], "the cursor of one is that of the other"
+        assert len(set(joined(orders[1]))) == len(joined(orders[1])) == plan.num_rows
+    there = contents_on(folder, swapped, source=source, homes=before.homes)
+    assert [s.hosts[0] for s in before.shards] == [s.hosts[0] for s in there.shards][::-1]
+
+
+def test_homes_of_other_files_are_refused(tmp_path: Path) -> None:
     folder = write(tmp_path / "data", [20] * 4)
-    hosts = {number: ["ab"[number % 2]] for number in range(4)}
-    before, again = (contents_on(folder, hosts) for _ in range(2))
-    moved = contents_on(folder, {**hosts, 0: ["b"], 1: ["a"]})
-    assert prints(before) == prints(again) != prints(moved)
-    assert before.content == moved.content
+    for homes in ("[[0,1],[]]", "[[0,1,0,1]]", "half a text", '{"a": 1}'):
+        with pytest.raises(CheckpointError, match="homes of row groups"):
+            contents_on(folder, {}, homes=homes)
 
 
 def test_a_row_group_over_two_blocks_belongs_to_who_has_most(tmp_path: Path) -> None:
@@ -139,9 +169,9 @@ def test_a_block_counts_for_the_part_of_a_row_group_that_it_has() -> None:
 def test_row_groups_go_to_the_host_that_has_most_and_then_has_fewest_rows() -> None:
     known = places({"a": 9, "b": 4}, {"a": 9, "b": 9}, {"a": 9, "b": 9}, {"b": 9})
     groups = [group(0, 30), group(1, 10), group(2, 10), group(3, 25)]
-    assert [each.number for each in known.ordered(groups)] == [0, 2, 1, 3]
+    assert known.homes(groups) == [0, 1, 0, 1]
     little = places({"a": 9, "b": 4}, {"a": 9})  # of what b has, it would read less than half
-    assert [each.number for each in little.ordered(groups[:2])] == [0, 1]
+    assert little.homes(groups[:2]) == []
 
 
 def test_the_hosts_of_a_shard_are_those_of_what_it_reads() -> None:

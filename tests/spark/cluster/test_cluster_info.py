@@ -210,10 +210,12 @@ def test_executors_may_still_come() -> None:
     assert choose_num_workers(info(2, 2, is_complete=False), 5) == 5
 
 
-def test_under_dynamic_allocation_no_worker_may_run_twice() -> None:
+def test_of_a_plain_stage_no_worker_may_run_twice() -> None:
     dynamic, twice = info(1, 1, dynamic_allocation=True), {"spark.speculation": "true"}
     with pytest.raises(ClusterError, match=r"a second time with spark\.speculation"):
         require_gang_support(dynamic, twice.get, Settings())
+    with pytest.raises(ClusterError, match=r"a second time with spark\.speculation"):
+        require_gang_support(info(1, 1), twice.get, Settings(), is_plain=True)
     require_gang_support(info(1, 1), twice.get, Settings())  # of a barrier stage there are no two
     require_gang_support(dynamic, {}.get, Settings())
     with pytest.raises(ClusterError, match="come when workers ask for them; set numWorkers"):

@@ -2,21 +2,54 @@
 
 from __future__ import annotations
 
+import threading
 import time
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import MagicMock
 
 import pytest
 
 from sparkdl.errors import ConfigError
-from sparkdl.spark.cluster import resize, slots
+from sparkdl.spark.cluster import resize, scouts, slots
 from sparkdl.spark.cluster.attempt import Attempt
+from sparkdl.spark.cluster.cluster_info import ClusterInfo
 from sparkdl.spark.cluster.resize import Resize
+
+
+class Job:
+    """In place of the job of the scouts."""
+
+    def __init__(self, spark: Any, work: Any, *, tag: str, name: str) -> None:
+        self.tag, self.error, self.is_cancelled = tag, None, False
+        self.is_over = threading.Event()
+        self.progress = SimpleNamespace(seconds_without=lambda: 0.0, num_running=0)
+
+    def begin(self) -> None:
+        assert not self.is_over.is_set()
+
+    def cancel(self) -> None:
+        self.is_cancelled = True
+        self.is_over.set()
+        self.progress.num_running = 0
+
+    def end(self) -> None:
+        self.cancel()
 
 
 class Clock:
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.now, self.slots = 100.0, 1
+        self.jobs: list[Job] = []
+
+        def job(*args: Any, **options: Any) -> Job:
+            self.jobs.append(Job(*args, **options))
+            return self.jobs[-1]
+
+        monkeypatch.setattr(scouts, "BackgroundJob", job)
+        monkeypatch.setattr(scouts, "conf", lambda spark, key: self.most_executors)
+        self.most_executors: str | None = None
         monkeypatch.setattr(resize, "num_slots", lambda spark, profile: self.slots)
         monkeypatch.setattr(time, "monotonic", lambda: self.now)
 
@@ -29,7 +62,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
 def launch() -> Any:
     slots = SimpleNamespace(max_workers=3, min_workers=2, profile=None, is_barrier=True)
     settings = SimpleNamespace(elastic_wait_seconds=10.0)
-    return SimpleNamespace(spark=None, slots=slots, settings=settings)
+    return SimpleNamespace(run_id="r", spark=MagicMock(), slots=slots, settings=settings)
 
 
 def nobody(_: int) -> None:
@@ -100,13 +133,106 @@ def test_under_dynamic_allocation_it_starts_with_those_that_have_come(clock: Clo
     assert limits == [2]
 
 
+@pytest.fixture
+def alone() -> Attempt:
+    """A gang of one worker of three, with a checkpoint."""
+    found = attempt(1, there=1)
+    found.steps, found.saved = (9, 90.0), (5, 80.0)
+    return found
+
+
+def elastic() -> Any:
+    run = launch()
+    run.slots.is_barrier = False
+    run.slots.min_workers, run.slots.cpus_per_worker, run.slots.gpus_per_worker = 1, 1, None
+    run.slots.cluster = ClusterInfo(
+        master="yarn", num_executors=1, cores_per_executor=1, dynamic_allocation=True
+    )
+    return run
+
+
+def test_scouts_look_for_slots_while_more_workers_would_pay(clock: Clock, alone: Attempt) -> None:
+    limits, asked = list[int](), list[tuple[int, Any]]()
+
+    def pays(attempt: Attempt, workers: int, since: float) -> str:
+        asked.append((workers, attempt.saved))
+        return "it pays"
+
+    grows = Resize(elastic(), pays, limits.append)
+    assert grows(replace(alone, saved=None)) is None
+    assert not clock.jobs, "before the first checkpoint it cannot start again"
+    clock.now += 10
+    assert grows(alone) is None
+    assert asked == [(3, (9, clock.now))], "as if a checkpoint had just been written"
+    assert [job.tag for job in clock.jobs] == ["sparkdl-r-scouts-0"]
+    clock.now += 500  # no executor comes: they wait on
+    assert grows(alone) is None and not clock.jobs[0].is_cancelled
+    clock.jobs[0].progress.num_running = 1
+    assert grows(alone) is None
+    clock.now += 10
+    assert grows(alone) == "there are slots for 2 workers: it pays"
+    assert asked[-1] == (2, (5, 80.0)), "from the checkpoint that there is"
+    assert clock.jobs[0].is_cancelled, "the gang needs their slots"
+    assert limits == [2], "it does not wait for the third"
+    grows.end()
+    whole = replace(alone, world_size=3, last_event=dict.fromkeys(range(3), 0.0))
+    assert grows(whole) is None and len(clock.jobs) == 1
+
+
+def test_scouts_leave_slots_of_which_nothing_comes(clock: Clock, alone: Attempt) -> None:
+    would = True
+
+    def pays(attempt: Attempt, workers: int, since: float) -> str | None:
+        return "it pays" if would and workers == 3 else None
+
+    grows = Resize(elastic(), pays, nobody)
+    grows(alone)
+    clock.jobs[0].progress.num_running = 1
+    for seconds, is_cancelled in ((121, False), (60, False), (61, True)):
+        clock.now += seconds
+        assert grows(alone) is None
+        assert clock.jobs[0].is_cancelled is is_cancelled
+    clock.now += 119
+    assert grows(alone) is None and len(clock.jobs) == 1
+    clock.now += 2
+    assert grows(alone) is None and len(clock.jobs) == 2, "they are sent again after a while"
+    would = False  # in the last part of a run
+    clock.now += 121
+    assert grows(alone) is None and clock.jobs[1].is_cancelled
+    clock.now += 121
+    assert grows(alone) is None and len(clock.jobs) == 2
+
+
+def test_no_scouts_where_spark_may_ask_for_nothing_more(clock: Clock, alone: Attempt) -> None:
+    clock.most_executors = "1"
+    grows = Resize(elastic(), lambda *_: "it pays", nobody)
+    assert grows(alone) is None and not clock.jobs
+    clock.most_executors, clock.now = "2", clock.now + 10
+    assert grows(alone) is None and len(clock.jobs) == 1
+    grows.end()
+    assert clock.jobs[0].is_over.is_set()
+
+
+@pytest.mark.parametrize("on_connect", [False, True])
+@pytest.mark.parametrize("dynamic", [False, True])
+@pytest.mark.parametrize("most", [None, 3])
+def test_a_gang_is_a_plain_stage_where_slots_come_and_go_or_are_not_known(
+    on_connect: bool, dynamic: bool, most: int | None
+) -> None:
+    cluster = replace(elastic().slots.cluster, dynamic_allocation=dynamic)
+    found = slots.Slots(
+        num_workers=3, threads=1, cluster=cluster, max_workers=most, on_connect=on_connect
+    )
+    assert found.is_barrier is not (dynamic or (on_connect and most is not None))
+
+
 @pytest.mark.parametrize(("executors", "shards", "fewest"), [(3, None, 4), (3, 2, 3)])
 def test_the_fewest_are_no_more_than_an_open_number_comes_to(
     monkeypatch: pytest.MonkeyPatch, executors: int, shards: int | None, fewest: int
 ) -> None:
     info = SimpleNamespace(dynamic_allocation=False)
     monkeypatch.setattr(slots, "await_executors", lambda *_: info)
-    monkeypatch.setattr(slots, "require_gang_support", lambda *_: None)
+    monkeypatch.setattr(slots, "require_gang_support", lambda *_, **__: None)
     monkeypatch.setattr(slots, "choose_num_workers", lambda *_, **__: executors)
     spark: Any = None
     with pytest.raises(ConfigError, match=f"minWorkers={fewest} is more than the {fewest - 1} "):

@@ -116,7 +116,8 @@ def test_workers_of_a_gang_as_it_begins_and_begins_again(
         )  # fmt: skip
 
     monkeypatch.setattr(module, "inspect_cluster", inspect)
-    monkeypatch.setattr(module, "require_gang_support", lambda *_: None)
+    monkeypatch.setattr(module, "require_gang_support", lambda *_, **__: None)
+    monkeypatch.setattr(module, "is_connect", lambda _: False)
     monkeypatch.setattr(module, "raise_if_ended", lambda _: None)
     monkeypatch.setattr(module, "num_slots", lambda *_: 3)
     monkeypatch.setattr(module, "choose_num_workers", lambda _, workers, **__: workers)

@@ -176,7 +176,21 @@ class Stage:
             view=self.view,
             max_restarts=max_restarts,
         )
-        return supervise(run, submit, heal=heal, resize=resize)
+        self.resize = None if resize is None else Decides(resize)
+        return supervise(run, submit, heal=heal, resize=self.resize)
+
+
+class Decides:
+    """What a function says; counts the attempts that it has seen end."""
+
+    def __init__(self, decide: Callable[[Attempt], str | None]) -> None:
+        self.decide, self.num_ended = decide, 0
+
+    def __call__(self, attempt: Attempt) -> str | None:
+        return self.decide(attempt)
+
+    def end(self) -> None:
+        self.num_ended += 1
 
 
 def failure(rank: int, kind: str, type_name: str = "X", message: str = "m") -> dict[str, Any]:
@@ -248,6 +262,7 @@ def test_a_gang_that_starts_again_with_more_workers_has_not_failed(
     )
     assert found == GangResult(rows=result(0, 1, 2), restarts=0, sizes=[(5, 2), (6, 3)])
     assert "there are slots" in caplog.text
+    assert stage.resize is not None and stage.resize.num_ended == 2
     assert stage.left == [0, 0]  # it cost no restart
     (first, attempt), (second, _), (third, _) = seen[:3]
     assert second - first > 0.1 and third - second > 0.1

@@ -41,24 +41,21 @@ def test_shards_that_fit(shards: int | None, strategy: Any, workers: int) -> Non
 
 
 @pytest.mark.parametrize(
-    ("changes", "strategy", "mode", "is_connect", "message"),
+    ("changes", "strategy", "mode", "message"),
     [
-        ({"min_workers": 3}, EXACT, "gang", False, "minWorkers=3 is more than numWorkers=2"),
-        ({}, sparkdl.ParameterAveraging(), "rounds", False, "rounds train their shards with how"),
-        ({}, COMPRESSED, "gang", False, "what AllReduce learns depends on the number of workers"),
-        ({}, sparkdl.AllReduce(num_backup_workers=1), "gang", False, "leave minWorkers unset"),
-        ({}, EXACT, "gang", True, "minWorkers needs classic Spark"),
+        ({"min_workers": 3}, EXACT, "gang", "minWorkers=3 is more than numWorkers=2"),
+        ({}, sparkdl.ParameterAveraging(), "rounds", "rounds train their shards with how"),
+        ({}, COMPRESSED, "gang", "what AllReduce learns depends on the number of workers"),
+        ({}, sparkdl.AllReduce(num_backup_workers=1), "gang", "leave minWorkers unset"),
     ],
 )
-def test_ranges_that_cannot_be_had(
-    changes: Any, strategy: Any, mode: str, is_connect: bool, message: str
-) -> None:
+def test_ranges_that_cannot_be_had(changes: Any, strategy: Any, mode: str, message: str) -> None:
     wanted = replace(request(), **{"min_workers": 1, **changes})
     with pytest.raises(ConfigError, match=message):
-        check_range(wanted, strategy, mode, is_connect=is_connect)
+        check_range(wanted, strategy, mode)
 
 
 def test_a_range_that_can_be_had() -> None:
-    check_range(replace(request(), min_workers=1), EXACT, "gang", is_connect=False)
-    check_range(replace(request(), min_workers=2), EXACT, "gang", is_connect=False)
-    check_range(request(), COMPRESSED, "rounds", is_connect=True)
+    check_range(replace(request(), min_workers=1), EXACT, "gang")
+    check_range(replace(request(), min_workers=2), EXACT, "gang")
+    check_range(request(), COMPRESSED, "rounds")

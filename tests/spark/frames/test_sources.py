@@ -40,6 +40,7 @@ from sparkdl.spark.frames.row_table import SourceTable, TableSpec, content_of
 from sparkdl.spark.frames.shard_table import ShardTable
 from sparkdl.spark.frames.user_data import empty_frame
 from sparkdl.spark.run.run import FitRequest
+from sparkdl.storage.blocks import Block, Blocks
 from sparkdl.train.callbacks import Callback, CallbackState
 from tests.spark.fit.test_fit import digest, make_net, request
 
@@ -107,14 +108,35 @@ def test_no_spark_job_reads_the_data_and_transform_sees_it_as_training_did(
     assert model.transform(df).count() == ROWS
 
 
+def blocks_lie(monkeypatch: pytest.MonkeyPatch, *hosts: str) -> None:
+    """Files are on these hosts, in turn."""
+
+    def locate(spark: SparkSession, url: str, paths: tuple[str, ...]) -> Blocks:
+        return {
+            path: [Block(0, 1 << 40, ((hosts[number % len(hosts)],),))]
+            for number, path in enumerate(paths)
+        }
+
+    monkeypatch.setattr("sparkdl.spark.frames.row_table.locate_blocks", locate)
+
+
 @pytest.mark.slow
-def test_a_killed_worker_costs_a_restart_and_no_bit(folder: Path, tmp_path: Path) -> None:
+def test_neither_a_killed_worker_nor_moved_blocks_cost_a_bit(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     source = ParquetSource(folder, validation_fraction=0.1)
+    blocks_lie(monkeypatch, "a", "b")
     whole = fit(source, request())
-    kill = KillOnce(str(tmp_path / "killed"))
+    kill, directory = KillOnce(str(tmp_path / "killed")), str(tmp_path / "checkpoints")
     # numWorkers decides the run, callbacks do not.
-    again = fit(source, request(kill, max_restarts=1, directory=str(tmp_path / "checkpoints")))
-    assert again.summary.restarts == 1
+    wanted = request(kill, max_restarts=1, directory=directory)
+    first = fit(source, replace(wanted, config=replace(wanted.config, max_steps=8)))
+    assert first.summary.restarts == 1
+    blocks_lie(monkeypatch, "b", "b", "c")
+    with caplog.at_level("INFO"):
+        again = fit(source, wanted)
+    assert "shards stay those of the checkpoint" in caplog.text
+    assert "going on from the checkpoint of step 8" in caplog.text
     assert digest(again) == digest(whole)
     assert [r["val_loss"] for r in again.summary.history] == [
         r["val_loss"] for r in whole.summary.history
