@@ -66,22 +66,21 @@ def check_options(buffer_bytes: int, validation_fraction: float) -> None:
         raise ConfigError(f"validation_fraction must be in [0, 1); received {validation_fraction}")
 
 
-def deal(
-    groups: Sequence[RowGroup], shares: Sequence[float], places: Places
-) -> list[tuple[Piece, ...]]:
-    """Deal row groups to shards, so that each has its share of the rows, to the row.
+def deal(groups: Sequence[RowGroup], num_shards: int, places: Places) -> list[tuple[Piece, ...]]:
+    """Deal row groups to shards, so that all have equally many rows, but for one.
 
     The row groups are put into an order that is random but follows from their content and their
     places, then cut: a row group on a border is read by two shards, each of which uses its part.
 
     Args:
         groups: those with rows of the split.
-        shares: each shard's part, adding up to 1.
+        num_shards: how many shards.
         places: where they lie.
     """
     total = sum(group.num_rows for group in groups)
-    bounds = [0, *(round(upto * total) for upto in accumulate(shares[:-1])), total]
-    dealt: list[list[Piece]] = [[] for _ in shares]
+    parts = accumulate([1 / num_shards] * (num_shards - 1))
+    bounds = [0, *(round(upto * total) for upto in parts), total]
+    dealt: list[list[Piece]] = [[] for _ in range(num_shards)]
     start, shard = 0, 0
     for group in places.ordered(_by_lot(groups)):
         taken = 0
@@ -133,7 +132,7 @@ def _by_lot(groups: Sequence[RowGroup], purpose: str = "") -> list[RowGroup]:
 def deal_both(
     train: Sequence[RowGroup], validation: Sequence[RowGroup], wanted: Wanted, places: Places
 ) -> tuple[ShardPieces, ...]:
-    """Deal the rows of both splits, those for validation equally.
+    """Deal the rows of both splits.
 
     Raises:
         DataError: no rows are left for training.
@@ -142,9 +141,7 @@ def deal_both(
         raise DataError(
             "no rows are left for training; lower validation_fraction, or write more row groups"
         )
-    equal = (1 / wanted.num_shards,) * wanted.num_shards
-    own = deal(train, wanted.shares or equal, places)
-    held = deal(validation, equal, places)
+    own, held = (deal(split, wanted.num_shards, places) for split in (train, validation))
     return tuple({"train": t, "validation": v} for t, v in zip(own, held, strict=True))
 
 

@@ -147,7 +147,7 @@ def supervise(
             in it where it starts, and returns the call that runs the job and gives its rows.
         first_attempt: number of the first submission, where a run makes several jobs.
         heal: given a failed attempt, mends what would make the next one fail too.
-        resize: asked every few seconds whether to start again with another number of workers, and
+        resize: asked every few seconds whether to start again with other workers or shards, and
             why; that is no failure. None: never.
         what: is done, for Spark's UI.
         once_there: as in `Attempt`.
@@ -405,11 +405,13 @@ def _take(event: Event, attempt: Attempt, run: Launch) -> None:
         attempt.done.add(event.rank)
     elif kind == "missing":
         attempt.missing.update(event.body["shards"])
+    elif kind == "held":
+        attempt.held = event.body["shards"]
     elif kind == "checkpoint":
         attempt.saved = (event.body["step"], event.received)
     elif kind == "crash":
         attempt.crashes[event.rank] = event.body["text"]
     elif kind != "alive":  # which is all that a watcher says
-        if kind == "hardware":
+        if kind == "hardware" and "gpu" not in event.body["hardware"]:
             attempt.hosts[event.rank] = event.body["hardware"]["host"]
         run.view.fact(event.rank, event.body)
