@@ -105,7 +105,8 @@ def _rebuild(run: Run, missing: Collection[int]) -> None:
 class Redeal:
     """Whether a gang shall start again with shards dealt by the speeds that were measured in it.
 
-    Only if some host's speed was not known when it began, so never twice for the same hosts.
+    Only if some host's speed was not known when it began, so never twice for the same hosts, and
+    not where the user wants equal bits, which depend on who holds what unless they are by shard.
     """
 
     def __init__(self, run: Run, attempts: Attempts) -> None:
@@ -126,9 +127,12 @@ class Redeal:
 
     def _better(self, attempt: Attempt) -> tuple[Any, str] | None:
         """The assignment by the speeds as they are, and what it is worth; None: no better one."""
-        plan, known, measured = self._run.plan, self._attempts.speeds, by_host(attempt)
+        plan, config = self._run.plan, self._run.config
+        known, measured = self._attempts.speeds, by_host(attempt)
         hosts = [attempt.hosts.get(rank, "") for rank in range(attempt.world_size)]
         if len(plan.shards) <= len(hosts) or known.keys() >= set(hosts):
+            return None
+        if config.deterministic and config.elasticity != "bits":
             return None
         speeds = [measured.get(host) or known.get(host, 0.0) for host in hosts]
         if not all(speeds):

@@ -82,8 +82,9 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     return Clock(monkeypatch)
 
 
-def redeal_of(plan: TrainPlan, **known: float) -> Redeal:
-    run: Any = SimpleNamespace(plan=plan, settings=SimpleNamespace(elastic_wait_seconds=10.0))
+def redeal_of(plan: TrainPlan, config: TrainConfig | None = None, **known: float) -> Redeal:
+    settings = SimpleNamespace(elastic_wait_seconds=10.0)
+    run: Any = SimpleNamespace(plan=plan, config=config or TrainConfig(), settings=settings)
     attempts: Any = SimpleNamespace(speeds=known)
     return Redeal(run, attempts)
 
@@ -153,6 +154,14 @@ def test_it_does_not_happen(changes: Any, clock: Clock) -> None:
     for _ in range(2):
         assert redeal(replace(gang(30.0, 10.0), **changes)) is None
         clock.now += 10
+
+
+def test_equal_bits_are_kept(clock: Clock) -> None:
+    for elasticity, is_worth in ("rounding", False), ("bits", True):
+        redeal = redeal_of(FOUR, TrainConfig(deterministic=True, elasticity=elasticity))
+        redeal(gang(30.0, 10.0))
+        clock.now += 10
+        assert (redeal(gang(30.0, 10.0)) is not None) == is_worth
 
 
 def test_steps_never_get_slower_where_part_of_their_time_is_fixed() -> None:
