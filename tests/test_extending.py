@@ -158,7 +158,7 @@ def folder_of_files(folder: Path) -> str:
 def contents_of(folder: str, num_shards: int, **more: Any) -> Contents:
     source = module_of_a_user("NpzSource").NpzSource(folder)
     require_data(source)
-    more = {"columns": WANTED, "validation": None, "shares": None, **more}
+    more = {"columns": WANTED, "validation": None, **more}
     return source.contents(Wanted(num_shards=num_shards, **more))
 
 
@@ -204,8 +204,8 @@ def test_a_source_tells_its_columns_and_changes(tmp_path: Path) -> None:
     assert before.content == contents_of(folder, 5).content
     (tmp_path / "part-0.npz").unlink()
     assert before.content != contents_of(folder, 2).content
-    with pytest.raises(ConfigError, match="divides them equally"):
-        contents_of(folder, 2, shares=(0.7, 0.3))
+    with pytest.raises(ConfigError, match="holds no rows back"):
+        contents_of(folder, 2, validation="held")
     words = SpoolColumn(name="x", role="feature", dtype="int64", specification=Sequence("x"))
     with pytest.raises(ConfigError, match="only Tensor"):
         contents_of(folder, 2, columns=(words,))

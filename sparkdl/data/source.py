@@ -147,8 +147,6 @@ class Wanted:
     validation: str | None
     """Boolean column that marks validation rows."""
     num_shards: int
-    shares: tuple[float, ...] | None
-    """Each shard's part of the rows, adding up to 1; None: equal parts."""
     spread: Spread = in_threads
     """Where many small reads are to happen."""
     locate: Locate = nowhere

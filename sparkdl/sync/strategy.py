@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar, NamedTuple, TypeAlias
@@ -99,8 +99,9 @@ class SyncStrategy(ABC):
             ConfigError: with the reason.
         """
 
-    def row_shares(self, world_size: int) -> tuple[float, ...] | None:
-        """Each rank's part of the rows, adding up to 1; None: all alike."""
+    @property
+    def work_shares(self) -> Mapping[str, float] | None:
+        """Relative speeds of workers by patterns of their hosts' names; None: all alike."""
         return None
 
     @classmethod

@@ -155,14 +155,14 @@ def _held(order: FunctionOrder, member: Member) -> dict[str, DataSet]:
     """The data sets in the shards that each rank finds or fetches. Collective."""
     from sparkdl.worker.held_shards import hold_shards
 
-    found, reporter = {}, member.reporter
+    found = {}
     for name, data in order.sets.items():
         plan = hold_shards(
             data.plan(member.comm.world_size, batch_size=1),
             data.source,
             member.comm,
             run_id=order.run_id,
-            say_missing=lambda missing: reporter.send({"kind": "missing", "shards": missing}),
+            say=member.reporter.send,
         )
         found[name] = replace(data, shards=plan.shards, shards_by_rank=plan.shards_by_rank)
     return found

@@ -9,8 +9,9 @@ from __future__ import annotations
 import json
 import shutil
 import socket
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
+from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +33,8 @@ def hold_shards(
     *,
     run_id: str,
     speeds: Mapping[str, float] | None = None,
-    say_missing: Callable[[list[int]], None],
+    work_shares: Mapping[str, float] | None = None,
+    say: Callable[[dict[str, Any]], None],
 ) -> TrainPlan:
     """The plan with the shards that each rank holds; this rank's can be opened here. Collective.
 
@@ -42,7 +44,8 @@ def hold_shards(
         comm: the gang.
         run_id: names the folder of shards that are fetched.
         speeds: rows per second of a worker by its host, where that is known.
-        say_missing: is told which shards no rank can read, on rank 0.
+        work_shares: relative speeds by patterns of hosts' names, where it is not.
+        say: sends an event to the driver: which shards no rank can read, or who holds which.
 
     Raises:
         ShardLost: no rank can read some of them.
@@ -60,20 +63,23 @@ def hold_shards(
         ],
     }
     told["speed"] = (speeds or {}).get(socket.gethostname())
+    told["wished"] = host_speed(work_shares or {}, names)
     ranks = [json.loads(data) for data in comm.all_gather_bytes(json.dumps(told).encode())]
     here, near = ([set(rank[what]) for rank in ranks] for what in ("here", "near"))
     missing = sorted(set(range(len(plan.shards))).difference(*here))
     if missing:
         if comm.rank == 0:
-            say_missing(missing)
+            say({"kind": "missing", "shards": missing})
         raise ShardLost(f"no worker can read the shards {missing}")
-    speed_of = [rank["speed"] for rank in ranks]
     rows = [shard.num_rows for shard in plan.shards]
     if len(rows) == comm.world_size and not any(shard.hosts for shard in plan.shards):
         # One shard each: bits are those of a run that nothing has disturbed, for a file's way.
         assigned = assign_shards(len(rows), comm.world_size)
     else:
-        assigned = assign_near(rows, near, differing(speed_of))
+        measured, wished = ([rank[what] for rank in ranks] for what in ("speed", "wished"))
+        assigned = assign_near(rows, near, differing(measured, wished))
+    if comm.rank == 0:
+        say({"kind": "held", "shards": assigned})
     shards = [shard or planned for shard, planned in zip(found, plan.shards, strict=True)]
     for rank, own in enumerate(assigned):
         for number in own:
@@ -87,16 +93,24 @@ def hold_shards(
     return replace(plan.held_by(assigned), shards=tuple(shards))
 
 
-def differing(speeds: Sequence[float | None]) -> list[float] | None:
-    """Speeds by which ranks get rows; None where they are not known, or hardly differ.
+def host_speed(work_shares: Mapping[str, float], names: Collection[str]) -> float:
+    """The relative speed of a host that has these names: of the first pattern that fits, or 1."""
+    for pattern, speed in work_shares.items():
+        if any(fnmatchcase(name.lower(), pattern.lower()) for name in names):
+            return speed
+    return 1.0
 
-    A rank whose speed is not known counts as one of the mean speed.
+
+def differing(measured: Sequence[float | None], wished: Sequence[float]) -> list[float] | None:
+    """Speeds by which ranks get rows; None where they hardly differ.
+
+    A rank whose speed was not measured has the one that was wished for, in proportion to others.
     """
-    known = [speed for speed in speeds if speed]
-    if not known or max(known) < _DIFFERENCE * min(known):
-        return None
-    mean = sum(known) / len(known)
-    return [speed or mean for speed in speeds]
+    pairs = list(zip(measured, wished, strict=True))
+    known = [speed / wish for speed, wish in pairs if speed]
+    scale = sum(known) / len(known) if known else 1.0
+    speeds = [speed or wish * scale for speed, wish in pairs]
+    return speeds if max(speeds) >= _DIFFERENCE * min(speeds) else None
 
 
 def found_here(shard: Shard, source: ShardSource, run_id: str) -> Shard | None:

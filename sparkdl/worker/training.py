@@ -112,7 +112,8 @@ def _train(order: WorkOrder, member: Member) -> Results:
             comm,
             run_id=order.run_id,
             speeds=order.speeds,
-            say_missing=lambda missing: reporter.send({"kind": "missing", "shards": missing}),
+            work_shares=strategy.work_shares,
+            say=reporter.send,
         )
     with contextlib.ExitStack() as stack:
         module = initial_module(order.weights, structure, files, comm)

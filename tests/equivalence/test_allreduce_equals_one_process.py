@@ -117,13 +117,6 @@ CASES: dict[str, tuple[dict[str, Any], list[int], str, bool, Any]] = {
         False,
         None,
     ),
-    "work shares": (
-        {**ADAM, "epochs": 2, "batch_size": 4, "sync_strategy": AllReduce(work_shares=(3, 1))},
-        [15, 5],
-        "regression",
-        True,
-        None,
-    ),
     "class weights": (
         {
             **ADAM,

@@ -92,7 +92,7 @@ def regressor(epochs: int) -> TorchRegressor:
 def fit(spark: SparkSession, source: ParquetSource, epochs: int) -> dict[str, Any]:
     """Train; what went through each executor's host."""
     locate = partial(row_table.locate_blocks, spark)
-    wanted = Wanted(columns=(FEATURES,), validation=None, num_shards=2, shares=None, locate=locate)
+    wanted = Wanted(columns=(FEATURES,), validation=None, num_shards=2, locate=locate)
     hosts = [list(shard.hosts) for shard in source.contents(wanted).shards]
     before = counted(spark)
     rows = regressor(epochs).fit(source).summary.rows

@@ -14,7 +14,7 @@ from sparkdl.data.plan import Column, Shard, TrainPlan, make_plan
 from sparkdl.data.spool.spool_source import SpoolSource
 from sparkdl.errors import CommunicationError, ShardLost
 from sparkdl.worker import held_shards
-from sparkdl.worker.held_shards import differing, found_here, hold_shards
+from sparkdl.worker.held_shards import differing, found_here, hold_shards, host_speed
 from tests.gang import Gang
 
 LARGE = 20 << 20
@@ -62,12 +62,13 @@ def hold(comm: Any, folder: str, places: list[int], hosts: Any = None) -> Any:
         plan = replace(plan, shards=tuple(shards))
     disk = Path(folder) / f"disk{comm.rank}"
     os.environ["SPARK_LOCAL_DIRS"] = str(disk)
-    missing: list[list[int]] = []
+    told: list[dict[str, Any]] = []
     source = OnHosts("" if hosts is not None else str(disk))
     try:
-        found = hold_shards(plan, source, comm, run_id="run", say_missing=missing.append)
+        found = hold_shards(plan, source, comm, run_id="run", say=told.append)
     except ShardLost as error:
-        return str(error), missing
+        return str(error), told
+    assert told == [{"kind": "held", "shards": found.shards_by_rank}] * (comm.rank == 0)
     read = {
         shard.shard_id: {
             path.name: (len(data := path.read_bytes()), data[:1], data[-1:])
@@ -126,7 +127,7 @@ def test_what_nobody_can_read_is_told(gang: Gang, tmp_path: Path) -> None:
     write(tmp_path, [0, 1, 1])
     told = gang.run(hold, str(tmp_path), [0, 2, 2])
     assert told == [
-        ("no worker can read the shards [1, 2]", [[1, 2]]),
+        ("no worker can read the shards [1, 2]", [{"kind": "missing", "shards": [1, 2]}]),
         ("no worker can read the shards [1, 2]", []),
     ]
 
@@ -154,12 +155,22 @@ def test_a_peer_names_files_of_the_shard_only(
 
 
 def test_speeds_count_where_they_differ() -> None:
-    assert differing([None, None]) is None
-    assert differing([100.0, 110.0]) is None
-    assert differing([300.0, None, 100.0]) == [300.0, 200.0, 100.0]
+    assert differing([None, None], [1, 1]) is None
+    assert differing([100.0, 110.0], [3, 1]) is None
+    assert differing([300.0, None, 100.0], [1, 1, 1]) == [300.0, 200.0, 100.0]
+    assert differing([None, None], [3, 1]) == [3, 1]
+    assert differing([300.0, None, 100.0], [3, 0.5, 1]) == [300.0, 50.0, 100.0]
 
 
-def hold_by_speed(comm: Any, folder: str, speeds: list[float]) -> Any:
+def test_the_first_pattern_that_fits_a_name_of_a_host_gives_its_speed() -> None:
+    wished = {"gpu-1?.net": 4, "GPU-*": 3, "10.0.0.7": 0.5}
+    names = ({"x", "gpu-12.net"}, {"gpu-1.net"}, {"Gpu-x", "y"}, {"node", "10.0.0.7"}, {"node"})
+    assert [host_speed(wished, own) for own in names] == [4, 3, 3, 0.5, 1]
+
+
+def hold_by_speed(
+    comm: Any, folder: str, speeds: list[float], wished: dict[str, float] | None = None
+) -> Any:
     """As `hold`, on two hosts of these speeds."""
     host = f"host{comm.rank}"
     known = {f"host{rank}": speed for rank, speed in enumerate(speeds)}
@@ -167,15 +178,21 @@ def hold_by_speed(comm: Any, folder: str, speeds: list[float]) -> Any:
         patch.setattr(held_shards.socket, "gethostname", lambda: host)
         plan = plan_of(folder, [0, 0, 0, 0])
         found = hold_shards(
-            plan, SpoolSource(), comm, run_id="run", speeds=known, say_missing=lambda _: None
-        )
+            plan, SpoolSource(), comm, run_id="run", speeds=known, work_shares=wished,
+            say=lambda _: None,
+        )  # fmt: skip
     return found.shards_by_rank
 
 
 def test_a_faster_host_gets_more_rows(gang: Gang, tmp_path: Path) -> None:
     write(tmp_path, [0, 0, 0, 0])
-    for speeds, rows in (([100.0, 110.0], [11, 11]), ([100.0, 300.0], [5, 17])):
-        first, second = gang.run(hold_by_speed, str(tmp_path), speeds)
+    for speeds, wished, rows in (
+        ([100.0, 110.0], None, [11, 11]),
+        ([100.0, 300.0], None, [5, 17]),
+        ([], {"host1": 3.0}, [5, 17]),
+        ([300.0, 100.0], {"host1": 3.0}, [17, 5]),  # what was measured replaces it
+    ):
+        first, second = gang.run(hold_by_speed, str(tmp_path), speeds, wished)
         assert first == second
         assert [sum(4 + number for number in own) for own in first] == rows
 

@@ -67,23 +67,24 @@ def check_options(buffer_bytes: int, validation_fraction: float) -> None:
 
 
 def deal(
-    groups: Sequence[RowGroup], shares: Sequence[float], homes: Sequence[int]
+    groups: Sequence[RowGroup], num_shards: int, homes: Sequence[int]
 ) -> list[tuple[Piece, ...]]:
-    """Deal row groups to shards, so that each has its share of the rows, to the row.
+    """Deal row groups to shards, so that all have equally many rows, but for one.
 
     The row groups of one home come after those of another, so that a shard has mostly those of one.
     Then they are cut: a row group on a border is read by two shards, each of which uses its part.
 
     Args:
         groups: those with rows of the split, in random order.
-        shares: each shard's part, adding up to 1.
+        num_shards: how many shards.
         homes: the host of each row group, see `Places.homes`; empty: they keep their order.
     """
     if homes:
         groups = [groups[n] for n in sorted(range(len(groups)), key=lambda n: (homes[n], n))]
     total = sum(group.num_rows for group in groups)
-    bounds = [0, *(round(upto * total) for upto in accumulate(shares[:-1])), total]
-    dealt: list[list[Piece]] = [[] for _ in shares]
+    parts = accumulate([1 / num_shards] * (num_shards - 1))
+    bounds = [0, *(round(upto * total) for upto in parts), total]
+    dealt: list[list[Piece]] = [[] for _ in range(num_shards)]
     start, shard = 0, 0
     for group in groups:
         taken = 0
@@ -135,7 +136,7 @@ def _by_lot(groups: Sequence[RowGroup], purpose: str = "") -> list[RowGroup]:
 def deal_both(
     train: Sequence[RowGroup], validation: Sequence[RowGroup], wanted: Wanted, places: Places
 ) -> tuple[tuple[ShardPieces, ...], str]:
-    """Deal the rows of both splits, those for validation equally.
+    """Deal the rows of both splits.
 
     Returns:
         The shards, and the homes of the row groups of both splits, which are ``wanted.homes`` if
@@ -149,14 +150,13 @@ def deal_both(
         raise DataError(
             "no rows are left for training; lower validation_fraction, or write more row groups"
         )
-    equal = (1 / wanted.num_shards,) * wanted.num_shards
     train, validation = _by_lot(train), _by_lot(validation)
     text = wanted.homes
     if text is None:
         text = json.dumps([places.homes(train), places.homes(validation)], separators=(",", ":"))
     homes, held_homes = _homes(text, len(train), len(validation))
-    own = deal(train, wanted.shares or equal, homes)
-    held = deal(validation, equal, held_homes)
+    own = deal(train, wanted.num_shards, homes)
+    held = deal(validation, wanted.num_shards, held_homes)
     return tuple({"train": t, "validation": v} for t, v in zip(own, held, strict=True)), text
 
 

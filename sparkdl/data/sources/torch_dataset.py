@@ -118,11 +118,11 @@ class DatasetSource:
             )
         check_kinds(wanted.columns)
         num_shards = wanted.num_shards
-        train = _cut(self.factory, num_shards, wanted.shares, self.num_rows, "num_rows")
+        train = _cut(self.factory, num_shards, self.num_rows, "num_rows")
         held = replace(train, sizes=(0,) * num_shards)
         if self.validation is not None:
             option = "num_validation_rows"
-            held = _cut(self.validation, num_shards, None, self.num_validation_rows, option)
+            held = _cut(self.validation, num_shards, self.num_validation_rows, option)
         sample = self._first(_part(0, wanted.num_shards))
         columns = tuple(column_of(column, sample) for column in wanted.columns)
         content = self._content(sample, sum(train.sizes), sum(held.sizes))
@@ -267,11 +267,7 @@ def _part(number: int, num_shards: int) -> DatasetShard:
 
 
 def _cut(
-    factory: Callable[..., Any],
-    num_shards: int,
-    shares: Sequence[float] | None,
-    num_rows: int | None,
-    option: str,
+    factory: Callable[..., Any], num_shards: int, num_rows: int | None, option: str
 ) -> DatasetSplit:
     """Cut a dataset into shards; ``option`` is what the user calls ``num_rows``."""
     dataset = make(factory, _part(0, num_shards))
@@ -285,15 +281,10 @@ def _cut(
         raise ConfigError(f"{option} is for iterable datasets; this one has a length")
     if style == "map" or num_rows is not None:
         total = len(dataset) if num_rows is None else num_rows
-        upto = accumulate((shares or [1 / num_shards] * num_shards)[:-1])
+        upto = accumulate([1 / num_shards] * (num_shards - 1))
         bounds = [0, *(round(part * total) for part in upto), total]
         sizes = tuple(stop - start for start, stop in pairwise(bounds))
         return DatasetSplit(factory=factory, style=style, sizes=sizes)
-    if shares is not None:
-        raise ConfigError(
-            "workers shall get different shares of the rows, but an iterable dataset deals its "
-            f"samples itself; set DatasetSource({option}=...), of which each worker uses its share"
-        )
     parts = [dataset, *(make(factory, _part(n, num_shards)) for n in range(1, num_shards))]
     try:
         sizes = tuple(len(part) for part in parts)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -50,11 +50,14 @@ class Attempt:
     saved: tuple[int, float] | None = None
     """The step (or number) of the newest checkpoint of this attempt, and when it was there."""
     hosts: dict[int, str] = field(default_factory=dict)
-    """Where each rank runs, as it calls its host."""
+    """Where each rank computes on CPUs, as it calls its host."""
     speeds: dict[int, float] = field(default_factory=dict)
-    """Rows per second of each rank, by the time that it has spent on reading and computing."""
+    """Rows per second of each rank, by the time that it has spent on reading and computing; it
+    means nothing of a GPU, which computes on while its process waits for others."""
+    held: Sequence[Sequence[int]] = ()
+    """The numbers of each rank's shards."""
     resized: str | None = None
-    """Why it was ended to start again with more workers; None: it was not."""
+    """Why it was ended to start again with more workers, or other shards; None: it was not."""
     crashes: dict[int, str] = field(default_factory=dict)
     """Of ranks whose process is gone: where it has crashed, as Python's faulthandler says it;
     empty: it does not."""

@@ -60,7 +60,7 @@ class Resize:
         return f"there are slots for {there} workers: {reason}"
 
     def end(self) -> None:
-        """See `supervisor.Resizing`."""
+        """See `supervisor.Change`."""
         self._seen = None
         self._scouts.end()
 

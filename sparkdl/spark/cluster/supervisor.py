@@ -13,7 +13,7 @@ import json
 import logging
 import queue
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Protocol, TypeVar
@@ -115,8 +115,8 @@ _GRACE_SECONDS = 3.0
 """How long the other ranks' reports and Spark's own reason may follow the first sign of failure."""
 
 
-class Resizing(Protocol):
-    """Decides whether a gang gets another number of workers."""
+class Change(Protocol):
+    """Decides whether a gang starts again with other workers, or with other shards for them."""
 
     def __call__(self, attempt: Attempt) -> str | None:
         """Why to start again; None: go on. Asked once a second."""
@@ -142,7 +142,7 @@ def supervise(
     *,
     first_attempt: int = 0,
     heal: Callable[[Attempt], None] | None = None,
-    resize: Resizing | None = None,
+    changes: Sequence[Change] = (),
     what: str = "train",
     once_there: str = "waiting for the first step",
 ) -> GangResult:
@@ -158,8 +158,7 @@ def supervise(
             in it where it starts, and returns the call that runs the job and gives its rows.
         first_attempt: number of the first submission, where a run makes several jobs.
         heal: given a failed attempt, mends what would make the next one fail too.
-        resize: whether to start again with another number of workers; that is no failure. None:
-            never.
+        changes: who may want to start again with other workers or shards; that is no failure.
         what: is done, for Spark's UI.
         once_there: as in `Attempt`.
 
@@ -187,13 +186,13 @@ def supervise(
             sizes.append((attempt.start, attempt.world_size))
             attempt.submitted = time.monotonic()
             name = f"sparkdl {run.run_id}: {what}" + f", restart {restarts}" * (restarts > 0)
-            _run(run, job, attempt, name, resize)
+            _run(run, job, attempt, name, changes)
         except Exception as error:
             failures.raise_unless_loss(error)
             attempt.spark_error, attempt.cancelled = error, False
         finally:
-            if resize is not None:
-                resize.end()
+            for change in changes:
+                change.end()
         if attempt.resized is not None and attempt.rows is None:  # it failed as it was ended
             logger.info("%s", attempt.resized)
             if attempt.steps is None and attempt.saved is None:  # it had not begun
@@ -256,14 +255,14 @@ def _run(
     work: Callable[[], Rows],
     attempt: Attempt,
     name: str,
-    resize: Resizing | None,
+    changes: Sequence[Change],
 ) -> None:
     """Submit once and watch until Spark's job has ended."""
     tag = f"sparkdl-{run.run_id}-{attempt.number}"
     job = BackgroundJob(run.spark, work, tag=tag, name=name)
     try:
         job.begin()
-        _watch(run, attempt, job, resize)
+        _watch(run, attempt, job, changes)
     finally:
         job.end()
         _receive(run, attempt)  # the last events may come a moment after the rows
@@ -295,7 +294,7 @@ def _watch(
     run: Launch,
     attempt: Attempt,
     job: BackgroundJob[Rows],
-    resize: Resizing | None,
+    changes: Sequence[Change],
 ) -> None:
     """Return when the job has ended, or when it must be cancelled."""
     reaches_driver = run.link.channel is not None
@@ -310,9 +309,9 @@ def _watch(
             # The driver itself stood still; silence during that time says nothing.
             attempt.last_event = dict.fromkeys(attempt.last_event, now)
         before = now
-        if resize is not None and not attempt.failures and now - asked > _RESIZE_SECONDS:
+        if changes and not attempt.failures and now - asked > _RESIZE_SECONDS:
             asked = now
-            attempt.resized = resize(attempt)
+            attempt.resized = next(filter(None, (change(attempt) for change in changes)), None)
             if attempt.resized is not None:
                 return
         if attempt.failures and doomed_since is None:
@@ -419,11 +418,13 @@ def _take(event: Event, attempt: Attempt, run: Launch) -> None:
         attempt.done.add(event.rank)
     elif kind == "missing":
         attempt.missing.update(event.body["shards"])
+    elif kind == "held":
+        attempt.held = event.body["shards"]
     elif kind == "checkpoint":
         attempt.saved = (event.body["step"], event.received)
     elif kind == "crash":
         attempt.crashes[event.rank] = event.body["text"]
     elif kind != "alive":  # which is all that a watcher says
-        if kind == "hardware":
+        if kind == "hardware" and "gpu" not in event.body["hardware"]:
             attempt.hosts[event.rank] = event.body["hardware"]["host"]
         run.view.fact(event.rank, event.body)

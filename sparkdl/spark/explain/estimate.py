@@ -76,7 +76,7 @@ def look(
         table = checked.data.table(spec, run_id)
     else:
         shown = UserRows(checked.data.frame, spec.columns, spec.validation)
-        spec = replace(spec, num_shards=1, num_places=1, shares=None, is_gang=False, profile=None)
+        spec = replace(spec, num_shards=1, num_places=1, is_gang=False, profile=None)
         spec = replace(spec, columns=sample.prepared, validation=sample.validation)
         table = ShardTable(sample.df, spec, run_id=run_id, shown=shown)
     stack.callback(table.close)
@@ -99,6 +99,12 @@ def look(
         shards = _shards(checked, sample, shards[0], *numbers)
         is_given = options.num_rows is not None and not sample.is_all
         may_validate = is_given and sample.validation is not None
+    if (wished := checked.strategy.work_shares) is not None:
+        speeds = ", ".join(f"{pattern}: {speed:g}" for pattern, speed in wished.items())
+        notes.append(
+            f"workers get shards by work_shares ({speeds}) and by what is measured in the fit; "
+            "what is told here is of shards that are dealt evenly"
+        )
     plan = checked.make_plan(columns, shards)
     as_spooled = [replace(spooled[0], shard=shard) for shard in shards]
     window_bytes = checked.config.shuffle_window_bytes
@@ -151,10 +157,7 @@ def _shards(
 ) -> list[Shard]:
     """The shards of a fit, of so many rows of the sample's size."""
     num_shards, executors = checked.num_shards, checked.slots.cluster.num_executors or 1
-    if checked.shares is None:
-        rows = shard_rows(sample.hashes, num_rows, num_shards)
-    else:
-        rows = shared_rows(num_rows, checked.shares)
+    rows = shard_rows(sample.hashes, num_rows, num_shards)
     validation = shared_rows(num_validation, [1 / num_shards] * num_shards)
     row_bytes = spooled.num_bytes / max(1, spooled.num_all_rows)
     return [

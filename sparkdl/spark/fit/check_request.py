@@ -151,7 +151,6 @@ class CheckedRequest(CheckedValues):
             num_places=self.slots.num_workers,
             validation=self.validation,
             validation_col=self.request.validation_col,
-            shares=self.shares,
             # Where workers come and go shards move to them, and no stage may need all slots.
             is_gang=self.slots.is_gang and not self.slots.may_move,
             is_barrier=self.slots.is_barrier,
@@ -173,12 +172,6 @@ class CheckedRequest(CheckedValues):
             pieces=choice.pieces,
             is_gang=False,
         )
-
-    @property
-    def shares(self) -> tuple[float, ...] | None:
-        """Each shard's part of the rows, adding up to 1; None: equal parts."""
-        shares = self.strategy.row_shares(self.num_shards)
-        return None if shares is None else tuple(shares)
 
     def make_plan(self, columns: Items[Column], shards: Items[Shard]) -> TrainPlan:
         """The plan of a run over these shards, without windows."""
@@ -276,8 +269,6 @@ def _choose_shards(checked: CheckedRequest) -> ShardChoice:
         obstacle = "in rounds each shard trains a replica, which needs equally many rows"
     elif not checked.strategy.is_elastic:
         obstacle = f"what {name} learns depends on which worker has which rows"
-    elif checked.shares is not None:
-        obstacle = "work_shares deals the rows"
     require_partitions(asked, obstacle)
     if asked == "rows" or obstacle is not None:
         return ShardChoice(reason=obstacle or "dealt by their hash, as shards='rows' asks")
@@ -320,8 +311,15 @@ def check_range(request: FitRequest, strategy: SyncStrategy, mode: str) -> None:
 def check_shards(shards: int | None, strategy: SyncStrategy, workers: int) -> None:
     """Refuse more workers than shards, or fewer where that changes the result; raises ConfigError.
 
-    Averaging strategies train a replica on each shard.
+    Averaging strategies train a replica on each shard. Where hosts differ in speed there must be
+    more shards than workers.
     """
+    if strategy.work_shares is not None and (shards or workers) <= workers:
+        raise ConfigError(
+            f"work_shares gives workers on faster hosts more shards, and {workers} shard(s) for "
+            f"{workers} worker(s) leave nothing to give; set numShards, for example to "
+            f"{4 * workers}"
+        )
     if shards is None or shards == workers:
         return
     if shards < workers:
@@ -335,10 +333,6 @@ def check_shards(shards: int | None, strategy: SyncStrategy, workers: int) -> No
             f"numShards={shards} with {workers} workers: what {name} learns depends on which "
             "worker has which rows; leave numShards unset, or use AllReduce without compression "
             "and backup workers"
-        )
-    if strategy.row_shares(workers) is not None:
-        raise ConfigError(
-            "work_shares cuts the rows by worker, and numShards by itself; set one of them"
         )
 
 

@@ -258,14 +258,14 @@ def _make_plan(
     windows = windows_to_go_on(link.checkpoints, key, choose)
     homes = table.homes if isinstance(table, SourceTable) else None
     plan = replace(plan, windows=windows, homes=homes)
-    _log_plan(plan, checked.slots, checked.shares)
+    _log_plan(plan, checked.slots)
     check_rows.check_plan(checked, plan, has_validation=plan.num_validation_rows > 0)
     if checked.request.validation is not None and not plan.num_validation_rows:
         logger.warning("%s", check_rows.none_for_validation(checked.request, plan.num_rows))
     return plan
 
 
-def _log_plan(plan: TrainPlan, slots: Slots, shares: Sequence[float] | None) -> None:
+def _log_plan(plan: TrainPlan, slots: Slots) -> None:
     """Log the plan's numbers; warn if a shard has many more rows than it should have."""
     logger.info(
         "%d rows for training, %d for validation, in %d shard(s); %d worker(s) of %d thread(s); "
@@ -292,9 +292,8 @@ def _log_plan(plan: TrainPlan, slots: Slots, shares: Sequence[float] | None) -> 
                 *(most, plan.num_rows),
             )
         return
-    shares = shares or [1 / len(rows)] * len(rows)
-    worst = max(range(len(rows)), key=lambda number: rows[number] / shares[number])
-    if rows[worst] > _SKEW * shares[worst] * plan.num_rows and rows[worst] > plan.batch_size:
+    worst = max(range(len(rows)), key=rows.__getitem__)
+    if rows[worst] * len(rows) > _SKEW * plan.num_rows and rows[worst] > plan.batch_size:
         logger.warning(
             "shard %d has %d of the %d rows, because equal rows stay together: the result is "
             "exact, but other workers wait for its; use fewer shards, or fewer equal rows",

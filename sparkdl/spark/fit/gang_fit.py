@@ -3,27 +3,30 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Collection
+import time
+from collections.abc import Callable, Collection, Sequence
 from functools import partial
 from typing import Any
 
 import cloudpickle
 
 from sparkdl.comm.file_chunks import gathered
-from sparkdl.data.plan import assign_shards
+from sparkdl.data.plan import assign_near, assign_shards
 from sparkdl.data.spool.spool_source import SpoolSource
 from sparkdl.report.summary import TrainingSummary
 from sparkdl.spark.cluster.attempt import Attempt, Rows
 from sparkdl.spark.cluster.resize import Resize
 from sparkdl.spark.cluster.supervisor import GangResult, supervise
-from sparkdl.spark.run.resume import Attempts, find_checkpoint, gang_attempts
+from sparkdl.spark.run.resume import Attempts, by_host, find_checkpoint, gang_attempts
 from sparkdl.spark.run.run import Run, Trained
 from sparkdl.storage.checkpoint_format import decode, encode
 from sparkdl.storage.tensor_tree import Snapshot, pack
+from sparkdl.sync.strategy import SyncStrategy
 from sparkdl.worker import training
+from sparkdl.worker.held_shards import differing
 
 _WORTH = 2.0
-"""A gang starts again with more workers if that saves so many times what it costs."""
+"""A gang starts again, to be faster, if that saves so many times what it costs."""
 
 
 def train_in_gang(run: Run) -> Trained:
@@ -35,8 +38,8 @@ def train_in_gang(run: Run) -> Trained:
         state = gathered(encode(Snapshot(*pack(run.begins_from.shared()))))
     with gang_attempts(run, run.run_key, partial(_rebuild, run)) as attempts:
         submit = partial(_submit, run, attempts, payload, state)
-        resize = Resize(run, partial(_pays, run), attempts.take_at_most)
-        result = supervise(run, submit, heal=attempts.heal, resize=resize)
+        changes = Redeal(run, attempts), Resize(run, partial(_pays, run), attempts.take_at_most)
+        result = supervise(run, submit, heal=attempts.heal, changes=changes)
     run.module.load_state_dict(_sent(run, result, "weights", training.FINAL))
     left = _sent(run, result, "left", training.LEFT) if run.keeps_state else None
     return Trained(summary=_trained(result), left=left)
@@ -59,6 +62,9 @@ def _submit(
     if is_again:
         found = run.table.restore(world_size) if run.slots.may_move else run.table.collect()
         plan = plan.for_shards([part.shard for part in found])
+    strategy: SyncStrategy = run.config.sync_strategy
+    attempt.held = assign_shards(len(plan.shards), world_size)
+    has_speeds = len(plan.shards) > world_size and (attempts.speeds or strategy.work_shares)
     send = partial(run.link.send, remedy="submit the job inside the cluster's network")
     tensors, what = run.packed.tensors, "the module's weights have"
     order = run.gang_order(
@@ -66,7 +72,7 @@ def _submit(
         attempt=attempt.number,
         run_key=run.run_key,
         device=run.config.device,
-        plan=plan.held_by(assign_shards(len(plan.shards), world_size)),
+        plan=plan.held_by(attempt.held),
         payload=payload,
         weights=send(training.INITIAL, tensors, what=what),
         begins_from_state=run.begins_from is not None,
@@ -75,7 +81,8 @@ def _submit(
         resume_path=path,
         source=run.table.reader,
         speeds=attempts.speeds,
-        is_placed=not (run.slots.may_move or own) and isinstance(run.table.reader, SpoolSource),
+        is_placed=not (run.slots.may_move or own or has_speeds)
+        and isinstance(run.table.reader, SpoolSource),
         looks=run.looks,
     )
     return run.gang_job(df, training.run, order, num_workers=world_size)
@@ -89,11 +96,70 @@ def _rebuild(run: Run, missing: Collection[int]) -> None:
         run.table.remake(missing or range(len(run.plan.shards)))
 
 
-def _pays(run: Run, attempt: Attempt, workers: int, _since: float) -> str | None:
-    """Why to start again with more workers, see `resize.Pays`.
+class Redeal:
+    """Whether a gang shall start again with shards dealt by the speeds that were measured in it.
 
-    It pays if the time that they save is worth twice what starting again costs: as long as this
-    attempt took to its first step, and the steps since its last checkpoint once more.
+    Only if some host's speed was not known when it began, so never twice for the same hosts, and
+    not where the user wants equal bits, which depend on who holds what unless they are by shard.
+    """
+
+    def __init__(self, run: Run, attempts: Attempts) -> None:
+        self._run = run
+        self._attempts = attempts
+        self._seen: tuple[Any, float] = (None, 0.0)
+        """The assignment that would be better, and since when."""
+
+    def __call__(self, attempt: Attempt) -> str | None:
+        """Why to start again; None: go on."""
+        found = self._better(attempt)
+        now = time.monotonic()
+        if found is None or found[0] != self._seen[0]:
+            self._seen = (found and found[0], now)
+        if found is None or now < self._seen[1] + self._run.settings.elastic_wait_seconds:
+            return None
+        return f"its workers differ in speed: the gang {found[1]}"
+
+    def end(self) -> None:
+        """See `supervisor.Change`."""
+        self._seen = (None, 0.0)
+
+    def _better(self, attempt: Attempt) -> tuple[Any, str] | None:
+        """The assignment by the speeds as they are, and what it is worth; None: no better one."""
+        plan, config = self._run.plan, self._run.config
+        known, measured = self._attempts.speeds, by_host(attempt)
+        hosts = [attempt.hosts.get(rank, "") for rank in range(attempt.world_size)]
+        if len(plan.shards) <= len(hosts) or known.keys() >= set(hosts):
+            return None
+        if config.deterministic and config.elasticity != "bits":
+            return None
+        speeds = [measured.get(host) or known.get(host, 0.0) for host in hosts]
+        if not all(speeds):
+            return None
+        rows = [shard.num_rows for shard in plan.shards]
+
+        def seconds(held: Sequence[Sequence[int]]) -> float:
+            """Of an epoch for the slowest."""
+            ranks = zip(held, speeds, strict=True)
+            return max(sum(rows[number] for number in own) / speed for own, speed in ranks)
+
+        held = [set(own) for own in attempt.held]
+        better = assign_near(rows, held, differing(speeds, [1.0] * len(speeds)))
+        saved = (seconds(attempt.held) - seconds(better)) / plan.steps_per_epoch
+        worth = _worth(self._run, attempt, lambda _: saved)
+        return None if worth is None else (better, worth)
+
+
+def _pays(run: Run, attempt: Attempt, workers: int, _since: float) -> str | None:
+    """Why to start again with more workers, see `resize.Pays`."""
+    worth = _worth(run, attempt, lambda seconds: seconds * (1 - attempt.world_size / workers))
+    return worth and f"the gang of {attempt.world_size} {worth}"
+
+
+def _worth(run: Run, attempt: Attempt, save: Callable[[float], float]) -> str | None:
+    """What starting again is worth; None: it does not pay. ``save`` tells it of a step's seconds.
+
+    It pays if the time that it saves is worth twice what it costs: as long as this attempt took to
+    its first step, and the steps since its last checkpoint once more.
     """
     if attempt.saved is None or attempt.steps is None or attempt.first_step is None:
         return None
@@ -102,13 +168,13 @@ def _pays(run: Run, attempt: Attempt, workers: int, _since: float) -> str | None
         return None
     step_seconds = (at - began) / (step - first)
     end = run.plan.first_step + run.plan.total_steps
-    saved = (end - step) * step_seconds * (1 - attempt.world_size / workers)
+    saved = (end - step) * save(step_seconds)
     cost = began - attempt.submitted + max(0, step - saved_step) * step_seconds
     if saved < _WORTH * cost:
         return None
     return (
-        f"the gang of {attempt.world_size} starts again from the checkpoint of step {saved_step}, "
-        f"which saves about {saved - cost:.0f} s"
+        f"starts again from the checkpoint of step {saved_step}, which saves about "
+        f"{saved - cost:.0f} s"
     )
 
 

@@ -44,8 +44,6 @@ class TableSpec:
     """True for rows for validation; None: there are none."""
     validation_col: str | None = None
     """The name of that column in the user's data."""
-    shares: tuple[float, ...] | None = None
-    """Each shard's part of the rows, adding up to 1; None: equal parts."""
     pieces: int | None = None
     """Shards of each of the DataFrame's own partitions, which are not moved; ``num_places`` is
     their number, or what they are packed to. None: all rows are dealt to shards anew."""
@@ -187,7 +185,6 @@ class SourceTable(RowTable):
             columns=spool_columns(spec.columns),
             validation=spec.validation_col,
             num_shards=spec.num_shards,
-            shares=spec.shares,
             spread=ExecutorCalls(spark, spec.profile, spec.queue_timeout_seconds),
             # Asked once: blocks that are copied during a fit do not change what its shards hold.
             locate=functools.cache(functools.partial(locate_blocks, spark)),

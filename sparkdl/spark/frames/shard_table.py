@@ -17,7 +17,6 @@ from collections import defaultdict
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 from functools import partial
-from itertools import accumulate
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -462,16 +461,9 @@ def dealt(
     Where a partition may have several shards, the first column is ``shard``, after which the rows
     are ordered first.
     """
-    if spec.shares is None:  # the shard to which `repartition` deals a row
-        shard = F.pmod(F.hash("hash"), F.lit(spec.num_shards))
-    else:
-        shard = shard_of_hash(F.col("hash"), spec.shares)
     if shards_by_place is None and spec.shards_by_place is None:
-        if spec.shares is None:
-            shards = hashed.repartition(spec.num_shards, "hash")
-        else:
-            shards = hashed.repartitionById(spec.num_shards, shard)
-        return shards.sortWithinPartitions(*order)
+        return hashed.repartition(spec.num_shards, "hash").sortWithinPartitions(*order)
+    shard = F.pmod(F.hash("hash"), F.lit(spec.num_shards))  # to which `repartition` deals a row
     numbered = hashed.select(shard.alias("shard"), *hashed.columns)
     if shards_by_place is None:
         # As `assign_shards` has it: the last place that begins at the shard, or before.
@@ -483,15 +475,6 @@ def dealt(
     wanted = numbered.where(F.col("shard").isin(list(place_of)))
     place = F.element_at(F.create_map(*entries), F.col("shard"))
     return wanted.repartitionById(len(shards_by_place), place).sortWithinPartitions("shard", *order)
-
-
-def shard_of_hash(row_hash: SparkColumn, shares: Sequence[float]) -> SparkColumn:
-    """The shard that gets a row: hashes are spread evenly, so their range is cut by shares."""
-    bounds = [round(upto * 2**64) - 2**63 for upto in accumulate(shares[:-1])]
-    shard = F.lit(0)
-    for bound in bounds:
-        shard += (row_hash >= F.lit(min(bound, 2**63 - 1))).cast("int")
-    return shard
 
 
 def parse_shards(payload: dict[str, Any]) -> list[SpooledShard]:

@@ -108,4 +108,4 @@ def _key(spec: TableSpec, slots: Slots) -> Any:
         for p in spec.columns
     ]
     workers = (slots.num_workers, slots.is_gang, slots.cpus_per_worker, slots.gpus_per_worker)
-    return (columns, str(spec.validation), spec.shares, spec.pieces, spec.num_shards, workers)
+    return (columns, str(spec.validation), spec.pieces, spec.num_shards, workers)

@@ -223,7 +223,7 @@ class FunctionJob(Launch):
                 self,
                 partial(self._submit, attempts),
                 heal=attempts.heal,
-                resize=Resize(self, self._pays, attempts.take_at_most),
+                changes=[Resize(self, self._pays, attempts.take_at_most)],
                 what="run a function",
                 once_there="",
             )

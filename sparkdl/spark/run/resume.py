@@ -13,7 +13,7 @@ import json
 import logging
 import time
 from collections.abc import Callable, Collection, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, TypeVar
 
@@ -68,6 +68,9 @@ def run_key(module: nn.Module, columns: Sequence[Column], config: TrainConfig, c
         [c.name, c.role, c.dtype, list(c.shape), c.argument, identity(c.specification)]
         for c in columns
     ]
+    strategy = config.sync_strategy
+    if getattr(strategy, "work_shares", None) is not None:  # the result does not depend on these
+        config = replace(config, sync_strategy=replace(strategy, work_shares=None))
     options = {
         name: identity(getattr(config, name))
         for name in config.__dataclass_fields__
@@ -236,7 +239,7 @@ class Attempts:
         """
         run, number = self.run, attempt.number
         if self.previous is not None:
-            self.speeds |= _by_host(self.previous)
+            self.speeds |= by_host(self.previous)
         self.previous = attempt
         if number > 0:
             run.view.begun_again(number, None)
@@ -256,7 +259,7 @@ class Attempts:
         return path
 
 
-def _by_host(attempt: Attempt) -> dict[str, float]:
+def by_host(attempt: Attempt) -> dict[str, float]:
     """Rows per second of a worker on each host, the mean of its workers."""
     found: dict[str, list[float]] = {}
     for rank, speed in attempt.speeds.items():

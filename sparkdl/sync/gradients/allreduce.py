@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -33,11 +33,12 @@ class AllReduce(CollectiveStrategy):
     """
     num_backup_workers: int = 0
     """Workers that no step waits for: gradients that come after those of the others are dropped."""
-    work_shares: tuple[float, ...] | None = None
-    """The ranks' parts of the rows, in proportion, such as ``(2, 1)``; None: equal parts.
+    work_shares: Mapping[str, float] | None = None
+    """Relative speeds of workers by their hosts, such as ``{"gpu-*": 3, "old-node-7": 1}``.
 
-    After MXNet's ``work_load_list``. ``batchSize`` is the batch of the rank with the largest part.
-    Gradients stay those of the united batch. Spark decides which executor runs which rank.
+    A worker on a faster host gets more shards, for which ``numShards`` must be more than the
+    workers. Patterns are those of shells, the first that fits counts, and hosts without one have
+    speed 1. Measured speeds replace these. After MXNet's ``work_load_list``.
     """
 
     def __post_init__(self) -> None:
@@ -52,9 +53,15 @@ class AllReduce(CollectiveStrategy):
         if self.double_buffering and self.topology == "auto":
             object.__setattr__(self, "topology", "ring")
         if self.work_shares is not None:
-            object.__setattr__(self, "work_shares", tuple(self.work_shares))  # lists, from files
-            is_positive = all(0 < share < math.inf for share in self.work_shares)
-            require(is_positive, "work_shares must be positive", self.work_shares)
+            require(
+                isinstance(self.work_shares, Mapping)
+                and len(self.work_shares) > 0
+                and all(isinstance(name, str) for name in self.work_shares)
+                and all(_is_speed(speed) for speed in self.work_shares.values()),
+                "work_shares must map patterns of host names to positive speeds, such as "
+                "{'gpu-*': 3}; hosts without a match count 1",
+                self.work_shares,
+            )
 
     @property
     def deterministic(self) -> bool:
@@ -68,11 +75,6 @@ class AllReduce(CollectiveStrategy):
 
     def check(self, config: TrainConfig, world_size: int) -> None:
         super().check(config, world_size)
-        if self.work_shares is not None and len(self.work_shares) != world_size:
-            raise ConfigError(
-                f"work_shares must have one part per worker; received {len(self.work_shares)} "
-                f"for {world_size} worker(s); set numWorkers to {len(self.work_shares)}"
-            )
         if self.double_buffering and self.topology != "ring":
             raise ConfigError(
                 f"topology {self.topology!r} sums while it is waited for, and double_buffering "
@@ -85,11 +87,6 @@ class AllReduce(CollectiveStrategy):
             )
         if self.num_backup_workers:
             check_backup_workers(self, self.num_backup_workers, config, world_size)
-
-    def row_shares(self, world_size: int) -> tuple[float, ...] | None:
-        if self.work_shares is None:
-            return None
-        return tuple(share / sum(self.work_shares) for share in self.work_shares)
 
     def messages(self, shapes: Shapes, element_size: int) -> Sequence[Shapes]:
         return bucket_shapes(shapes, element_size, self.bucket_bytes)
@@ -121,6 +118,10 @@ class AllReduce(CollectiveStrategy):
             kind = partial(BackupWorkersSynchronizer, num_backup_workers=self.num_backup_workers)
         compression = self.resolved_compression()
         return kind(*setup, bucket_bytes=self.bucket_bytes, compression=compression)
+
+
+def _is_speed(value: object) -> bool:
+    return isinstance(value, int | float) and 0 < value < math.inf
 
 
 def tree_synchronizer(

@@ -312,6 +312,9 @@ def test_metrics_are_named_or_made() -> None:
         ({"num_workers": 2, "min_workers": 5}, "min_workers=5 is more than num_workers=2; lower"),
         ({"min_workers": 1, "sync_strategy": "local_sgd"}, "^min_workers=1: what LocalSGD learns"),
         ({"num_workers": 2, "num_shards": 1}, "num_shards=1 is less than the 2 workers"),
+        ({"num_workers": 2, "sync_strategy": {"factory": "sparkdl:AllReduce",
+                                              "args": {"work_shares": {"gpu-*": 3}}}},
+         "leave nothing to give; set num_shards, for example to 8"),
         ({"kind": "regressor", "probability_col": "p"}, "is not for kind = 'regressor'"),
     ],
 )  # fmt: skip

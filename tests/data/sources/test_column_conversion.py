@@ -68,7 +68,7 @@ def test_rows_take_the_shape_that_was_asked_for() -> None:
 
 def test_a_source_tells_its_workers_the_shape_that_it_has_found(tmp_path: Path) -> None:
     def read() -> list[Any]:
-        wanted = Wanted(columns=(WANTED,), validation=None, num_shards=1, shares=None)
+        wanted = Wanted(columns=(WANTED,), validation=None, num_shards=1)
         contents = ParquetSource(tmp_path).contents(wanted)
         column = replace(contents.columns[0], shape=(6,))
         plan = make_plan(

@@ -91,9 +91,9 @@ def test_copies_make_room_for_balance(tmp_path: Path, num_shards: int, least: fl
 def test_balance_comes_first(tmp_path: Path) -> None:
     """Where one host has most, others read of it; what lies nowhere fills what is empty."""
     folder = write(tmp_path / "data", [10] * 10)
-    hosts = {**{number: ["a"] for number in range(6)}, 6: ["b"]}
-    contents = contents_on(folder, hosts, shares=(0.7, 0.3))
-    assert [shard.num_rows for shard in contents.shards] == [70, 30]
+    hosts = {number: ["a" if number < 6 else "b"] for number in range(9)}
+    contents = contents_on(folder, hosts)
+    assert [shard.num_rows for shard in contents.shards] == [50, 50]
     assert contents.shards[0].hosts == ("a", "a.net")
     assert contents.shards[1].hosts == ("b", "b.net")
 

@@ -43,9 +43,7 @@ def write(folder: Path, rows: Sequence[int], group: int = 10) -> Path:
 
 
 def wanted(*columns: SpoolColumn, **changes: Any) -> Wanted:
-    default = Wanted(
-        columns=columns or (FEATURES, LABEL), validation=None, num_shards=2, shares=None
-    )
+    default = Wanted(columns=columns or (FEATURES, LABEL), validation=None, num_shards=2)
     return replace(default, **changes)
 
 
@@ -123,12 +121,6 @@ def test_sorted_rows_are_mixed(tmp_path: Path) -> None:
     assert abs(np.corrcoef(order, np.arange(len(order)))[0, 1]) < 0.1
     neighbours = np.abs(np.diff(order)) < 50
     assert neighbours.mean() < 0.1
-
-
-def test_shares_are_kept(tmp_path: Path) -> None:
-    source = ParquetSource(write(tmp_path / "data", [40, 50]))
-    contents = source.contents(wanted(shares=(2 / 3, 1 / 3)))
-    assert [shard.num_rows for shard in contents.shards] == [60, 30]
 
 
 def test_a_column_marks_validation_rows(tmp_path: Path) -> None:

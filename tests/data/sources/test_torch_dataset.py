@@ -134,17 +134,6 @@ def test_datasets_for_validation_without_a_length() -> None:
         DatasetSource(tensors, num_validation_rows=9)
 
 
-def test_shares_of_the_rows() -> None:
-    uneven = wanted(shares=(0.9, 0.1))
-    contents = DatasetSource(tensors, validation=Stream).contents(uneven)
-    assert [shard.num_rows for shard in contents.shards] == [27, 3]
-    assert [shard.num_validation_rows for shard in contents.shards] == [16, 15]
-    with pytest.raises(ConfigError, match=r"different shares .* set DatasetSource\(num_rows="):
-        DatasetSource(Stream).contents(uneven)
-    contents = DatasetSource(Stream, num_rows=10).contents(uneven)
-    assert [shard.num_rows for shard in contents.shards] == [9, 1]
-
-
 def test_errors_of_the_users_function_are_its_own() -> None:
     def broken(part: DatasetShard) -> Stream:
         if part.shard_id:

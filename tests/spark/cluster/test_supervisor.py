@@ -177,7 +177,9 @@ class Stage:
             max_restarts=max_restarts,
         )
         self.resize = None if resize is None else Decides(resize)
-        return supervise(run, submit, heal=heal, resize=self.resize)
+        return supervise(
+            run, submit, heal=heal, changes=[] if self.resize is None else [self.resize]
+        )
 
 
 class Decides:

@@ -14,6 +14,7 @@ from tests.cluster.test_recovery import request
 
 EXACT = sparkdl.AllReduce()
 COMPRESSED = sparkdl.AllReduce(compression="powersgd")
+WISHED = sparkdl.AllReduce(work_shares={"gpu-*": 2})
 
 
 @pytest.mark.parametrize(
@@ -23,17 +24,20 @@ COMPRESSED = sparkdl.AllReduce(compression="powersgd")
         (4, COMPRESSED, 2, "what AllReduce learns depends on which worker has which rows"),
         (4, sparkdl.LocalSGD(), 2, "what LocalSGD learns depends on which worker"),
         (4, sparkdl.ParameterAveraging(), 2, "what ParameterAveraging learns"),
-        (4, sparkdl.AllReduce(work_shares=(2, 1)), 2, "work_shares cuts the rows by worker"),
+        (2, WISHED, 2, "leave nothing to give; set numShards, for example to 8"),
+        (None, WISHED, 3, r"3 shard\(s\) for 3 worker\(s\)"),
     ],
 )
-def test_shards_that_do_not_fit(shards: int, strategy: Any, workers: int, message: str) -> None:
+def test_shards_that_do_not_fit(
+    shards: int | None, strategy: Any, workers: int, message: str
+) -> None:
     with pytest.raises(ConfigError, match=message):
         check_shards(shards, strategy, workers)
 
 
 @pytest.mark.parametrize(
     ("shards", "strategy", "workers"),
-    [(None, COMPRESSED, 3), (3, COMPRESSED, 3), (9, EXACT, 2),
+    [(None, COMPRESSED, 3), (3, COMPRESSED, 3), (9, EXACT, 2), (5, WISHED, 4),
      (4, sparkdl.AllReduce(double_buffering=True, topology="ring"), 3)],
 )  # fmt: skip
 def test_shards_that_fit(shards: int | None, strategy: Any, workers: int) -> None:

@@ -37,7 +37,7 @@ def test_footers_of_many_files(
     columns = (FEATURES, LABEL)
     spec = TableSpec(columns=columns, num_shards=3, validation_col="held")
     found = [part.shard for part in SourceTable(spark, ParquetSource(folder), spec).collect()]
-    wanted = Wanted(columns=columns, validation="held", num_shards=3, shares=None)
+    wanted = Wanted(columns=columns, validation="held", num_shards=3)
     assert found == list(ParquetSource(folder).contents(wanted).shards)
     calls = ExecutorCalls(spark, None, 60.0)
     here = os.getpid()

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from sparkdl.spark.cluster.attempt import Attempt
-from sparkdl.spark.run.resume import Attempts, _by_host
+from sparkdl.spark.run.resume import Attempts, by_host
 
 
 def failed(kind: str) -> Attempt:
@@ -29,7 +29,7 @@ def test_speeds_of_hosts_are_those_of_their_workers() -> None:
         number=0, world_size=4, submitted=0, hosts={0: "a", 1: "b", 2: "a", 3: "c"},
         speeds={0: 100.0, 1: 50.0, 2: 200.0},
     )  # fmt: skip
-    assert _by_host(attempt) == {"a": 150.0, "b": 50.0}
+    assert by_host(attempt) == {"a": 150.0, "b": 50.0}
 
 
 def test_a_checkpoint_that_workers_cannot_read_is_passed_over() -> None:
