@@ -75,5 +75,6 @@ def test_a_gang_takes_what_is_there_after_a_short_wait(
     there[0] = 9
     assert wait_for_workers(spark, 4, 2, None, settings, 1) == 4
     there[0] = 1
-    with pytest.raises(ClusterError, match="only 1 of the 2 slots"):
+    told = "only 1 of the 2 slots that minWorkers=2 needs came up within 0.5 s of a loss; lower"
+    with pytest.raises(ClusterError, match=told):
         wait_for_workers(spark, 4, 2, None, settings, 1)
