@@ -20,8 +20,9 @@ class Resize:
     """Whether a gang shall start again with another number of workers; see `supervisor.supervise`.
 
     With more it may once all workers of an attempt are there, and the slots for more have been
-    there for a while. Under dynamic allocation it begins with those that have come, if no other has
-    for a while; ``limit`` is told how many these are.
+    there for a while. With fewer it begins if slots have gone since it was submitted, or, under
+    dynamic allocation, with those that have come, if that has not changed for a while; ``limit`` is
+    told how many these are.
     """
 
     def __init__(self, run: Launch, pays: Pays, limit: Callable[[int], None]) -> None:
@@ -36,8 +37,10 @@ class Resize:
         run, slots = self._run, self._run.slots
         assert slots.max_workers is not None
         if not slots.is_barrier and len(attempt.last_event) < attempt.world_size:
-            return self._without_the_missing(attempt)
+            return self._without_the_missing(attempt, len(attempt.last_event), "have come")
         there = min(slots.max_workers, num_slots(run.spark, slots.profile))
+        if there < attempt.world_size and not attempt.last_event:  # an executor went meanwhile
+            return self._without_the_missing(attempt, there, "have slots")
         if there <= attempt.world_size or len(attempt.last_event) < attempt.world_size:
             self._seen = None
             return None
@@ -51,8 +54,8 @@ class Resize:
         self._seen = None
         return f"there are slots for {there} workers: {reason}"
 
-    def _without_the_missing(self, attempt: Attempt) -> str | None:
-        there, now, least = len(attempt.last_event), time.monotonic(), self._run.slots.min_workers
+    def _without_the_missing(self, attempt: Attempt, there: int, what: str) -> str | None:
+        now, least = time.monotonic(), self._run.slots.min_workers
         if self._seen is None or self._seen[0] != there:
             self._seen = (there, now)
         waits = self._run.settings.elastic_wait_seconds
@@ -60,4 +63,4 @@ class Resize:
             return None
         self._seen = None
         self._limit(there)
-        return f"{there} of {attempt.world_size} workers have come; the gang starts with these"
+        return f"{there} of {attempt.world_size} workers {what}; the gang starts with these"

@@ -135,7 +135,7 @@ class SpoolTable:
         rows = slots.mapInArrow(task, "place int", barrier=is_barrier, profile=self._profile)
         job = BackgroundJob(
             self._spark,
-            lambda: rows.distinct().collect(),
+            rows.collect,  # at once: before a shuffle Spark would wait for as many slots again
             tag=f"sparkdl-{self._run_id}-find-{uuid.uuid4().hex[:4]}",
             name=f"sparkdl {self._run_id}: look for shards",
         )
