@@ -1,7 +1,17 @@
 """A gang whose hosts go and come back: it goes on with those that are left, and learns the same.
 
 Three executors of a core each: two on one host, one on the other, so that the loss of a host leaves
-two executors or one.
+two executors or one. Where what Horovod Elastic's tests ask for is shown here:
+
+| | spool, find | setup | train | checkpoint, evaluate, finish |
+| --- | --- | --- | --- | --- |
+| a worker is lost | `test_killed` (spool) | `test_killed` | `test_killed` | `test_killed` |
+| a host is lost | below | | below | |
+| a host comes (back) | | | below, `tests/spark/cluster/test_resize` | |
+| all at once | | | | `test_killed` (evaluate) |
+| fewer than the fewest | `tests/spark/fit/test_growth` | | `test_executors_go` | |
+| excluded by Spark | `tests/spark/cluster/test_cluster_info` | | | |
+| restarts are at their end | | `tests/spark/cluster/test_supervisor` | | |
 """
 
 from __future__ import annotations
