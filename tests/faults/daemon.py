@@ -2,8 +2,9 @@
 there if a test wants to strike at that moment.
 
 A moment is (phase, rank, attempt), with the phases of the reporter: setup, train, evaluate,
-checkpoint, finish; and those of the driver that are tasks elsewhere: preflight, spool, clean up. A
-test leaves a file of that name in a folder that all hosts see (`FOLDER`).
+checkpoint, finish; and those of the driver that are tasks elsewhere: preflight, spool, find (of
+shards, after a loss), clean up. A test leaves a file of that name in a folder that all hosts see
+(`FOLDER`).
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ def enter(phase: str, rank: int, attempt: int, step: int = 0) -> None:
 def install() -> None:
     """Have reporters and tasks of this process say what they enter."""
     from sparkdl.spark.cluster.probe import ProbeTask
-    from sparkdl.spark.frames.spool_task import CleanTask, SpoolTask
+    from sparkdl.spark.frames.spool_task import CleanTask, FindTask, SpoolTask
     from sparkdl.worker.reporter import Reporter
 
     set_phase = Reporter.phase
@@ -49,8 +50,10 @@ def install() -> None:
         enter(name, self._rank, self._attempt, int(self._progress.get("step", 0)))
 
     Reporter.phase = phase  # type: ignore[method-assign]
-    for kind, name in ((ProbeTask, "preflight"), (SpoolTask, "spool"), (CleanTask, "clean up")):
-        kind.__call__ = _announced(kind.__call__, name)  # type: ignore[method-assign]
+    tasks = {ProbeTask: "preflight", SpoolTask: "spool", FindTask: "find", CleanTask: "clean up"}
+    kind: Any
+    for kind, name in tasks.items():
+        kind.__call__ = _announced(kind.__call__, name)
 
 
 def _announced(call: Callable[..., Iterator[Any]], phase: str) -> Callable[..., Iterator[Any]]:

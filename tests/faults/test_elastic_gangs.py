@@ -1,7 +1,17 @@
 """A gang whose hosts go and come back: it goes on with those that are left, and learns the same.
 
 Three executors of a core each: two on one host, one on the other, so that the loss of a host leaves
-two executors or one.
+two executors or one. Where what Horovod Elastic's tests ask for is shown here:
+
+| | spool, find | setup | train | checkpoint, evaluate, finish |
+| --- | --- | --- | --- | --- |
+| a worker is lost | `test_killed` (spool) | `test_killed` | `test_killed` | `test_killed` |
+| a host is lost | below | | below | |
+| a host comes (back) | | | below, `tests/spark/cluster/test_resize` | |
+| all at once | | | | `test_killed` (evaluate) |
+| fewer than the fewest | `tests/spark/fit/test_growth` | | `test_executors_go` | |
+| excluded by Spark | `tests/spark/cluster/test_cluster_info` | | | |
+| restarts are at their end | | `tests/spark/cluster/test_supervisor` | | |
 """
 
 from __future__ import annotations
@@ -16,12 +26,13 @@ from typing import TYPE_CHECKING
 import pytest
 
 from sparkdl.spark.fit import gang_fit
+from sparkdl.spark.session.compat import num_slots
 from tests.cluster import faults as callbacks
 from tests.cluster.processes import parent_of
 from tests.cluster.test_elastic_gang import plain_net
 from tests.faults.cluster import PATIENCE, Cluster, marks
-from tests.faults.faults import Fault, Faults, Victim, send
-from tests.faults.hosts import Host
+from tests.faults.faults import Fault, Faults, Victim, kill_worker, send
+from tests.faults.hosts import Host, wait_until
 from tests.faults.oracle import Outcome, fit_request, trained
 
 if TYPE_CHECKING:
@@ -97,4 +108,29 @@ def test_one_host_is_lost_and_comes_back_then_the_other(
     assert set(sizes[4:]) <= {2, 3}
     # A third, if an executor comes up after the others were asked for their shards.
     assert 2 <= outcome.restarts <= 3
+    assert outcome.losses == pytest.approx(undisturbed.losses, rel=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("phase", "sizes", "restarts"), [("spool", ((0, 2),), 0), ("find", ((0, 3), (0, 2)), 2)]
+)
+def test_a_host_is_lost_before_the_gang_can_begin(
+    cluster: Cluster,
+    df: DataFrame,
+    undisturbed: Outcome,
+    faults: Faults,
+    phase: str,
+    sizes: tuple[tuple[int, int], ...],
+    restarts: int,
+) -> None:
+    """A barrier stage of three would wait for it until all slots have been waited for too long."""
+
+    wait_until(lambda: num_slots(df.sparkSession) == 3, "three executors", 60 * PATIENCE)
+    if phase == "find":  # which follows a loss
+        faults.at("train", 1, kill_worker)
+    faults.at(phase, 0, lose_host_with(cluster, 1))
+    wanted = in_five_shards(num_workers=3, min_workers=1)
+    outcome = trained(f"elastic: a host lost in {phase}", df, wanted, faults)
+    assert outcome.sizes == sizes
+    assert outcome.restarts == restarts
     assert outcome.losses == pytest.approx(undisturbed.losses, rel=1e-6)

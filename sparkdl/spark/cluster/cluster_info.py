@@ -267,11 +267,13 @@ def wait_for_slots(
     profile: ResourceProfile | None,
     settings: Settings,
     restarts_left: int | None = None,
+    *,
+    param: str = "numWorkers",
 ) -> bool:
     """Return when executors with enough slots have registered; classic Spark only knows that.
 
     After a loss (``restarts_left`` is not None) the cluster manager may take long to find another
-    node, so that wait is as long as the one for slots that others hold.
+    node, so that wait is as long as the one for slots that others hold. ``param`` asks for them.
 
     Returns:
         True if they had not been there from the beginning.
@@ -294,8 +296,8 @@ def wait_for_slots(
         if waited > seconds:
             since = "" if restarts_left is None else " of a loss"
             raise ClusterError(
-                f"only {slots} of the {workers} slots that numWorkers={workers} needs came up "
-                f"within {seconds:g} s{since}; lower numWorkers, give Spark more executors, or "
+                f"only {slots} of the {workers} slots that {param}={workers} needs came up "
+                f"within {seconds:g} s{since}; lower {param}, give Spark more executors, or "
                 f"raise {entry}"
             )
         doing("waiting for slots", f"{slots} of {workers} are there")

@@ -23,8 +23,9 @@ class Resize:
     """Whether a gang shall start again with another number of workers; see `supervisor.supervise`.
 
     With more it may once all workers of an attempt are there, and the slots for more have been
-    there for a while. A gang that is a plain stage begins with those that have come, if no other
-    has for a while, and `Scouts` look for slots for more; ``limit`` is told how many these are.
+    there for a while. With fewer it begins if slots have gone since it was submitted, or, where it
+    is a plain stage, with those that have come, if that has not changed for a while; there `Scouts`
+    look for slots for more. ``limit`` is told how many these are.
     """
 
     def __init__(self, run: Launch, pays: Pays, limit: Callable[[int], None]) -> None:
@@ -41,10 +42,11 @@ class Resize:
         if slots.max_workers is None:
             return None
         if not slots.is_barrier and len(attempt.last_event) < attempt.world_size:
-            return self._without_the_missing(attempt)
-        is_whole = len(attempt.last_event) >= attempt.world_size
-        there = self._slots_there(attempt, slots.max_workers) if is_whole else 0
-        if there <= attempt.world_size:
+            return self._without_the_missing(attempt, len(attempt.last_event), "have come")
+        there = self._slots_there(attempt, slots.max_workers)
+        if there < attempt.world_size and not attempt.last_event:  # an executor went meanwhile
+            return self._without_the_missing(attempt, there, "have slots")
+        if there <= attempt.world_size or len(attempt.last_event) < attempt.world_size:
             self._seen = None
             return None
         now = time.monotonic()
@@ -81,12 +83,12 @@ class Resize:
         now = time.monotonic()
         return self._pays(replace(attempt, saved=(step, now)), workers, 0.0)
 
-    def _without_the_missing(self, attempt: Attempt) -> str | None:
-        there, now, least = len(attempt.last_event), time.monotonic(), self._run.slots.min_workers
+    def _without_the_missing(self, attempt: Attempt, there: int, what: str) -> str | None:
+        now, least = time.monotonic(), self._run.slots.min_workers
         if self._seen is None or self._seen[0] != there:
             self._seen = (there, now)
         waits = self._run.settings.elastic_wait_seconds
         if least is None or there < least or now - self._seen[1] < waits:
             return None
         self._limit(there)
-        return f"{there} of {attempt.world_size} workers have come; the gang starts with these"
+        return f"{there} of {attempt.world_size} workers {what}; the gang starts with these"

@@ -229,7 +229,7 @@ def wait_for_workers(
         doing("waiting for slots", f"{there} of {most} are there, at least {fewest} needed")
         time.sleep(0.1)
     if there < most:
-        wait_for_slots(spark, fewest, profile, settings, restarts_left)
+        wait_for_slots(spark, fewest, profile, settings, restarts_left, param="minWorkers")
         there = min(most, max(fewest, num_slots(spark, profile)))
         logger.warning(
             "the gang has %d of %d workers (at least %d); it starts again with more when there "

@@ -17,6 +17,7 @@ from sparkdl.report.summary import TrainingSummary
 from sparkdl.spark.cluster.attempt import Attempt, Rows
 from sparkdl.spark.cluster.resize import Resize
 from sparkdl.spark.cluster.supervisor import GangResult, supervise
+from sparkdl.spark.frames.row_table import slots_for
 from sparkdl.spark.run.resume import Attempts, by_host, find_checkpoint, gang_attempts
 from sparkdl.spark.run.run import Run, Trained
 from sparkdl.storage.checkpoint_format import decode, encode
@@ -56,11 +57,14 @@ def _submit(
     find = partial(find_checkpoint, run, passed_over=attempts.passed_over, lease=attempts.lease)
     path = attempts.begin(attempt, find, run.plan.first_step)
     df, plan, world_size = run.table.df, run.plan, attempt.world_size
-    own, is_again = run.table.owns_partitions, attempt.number > 0
-    if own or (is_again and run.slots.may_move) or world_size != run.slots.num_workers:
-        df = run.spark.range(0, world_size, 1, world_size)
-    if is_again:
-        found = run.table.restore(world_size) if run.slots.may_move else run.table.collect()
+    own = run.table.owns_partitions
+    if own:
+        df = slots_for(run.spark, world_size)
+    if attempt.number > 0:
+        if run.slots.may_move:
+            found, df = run.table.restore(world_size)
+        else:
+            found = run.table.collect()
         plan = plan.for_shards([part.shard for part in found])
     strategy: SyncStrategy = run.config.sync_strategy
     attempt.held = assign_shards(len(plan.shards), world_size)

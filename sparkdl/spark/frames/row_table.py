@@ -120,12 +120,13 @@ class RowTable(Protocol):
         """Forget all shards, so that they are made anew."""
         return
 
-    def restore(self, num_workers: int) -> tuple[SpooledShard, ...]:
+    def restore(self, num_workers: int) -> tuple[tuple[SpooledShard, ...], DataFrame]:
         """Write those shards anew that none of so many executors' slots can open; list all.
 
-        Where they lie is no matter; a gang of any size finds them (`worker.held_shards`).
+        Where they lie is no matter, as a gang of any size finds them (`worker.held_shards`), unless
+        there are more executors than workers. The gang runs on the rows that are given with them.
         """
-        return self.known
+        return self.known, slots_for(self.df.sparkSession, num_workers)
 
     def remake(self, missing: Collection[int]) -> None:
         """Write some shards anew, wherever there are slots; `known` tells where."""
@@ -142,6 +143,11 @@ class RowTable(Protocol):
     def close(self) -> None:
         """Remove what the table has left on executors. Raises nothing."""
         return
+
+
+def slots_for(spark: SparkSession, num_workers: int) -> DataFrame:
+    """Rows for so many workers, wherever Spark runs them."""
+    return spark.range(0, num_workers, 1, num_workers)
 
 
 def spool_columns(columns: Sequence[SpoolColumn]) -> tuple[SpoolColumn, ...]:

@@ -31,17 +31,18 @@ from sparkdl.data.spool.local_disk import remove_spool
 from sparkdl.data.spool.spool_source import SpoolSource
 from sparkdl.data.spool.writer import SpoolWriter
 from sparkdl.errors import DataError
-from sparkdl.spark.cluster.cluster_info import ClusterInfo, Get, parse_bytes
+from sparkdl.spark.cluster.cluster_info import ClusterInfo, Get, parse_bytes, registered_executors
 from sparkdl.spark.frames.columns import quoted
 from sparkdl.spark.frames.example_rows import UserRows, in_words
 from sparkdl.spark.frames.row_table import (
     TableSpec,
     require_same,
+    slots_for,
     spool_columns,
 )
 from sparkdl.spark.frames.spool_task import TABLE_SCHEMA, CleanTask, FindTask, SpoolTask
 from sparkdl.spark.session.background_job import BackgroundJob
-from sparkdl.spark.session.compat import conf, described, has_ended, num_slots
+from sparkdl.spark.session.compat import conf, described, has_ended, is_connect, num_slots
 from sparkdl.spark.session.interrupts import is_hurried
 
 if TYPE_CHECKING:
@@ -83,6 +84,10 @@ class SpoolTable:
         self._spooling = threading.RLock()
         self._stragglers = False
         self._queue_timeout_seconds = math.inf
+        self._for_others: dict[int, DataFrame] = {}
+        """The same shards in other numbers of places; persisted."""
+        self._is_followed = False
+        """Whether the gang that began again last runs where the table's rows are."""
 
     def _describe(self, dealt: Dealt, task: SpoolTask, spec: TableSpec) -> None:
         """Have Spark keep what the task yields of each partition of the rows."""
@@ -95,12 +100,32 @@ class SpoolTable:
 
     def _made_anew(self, missing: Collection[int]) -> list[tuple[SpooledShard, ...]]:
         """Have a plain stage read all rows, and write those of some shards of every data set."""
-        own = sorted(missing)
-        places = assign_shards(len(own), min(len(own), num_slots(self._spark) or len(own)))
-        ids = tuple(tuple(own[number] for number in numbers) for numbers in places)
+        num_places = min(len(missing), num_slots(self._spark) or len(missing))
+        return self._spooled(len(self._task.sets), self._written(sorted(missing), num_places))
+
+    def _written(self, numbers: Sequence[int], num_places: int) -> DataFrame:
+        """A plain stage that writes some shards of every data set, in so many places."""
+        places = assign_shards(len(numbers), num_places)
+        ids = tuple(tuple(numbers[index] for index in own) for own in places)
         task = replace(self._task, shards_by_place=ids)
-        table = self._dealt(ids).mapInArrow(task, TABLE_SCHEMA, profile=self._profile)
-        return self._spooled(len(task.sets), table)
+        return self._dealt(ids).mapInArrow(task, TABLE_SCHEMA, profile=self._profile)
+
+    def _to_follow(self, num_workers: int, num_shards: int) -> DataFrame | None:
+        """The table for so many workers, if they must run where it has written the shards.
+
+        They must if there are more executors than workers: wherever Spark ran them, it would
+        hardly be where the shards are.
+        """
+        spark = self._spark
+        self._is_followed = not is_connect(spark) and registered_executors(spark) > num_workers
+        if not self._is_followed:
+            return None
+        if num_workers == self.num_places:
+            return self.df
+        if num_workers not in self._for_others:
+            table = self._written(range(num_shards), num_workers).persist()
+            self._for_others[num_workers] = table
+        return self._for_others[num_workers]
 
     def _nowhere(self, shards: Sequence[Shard], num_workers: int, *, is_barrier: bool) -> list[int]:
         """Numbers of shards, of any data set, that a stage of as many tasks cannot open."""
@@ -109,7 +134,7 @@ class SpoolTable:
         rows = slots.mapInArrow(task, "place int", barrier=is_barrier, profile=self._profile)
         job = BackgroundJob(
             self._spark,
-            lambda: rows.distinct().collect(),
+            rows.collect,  # at once: before a shuffle Spark would wait for as many slots again
             tag=f"sparkdl-{self._run_id}-find-{uuid.uuid4().hex[:4]}",
             name=f"sparkdl {self._run_id}: look for shards",
         )
@@ -149,8 +174,9 @@ class SpoolTable:
         return [tuple(found[number::num_sets]) for number in range(num_sets)]
 
     def rebuild(self) -> None:
-        self.df.unpersist()
-        self.df.persist()
+        for table in (self.df, *self._for_others.values()):
+            table.unpersist()
+            table.persist()
 
     def note(self, paths: set[str]) -> None:
         """Take note of where tasks found their shards; what was lost, Spark has written anew."""
@@ -168,7 +194,8 @@ class SpoolTable:
         if has_ended(self._spark):
             return  # which has removed its own directories
         try:
-            self.df.unpersist()
+            for table in (self.df, *self._for_others.values()):
+                table.unpersist()
         except Exception as error:
             self._warn(error)
         job = BackgroundJob(
@@ -331,17 +358,23 @@ class ShardTable(SpoolTable, SpooledRows):
             moved = self._moved
             return self.checked(tuple(moved.get(one.shard.shard_id, one) for one in shards))
 
-    def restore(self, num_workers: int) -> tuple[SpooledShard, ...]:
+    def restore(self, num_workers: int) -> tuple[tuple[SpooledShard, ...], DataFrame]:
         """See `RowTable.restore`."""
         shards = [part.shard for part in self.known]
+        if not self.owns_partitions and (table := self._to_follow(num_workers, len(shards))):
+            (found,) = self._spooled(table=table)
+            return self.checked(found), table
         if missing := self._nowhere(shards, num_workers, is_barrier=self._spec.is_barrier):
             self.remake(missing)
-        return self.known
+        return self.known, slots_for(self._spark, num_workers)
 
     def remake(self, missing: Collection[int]) -> None:
         """See `RowTable.remake`."""
         if self._spec.pieces is not None:
             self._remake_partitions(missing, self._spec.pieces)
+            return
+        if self._is_followed:
+            self.rebuild()
             return
         with self._spooling:
             (made,) = self._made_anew(missing)

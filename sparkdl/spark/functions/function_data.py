@@ -26,7 +26,7 @@ from sparkdl.spark.frames import shard_table
 from sparkdl.spark.frames.columns import schema_of
 from sparkdl.spark.frames.example_rows import UserRows
 from sparkdl.spark.frames.prepare_columns import prepare
-from sparkdl.spark.frames.row_table import SourceTable, TableSpec, spool_columns
+from sparkdl.spark.frames.row_table import SourceTable, TableSpec, slots_for, spool_columns
 from sparkdl.spark.frames.spool_task import SpoolTask
 from sparkdl.spark.frames.user_data import UserData, spooled_and_read
 from sparkdl.spark.session.compat import conf
@@ -152,11 +152,14 @@ class DataSets(shard_table.SpoolTable):
     def collect(self) -> dict[str, DataSet]:
         """Spool what is not there, and list it, as `RowTable.collect` does."""
         spooled = self._spooled(len(self._spools)) if self._spools else []
+        for table in self._sources.values():
+            table.collect()
+        return self._checked(spooled)
+
+    def _checked(self, spooled: Sequence[tuple[SpooledShard, ...]]) -> dict[str, DataSet]:
         for (name, rows), shards in zip(self._spools.items(), spooled, strict=True):
             with naming(name):
                 rows.checked(shards)
-        for table in self._sources.values():
-            table.collect()
         return self.known()
 
     def known(self) -> dict[str, DataSet]:
@@ -175,14 +178,16 @@ class DataSets(shard_table.SpoolTable):
             found[name] = data_set(name, table, table.known)
         return found
 
-    def restore(self, num_workers: int) -> dict[str, DataSet]:
+    def restore(self, num_workers: int) -> tuple[dict[str, DataSet], DataFrame]:
         """See `RowTable.restore`."""
         shards = [part.shard for rows in self._spools.values() for part in rows.known]
+        if shards and (table := self._to_follow(num_workers, self._num_shards)):
+            return self._checked(self._spooled(len(self._spools), table)), table
         if shards:
             missing = self._nowhere(shards, num_workers, is_barrier=self._slots.is_barrier)
             if missing:
                 self.mend(missing)
-        return self.known()
+        return self.known(), slots_for(self._spark, num_workers)
 
     def mend(self, missing: Collection[int]) -> None:
         """Have lost shards written anew: with the table's own partitions, or only those that are.
@@ -191,7 +196,7 @@ class DataSets(shard_table.SpoolTable):
         """
         if not self._spools:
             return
-        if not self._slots.may_move:
+        if self._is_followed or not self._slots.may_move:
             self.rebuild()
             return
         made_anew = self._made_anew(missing or range(self._num_shards))

@@ -233,9 +233,8 @@ class FunctionJob(Launch):
         path = attempts.begin(attempt, partial(self._newest, attempts))
         request, world_size = self.request, attempt.world_size
         self.sizes.append(world_size)
-        if (attempt.number > 0 and self.slots.may_move) or world_size != self.slots.num_workers:
-            df = self.spark.range(0, world_size, 1, world_size)
-            sets = self.sets.restore(world_size)
+        if attempt.number > 0 and self.slots.may_move:
+            sets, df = self.sets.restore(world_size)
         else:
             df, sets = self.sets.df, self.sets.collect()
         in_task = self.link.send(

@@ -121,10 +121,28 @@ def num_slots(spark: SparkSession, profile: ResourceProfile | None = None) -> in
     scala = scala_context(spark)
     manager = scala.resourceProfileManager()
     if profile is None:
-        return int(scala.maxNumConcurrentTasks(manager.defaultResourceProfile()))
-    java_profile: Any = profile._java_resource_profile
-    manager.addResourceProfile(java_profile)  # else Spark knows it only from its first job on
-    return int(scala.maxNumConcurrentTasks(java_profile))
+        java_profile: Any = manager.defaultResourceProfile()
+    else:
+        java_profile = profile._java_resource_profile
+        manager.addResourceProfile(java_profile)  # else Spark knows it only from its first job on
+    slots = int(scala.maxNumConcurrentTasks(java_profile))
+    excluded, executors = _excluded_executors(scala)
+    return slots - -(-slots * excluded // executors) if excluded else slots
+
+
+def _excluded_executors(scala: Any) -> tuple[int, int]:
+    """Executors on which Spark runs nothing more after failures, though it counts their slots.
+
+    The second number is that of all.
+    """
+    entries = scala.getConf()
+    names = ("spark.excludeOnFailure.enabled", "spark.excludeOnFailure.application.enabled")
+    if not any(entries.get(name, "false").lower() == "true" for name in names):
+        return 0, 0
+    known = scala.statusStore().executorList(True)
+    found = [known.apply(index) for index in range(known.size())]
+    executors = [one for one in found if one.id() != "driver"]
+    return sum(bool(one.isExcluded()) for one in executors), len(executors)
 
 
 def driver_heap_bytes(spark: SparkSession) -> int | None:

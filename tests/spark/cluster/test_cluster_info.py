@@ -26,6 +26,7 @@ from sparkdl.spark.cluster.cluster_info import (
     wait_for_slots,
 )
 from sparkdl.spark.cluster.slots import make_profile, threads_per_worker
+from sparkdl.spark.session.compat import num_slots
 from sparkdl.spark.session.settings import Settings
 
 MIB = 2**20
@@ -385,9 +386,31 @@ def of_slots(slots: Callable[[], int]) -> Any:
     scala = SimpleNamespace(
         resourceProfileManager=lambda: SimpleNamespace(defaultResourceProfile=lambda: None),
         maxNumConcurrentTasks=lambda _: slots(),
+        getConf=dict,
         isStopped=lambda: slots() < 0,
     )
     return SimpleNamespace(sparkContext=SimpleNamespace(_jsc=SimpleNamespace(sc=lambda: scala)))
+
+
+@pytest.mark.parametrize(
+    ("entry", "excluded", "left"),
+    [("true", "1", 4), ("true", "01", 2), ("true", "", 6), (None, "1", 6)],
+)
+def test_spark_runs_nothing_on_executors_that_it_has_excluded(
+    entry: str | None, excluded: str, left: int
+) -> None:
+    """It counts their slots all the same, and a barrier stage would wait for them."""
+    spark = of_slots(lambda: 6)
+    names = ["driver", "0", "1", "2"]
+    listed = [
+        SimpleNamespace(id=lambda name=name: name, isExcluded=lambda name=name: name in excluded)
+        for name in names
+    ]
+    known = SimpleNamespace(size=lambda: len(listed), apply=listed.__getitem__)
+    scala = spark.sparkContext._jsc.sc()
+    scala.statusStore = lambda: SimpleNamespace(executorList=lambda _: known)
+    scala.getConf = lambda: {"spark.excludeOnFailure.enabled": entry} if entry else {}
+    assert num_slots(spark) == left
 
 
 def test_another_node_may_come_late_after_a_loss(

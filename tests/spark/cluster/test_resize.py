@@ -226,6 +226,22 @@ def test_a_gang_is_a_plain_stage_where_slots_come_and_go_or_are_not_known(
     assert found.is_barrier is not (dynamic or (on_connect and most is not None))
 
 
+def test_it_starts_with_fewer_if_slots_have_gone_before_it_could_begin(clock: Clock) -> None:
+    """Spark would wait until all tasks of the barrier stage can begin."""
+    limits = list[int]()
+    found = Resize(launch(), lambda *_: "it pays", limits.append)
+    for clock.slots in (3, 1, 2):
+        assert found(attempt(3, there=0)) is None
+        clock.now += 11
+    assert found(attempt(3, there=3)) is None  # all are there, whatever Spark counts
+    assert found(attempt(3, there=0)) is None
+    clock.now += 9
+    assert found(attempt(3, there=0)) is None
+    clock.now += 2
+    assert found(attempt(3, there=0)) == "2 of 3 workers have slots; the gang starts with these"
+    assert limits == [2]
+
+
 @pytest.mark.parametrize(("executors", "shards", "fewest"), [(3, None, 4), (3, 2, 3)])
 def test_the_fewest_are_no_more_than_an_open_number_comes_to(
     monkeypatch: pytest.MonkeyPatch, executors: int, shards: int | None, fewest: int

@@ -197,5 +197,6 @@ def test_a_gang_takes_what_is_there_after_a_short_wait(
     assert wait_for_workers(spark, 4, 2, None, settings, 1) == 4
     there[0] = 1
     settings = Settings(elastic_wait_seconds=0.1, queue_timeout_seconds=0.2)
-    with pytest.raises(ClusterError, match="only 1 of the 2 slots"):
+    told = "only 1 of the 2 slots that minWorkers=2 needs came up within 0.2 s of a loss; lower"
+    with pytest.raises(ClusterError, match=told):
         wait_for_workers(spark, 4, 2, None, settings, 1)

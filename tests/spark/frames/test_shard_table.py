@@ -419,6 +419,31 @@ def test_shards_whose_files_are_gone_can_be_written_anew(good: DataFrame, tables
     assert read(table, table.collect())
 
 
+@pytest.mark.slow
+def test_where_there_are_more_executors_than_workers_these_follow_the_rows(
+    spark: SparkSession, good: DataFrame, tables: Tables, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else Spark would run a gang that begins again where nobody has the shards."""
+    table = tables(good, num_shards=3, num_places=2)
+    before, tables_before = table.collect(), persisted(spark)
+    found, slots = table.restore(2)
+    assert found == before
+    assert slots.columns == ["id"]
+    monkeypatch.setattr(module, "registered_executors", lambda _: 3)
+    assert table.restore(2) == (before, table.df)
+    found, to_follow = table.restore(1)
+    assert to_follow.select(F.spark_partition_id()).distinct().count() == 1
+    assert read(table, found) == read(table, before)
+    assert persisted(spark) == tables_before + 1
+    shutil.rmtree(found[1].shard.path)
+    table.remake([1])
+    found, again = table.restore(1)
+    assert again is to_follow
+    assert read(table, found) == read(table, before)
+    table.close()
+    assert persisted(spark) == tables_before - 1
+
+
 def test_cleaning_keeps_the_directories_of_spark(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
