@@ -32,6 +32,7 @@ def hold_shards(
     *,
     run_id: str,
     speeds: Mapping[str, float] | None = None,
+    is_assigned: bool = False,
     say_missing: Callable[[list[int]], None],
 ) -> TrainPlan:
     """The plan with the shards that each rank holds; this rank's can be opened here. Collective.
@@ -42,6 +43,7 @@ def hold_shards(
         comm: the gang.
         run_id: names the folder of shards that are fetched.
         speeds: rows per second of a worker by its host, where that is known.
+        is_assigned: whether ranks get the shards that the plan gives them, wherever these lie.
         say_missing: is told which shards no rank can read, on rank 0.
 
     Raises:
@@ -69,7 +71,9 @@ def hold_shards(
         raise ShardLost(f"no worker can read the shards {missing}")
     speed_of = [rank["speed"] for rank in ranks]
     rows = [shard.num_rows for shard in plan.shards]
-    if len(rows) == comm.world_size and not any(shard.hosts for shard in plan.shards):
+    if is_assigned:
+        assigned = plan.shards_by_rank
+    elif len(rows) == comm.world_size and not any(shard.hosts for shard in plan.shards):
         # One shard each: bits are those of a run that nothing has disturbed, for a file's way.
         assigned = assign_shards(len(rows), comm.world_size)
     else:

@@ -80,6 +80,8 @@ class WorkOrder(GangOrder):
     """Rows per second of a worker by its host, where that was measured."""
     is_placed: bool = True
     """Whether each rank runs where the shards are that the plan gives it."""
+    is_assigned: bool = False
+    """Whether, where they do not, ranks have those shards all the same, which are fetched."""
     looks: Looks | None = None
     """What rank 0 looks at in its layers for reports; None: nothing."""
 
@@ -113,6 +115,7 @@ def _train(order: WorkOrder, member: Member) -> Results:
             comm,
             run_id=order.run_id,
             speeds=order.speeds,
+            is_assigned=order.is_assigned,
             say_missing=lambda missing: reporter.send({"kind": "missing", "shards": missing}),
         )
     with contextlib.ExitStack() as stack:

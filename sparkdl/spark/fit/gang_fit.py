@@ -55,11 +55,12 @@ def _submit(
     find = partial(find_checkpoint, run, passed_over=attempts.passed_over, lease=attempts.lease)
     path = attempts.begin(attempt, find, run.plan.first_step)
     df, plan, world_size = run.table.df, run.plan, attempt.world_size
-    own, is_again = run.table.owns_partitions, attempt.number > 0
-    if own or (is_again and run.slots.may_move) or world_size != run.slots.num_workers:
+    own, is_kept, is_again = run.table.owns_partitions, run.table.is_kept, attempt.number > 0
+    if own or is_kept or (is_again and run.slots.may_move) or world_size != run.slots.num_workers:
         df = run.spark.range(0, world_size, 1, world_size)
     if is_again:
-        found = run.table.restore(world_size) if run.slots.may_move else run.table.collect()
+        restores = run.slots.may_move or is_kept
+        found = run.table.restore(world_size) if restores else run.table.collect()
         plan = plan.for_shards([part.shard for part in found])
     send = partial(run.link.send, remedy="submit the job inside the cluster's network")
     tensors, what = run.packed.tensors, "the module's weights have"
@@ -77,7 +78,9 @@ def _submit(
         resume_path=path,
         source=run.table.reader,
         speeds=attempts.speeds,
-        is_placed=not (run.slots.may_move or own) and isinstance(run.table.reader, SpoolSource),
+        is_placed=not (run.slots.may_move or own or is_kept)
+        and isinstance(run.table.reader, SpoolSource),
+        is_assigned=is_kept and not (run.slots.may_move or own),
         looks=run.looks,
     )
     return run.gang_job(df, training.run, order, num_workers=world_size)
@@ -85,7 +88,7 @@ def _submit(
 
 def _rebuild(run: Run, missing: Collection[int]) -> None:
     """Have lost shards written anew: with the table's own partitions, or only those that are."""
-    if not (run.slots.may_move or run.table.owns_partitions):
+    if not (run.slots.may_move or run.table.owns_partitions or run.table.is_kept):
         run.table.rebuild()
     else:
         run.table.remake(missing or range(len(run.plan.shards)))
