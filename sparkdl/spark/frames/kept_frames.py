@@ -9,26 +9,34 @@ from __future__ import annotations
 
 import hashlib
 import json
+import socket
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
-from pyspark.sql import DataFrame
+import pyarrow as pa
+from pyspark.sql import DataFrame, SparkSession
 
 from sparkdl.data.plan import SpoolColumn
-from sparkdl.data.spool.kept import Keep
+from sparkdl.data.spool.kept import Keep, clean
 from sparkdl.errors import ConfigError
 from sparkdl.runtime.versions import versions
 from sparkdl.serialization.identity import identity
+from sparkdl.spark.cluster.slots import await_executors
 from sparkdl.spark.frames.row_table import TableSpec
-from sparkdl.spark.session.compat import is_connect, scala_context
+from sparkdl.spark.session.compat import conf, is_connect, num_slots, scala_context
+from sparkdl.spark.session.settings import read_settings
 from sparkdl.storage.storage import scheme_of
 
+_PASSES = 4
+"""Tasks per slot that remove what is kept, so that every executor has some."""
 _FORMAT = 1
 """Of the key and of what it leads to."""
 _PLANS = "org.apache.spark.sql.catalyst.plans.logical."
 _FILES = "org.apache.spark.sql.execution.datasources.LogicalRelation"
 _EXPRESSIONS = "org.apache.spark.sql.catalyst.expressions."
+_LAMBDA_VARIABLE = f"{_EXPRESSIONS}NamedLambdaVariable"
 _ROW_BY_ROW = ("Project", "Filter", "SubqueryAlias", "View", "Union", "Generate")
 _SAME_ROWS = (
     "Join", "Distinct", "Repartition", "RepartitionByExpression", "Sort", "ResolvedHint",
@@ -112,6 +120,40 @@ def choose_keep(
     return KeepChoice(reason=f"in {keep.folder}", keep=keep)
 
 
+@dataclass(frozen=True, kw_only=True)
+class CleanKeptTask:
+    """Removes what is kept on the host of this executor; yields what it has done."""
+
+    directory: str
+    older_than_seconds: float
+
+    def __call__(self, batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
+        """Remove it."""
+        for _ in batches:
+            pass
+        removed, left = clean(self.directory, self.older_than_seconds)
+        yield pa.RecordBatch.from_pydict(
+            {"host": [socket.gethostname()], "removed": [removed], "left": [left]}
+        )
+
+
+def clean_executors(
+    spark: SparkSession, directory: str, older_than_seconds: float
+) -> dict[str, tuple[int, int]]:
+    """Have executors remove what is kept; by host the bytes removed and left, see `kept.clean`."""
+    await_executors(spark, read_settings(partial(conf, spark)))
+    num_tasks = _PASSES * max(1, num_slots(spark))
+    task = CleanKeptTask(directory=directory, older_than_seconds=older_than_seconds)
+    rows = spark.range(0, num_tasks, 1, num_tasks).mapInArrow(
+        task, "host string, removed long, left long"
+    )
+    found: dict[str, tuple[int, int]] = {}
+    for host, removed, left in sorted(rows.collect()):
+        before, least = found.get(host, (0, left))
+        found[host] = (before + removed, min(least, left))
+    return found
+
+
 def _identity(column: SpoolColumn) -> Iterator[Any]:
     yield from (column.name, column.role, column.dtype, column.as_classes, column.argument)
     yield str(column.expression)
@@ -174,6 +216,8 @@ def _renumbered(nodes: Any) -> Any:
             return value
         if "jvmId" in value:
             return numbers.setdefault((value["id"], value["jvmId"]), len(numbers))
+        if value.get("class") == _LAMBDA_VARIABLE:  # pyspark counts their names up
+            value = {**value, "name": None}
         return {name: walk(inner) for name, inner in value.items()}
 
     return walk(nodes)

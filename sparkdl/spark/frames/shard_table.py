@@ -463,14 +463,10 @@ class ShardTable(SpoolTable, SpooledRows):
 
 
 def find_kept(spark: SparkSession, spec: TableSpec, keep: Keep) -> dict[int, SpooledShard]:
-    """The shards of a key on the hosts of as many tasks as the table has, by their numbers."""
-    slots = spark.range(0, spec.num_partitions, 1, spec.num_partitions)
-    rows = slots.mapInArrow(
-        KeptTask(keep=keep),
-        TABLE_SCHEMA,
-        barrier=spec.is_gang and spec.is_barrier,
-        profile=spec.profile,
-    )
+    """The shards of a key on the hosts of all slots that are free now, by their numbers."""
+    num_tasks = max(spec.num_partitions, num_slots(spark, spec.profile))
+    slots = spark.range(0, num_tasks, 1, num_tasks)
+    rows = slots.mapInArrow(KeptTask(keep=keep), TABLE_SCHEMA, profile=spec.profile)
     job = BackgroundJob(
         spark,
         lambda: rows.distinct().collect(),
