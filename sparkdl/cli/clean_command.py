@@ -43,7 +43,7 @@ def _set_up(parser: argparse.ArgumentParser) -> Run:
 
 
 def _clean(given: argparse.Namespace) -> None:
-    from sparkdl.data.spool.kept import clean
+    from sparkdl.data.spool.kept_spools import clean
 
     require(given.older_than >= 0, "--older-than must be 0 or more days", given.older_than)
     entries = [text.partition("=") for text in given.conf]

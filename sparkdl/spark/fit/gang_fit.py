@@ -56,7 +56,7 @@ def _submit(
     path = attempts.begin(attempt, find, run.plan.first_step)
     df, plan, world_size = run.table.df, run.plan, attempt.world_size
     own, is_kept, is_again = run.table.owns_partitions, run.table.is_kept, attempt.number > 0
-    if own or is_kept or (is_again and run.slots.may_move) or world_size != run.slots.num_workers:
+    if own or (is_again and run.slots.may_move) or world_size != run.slots.num_workers:
         df = run.spark.range(0, world_size, 1, world_size)
     if is_again:
         restores = run.slots.may_move or is_kept

@@ -19,7 +19,7 @@ import pyarrow as pa
 from pyspark.sql import DataFrame, SparkSession
 
 from sparkdl.data.plan import SpoolColumn
-from sparkdl.data.spool.kept import Keep, clean
+from sparkdl.data.spool.kept_spools import Keep, clean
 from sparkdl.errors import ConfigError
 from sparkdl.runtime.versions import versions
 from sparkdl.serialization.identity import identity
@@ -140,7 +140,7 @@ class CleanKeptTask:
 def clean_executors(
     spark: SparkSession, directory: str, older_than_seconds: float
 ) -> dict[str, tuple[int, int]]:
-    """Have executors remove what is kept; by host the bytes removed and left, see `kept.clean`."""
+    """Have executors remove what is kept; by host the bytes removed and left, see `kept_spools.clean`."""
     await_executors(spark, read_settings(partial(conf, spark)))
     num_tasks = _PASSES * max(1, num_slots(spark))
     task = CleanKeptTask(directory=directory, older_than_seconds=older_than_seconds)

@@ -21,7 +21,7 @@ from sparkdl.data.column_stats import SpooledShard
 from sparkdl.data.plan import Column, SpoolColumn, TrainPlan, assign_shards
 from sparkdl.data.shuffle_windows import Windows
 from sparkdl.data.source import Contents, ShardSource, Source, Wanted
-from sparkdl.data.spool.kept import Keep
+from sparkdl.data.spool.kept_spools import Keep
 from sparkdl.errors import DataError
 from sparkdl.serialization.identity import identity
 from sparkdl.spark.cluster.cluster_info import ClusterInfo

@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import logging
 import math
+import socket
 import threading
 import time
 import uuid
@@ -28,7 +29,7 @@ from sparkdl import errors
 from sparkdl.data.column_stats import SpooledShard, merge_stats, no_rows, skipped_rows
 from sparkdl.data.plan import Column, Shard, SpoolColumn, TrainPlan, assign_shards
 from sparkdl.data.shuffle_windows import HostLoad, Windows, choose_windows
-from sparkdl.data.spool.kept import Keep
+from sparkdl.data.spool.kept_spools import Keep
 from sparkdl.data.spool.local_disk import remove_spool
 from sparkdl.data.spool.spool_source import SpoolSource
 from sparkdl.data.spool.writer import SpoolWriter
@@ -375,7 +376,7 @@ class ShardTable(SpoolTable, SpooledRows):
         )
         shards = self.checked(tuple(found[number] for number in range(spec.num_shards)))
         self.df.unpersist()
-        self.df, self.is_kept = frame_of(self._spark, shards, spec), True
+        self.df, self.is_kept = placed_near(frame_of(self._spark, shards, spec), shards), True
         return shards
 
     def rebuild(self) -> None:
@@ -478,6 +479,26 @@ def find_kept(spark: SparkSession, spec: TableSpec, keep: Keep) -> dict[int, Spo
         (spooled,) = parse_shards(json.loads(row["payload"]))
         found.setdefault(spooled.shard.shard_id, spooled)
     return found
+
+
+def placed_near(table: DataFrame, shards: Sequence[SpooledShard]) -> DataFrame:
+    """The rows of a table, each in a partition that Spark computes near its shards if it can."""
+    spark: Any = table.sparkSession
+    jvm, gateway = spark.sparkContext._jvm, spark.sparkContext._gateway
+    host_of = {part.shard.path: part.shard.host for part in shards}
+    pairs = []
+    for place, payload in sorted(table.collect()):
+        values = gateway.new_array(jvm.java.lang.Object, 2)
+        values[0], values[1] = place, payload
+        found = {host_of[one["shard"]["path"]] for one in json.loads(payload)["shards"]}
+        names = jvm.PythonUtils.toSeq(sorted(found | {socket.getfqdn(name) for name in found}))
+        pairs.append(jvm.scala.Tuple2(jvm.org.apache.spark.sql.RowFactory.create(values), names))
+    kind = jvm.java.lang.Class.forName("org.apache.spark.sql.Row")
+    rows = spark.sparkContext._jsc.sc().makeRDD(
+        jvm.PythonUtils.toSeq(pairs), jvm.scala.reflect.ClassTag.apply(kind)
+    )
+    java = spark._jsparkSession.createDataFrame(rows.toJavaRDD(), table._jdf.schema())
+    return DataFrame(java, spark)
 
 
 def _log_kept(keep: Keep, shards: Sequence[SpooledShard]) -> None:

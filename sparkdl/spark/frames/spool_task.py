@@ -19,7 +19,7 @@ from pyspark import BarrierTaskContext, TaskContext
 
 from sparkdl.data.column_stats import SpooledShard
 from sparkdl.data.plan import Shard, SpoolColumn
-from sparkdl.data.spool.kept import Keep
+from sparkdl.data.spool.kept_spools import Keep
 from sparkdl.data.spool.local_disk import (
     DiskFull,
     free_bytes,

@@ -17,7 +17,7 @@ from pyspark.sql import functions as F
 from torch import nn
 
 from sparkdl import ParameterAveraging, Tensor, TorchRegressor
-from sparkdl.data.spool.kept import Keep
+from sparkdl.data.spool.kept_spools import Keep
 from sparkdl.errors import ConfigError
 from sparkdl.inputs import Named
 from sparkdl.spark.frames import kept_frames

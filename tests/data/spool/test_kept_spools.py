@@ -14,8 +14,8 @@ import pytest
 
 from sparkdl.data.column_stats import SpooledShard
 from sparkdl.data.plan import SpoolColumn
-from sparkdl.data.spool import kept
-from sparkdl.data.spool.kept import ROW, Keep, clean
+from sparkdl.data.spool import kept_spools
+from sparkdl.data.spool.kept_spools import ROW, Keep, clean
 from sparkdl.data.spool.mapped import MappedFile
 from sparkdl.data.spool.writer import SpoolWriter
 
@@ -91,7 +91,7 @@ def test_what_was_not_used_for_longest_makes_way(tmp_path: Path) -> None:
     for key, used in (("old", 90.0), ("used", 60.0), ("new", 30.0)):
         put(keep(tmp_path, key), used=used)
     assert keep(tmp_path, "old").find()  # which counts as used
-    size = kept._size(keep(tmp_path, "old").folder)
+    size = kept_spools._size(keep(tmp_path, "old").folder)
     last = keep(tmp_path, "last", limit_bytes=3 * size + NUM_BYTES // 2)
     put(last)
     there = {key for key in ("old", "used", "new", "last") if keep(tmp_path, key).find()}
@@ -112,7 +112,7 @@ def test_a_full_disk_has_others_make_way(tmp_path: Path, monkeypatch: pytest.Mon
     own.make_space(100)
     assert keep(tmp_path, "old").find()
     free = iter([0, 1 << 40])
-    monkeypatch.setattr(kept, "free_bytes", lambda _: next(free))
+    monkeypatch.setattr(kept_spools, "free_bytes", lambda _: next(free))
     os.utime(Path(put(keep(tmp_path, "old"), used=9.0).shard.path))
     own.make_space(100)
     assert not keep(tmp_path, "old").find() and keep(tmp_path, "new").find()
@@ -124,9 +124,9 @@ def test_what_is_mapped_or_being_written_is_not_removed(tmp_path: Path) -> None:
     column = SpoolColumn(name="x", role="feature", dtype="float64")
     folder = tmp_path / "sparkdl-run"
     with SpoolWriter(folder / "0", [column], has_validation=False):
-        size = kept._size(Path(idle.shard.path))
-        rest = kept._size(Path(mapped.shard.path))
-        assert clean(str(tmp_path)) == (size, kept._size(tmp_path))
+        size = kept_spools._size(Path(idle.shard.path))
+        rest = kept_spools._size(Path(mapped.shard.path))
+        assert clean(str(tmp_path)) == (size, kept_spools._size(tmp_path))
         assert keep(tmp_path, "mapped").find() and folder.is_dir()
     assert file.values("float64")[-1] == 99
     del file
