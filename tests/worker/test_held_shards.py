@@ -44,9 +44,10 @@ def plan_of(folder: str, places: list[int]) -> TrainPlan:
     return make_plan(columns=[column], shards=shards, world_size=1, batch_size=4, epochs=1)
 
 
-def hold(comm: Any, folder: str, places: list[int], hosts: Any = None) -> Any:
+def hold(comm: Any, folder: str, places: list[int], hosts: Any = None, assigned: Any = None) -> Any:
     """What each rank holds of the plan, and the files of its own shards."""
     plan = plan_of(folder, places)
+    plan = plan if assigned is None else plan.held_by(assigned)
     if hosts is not None:
         shards = [replace(s, hosts=tuple(hosts[s.shard_id])) for s in plan.shards]
         plan = replace(plan, shards=tuple(shards))
@@ -55,7 +56,10 @@ def hold(comm: Any, folder: str, places: list[int], hosts: Any = None) -> Any:
     missing: list[list[int]] = []
     source = OnHosts("" if hosts is not None else str(disk))
     try:
-        found = hold_shards(plan, source, comm, run_id="run", say_missing=missing.append)
+        found = hold_shards(
+            plan, source, comm, run_id="run", is_assigned=assigned is not None,
+            say_missing=missing.append,
+        )  # fmt: skip
     except ShardLost as error:
         return str(error), missing
     read = {
@@ -83,6 +87,15 @@ def test_what_lies_on_a_ranks_disk_is_its_own(gang: Gang, tmp_path: Path) -> Non
     for held, _, paths in gang.run(hold, str(tmp_path), [1, 1, 0, 0]):
         assert held == ((2, 3), (0, 1))
         assert not [path for path in paths if "fetched" in path]
+
+
+def test_what_is_assigned_stays_so_wherever_it_lies(gang: Gang, tmp_path: Path) -> None:
+    write(tmp_path, [1, 1, 0, 0])
+    assigned = ((0, 2), (1, 3))
+    for rank, found in enumerate(gang.run(hold, str(tmp_path), [1, 1, 0, 0], None, assigned)):
+        held, read, paths = found
+        assert held == assigned and tuple(read) == assigned[rank]
+        assert sum("fetched" in path for path in paths) == 1
 
 
 def test_with_one_shard_each_ranks_keep_theirs_and_so_the_bits(gang: Gang, tmp_path: Path) -> None:

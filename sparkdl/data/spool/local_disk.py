@@ -130,7 +130,7 @@ def open_private(path: str, flags: int) -> int:
 
 
 def lock(descriptor: int) -> None:
-    """Say that a file is in use until it is closed, so that nobody removes it as old; `kept_spools`."""
+    """Say that a file is in use until it is closed, so that nobody removes it as an old one."""
     with contextlib.suppress(OSError):  # being removed, or a file system without locks
         fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
 

@@ -27,7 +27,8 @@ from sparkdl.spark.cluster.slots import await_executors
 from sparkdl.spark.frames.row_table import TableSpec
 from sparkdl.spark.session.compat import conf, is_connect, num_slots, scala_context
 from sparkdl.spark.session.settings import read_settings
-from sparkdl.storage.storage import scheme_of
+from sparkdl.storage.hadoop_storage import java_errors
+from sparkdl.storage.storage import scheme_of, without_password
 
 _PASSES = 4
 """Tasks per slot that remove what is kept, so that every executor has some."""
@@ -96,6 +97,11 @@ def choose_keep(
     if reason is not None:
         return KeepChoice(reason=reason)
     session: Any = df.sparkSession
+    try:
+        with java_errors():
+            files = [_files_of(relation.relation(), session) for relation in relations]
+    except OSError as error:
+        return KeepChoice(reason=f"its files cannot be listed: {without_password(str(error))}")
     entries = session.conf.getAll
     settings = {name: value for name, value in entries.items() if name.startswith("spark.sql.")}
     settings.update({name: session.conf.get(name) for name in _SETTINGS})
@@ -105,7 +111,7 @@ def choose_keep(
         _renumbered(nodes),
         # What the nodes leave out: whether a cast is a try_cast, for example.
         plan.canonicalized().treeString(True, False, 2**31 - 1, False, False),
-        [_files_of(relation.relation(), session) for relation in relations],
+        files,
         df.schema.jsonValue(),
         [list(_identity(column)) for column in spec.columns],
         [str(spec.validation), spec.num_shards, spec.shares, spec.pieces],
@@ -140,7 +146,7 @@ class CleanKeptTask:
 def clean_executors(
     spark: SparkSession, directory: str, older_than_seconds: float
 ) -> dict[str, tuple[int, int]]:
-    """Have executors remove what is kept; by host the bytes removed and left, see `kept_spools.clean`."""
+    """Have executors remove what is kept; by host the bytes that were removed, and are left."""
     await_executors(spark, read_settings(partial(conf, spark)))
     num_tasks = _PASSES * max(1, num_slots(spark))
     task = CleanKeptTask(directory=directory, older_than_seconds=older_than_seconds)

@@ -252,11 +252,16 @@ def _spooled(contents: Contents) -> tuple[SpooledShard, ...]:
     )
 
 
-def frame_of(spark: SparkSession, shards: Sequence[SpooledShard], spec: TableSpec) -> DataFrame:
-    """The rows that `shard_table.parse_shards` reads."""
+def payloads_of(shards: Sequence[SpooledShard], spec: TableSpec) -> list[str]:
+    """What the row of each place says."""
     parts = [part.to_dict() for part in shards]
     places = spec.shards_by_place or [[number] for number in range(len(parts))]
-    payloads = [F.lit(json.dumps({"shards": [parts[n] for n in own]})) for own in places]
+    return [json.dumps({"shards": [parts[n] for n in own]}) for own in places]
+
+
+def frame_of(spark: SparkSession, shards: Sequence[SpooledShard], spec: TableSpec) -> DataFrame:
+    """The rows that `shard_table.parse_shards` reads."""
+    payloads = [F.lit(text) for text in payloads_of(shards, spec)]
     return spark.range(0, len(payloads), 1, len(payloads)).select(
         F.col("id").cast("int").alias("shard_id"),
         F.element_at(F.array(*payloads), F.col("id").cast("int") + 1).alias("payload"),

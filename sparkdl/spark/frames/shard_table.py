@@ -39,7 +39,7 @@ from sparkdl.spark.frames.columns import quoted
 from sparkdl.spark.frames.example_rows import UserRows, in_words
 from sparkdl.spark.frames.row_table import (
     TableSpec,
-    frame_of,
+    payloads_of,
     require_same,
     spool_columns,
 )
@@ -376,7 +376,7 @@ class ShardTable(SpoolTable, SpooledRows):
         )
         shards = self.checked(tuple(found[number] for number in range(spec.num_shards)))
         self.df.unpersist()
-        self.df, self.is_kept = placed_near(frame_of(self._spark, shards, spec), shards), True
+        self.df, self.is_kept = placed_near(self._spark, shards, spec), True
         return shards
 
     def rebuild(self) -> None:
@@ -481,24 +481,26 @@ def find_kept(spark: SparkSession, spec: TableSpec, keep: Keep) -> dict[int, Spo
     return found
 
 
-def placed_near(table: DataFrame, shards: Sequence[SpooledShard]) -> DataFrame:
-    """The rows of a table, each in a partition that Spark computes near its shards if it can."""
-    spark: Any = table.sparkSession
+def placed_near(
+    session: SparkSession, shards: Sequence[SpooledShard], spec: TableSpec
+) -> DataFrame:
+    """A table of these shards, each row in a partition that Spark computes near them if it can."""
+    spark: Any = session
     jvm, gateway = spark.sparkContext._jvm, spark.sparkContext._gateway
-    host_of = {part.shard.path: part.shard.host for part in shards}
     pairs = []
-    for place, payload in sorted(table.collect()):
+    for place, payload in enumerate(payloads_of(shards, spec)):
         values = gateway.new_array(jvm.java.lang.Object, 2)
         values[0], values[1] = place, payload
-        found = {host_of[one["shard"]["path"]] for one in json.loads(payload)["shards"]}
-        names = jvm.PythonUtils.toSeq(sorted(found | {socket.getfqdn(name) for name in found}))
-        pairs.append(jvm.scala.Tuple2(jvm.org.apache.spark.sql.RowFactory.create(values), names))
+        hosts = {one["shard"]["host"] for one in json.loads(payload)["shards"]}
+        names = sorted(hosts | {socket.getfqdn(name) for name in hosts})
+        row = jvm.org.apache.spark.sql.RowFactory.create(values)
+        pairs.append(jvm.scala.Tuple2(row, jvm.PythonUtils.toSeq(names)))
     kind = jvm.java.lang.Class.forName("org.apache.spark.sql.Row")
     rows = spark.sparkContext._jsc.sc().makeRDD(
         jvm.PythonUtils.toSeq(pairs), jvm.scala.reflect.ClassTag.apply(kind)
     )
-    java = spark._jsparkSession.createDataFrame(rows.toJavaRDD(), table._jdf.schema())
-    return DataFrame(java, spark)
+    schema = jvm.org.apache.spark.sql.types.StructType.fromDDL(TABLE_SCHEMA)
+    return DataFrame(spark._jsparkSession.createDataFrame(rows.toJavaRDD(), schema), spark)
 
 
 def _log_kept(keep: Keep, shards: Sequence[SpooledShard]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import os
 from collections.abc import Callable
@@ -17,6 +18,8 @@ from pyspark.sql import functions as F
 from torch import nn
 
 from sparkdl import ParameterAveraging, Tensor, TorchRegressor
+from sparkdl.data.column_stats import SpooledShard
+from sparkdl.data.plan import Shard
 from sparkdl.data.spool.kept_spools import Keep
 from sparkdl.errors import ConfigError
 from sparkdl.inputs import Named
@@ -24,6 +27,7 @@ from sparkdl.spark.frames import kept_frames
 from sparkdl.spark.frames.kept_frames import KeepChoice, check_cache_dir, choose_keep
 from sparkdl.spark.frames.prepare_columns import prepare
 from sparkdl.spark.frames.row_table import TableSpec
+from sparkdl.spark.frames.shard_table import parse_shards, placed_near
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame, SparkSession
@@ -150,6 +154,27 @@ def test_folders_and_sessions_that_cannot_keep(monkeypatch: pytest.MonkeyPatch) 
     frame: Any = type("Frame", (), {"sparkSession": None})
     with pytest.raises(ConfigError, match="needs classic Spark"):
         choose_keep(frame, TableSpec(columns=(), num_shards=1), "/a", None)
+
+
+def test_tasks_run_near_the_shards_if_they_can(spark: SparkSession) -> None:
+    shards = [
+        SpooledShard(
+            shard=Shard(
+                shard_id=number, host=f"host-{number // 2}", path="", num_rows=1,
+                num_validation_rows=0, fingerprint="",
+            ),
+            content=0,
+            columns=(),
+        )
+        for number in range(4)
+    ]  # fmt: skip
+    table: Any = placed_near(spark, shards, TableSpec(columns=(), num_shards=4, num_places=2))
+    rows = table.mapInArrow(lambda batches: batches, table.schema)._jdf.queryExecution().toRdd()
+    scala = table.sparkSession.sparkContext._jsc.sc()
+    places = [scala.getPreferredLocs(rows, number).mkString(" ") for number in range(2)]
+    assert ["host-0" in places[0], "host-1" in places[1]] == [True, True]
+    found = [parse_shards(json.loads(row["payload"])) for row in sorted(table.collect())]
+    assert found == [shards[:2], shards[2:]]
 
 
 def without_content(folder: Path) -> None:
