@@ -510,8 +510,9 @@ def _log_kept(keep: Keep, shards: Sequence[SpooledShard]) -> None:
         logger.info("the %d shards are kept in %s", kept, keep.folder)
         return
     logger.warning(
-        "%d of %d shards are kept in %s; the others are more than a host may keep: raise "
-        "spark.sparkdl.cacheBytes, or free space there",
+        "%d of %d shards are kept in %s; the others are more than a host may keep (raise "
+        "spark.sparkdl.cacheBytes, or free space there), or hold other rows than those that are "
+        "kept under this key",
         *(kept, len(shards), keep.folder),
     )
 
