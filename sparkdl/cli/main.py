@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from sparkdl import __version__
+from sparkdl.cli.clean_command import CLEAN
 from sparkdl.cli.command_line import Command, Run, ended, while_read
 from sparkdl.cli.completion import COMPLETION, complete
 from sparkdl.cli.doctor_command import DOCTOR
@@ -71,7 +72,8 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=f"sparkdl {__version__}")
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
     jobs = (TRAIN, EVALUATE, PREDICT, TUNE, PREPARE, EXPLAIN)
-    for command in (DOCTOR, *(job.command(Form.COMMAND) for job in jobs), EXPORT, UI, COMPLETION):
+    commands_of_jobs = (job.command(Form.COMMAND) for job in jobs)
+    for command in (DOCTOR, *commands_of_jobs, EXPORT, UI, CLEAN, COMPLETION):
         command.add_to(commands)
     return parser
 

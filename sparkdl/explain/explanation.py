@@ -67,6 +67,8 @@ class PlanFacts:
     checkpoint_interval: int
     shard_choice: str = ""
     """What makes a shard, and why."""
+    kept: str = ""
+    """Whether the spool is there already, if it is to be kept."""
 
     @property
     def skew(self) -> float:
@@ -223,7 +225,7 @@ class Explanation:
                                   f"({size(plan.worker_bytes)} of tensors)"
                                   + ("" if plan.peak_bytes is None
                                      else f", measured: {size(plan.peak_bytes)}")),
-            ("spool per worker", size(plan.spool_bytes)),
+            ("spool per worker", size(plan.spool_bytes) + f"; {plan.kept}" * bool(plan.kept)),
             ("sent per step", "depends on the data" if sent is None
                               else f"{size(sent)} by each worker"),
             ("checkpoint", f"{size(plan.checkpoint_bytes)}{last}"),

@@ -35,6 +35,7 @@ def hold_shards(
     speeds: Mapping[str, float] | None = None,
     work_shares: Mapping[str, float] | None = None,
     say: Callable[[dict[str, Any]], None],
+    is_assigned: bool = False,
 ) -> TrainPlan:
     """The plan with the shards that each rank holds; this rank's can be opened here. Collective.
 
@@ -46,6 +47,7 @@ def hold_shards(
         speeds: rows per second of a worker by its host, where that is known.
         work_shares: relative speeds by patterns of hosts' names, where it is not.
         say: sends an event to the driver: which shards no rank can read, or who holds which.
+        is_assigned: whether ranks get the shards that the plan gives them, wherever these lie.
 
     Raises:
         ShardLost: no rank can read some of them.
@@ -72,7 +74,9 @@ def hold_shards(
             say({"kind": "missing", "shards": missing})
         raise ShardLost(f"no worker can read the shards {missing}")
     rows = [shard.num_rows for shard in plan.shards]
-    if len(rows) == comm.world_size and not any(shard.hosts for shard in plan.shards):
+    if is_assigned:
+        assigned = plan.shards_by_rank
+    elif len(rows) == comm.world_size and not any(shard.hosts for shard in plan.shards):
         # One shard each: bits are those of a run that nothing has disturbed, for a file's way.
         assigned = assign_shards(len(rows), comm.world_size)
     else:

@@ -79,6 +79,8 @@ class WorkOrder(GangOrder):
     """Rows per second of a worker by its host, where that was measured."""
     is_placed: bool = True
     """Whether each rank runs where the shards are that the plan gives it."""
+    is_assigned: bool = False
+    """Whether, where they do not, ranks have those shards all the same, which are fetched."""
     looks: Looks | None = None
     """What rank 0 looks at in its layers for reports; None: nothing."""
 
@@ -114,6 +116,7 @@ def _train(order: WorkOrder, member: Member) -> Results:
             speeds=order.speeds,
             work_shares=strategy.work_shares,
             say=reporter.send,
+            is_assigned=order.is_assigned,
         )
     with contextlib.ExitStack() as stack:
         module = initial_module(order.weights, structure, files, comm)

@@ -25,7 +25,7 @@ JOBS = {
     "tune": TuneJob,
     "prepare": PrepareJob,
 }
-COMMANDS = [*JOBS, "explain", "doctor", "export", "ui", "completion"]
+COMMANDS = [*JOBS, "explain", "doctor", "export", "ui", "clean", "completion"]
 
 
 @pytest.fixture(autouse=True)

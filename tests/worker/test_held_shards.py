@@ -53,10 +53,11 @@ class OfItsOwn:
         return getattr(self._comm, name)
 
 
-def hold(comm: Any, folder: str, places: list[int], hosts: Any = None) -> Any:
+def hold(comm: Any, folder: str, places: list[int], hosts: Any = None, assigned: Any = None) -> Any:
     """What each rank holds of the plan, and the files of its own shards."""
     comm = OfItsOwn(comm)
     plan = plan_of(folder, places)
+    plan = plan if assigned is None else plan.held_by(assigned)
     if hosts is not None:
         shards = [replace(s, hosts=tuple(hosts[s.shard_id])) for s in plan.shards]
         plan = replace(plan, shards=tuple(shards))
@@ -65,7 +66,9 @@ def hold(comm: Any, folder: str, places: list[int], hosts: Any = None) -> Any:
     told: list[dict[str, Any]] = []
     source = OnHosts("" if hosts is not None else str(disk))
     try:
-        found = hold_shards(plan, source, comm, run_id="run", say=told.append)
+        found = hold_shards(
+            plan, source, comm, run_id="run", is_assigned=assigned is not None, say=told.append
+        )
     except ShardLost as error:
         return str(error), told
     assert told == [{"kind": "held", "shards": found.shards_by_rank}] * (comm.rank == 0)
@@ -94,6 +97,15 @@ def test_what_lies_on_a_ranks_disk_is_its_own(gang: Gang, tmp_path: Path) -> Non
     for held, _, paths in gang.run(hold, str(tmp_path), [1, 1, 0, 0]):
         assert held == ((2, 3), (0, 1))
         assert not [path for path in paths if "fetched" in path]
+
+
+def test_what_is_assigned_stays_so_wherever_it_lies(gang: Gang, tmp_path: Path) -> None:
+    write(tmp_path, [1, 1, 0, 0])
+    assigned = ((0, 2), (1, 3))
+    for rank, found in enumerate(gang.run(hold, str(tmp_path), [1, 1, 0, 0], None, assigned)):
+        held, read, paths = found
+        assert held == assigned and tuple(read) == assigned[rank]
+        assert sum("fetched" in path for path in paths) == 1
 
 
 def test_with_one_shard_each_ranks_keep_theirs_and_so_the_bits(gang: Gang, tmp_path: Path) -> None:

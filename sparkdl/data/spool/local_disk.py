@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import fcntl
 import os
 import shutil
 from collections.abc import Iterator, Sequence
@@ -111,6 +112,27 @@ def roomiest(directories: Sequence[str]) -> Path:
     if not free:
         raise StorageError(f"none of Spark's local directories exists: {list(directories)}")
     return Path(max(free, key=lambda name: free[name]))
+
+
+def make_private(directory: Path) -> None:
+    """Make a folder, and those above it that are missing, for this user alone."""
+    for folder in reversed(directory.parents):
+        if not folder.exists():
+            folder.mkdir(mode=0o700, exist_ok=True)
+    directory.mkdir(mode=0o700)
+
+
+def open_private(path: str, flags: int) -> int:
+    """Open a file that this user alone may read and write, whatever the umask allows."""
+    descriptor = os.open(path, flags, 0o600)
+    lock(descriptor)
+    return descriptor
+
+
+def lock(descriptor: int) -> None:
+    """Say that a file is in use until it is closed, so that nobody removes it as an old one."""
+    with contextlib.suppress(OSError):  # being removed, or a file system without locks
+        fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
 
 
 def remove_spool(directory: Path) -> bool:

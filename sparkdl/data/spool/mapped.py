@@ -32,7 +32,7 @@ from sparkdl.data.shuffle import (
 )
 from sparkdl.data.source import EpochRows
 from sparkdl.data.sources.streamed import StreamedEpoch
-from sparkdl.data.spool.local_disk import disk_error
+from sparkdl.data.spool.local_disk import disk_error, lock
 
 _READ_BYTES = 128 << 10
 """Read ahead at once; the kernel cuts off what exceeds its own largest request."""
@@ -49,6 +49,7 @@ class MappedFile:
         self._path = path
         self._descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
         weakref.finalize(self, os.close, self._descriptor)
+        lock(self._descriptor)
         self._map = mmap.mmap(
             self._descriptor,
             num_bytes,

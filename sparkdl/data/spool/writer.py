@@ -8,7 +8,6 @@ all shards together, with column, count and an example.
 from __future__ import annotations
 
 import hashlib
-import os
 import shutil
 from collections.abc import Sequence
 from pathlib import Path
@@ -24,26 +23,13 @@ from sparkdl.data.column_stats import ColumnStats, SpooledShard
 from sparkdl.data.kinds import Rows
 from sparkdl.data.plan import Shard, Split, SpoolColumn
 from sparkdl.data.ragged import Array, Ragged
-from sparkdl.data.spool.local_disk import disk_errors
+from sparkdl.data.spool.local_disk import disk_errors, make_private, open_private
 from sparkdl.inputs import Image, Specification
 
 OFFSETS = "-offsets"
 """Suffix of the file that says where rows end."""
 _ROWS_AT_ONCE = 256
 """Rows that are made at a time: images, once decoded, need many times their bytes."""
-
-
-def _make_private(directory: Path) -> None:
-    """Make a folder, and those above it that are missing, for this user alone."""
-    for folder in reversed(directory.parents):
-        if not folder.exists():
-            folder.mkdir(mode=0o700, exist_ok=True)
-    directory.mkdir(mode=0o700)
-
-
-def _open_private(path: str, flags: int) -> int:
-    """Open a file that this user alone may read and write, whatever the umask allows."""
-    return os.open(path, flags, 0o600)
 
 
 class SpoolWriter:
@@ -85,7 +71,7 @@ class SpoolWriter:
     def __enter__(self) -> SpoolWriter:
         try:
             with disk_errors(self._directory):
-                _make_private(self._directory)
+                make_private(self._directory)
                 for split in self._splits:
                     for index, column in enumerate(self._columns):
                         column.open(self._directory, split, index)
@@ -234,7 +220,7 @@ class _ColumnWriter:
         files = self._files[split] = list[IO[bytes]]()
         for part in column_parts(self._column.kind):
             path = column_path(directory, split, index, part)
-            files.append(open(path, "wb", buffering=0, opener=_open_private))  # noqa: SIM115
+            files.append(open(path, "wb", buffering=0, opener=open_private))  # noqa: SIM115
         self._ends[split] = 0
         if self._column.kind.num_parts:
             self._put(files[-1], np.zeros(1, dtype=np.int64))

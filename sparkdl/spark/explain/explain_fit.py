@@ -23,7 +23,9 @@ from sparkdl.spark.explain.measure_gang import (
     predictor_of,
     why_no_gang,
 )
+from sparkdl.spark.fit.check_request import CheckedRequest
 from sparkdl.spark.fit.check_rows import check_plan
+from sparkdl.spark.frames.shard_table import find_kept
 from sparkdl.spark.frames.user_data import Data, UserData, user_data
 from sparkdl.spark.run.run import FitRequest
 from sparkdl.spark.session.interrupts import Cleanup, interruptible
@@ -143,6 +145,7 @@ def _facts(found: Found, model: ModelSize, gang: Gang | None) -> PlanFacts:
         validation_rows=plan.num_validation_rows,
         rows_by_shard=tuple(shard.num_rows for shard in plan.shards),
         shard_choice=str(checked.shard_choice),
+        kept=_kept(checked),
         batch_size=plan.batch_size,
         epochs=plan.epochs,
         steps_per_epoch=plan.steps_per_epoch,
@@ -158,6 +161,17 @@ def _facts(found: Found, model: ModelSize, gang: Gang | None) -> PlanFacts:
         checkpoint_bytes=model.checkpoint_bytes,
         checkpoint_interval=config.checkpoint.interval,
     )
+
+
+def _kept(checked: CheckedRequest) -> str:
+    """Whether the spool of the fit is there already; empty if nobody wants to keep it."""
+    choice, spec = checked.keep_choice, checked.fit_spec
+    if choice is None or choice.keep is None:
+        return "" if choice is None else str(choice)
+    num_found = len(find_kept(checked.spark, spec, choice.keep))
+    if not num_found:
+        return f"will be written, and {choice}"
+    return f"{choice}: {num_found} of {spec.num_shards} shards are there"
 
 
 def _caveats(found: Found, calibration: Calibration, sizes: Iterable[int]) -> Iterator[str]:

@@ -26,8 +26,10 @@ from sparkdl.inputs import Named
 from sparkdl.runtime.process import borrowed_generator
 from sparkdl.serialization.identity import identity
 from sparkdl.serialization.initial_weights import InitialWeights, load_initial_weights
+from sparkdl.spark.cluster.cluster_info import parse_bytes
 from sparkdl.spark.cluster.slots import Slots, plan_slots
 from sparkdl.spark.frames.columns import drawn, schema_of, validation_indicator
+from sparkdl.spark.frames.kept_frames import KeepChoice, check_cache_dir, choose_keep
 from sparkdl.spark.frames.own_partitions import (
     SHARDS,
     ShardChoice,
@@ -108,6 +110,8 @@ class CheckedRequest(CheckedValues):
     """What an earlier fit has left; None: training begins."""
     shard_choice: ShardChoice
     """Which rows make a shard of a fit."""
+    keep_choice: KeepChoice | None = None
+    """Whether a fit's spool is kept; None: nobody asks for it."""
 
     @property
     def spark(self) -> SparkSession:
@@ -162,11 +166,12 @@ class CheckedRequest(CheckedValues):
     @property
     def fit_spec(self) -> TableSpec:
         """The same of a fit, whose shards may be the DataFrame's own partitions."""
-        choice = self.shard_choice
+        choice, keep = self.shard_choice, self.keep_choice
+        spec = self.table_spec if keep is None else replace(self.table_spec, keep=keep.keep)
         if choice.pieces is None:
-            return self.table_spec
+            return spec
         return replace(
-            self.table_spec,
+            spec,
             num_shards=choice.num_places * choice.pieces,
             num_places=choice.num_places,
             pieces=choice.pieces,
@@ -256,7 +261,8 @@ def check_request(data: UserData, request: FitRequest) -> CheckedRequest:
         begins_from=begins_from,
         shard_choice=ShardChoice(reason="the default"),
     )
-    return replace(checked, shard_choice=_choose_shards(checked))
+    checked = replace(checked, shard_choice=_choose_shards(checked))
+    return replace(checked, keep_choice=_choose_keep(checked))
 
 
 def _choose_shards(checked: CheckedRequest) -> ShardChoice:
@@ -285,6 +291,25 @@ def _choose_shards(checked: CheckedRequest) -> ShardChoice:
     is_refused = asked == "partitions" and choice.pieces is None
     level = logging.WARNING if is_refused else logging.INFO
     logger.log(level, "shards are made of %s", choice)
+    return choice
+
+
+def _choose_keep(checked: CheckedRequest) -> KeepChoice | None:
+    """Whether the spool is kept, if that is asked for; raises ConfigError if it cannot be."""
+    directory, source = checked.request.cache_dir, checked.data.source
+    if directory is None:
+        return None
+    check_cache_dir(directory)
+    if source is not None:
+        raise ConfigError(
+            f"cacheDir keeps the spool of a DataFrame, and {type(source).__name__} has none; leave "
+            "it unset"
+        )
+    limit = checked.settings.cache_bytes
+    limit_bytes = None if limit is None else parse_bytes(limit, unit=1)
+    choice = choose_keep(checked.data.frame, checked.fit_spec, directory, limit_bytes)
+    level = logging.WARNING if choice.keep is None else logging.INFO
+    logger.log(level, "the spool is %s", choice)
     return choice
 
 

@@ -57,11 +57,11 @@ def _submit(
     find = partial(find_checkpoint, run, passed_over=attempts.passed_over, lease=attempts.lease)
     path = attempts.begin(attempt, find, run.plan.first_step)
     df, plan, world_size = run.table.df, run.plan, attempt.world_size
-    own = run.table.owns_partitions
+    own, is_kept = run.table.owns_partitions, run.table.is_kept
     if own:
         df = slots_for(run.spark, world_size)
     if attempt.number > 0:
-        if run.slots.may_move:
+        if run.slots.may_move or is_kept:
             found, df = run.table.restore(world_size)
         else:
             found = run.table.collect()
@@ -85,8 +85,9 @@ def _submit(
         resume_path=path,
         source=run.table.reader,
         speeds=attempts.speeds,
-        is_placed=not (run.slots.may_move or own or has_speeds)
+        is_placed=not (run.slots.may_move or own or is_kept or has_speeds)
         and isinstance(run.table.reader, SpoolSource),
+        is_assigned=is_kept and not (run.slots.may_move or own or has_speeds),
         looks=run.looks,
     )
     return run.gang_job(df, training.run, order, num_workers=world_size)
@@ -94,7 +95,7 @@ def _submit(
 
 def _rebuild(run: Run, missing: Collection[int]) -> None:
     """Have lost shards written anew: with the table's own partitions, or only those that are."""
-    if not (run.slots.may_move or run.table.owns_partitions):
+    if not (run.slots.may_move or run.table.owns_partitions or run.table.is_kept):
         run.table.rebuild()
     else:
         run.table.remake(missing or range(len(run.plan.shards)))

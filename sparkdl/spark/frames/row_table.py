@@ -21,6 +21,7 @@ from sparkdl.data.column_stats import SpooledShard
 from sparkdl.data.plan import Column, SpoolColumn, TrainPlan, assign_shards
 from sparkdl.data.shuffle_windows import Windows
 from sparkdl.data.source import Contents, ShardSource, Source, Wanted
+from sparkdl.data.spool.kept_spools import Keep
 from sparkdl.errors import DataError
 from sparkdl.serialization.identity import identity
 from sparkdl.spark.cluster.cluster_info import ClusterInfo
@@ -47,6 +48,8 @@ class TableSpec:
     pieces: int | None = None
     """Shards of each of the DataFrame's own partitions, which are not moved; ``num_places`` is
     their number, or what they are packed to. None: all rows are dealt to shards anew."""
+    keep: Keep | None = None
+    """Where later fits find the shards; None: they are removed when the run ends."""
     is_gang: bool = True
     """True if all shards are spooled at once, as a gang will hold them; otherwise one after the
     other where slots are few."""
@@ -86,6 +89,11 @@ class RowTable(Protocol):
     @property
     def owns_partitions(self) -> bool:
         """True if shards lie where Spark has read them: ranks find them, whatever their number."""
+        return False
+
+    @property
+    def is_kept(self) -> bool:
+        """True if an earlier run has left the shards: ranks find them where they lie."""
         return False
 
     def collect(self) -> tuple[SpooledShard, ...]:
@@ -217,7 +225,7 @@ class SourceTable(RowTable):
         contents = self._source.contents(self._wanted)
         shards = _spooled(contents)
         if self._contents is None:
-            self._contents, self._df = contents, _frame(self._spark, shards, self._spec)
+            self._contents, self._df = contents, frame_of(self._spark, shards, self._spec)
         else:
             require_same(_spooled(self._contents), shards)
         return shards
@@ -261,11 +269,16 @@ def _spooled(contents: Contents) -> tuple[SpooledShard, ...]:
     )
 
 
-def _frame(spark: SparkSession, shards: Sequence[SpooledShard], spec: TableSpec) -> DataFrame:
-    """The rows that `shard_table.parse_shards` reads."""
+def payloads_of(shards: Sequence[SpooledShard], spec: TableSpec) -> list[str]:
+    """What the row of each place says."""
     parts = [part.to_dict() for part in shards]
     places = spec.shards_by_place or [[number] for number in range(len(parts))]
-    payloads = [F.lit(json.dumps({"shards": [parts[n] for n in own]})) for own in places]
+    return [json.dumps({"shards": [parts[n] for n in own]}) for own in places]
+
+
+def frame_of(spark: SparkSession, shards: Sequence[SpooledShard], spec: TableSpec) -> DataFrame:
+    """The rows that `shard_table.parse_shards` reads."""
+    payloads = [F.lit(text) for text in payloads_of(shards, spec)]
     return spark.range(0, len(payloads), 1, len(payloads)).select(
         F.col("id").cast("int").alias("shard_id"),
         F.element_at(F.array(*payloads), F.col("id").cast("int") + 1).alias("payload"),

@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import logging
 import math
+import socket
 import threading
 import time
 import uuid
@@ -27,6 +28,7 @@ from sparkdl import errors
 from sparkdl.data.column_stats import SpooledShard, merge_stats, no_rows, skipped_rows
 from sparkdl.data.plan import Column, Shard, SpoolColumn, TrainPlan, assign_shards
 from sparkdl.data.shuffle_windows import HostLoad, Windows, choose_windows
+from sparkdl.data.spool.kept_spools import Keep
 from sparkdl.data.spool.local_disk import remove_spool
 from sparkdl.data.spool.spool_source import SpoolSource
 from sparkdl.data.spool.writer import SpoolWriter
@@ -36,11 +38,18 @@ from sparkdl.spark.frames.columns import quoted
 from sparkdl.spark.frames.example_rows import UserRows, in_words
 from sparkdl.spark.frames.row_table import (
     TableSpec,
+    payloads_of,
     require_same,
     slots_for,
     spool_columns,
 )
-from sparkdl.spark.frames.spool_task import TABLE_SCHEMA, CleanTask, FindTask, SpoolTask
+from sparkdl.spark.frames.spool_task import (
+    TABLE_SCHEMA,
+    CleanTask,
+    FindTask,
+    KeptTask,
+    SpoolTask,
+)
 from sparkdl.spark.session.background_job import BackgroundJob
 from sparkdl.spark.session.compat import conf, described, has_ended, is_connect, num_slots
 from sparkdl.spark.session.interrupts import is_hurried
@@ -75,9 +84,12 @@ class SpoolTable:
     df: DataFrame
     """Columns of `spool_task.TABLE_SCHEMA`; persisted."""
 
-    def __init__(self, spark: SparkSession, *, run_id: str, num_places: int) -> None:
+    def __init__(
+        self, spark: SparkSession, *, run_id: str, num_places: int, keep: Keep | None = None
+    ) -> None:
         """Of a table that the class itself describes in ``df``, with so many partitions."""
         self._spark = spark
+        self._keep = keep
         self._run_id = run_id
         self.num_places = num_places
         self._seen: set[str] = set()
@@ -180,6 +192,8 @@ class SpoolTable:
 
     def note(self, paths: set[str]) -> None:
         """Take note of where tasks found their shards; what was lost, Spark has written anew."""
+        if self._keep is not None:  # those stay
+            paths = {path for path in paths if Path(path).parent != self._keep.folder}
         self._stragglers |= not paths <= self._seen
         self._seen |= paths
 
@@ -257,7 +271,8 @@ class SpoolTable:
     def _clean(self, num_tasks: int) -> None:
         left = dict(_left)
         run_ids = tuple(sorted({self._run_id, *left}))
-        task = CleanTask(run_ids=run_ids, paths=tuple(sorted(self._seen.union(*left.values()))))
+        known = tuple(sorted(self._seen.union(*left.values())))
+        task = CleanTask(run_ids=run_ids, paths=known, keep=self._keep)
         tasks = self._spark.range(0, num_tasks, 1, num_tasks)
         rows = tasks.mapInArrow(task, "path string").collect()
         removed = {row["path"] for row in rows}
@@ -334,7 +349,9 @@ class ShardTable(SpoolTable, SpooledRows):
         self, df: DataFrame, spec: TableSpec, *, run_id: str, shown: UserRows | None = None
     ) -> None:
         """Describe the table; messages show ``shown`` where the rows of ``df`` are copies."""
-        SpoolTable.__init__(self, df.sparkSession, run_id=run_id, num_places=spec.num_partitions)
+        SpoolTable.__init__(
+            self, df.sparkSession, run_id=run_id, num_places=spec.num_partitions, keep=spec.keep
+        )
         self._rows = shown or UserRows(df, spec.columns, spec.validation)
         SpooledRows.__init__(self, spec, self._rows)
         task = SpoolTask(
@@ -343,9 +360,12 @@ class ShardTable(SpoolTable, SpooledRows):
             shards_by_place=spec.shards_by_place,
             pieces=spec.pieces,
             has_validation=spec.validation is not None,
+            keep=spec.keep,
             heartbeat_timeout_seconds=spec.heartbeat_timeout_seconds,
         )
-        self._describe(partial(spread, df, spec), task, spec)
+        self._describe_all = partial(self._describe, partial(spread, df, spec), task, spec)
+        self._describe_all()
+        self.is_kept = False
         self.owns_partitions = spec.pieces is not None
         self._unreachable: set[str] = set()
         """Spools of own partitions that no worker could read, though Spark knows their hosts."""
@@ -354,19 +374,58 @@ class ShardTable(SpoolTable, SpooledRows):
 
     def collect(self) -> tuple[SpooledShard, ...]:
         with self._spooling:
+            if self._keep is not None and not self.known and (kept := self._with_kept(self._keep)):
+                return kept
             (shards,) = self._spooled()
             moved = self._moved
+            if self._keep is not None and not self.known:
+                _log_kept(self._keep, shards)
             return self.checked(tuple(moved.get(one.shard.shard_id, one) for one in shards))
+
+    def _with_kept(self, keep: Keep) -> tuple[SpooledShard, ...]:
+        """The shards that earlier runs have kept, and the missing ones, which are written now.
+
+        Empty where all must be written: partitions that are packed together elsewhere need not be
+        the same ones.
+        """
+        spec = self._spec
+        found = find_kept(self._spark, spec, keep)
+        missing = set(range(spec.num_shards)) - found.keys()
+        if not found or (missing and spec.pieces is not None):
+            return ()
+        made = self._made_anew(missing)[0] if missing else ()
+        found.update({part.shard.shard_id: part for part in made})
+        logger.info(
+            "%d of %d shards are kept from an earlier fit in %s: %s",
+            *(spec.num_shards - len(missing), spec.num_shards, keep.folder),
+            "the DataFrame is not read" if not missing else "the others are written",
+        )
+        shards = self.checked(tuple(found[number] for number in range(spec.num_shards)))
+        self.df.unpersist()
+        self.df, self.is_kept = placed_near(self._spark, shards, spec), True
+        return shards
+
+    def rebuild(self) -> None:
+        """See `RowTable.rebuild`: what was kept is looked for no more."""
+        if not self.is_kept:
+            super().rebuild()
+        else:
+            self.is_kept = False
+            self._describe_all()
 
     def restore(self, num_workers: int) -> tuple[tuple[SpooledShard, ...], DataFrame]:
         """See `RowTable.restore`."""
         shards = [part.shard for part in self.known]
-        if not self.owns_partitions and (table := self._to_follow(num_workers, len(shards))):
+        is_dealt = not (self.owns_partitions or self.is_kept)
+        if is_dealt and (table := self._to_follow(num_workers, len(shards))):
             (found,) = self._spooled(table=table)
             return self.checked(found), table
         if missing := self._nowhere(shards, num_workers, is_barrier=self._spec.is_barrier):
             self.remake(missing)
-        return self.known, slots_for(self._spark, num_workers)
+        if not self.is_kept or num_workers != self.num_places:
+            return self.known, slots_for(self._spark, num_workers)
+        self.df = placed_near(self._spark, self.known, self._spec)
+        return self.known, self.df
 
     def remake(self, missing: Collection[int]) -> None:
         """See `RowTable.remake`."""
@@ -387,11 +446,13 @@ class ShardTable(SpoolTable, SpooledRows):
             self._unreachable |= {before[number].path for number in missing}
             for number in missing:
                 self._moved.pop(number, None)
-            wanted = {
-                part.shard.shard_id
-                for part in self.collect()
-                if part.shard.shard_id in missing and part.shard.path in self._unreachable
-            }
+            wanted = set(missing)  # of kept ones Spark knows nothing
+            if not self.is_kept:
+                wanted = {
+                    part.shard.shard_id
+                    for part in self.collect()
+                    if part.shard.shard_id in missing and part.shard.path in self._unreachable
+                }
             if not wanted:
                 return
             places = frozenset(number // pieces for number in wanted)
@@ -411,6 +472,9 @@ class ShardTable(SpoolTable, SpooledRows):
                     "otherwise since there are fewer executors; set "
                     "spark.sql.files.minPartitionNum, or use shards='rows'"
                 )
+            if self.is_kept:
+                self.checked_with(tuple(found[number] for number in wanted))
+                return
             self._moved.update({number: found[number] for number in wanted})
             self.collect()
 
@@ -433,6 +497,60 @@ class ShardTable(SpoolTable, SpooledRows):
         window_bytes: int | None,
     ) -> Windows | None:
         return windows_of_spool(plan, shards, cluster, partial(conf, self._spark), window_bytes)
+
+
+def find_kept(spark: SparkSession, spec: TableSpec, keep: Keep) -> dict[int, SpooledShard]:
+    """The shards of a key on the hosts of all slots that are free now, by their numbers."""
+    num_tasks = max(spec.num_partitions, num_slots(spark, spec.profile))
+    slots = spark.range(0, num_tasks, 1, num_tasks)
+    rows = slots.mapInArrow(KeptTask(keep=keep), TABLE_SCHEMA, profile=spec.profile)
+    job = BackgroundJob(
+        spark,
+        lambda: rows.distinct().collect(),
+        tag=f"sparkdl-kept-{uuid.uuid4().hex[:8]}",
+        name="sparkdl: look for kept spools",
+    )
+    found: dict[int, SpooledShard] = {}
+    for row in sorted(job.watched(math.inf, queue_seconds=spec.queue_timeout_seconds)):
+        (spooled,) = parse_shards(json.loads(row["payload"]))
+        found.setdefault(spooled.shard.shard_id, spooled)
+    return found
+
+
+def placed_near(
+    session: SparkSession, shards: Sequence[SpooledShard], spec: TableSpec
+) -> DataFrame:
+    """A table of these shards, each row in a partition that Spark computes near them if it can."""
+    spark: Any = session
+    jvm, gateway = spark.sparkContext._jvm, spark.sparkContext._gateway
+    pairs = []
+    for place, payload in enumerate(payloads_of(shards, spec)):
+        values = gateway.new_array(jvm.java.lang.Object, 2)
+        values[0], values[1] = place, payload
+        hosts = {one["shard"]["host"] for one in json.loads(payload)["shards"]}
+        names = sorted(hosts | {socket.getfqdn(name) for name in hosts})
+        row = jvm.org.apache.spark.sql.RowFactory.create(values)
+        pairs.append(jvm.scala.Tuple2(row, jvm.PythonUtils.toSeq(names)))
+    kind = jvm.java.lang.Class.forName("org.apache.spark.sql.Row")
+    rows = spark.sparkContext._jsc.sc().makeRDD(
+        jvm.PythonUtils.toSeq(pairs), jvm.scala.reflect.ClassTag.apply(kind)
+    )
+    schema = jvm.org.apache.spark.sql.types.StructType.fromDDL(TABLE_SCHEMA)
+    return DataFrame(spark._jsparkSession.createDataFrame(rows.toJavaRDD(), schema), spark)
+
+
+def _log_kept(keep: Keep, shards: Sequence[SpooledShard]) -> None:
+    """Say how many of the shards that were written a later fit will find."""
+    kept = sum(Path(part.shard.path).parent == keep.folder for part in shards)
+    if kept == len(shards):
+        logger.info("the %d shards are kept in %s", kept, keep.folder)
+        return
+    logger.warning(
+        "%d of %d shards are kept in %s; the others are more than a host may keep (raise "
+        "spark.sparkdl.cacheBytes, or free space there), or hold other rows than those that are "
+        "kept under this key",
+        *(kept, len(shards), keep.folder),
+    )
 
 
 class LocalTable(SpooledRows):

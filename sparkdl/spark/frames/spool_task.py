@@ -19,6 +19,7 @@ from pyspark import BarrierTaskContext, TaskContext
 
 from sparkdl.data.column_stats import SpooledShard
 from sparkdl.data.plan import Shard, SpoolColumn
+from sparkdl.data.spool.kept_spools import Keep
 from sparkdl.data.spool.local_disk import (
     DiskFull,
     free_bytes,
@@ -38,6 +39,8 @@ from sparkdl.worker.watcher import ended_when_hung
 
 TABLE_SCHEMA = "shard_id int, payload string"
 _ARROW_SCHEMA = pa.schema([("shard_id", pa.int32()), ("payload", pa.string())])
+_SPACE = 8
+"""Bytes that may come of one byte of a record batch, as decoded images do."""
 _BLOCK = 64
 """Neighbouring rows of a partition that go to the same shard where it has several."""
 
@@ -67,6 +70,8 @@ class SpoolTask:
     places: frozenset[int] | None = None
     """Partitions that are written; None: all. The others yield no shard."""
     has_validation: bool = False
+    keep: Keep | None = None
+    """Where the shards, then of one data set, are kept; None: they go with the run."""
     heartbeat_timeout_seconds: float = 60.0
     """How long the task may neither run Python nor use the CPU, before its process is ended."""
 
@@ -80,16 +85,21 @@ class SpoolTask:
         """Spool one partition; returns the row that says where it is."""
         place, host = _place()
         try:
-            root = roomiest(local_dirs())
+            if self.keep is None:
+                root = roomiest(local_dirs())
+            else:
+                root, batches = self.keep.root(), _with_space(self.keep, batches)
             name = f"shard-{place:05d}-{uuid.uuid4().hex[:8]}"
             directory = root / run_folder(self.run_id) / name
-            shards = [
-                replace(
-                    spooled, shard=replace(spooled.shard, host=host), memory_bytes=memory_bytes()
-                ).to_dict()
-                for spooled in self._write(root, directory, place, batches)
-            ]
-            payload = {"path": str(directory), "shards": shards} if shards else {"shards": []}
+            found = [_at_host(one, host) for one in self._write(root, directory, place, batches)]
+            if self.keep is not None:
+                found = [self.keep.put(spooled) for spooled in found]
+                for folder in (directory, directory.parent):  # unless something stays there
+                    with contextlib.suppress(OSError):
+                        folder.rmdir()
+            payload: dict[str, Any] = {"shards": [spooled.to_dict() for spooled in found]}
+            if directory.is_dir():
+                payload["path"] = str(directory)
         except SparkDLError as error:
             for _ in batches:  # a worker whose input was not read to the end is not reused
                 pass
@@ -181,6 +191,19 @@ def _deal(batches: Iterator[pa.RecordBatch], writers: Sequence[SpoolWriter]) -> 
             first += batch.num_rows
 
 
+def _with_space(keep: Keep, batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
+    """The record batches; before each, older spools make way if the disk is nearly full."""
+    for batch in batches:
+        keep.make_space(_SPACE * batch.nbytes)
+        yield batch
+
+
+def _at_host(spooled: SpooledShard, host: str) -> SpooledShard:
+    """The shard with what is known of the host that has it, which is this one."""
+    shard = replace(spooled.shard, host=host)
+    return replace(spooled, shard=shard, memory_bytes=memory_bytes())
+
+
 def _runs(numbers: Any) -> Iterator[tuple[int, int, int]]:
     """Each run of equal numbers: the number, and where the run begins and ends."""
     starts = [0, *(np.flatnonzero(np.diff(numbers)) + 1).tolist(), len(numbers)]
@@ -226,11 +249,32 @@ class FindTask:
 
 
 @dataclass(frozen=True, kw_only=True)
+class KeptTask:
+    """Tells which kept shards are on the host of this executor, a row for each."""
+
+    keep: Keep
+
+    def __call__(self, batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
+        """Look into the folder of the key; rows are as those of `SpoolTask`."""
+        for _ in batches:
+            pass
+        _, host = _place()
+        found = [_at_host(spooled, host) for spooled in self.keep.find()]
+        rows = {
+            "shard_id": [spooled.shard.shard_id for spooled in found],
+            "payload": [json.dumps({"shards": [spooled.to_dict()]}) for spooled in found],
+        }
+        yield pa.RecordBatch.from_pydict(rows, schema=_ARROW_SCHEMA)
+
+
+@dataclass(frozen=True, kw_only=True)
 class CleanTask:
     """Removes what runs have spooled on this executor; yields the paths that were there."""
 
     run_ids: tuple[str, ...]
     paths: tuple[str, ...]
+    keep: Keep | None = None
+    """Where shards are kept, and those that could not be lie beside them."""
 
     def __call__(self, batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
         """Remove the paths that the driver knows, and the runs' folders in every directory."""
@@ -238,7 +282,8 @@ class CleanTask:
             pass
         KEPT.release()
         removed = [path for path in self.paths if remove_spool(Path(path))]
-        for root in local_dirs():  # what the driver has not seen: of tasks that were lost
+        roots = local_dirs() if self.keep is None else [*local_dirs(), self.keep.directory]
+        for root in roots:  # what the driver has not seen: of tasks that were lost
             for run_id in self.run_ids:
                 shutil.rmtree(Path(root) / run_folder(run_id), ignore_errors=True)
         yield pa.RecordBatch.from_pydict({"path": pa.array(removed, pa.string())})

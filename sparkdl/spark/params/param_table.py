@@ -309,6 +309,10 @@ class EstimatorArguments(InputArguments, total=False):
         "'partitions' (the DataFrame's own, without a shuffle, where they are stable files; else "
         "rows), or 'auto' (partitions if these are large).",
         default="rows", fills="request")]
+    cacheDir: Annotated[str | None, Option(
+        "folder of the executors' local disks in which the spool is kept, so that a later fit on "
+        "the same files with the same inputs does not read them again; 'sparkdl clean' removes "
+        "it. None: the spool is removed when the fit ends.", default=None, fills="request")]
     seed: Annotated[int, Option("random seed.")]
     syncStrategy: Annotated[Literal["auto"] | str | SyncStrategy, Option(
         "how replicas are kept in agreement: a SyncStrategy, its name (such as 'allreduce' or "

@@ -97,6 +97,8 @@ class FitRequest(Request):
     """Fixed parts of the rows; None: one for each worker."""
     shards: str = "rows"
     """What makes a shard: ``rows``, ``partitions`` or ``auto``."""
+    cache_dir: str | None = None
+    """Folder of the executors' local disks in which spools are kept for later fits; None: none."""
     initial_weights: InitialWeights | None = None
     """Where training starts from; None: the weights that the module has."""
     initial_state: InitialState | None = None

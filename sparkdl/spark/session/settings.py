@@ -42,6 +42,9 @@ class Settings:
     elastic_wait_seconds: float = _entry("elasticWait", float, 10.0)
     """How long a gang that may have fewer workers waits for the others before it starts, and how
     long new slots must have been there before it starts again with more."""
+    cache_bytes: str | None = _entry("cacheBytes", str, None)
+    """Size of all spools that are kept in a host's ``cacheDir``, such as 100g; None: a quarter of
+    its disk."""
     collective_timeout_seconds: float = _entry("collectiveTimeout", float, 600.0)
     """Longest wait for the peers in one collective."""
     channel: str = _entry("channel", str, "auto")

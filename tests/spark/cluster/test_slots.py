@@ -121,7 +121,7 @@ def test_workers_of_a_gang_as_it_begins_and_begins_again(
     monkeypatch.setattr(module, "raise_if_ended", lambda _: None)
     monkeypatch.setattr(module, "num_slots", lambda *_: 3)
     monkeypatch.setattr(module, "choose_num_workers", lambda _, workers, **__: workers)
-    monkeypatch.setattr(module, "wait_for_slots", lambda _, count, *__: waits.append(count))
+    monkeypatch.setattr(module, "wait_for_slots", lambda _, count, *__, **___: waits.append(count))
     spark: Any = None
     settings = Settings(elastic_wait_seconds=0.01)
     slots = plan_slots(

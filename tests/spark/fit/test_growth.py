@@ -22,6 +22,7 @@ from sparkdl.spark.cluster.slots import Slots, wait_for_workers
 from sparkdl.spark.cluster.supervisor import GangResult
 from sparkdl.spark.fit import gang_fit
 from sparkdl.spark.session.settings import Settings
+from sparkdl.sync.gradients.allreduce import AllReduce
 
 
 def run_of(total_steps: int, first_step: int = 0) -> Any:
@@ -76,16 +77,16 @@ class Table:
     reader = SpoolSource()
     df = "the table"
 
-    def __init__(self, *, owns_partitions: bool) -> None:
-        self.owns_partitions, self.asked = owns_partitions, list[Any]()
+    def __init__(self, *, owns_partitions: bool, is_kept: bool) -> None:
+        self.owns_partitions, self.is_kept, self.asked = owns_partitions, is_kept, list[Any]()
 
     def collect(self) -> list[Any]:
         self.asked.append("collect")
         return self._found("as before")
 
-    def restore(self, num_workers: int) -> list[Any]:
+    def restore(self, num_workers: int) -> tuple[list[Any], str]:
         self.asked.append(num_workers)
-        return self._found("restored")
+        return self._found("restored"), "restored table"
 
     def rebuild(self) -> None:
         self.asked.append("rebuild")
@@ -103,10 +104,10 @@ def shard(number: int, path: str = "at first") -> Shard:
     )
 
 
-def gang_run(*, most: int | None, owns: bool) -> Any:
+def gang_run(*, most: int | None, owns: bool, kept: bool = False, wish: Any = None) -> Any:
     cluster = ClusterInfo(master="spark://h:7077", num_executors=1, cores_per_executor=2)
     return SimpleNamespace(
-        table=Table(owns_partitions=owns),
+        table=Table(owns_partitions=owns, is_kept=kept),
         plan=make_plan(
             columns=[Column(name="x", role="feature", dtype="float32", shape=())],
             shards=[shard(number) for number in range(3)], world_size=2, batch_size=4, epochs=1,
@@ -114,7 +115,9 @@ def gang_run(*, most: int | None, owns: bool) -> Any:
         slots=Slots(num_workers=2, threads=1, cluster=cluster, max_workers=most),
         spark=SimpleNamespace(range=lambda *rows: rows),
         link=SimpleNamespace(send=lambda *_, **__: b""),
-        packed=SimpleNamespace(tensors={}), config=SimpleNamespace(device="cpu"),
+        packed=SimpleNamespace(tensors={}), config=SimpleNamespace(
+            device="cpu", sync_strategy=AllReduce(work_shares=wish)
+        ),
         run_key="k", begins_from=None, keeps_state=False, looks=None,
         gang_order=lambda kind, **work: SimpleNamespace(**work),
         gang_job=lambda df, work, order, *, num_workers: (df, order, num_workers),
@@ -122,23 +125,27 @@ def gang_run(*, most: int | None, owns: bool) -> Any:
 
 
 @pytest.mark.parametrize(
-    ("most", "owns", "number", "workers", "df", "asked", "path"),
+    ("most", "owns", "kept", "number", "workers", "df", "asked", "path"),
     [
-        (None, False, 0, 2, "the table", [], "at first"),
-        (None, False, 1, 2, "the table", ["collect"], "as before"),
-        (None, True, 1, 2, (0, 2, 1, 2), ["collect"], "as before"),
-        (3, False, 0, 2, "the table", [], "at first"),
-        (3, False, 0, 1, (0, 1, 1, 1), [], "at first"),
-        (3, False, 1, 2, (0, 2, 1, 2), [2], "restored"),
-        (3, True, 1, 3, (0, 3, 1, 3), [3], "restored"),
+        (None, False, False, 0, 2, "the table", [], "at first"),
+        (None, False, False, 1, 2, "the table", ["collect"], "as before"),
+        (None, True, False, 1, 2, (0, 2, 1, 2), ["collect"], "as before"),
+        (None, False, True, 0, 2, "the table", [], "at first"),
+        (None, False, True, 1, 2, "restored table", [2], "restored"),
+        (3, False, False, 0, 2, "the table", [], "at first"),
+        (3, False, False, 1, 2, "restored table", [2], "restored"),
+        (3, True, False, 1, 3, "restored table", [3], "restored"),
     ],
 )
+@pytest.mark.parametrize("wish", [None, {"gpu-*": 3}])
 def test_a_submission_finds_the_shards_where_they_are(
-    most: int | None, owns: bool, number: int, workers: int, df: Any, asked: list[Any], path: str
-) -> None:
-    run: Any = gang_run(most=most, owns=owns)
+    most: int | None, owns: bool, kept: bool, number: int, workers: int, df: Any,
+    asked: list[Any], path: str, wish: Any,
+) -> None:  # fmt: skip
+    run: Any = gang_run(most=most, owns=owns, kept=kept, wish=wish)
+    speeds = {} if wish else {"far": 3.0}
     attempts: Any = SimpleNamespace(
-        begin=lambda *_: None, passed_over=set(), lease=None, speeds={"far": 3.0}
+        begin=lambda *_: None, passed_over=set(), lease=None, speeds=speeds
     )
     job: Any = gang_fit._submit(
         run, attempts, b"", None, Attempt(number=number, world_size=workers, submitted=0)
@@ -146,11 +153,22 @@ def test_a_submission_finds_the_shards_where_they_are(
     rows, order, num_workers = job
     assert (rows, num_workers, run.table.asked) == (df, workers, asked)
     assert {one.path for one in order.plan.shards} == {path}
-    assert [len(own) for own in order.plan.shards_by_rank] == {1: [3], 2: [1, 2], 3: [1] * 3}[
-        workers
-    ]
-    assert order.is_placed == (df == "the table" and most is None)
-    assert order.speeds == {"far": 3.0}
+    lengths = [len(own) for own in order.plan.shards_by_rank]
+    assert lengths == {2: [1, 2], 3: [1, 1, 1]}[workers]
+    # What was dealt to the ranks' own tasks stays, unless hosts differ in speed.
+    assert not order.is_placed
+    assert not order.is_assigned
+    assert order.speeds == speeds
+
+
+@pytest.mark.parametrize("kept", [False, True])
+def test_ranks_of_equal_speed_keep_the_shards_that_the_plan_gives_them(kept: bool) -> None:
+    run: Any = gang_run(most=None, owns=False, kept=kept)
+    attempts: Any = SimpleNamespace(begin=lambda *_: None, passed_over=set(), lease=None, speeds={})
+    job: Any = gang_fit._submit(
+        run, attempts, b"", None, Attempt(number=0, world_size=2, submitted=0)
+    )
+    assert (job[1].is_placed, job[1].is_assigned) == (not kept, kept)
 
 
 @pytest.mark.parametrize(

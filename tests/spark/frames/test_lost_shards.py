@@ -35,6 +35,8 @@ class Table(ShardTable):
         SpooledRows.__init__(self, TableSpec(columns=(), num_shards=4, pieces=pieces))
         self._spooling, self._task = threading.RLock(), SpoolTask(run_id="r", sets=((),))
         self._unreachable, self._moved = set(), {}
+        self._keep, self.is_kept, self._is_followed, self._for_others = None, False, False, {}
+        self.owns_partitions = pieces is not None
         self._spark, self._profile, self._run_id = MagicMock(), None, "r"
         self._seen, self._stragglers = set(), False
         self._queue_timeout_seconds = 1.0
@@ -59,6 +61,9 @@ class Table(ShardTable):
 def no_session(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(shard_table, "F", MagicMock())
     monkeypatch.setattr(shard_table, "num_slots", lambda _: 2)
+    monkeypatch.setattr(shard_table, "is_connect", lambda _: False)
+    monkeypatch.setattr(shard_table, "registered_executors", lambda _: 3)
+    monkeypatch.setattr(shard_table, "slots_for", lambda _, count: f"{count} slots")
 
 
 def test_of_own_partitions_what_is_out_of_reach_is_written_anew() -> None:
@@ -111,7 +116,9 @@ def test_what_no_executor_has_is_restored(monkeypatch: pytest.MonkeyPatch) -> No
     table.old = table.old[1:]
     table.collect()
     table.made = [part(2, "new")]
-    assert [found.shard.path for found in table.restore(3)] == ["old1", "new2", "old3"]
+    found, rows = table.restore(3)
+    assert [one.shard.path for one in found] == ["old1", "new2", "old3"]
+    assert str(rows) == "3 slots"
     assert table.dealt == [((2,),)]
 
 

@@ -533,7 +533,7 @@ def test_a_later_run_removes_what_an_earlier_one_has_left_where_it_meets_it(
     monkeypatch.setattr(module, "_left", {"earlier": {here, away}})
     asked: list[tuple[tuple[str, ...], tuple[str, ...]]] = []
 
-    def task(run_ids: tuple[str, ...], paths: tuple[str, ...]) -> None:
+    def task(run_ids: tuple[str, ...], paths: tuple[str, ...], keep: None) -> None:
         asked.append((run_ids, paths))
 
     monkeypatch.setattr(module, "CleanTask", task)

@@ -53,6 +53,7 @@ SAMPLES: dict[str, tuple[Any, Any]] = {
     "learningRate": (0.5, 0.5),
     "parameterGroups": ({"head": {"lr": 0.1}}, {"head": {"lr": 0.1}}),
     "frozenLayers": (["body"], ("body",)),
+    "cacheDir": ("/d/kept", "/d/kept"),
     "initialState": ("s3://m/1", InitialState(source="s3://m/1")),
     "keepTrainingState": (True, True),
     "initialWeights": ({"w": 1}, InitialWeights(source={"w": 1})),

@@ -22,7 +22,7 @@ def test_defaults() -> None:
 def test_every_entry_has_an_effect() -> None:
     found = read(
         heartbeatTimeout="2.5", startTimeout="30", collectiveTimeout="60", channel="workers",
-        queueTimeout="90", elasticWait="3",
+        queueTimeout="90", elasticWait="3", cacheBytes="9g",
         channel_port="7077", allowUnencrypted=" True ", trustedPackages="mine, timm.models",
     )  # fmt: skip
     assert found == Settings(
@@ -31,6 +31,7 @@ def test_every_entry_has_an_effect() -> None:
         collective_timeout_seconds=60.0,
         queue_timeout_seconds=90.0,
         elastic_wait_seconds=3.0,
+        cache_bytes="9g",
         channel="workers",
         channel_port=7077,
         allow_unencrypted=True,

@@ -1,0 +1,240 @@
+"""Spools that outlive their fit: shards under a key, in a folder of this host.
+
+A shard lies in ``<directory>/sparkdl-kept-<key>/<number>``, beside its files `ROW`, which says what
+it holds and how long they are. It is written elsewhere in the directory and gets its name when it
+is whole. Who reads or writes a file has a shared lock on it (`local_disk.lock`), and what is
+locked is not removed. Locks end with their processes.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import json
+import logging
+import os
+import shutil
+import time
+import uuid
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from sparkdl.data.column_stats import SpooledShard
+from sparkdl.data.spool.local_disk import disk_errors, free_bytes, make_private, open_private
+
+logger = logging.getLogger(__name__)
+
+ROW = "shard.json"
+_OURS = "sparkdl-"
+_KEPT = f"{_OURS}kept-"
+_PART_OF_DISK = 4
+"""Kept spools take this part of the disk at most, unless a limit is set."""
+_SPARE_BYTES = 256 << 20
+"""Free space from which on nothing is removed while a shard is written."""
+_ABANDONED_SECONDS = 3600.0
+"""Age of a folder that is not kept and that nobody has a lock on, from which on its run is over."""
+_TRIES = 10
+
+
+@dataclass(frozen=True, kw_only=True)
+class Keep:
+    """Where the shards of a table are kept, and under which key."""
+
+    directory: str
+    key: str
+    limit_bytes: int | None = None
+    """Of all keys in the directory of a host; None: a part of its disk."""
+
+    @property
+    def folder(self) -> Path:
+        """The key's."""
+        return Path(self.directory) / f"{_KEPT}{self.key}"
+
+    def root(self) -> Path:
+        """The directory, which is made if it is not there; raises StorageError."""
+        root = Path(self.directory)
+        with disk_errors(root), contextlib.suppress(FileExistsError):  # of another task as well
+            make_private(root)
+        return root
+
+    def find(self) -> list[SpooledShard]:
+        """The whole shards of the key on this host, which count as used now."""
+        found = []
+        for place in sorted(self.folder.glob("[0-9]*")):
+            spooled = _read(place)
+            if spooled is not None:
+                os.utime(place / ROW)
+                found.append(spooled)
+        return found
+
+    def put(self, spooled: SpooledShard) -> SpooledShard:
+        """Keep a shard that lies in the directory; returns it where it lies then.
+
+        It stays where it is if the limit has no room for it, or if others have kept other rows
+        under the key. Of equal shards, the one that was there first is kept.
+
+        Raises:
+            StorageError: the disk cannot be written.
+        """
+        source = Path(spooled.shard.path)
+        with disk_errors(source):
+            files = {path.name: path.stat().st_size for path in source.iterdir()}
+            if not self._make_room(sum(files.values())):
+                return spooled
+            row = {"files": files, "shard": spooled.to_dict()}
+            with open(source / ROW, "w", opener=open_private) as file:
+                json.dump(row, file)
+            for name in (*files, ROW):
+                _flush(source / name)  # a length alone does not show what a crash has lost
+            for _ in range(_TRIES):
+                self.folder.mkdir(mode=0o700, exist_ok=True)
+                place = self.folder / f"{spooled.shard.shard_id:05d}"
+                try:
+                    source.rename(place)
+                    return _at(spooled, place)
+                except FileNotFoundError:  # the key was removed meanwhile
+                    continue
+                except OSError as error:
+                    if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
+                        raise
+                first = _read(place)
+                if first is None:  # damaged
+                    _remove(place)
+                elif first.shard.fingerprint != spooled.shard.fingerprint:
+                    return spooled
+                else:
+                    shutil.rmtree(source, ignore_errors=True)
+                    return _at(spooled, place)
+        return spooled
+
+    def make_space(self, num_bytes: int) -> None:
+        """Remove other keys, those first that were not used for longest, if the disk is full."""
+        root = Path(self.directory)
+        for folder in self._others():
+            if free_bytes(root) >= num_bytes + _SPARE_BYTES:
+                return
+            _remove_unused(folder)
+
+    def _make_room(self, num_bytes: int) -> bool:
+        """Remove such keys until the limit has room for so many bytes; whether it has."""
+        root = Path(self.directory)
+        limit = self.limit_bytes
+        if limit is None:
+            limit = shutil.disk_usage(root).total // _PART_OF_DISK
+        total = num_bytes + sum(map(_size, root.glob(f"{_KEPT}*")))
+        for folder in self._others():
+            if total <= limit:
+                break
+            total -= _remove_unused(folder)
+        return total <= limit
+
+    def _others(self) -> Iterator[Path]:
+        """Folders of other keys, and what runs have left that were killed; the oldest first."""
+        now = time.time()
+        folders = [folder for folder in _folders(self.directory) if folder != self.folder]
+        by_age = sorted((_last_use(folder), folder) for folder in folders)
+        for used, folder in by_age:
+            if folder.name.startswith(_KEPT) or now - used > _ABANDONED_SECONDS:
+                yield folder
+
+
+def clean(directory: str, older_than_seconds: float = 0.0) -> tuple[int, int]:
+    """Remove what is in the directory of this host, unless it is in use.
+
+    Args:
+        directory: the folder that fits were given.
+        older_than_seconds: what was used since stays.
+
+    Returns:
+        Bytes that were removed, and bytes that are left.
+    """
+    removed, oldest = 0, time.time() - older_than_seconds
+    for folder in _folders(directory):
+        if _last_use(folder) <= oldest:
+            removed += _remove_unused(folder)
+    return removed, sum(map(_size, _folders(directory)))
+
+
+def _folders(directory: str) -> list[Path]:
+    return [folder for folder in Path(directory).glob(f"{_OURS}*") if folder.is_dir()]
+
+
+def _read(place: Path) -> SpooledShard | None:
+    """The shard in a folder; None if it is not whole: files are as long as when it was written."""
+    try:
+        row: dict[str, Any] = json.loads((place / ROW).read_text())
+        sizes = {path.name: path.stat().st_size for path in place.iterdir() if path.name != ROW}
+        if sizes != row["files"]:
+            return None
+        return _at(SpooledShard.from_dict(row["shard"]), place)
+    except (OSError, ValueError, KeyError, TypeError):
+        return None  # removed meanwhile, or damaged
+
+
+def _at(spooled: SpooledShard, place: Path) -> SpooledShard:
+    return replace(spooled, shard=replace(spooled.shard, path=str(place)))
+
+
+def _files(folder: Path) -> list[Path]:
+    return [path for path in folder.rglob("*") if path.is_file()]
+
+
+def _size(folder: Path) -> int:
+    total = 0
+    for path in _files(folder):
+        try:
+            total += path.stat().st_size
+        except FileNotFoundError:  # another process removes it
+            continue
+    return total
+
+
+def _last_use(folder: Path) -> float:
+    """Time at which the folder was written or found."""
+    used = 0.0
+    for path in (folder, *folder.glob(f"*/{ROW}")):
+        try:
+            used = max(used, path.stat().st_mtime)
+        except FileNotFoundError:  # as above
+            continue
+    return used
+
+
+def _remove_unused(folder: Path) -> int:
+    """Remove a folder unless a file of it is locked; returns how many bytes it had."""
+    for path in _files(folder):
+        try:
+            descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+        except FileNotFoundError:
+            continue
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return 0
+        finally:
+            os.close(descriptor)
+    num_bytes = _size(folder)
+    return num_bytes if _remove(folder) else 0
+
+
+def _remove(folder: Path) -> bool:
+    """Remove a folder, of which nobody sees a part; False if another process was first."""
+    root = folder.parent if folder.name.startswith(_OURS) else folder.parent.parent
+    gone = root / f"{_OURS}gone-{uuid.uuid4().hex[:12]}"
+    try:
+        folder.rename(gone)
+    except FileNotFoundError:
+        return False
+    shutil.rmtree(gone, ignore_errors=True)
+    return True
+
+
+def _flush(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,168 @@
+"""Kept spools: whole shards are found again, others are not, and the folder is bounded."""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import os
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import pyarrow as pa
+import pytest
+
+from sparkdl.data.column_stats import SpooledShard
+from sparkdl.data.plan import SpoolColumn
+from sparkdl.data.spool import kept_spools
+from sparkdl.data.spool.kept_spools import ROW, Keep, clean
+from sparkdl.data.spool.mapped import MappedFile
+from sparkdl.data.spool.writer import SpoolWriter
+
+NUM_BYTES = 800
+"""Of the values of a shard of 100 rows."""
+
+
+def keep(directory: Path, key: str = "a", limit_bytes: int = 1 << 20) -> Keep:
+    return Keep(directory=str(directory), key=key, limit_bytes=limit_bytes)
+
+
+def write(directory: Path, shard_id: int = 0, run_id: str = "run", first: int = 0) -> SpooledShard:
+    """A shard of 100 rows as a task leaves it in the folder of its run."""
+    column = SpoolColumn(name="x", role="feature", dtype="float64")
+    rows = range(first, first + 100)
+    batch = pa.RecordBatch.from_pydict(
+        {"c0": pa.array(rows, pa.float64()), "hash": pa.array(rows, pa.int64())}
+    )
+    place = directory / f"sparkdl-{run_id}" / str(shard_id)
+    with SpoolWriter(place, [column], has_validation=False) as writer:
+        writer.write(batch)
+    found = writer.summary()
+    return replace(found, shard=replace(found.shard, shard_id=shard_id))
+
+
+def put(own: Keep, shard_id: int = 0, *, used: float | None = None) -> SpooledShard:
+    """Keep a shard, which was used so many seconds ago."""
+    found = own.put(write(Path(own.directory), shard_id, run_id=f"of-{own.key}"))
+    if used is not None:
+        when = time.time() - used
+        os.utime(own.folder, (when, when))
+        os.utime(Path(found.shard.path) / ROW, (when, when))
+    return found
+
+
+def test_a_kept_shard_is_found_with_all_that_was_noted_of_it(tmp_path: Path) -> None:
+    own = keep(tmp_path / "new" / "cache")
+    assert own.root().stat().st_mode & 0o777 == 0o700
+    assert own.find() == []
+    before = write(own.root(), 3)
+    after = own.put(before)
+    assert after.shard.path == str(own.folder / "00003")
+    assert not Path(before.shard.path).exists()
+    assert own.find() == [after]
+    assert replace(after, shard=before.shard) == before
+    assert keep(own.root(), "b").find() == []
+
+
+def test_shards_that_are_not_whole_are_not_used_and_are_replaced(tmp_path: Path) -> None:
+    own = keep(tmp_path)
+    write(tmp_path, 5)  # a task that was killed leaves it in the folder of its run
+    places = [Path(put(own, number).shard.path) for number in range(4)]
+    os.truncate(places[0] / "train-000.bin", 8)
+    (places[1] / "train-000.bin").unlink()
+    (places[2] / ROW).write_text(json.dumps({"files": {}})[:5])
+    assert [part.shard.shard_id for part in own.find()] == [3]
+    assert put(own, 0).shard.path == str(places[0])
+    assert [part.shard.shard_id for part in own.find()] == [0, 3]
+
+
+def test_of_equal_shards_the_first_is_kept_and_other_rows_stay_apart(tmp_path: Path) -> None:
+    own = keep(tmp_path)
+    first = put(own)
+    inode = (Path(first.shard.path) / ROW).stat().st_ino
+    again = write(tmp_path)
+    assert own.put(again) == first and not Path(again.shard.path).exists()
+    other = write(tmp_path, first=50)
+    assert own.put(other) == other and Path(other.shard.path).is_dir()
+    assert (Path(first.shard.path) / ROW).stat().st_ino == inode
+
+
+def test_what_was_not_used_for_longest_makes_way(tmp_path: Path) -> None:
+    for key, used in (("old", 90.0), ("used", 60.0), ("new", 30.0)):
+        put(keep(tmp_path, key), used=used)
+    assert keep(tmp_path, "old").find()  # which counts as used
+    size = kept_spools._size(keep(tmp_path, "old").folder)
+    last = keep(tmp_path, "last", limit_bytes=3 * size + NUM_BYTES // 2)
+    put(last)
+    there = {key for key in ("old", "used", "new", "last") if keep(tmp_path, key).find()}
+    assert there == {"old", "new", "last"}
+
+
+def test_what_is_more_than_the_limit_stays_with_its_run(tmp_path: Path) -> None:
+    own = keep(tmp_path, limit_bytes=2 * NUM_BYTES)
+    assert Path(put(own, 0).shard.path).parent == own.folder
+    assert Path(put(own, 1).shard.path).parent != own.folder
+    assert [part.shard.shard_id for part in own.find()] == [0]
+
+
+def test_a_full_disk_has_others_make_way(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    put(keep(tmp_path, "old"), used=9.0)
+    put(keep(tmp_path, "new"), used=1.0)
+    own = keep(tmp_path, "own")
+    own.make_space(100)
+    assert keep(tmp_path, "old").find()
+    free = iter([0, 1 << 40])
+    monkeypatch.setattr(kept_spools, "free_bytes", lambda _: next(free))
+    os.utime(Path(put(keep(tmp_path, "old"), used=9.0).shard.path))
+    own.make_space(100)
+    assert not keep(tmp_path, "old").find() and keep(tmp_path, "new").find()
+
+
+def test_what_is_mapped_or_being_written_is_not_removed(tmp_path: Path) -> None:
+    mapped, idle = put(keep(tmp_path, "mapped")), put(keep(tmp_path, "idle"))
+    file = MappedFile(Path(mapped.shard.path) / "train-000.bin", NUM_BYTES)
+    column = SpoolColumn(name="x", role="feature", dtype="float64")
+    folder = tmp_path / "sparkdl-run"
+    with SpoolWriter(folder / "0", [column], has_validation=False):
+        size = kept_spools._size(Path(idle.shard.path))
+        rest = kept_spools._size(Path(mapped.shard.path))
+        assert clean(str(tmp_path)) == (size, kept_spools._size(tmp_path))
+        assert keep(tmp_path, "mapped").find() and folder.is_dir()
+    assert file.values("float64")[-1] == 99
+    del file
+    assert clean(str(tmp_path), older_than_seconds=3600) == (0, rest)
+    assert clean(str(tmp_path)) == (rest, 0)
+    assert not list(tmp_path.iterdir())
+
+
+def test_what_is_not_ours_stays(tmp_path: Path) -> None:
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "sparkdl-notes.txt").write_text("mine")
+    assert clean(str(tmp_path)) == (0, 0)
+    assert len(list(tmp_path.iterdir())) == 2
+    assert clean(str(tmp_path / "none")) == (0, 0)
+
+
+def _race(directory: str, number: int) -> None:
+    """Keep and find shards, and have two keys push each other out."""
+    for turn in range(1, 61):
+        own = Keep(directory=directory, key=str(turn % 2), limit_bytes=4 * NUM_BYTES)
+        found = own.put(write(Path(directory), turn % 3, run_id=f"{number}-{turn}"))
+        assert found.shard.num_rows == 100
+        for part in own.find():
+            assert part.shard.num_rows == 100
+        if turn % 7 == 0:
+            clean(directory)
+
+
+@pytest.mark.slow
+def test_two_processes_do_not_break_each_other(tmp_path: Path) -> None:
+    context = multiprocessing.get_context("spawn")
+    others = [context.Process(target=_race, args=(str(tmp_path), n)) for n in range(2)]
+    for other in others:
+        other.start()
+    for other in others:
+        other.join(100)
+    assert [other.exitcode for other in others] == [0, 0]
+    clean(str(tmp_path))
+    assert not list(tmp_path.iterdir())
