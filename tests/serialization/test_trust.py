@@ -67,7 +67,7 @@ def marked(marker: Path) -> list[tuple[str, dict[str, Any]]]:
             ("torch.nn.modules.module:register_module_forward_hook", [], {}),
             ("sparkdl.runtime.public_names:import_object", ["os:system"], {}),
             ("sparkdl.storage.storage:LocalStorage", [str(marker)], {}),
-            ("sparkdl.data.spool.writer:_open_private", [str(marker), os.O_CREAT], {}),
+            ("sparkdl.data.spool.local_disk:open_private", [str(marker), os.O_CREAT], {}),
             # torchvision's WeightsEnum.get_state_dict loads what its object names, by pickle.
             ("sparkdl.models.resnet:CifarResNet.forward", ["anything"], {}),
             ("torchmetrics.metric:Metric.__setstate__", ["anything", {}], {}),
