@@ -10,6 +10,7 @@ import uuid
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 from unittest.mock import MagicMock
 
@@ -366,7 +367,8 @@ def looks(table: ShardTable, monkeypatch: pytest.MonkeyPatch) -> list[int | floa
     done: list[int | float] = []
     with monkeypatch.context() as patch:
         patch.setattr(shard_table, "num_slots", lambda _: 0)
-        patch.setattr(shard_table.time, "sleep", done.append)
+        # Not the function of `time` itself: threads of other libraries sleep, too.
+        patch.setattr(shard_table, "time", SimpleNamespace(sleep=done.append))
         patch.setattr(table, "_clean", done.append)
         table.close()
     return done
