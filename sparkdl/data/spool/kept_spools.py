@@ -20,7 +20,7 @@ import uuid
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 from sparkdl.data.column_stats import SpooledShard
 from sparkdl.data.spool.local_disk import disk_errors, free_bytes, make_private, open_private
@@ -66,8 +66,9 @@ class Keep:
         for place in sorted(self.folder.glob("[0-9]*")):
             spooled = _read(place)
             if spooled is not None:
-                os.utime(place / ROW)
-                found.append(spooled)
+                with contextlib.suppress(FileNotFoundError):  # removed meanwhile
+                    os.utime(place / ROW)
+                    found.append(spooled)
         return found
 
     def put(self, spooled: SpooledShard) -> SpooledShard:
@@ -128,7 +129,9 @@ class Keep:
         for folder in self._others():
             if total <= limit:
                 break
-            total -= _remove_unused(folder)
+            removed = _remove_unused(folder)
+            if folder.name.startswith(_KEPT):  # others do not count
+                total -= removed
         return total <= limit
 
     def _others(self) -> Iterator[Path]:
@@ -139,6 +142,36 @@ class Keep:
         for used, folder in by_age:
             if folder.name.startswith(_KEPT) or now - used > _ABANDONED_SECONDS:
                 yield folder
+
+
+@contextlib.contextmanager
+def held(directory: Path) -> Iterator[None]:
+    """Have the folder of a run be in use while a task writes and keeps its shards there.
+
+    Raises:
+        StorageError: the disk cannot be written.
+    """
+    path = directory.with_suffix(".lock")
+    with disk_errors(path):
+        file = _locked(path)
+    with file:
+        try:
+            yield
+        finally:
+            path.unlink(missing_ok=True)
+
+
+def _locked(path: Path, tries: int = _TRIES) -> TextIO:
+    """A file in a folder that is made: again, where another process removes it meanwhile."""
+    path.parent.mkdir(mode=0o700, exist_ok=True)
+    try:
+        file = open(path, "w", opener=open_private)  # noqa: SIM115
+        path.stat()
+    except FileNotFoundError:
+        if tries > 1:
+            return _locked(path, tries - 1)
+        raise
+    return file
 
 
 def clean(directory: str, older_than_seconds: float = 0.0) -> tuple[int, int]:
@@ -179,7 +212,8 @@ def _at(spooled: SpooledShard, place: Path) -> SpooledShard:
 
 
 def _files(folder: Path) -> list[Path]:
-    return [path for path in folder.rglob("*") if path.is_file()]
+    """All files that are there still: other processes may be removing them."""
+    return [Path(place) / name for place, _, names in os.walk(folder) for name in names]
 
 
 def _size(folder: Path) -> int:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 import socket
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -35,8 +36,10 @@ _PASSES = 4
 _FORMAT = 1
 """Of the key and of what it leads to."""
 _PLANS = "org.apache.spark.sql.catalyst.plans.logical."
+_CACHED = "org.apache.spark.sql.execution.columnar.InMemoryRelation"
 _FILES = "org.apache.spark.sql.execution.datasources.LogicalRelation"
 _EXPRESSIONS = "org.apache.spark.sql.catalyst.expressions."
+_LITERAL = f"{_EXPRESSIONS}Literal"
 _LAMBDA_VARIABLE = f"{_EXPRESSIONS}NamedLambdaVariable"
 _ROW_BY_ROW = ("Project", "Filter", "SubqueryAlias", "View", "Union", "Generate")
 _SAME_ROWS = (
@@ -45,6 +48,8 @@ _SAME_ROWS = (
 """Nodes of a plan that give the same rows each time, in whatever order."""
 _OF_NOW = ("Now", "LocalTimestamp")
 """Besides those whose names begin with ``Current``."""
+_WORDS_OF_NOW = re.compile(r"\s*(now|today|tomorrow|yesterday)(\s.*)?", re.IGNORECASE | re.DOTALL)
+"""Texts of which casts make the time of the query."""
 _SETTINGS = ("spark.sql.session.timeZone", "spark.sql.ansi.enabled")
 """Entries of which the defaults count too; of all others of ``spark.sql`` what was set."""
 _OF_NO_MATTER = ("spark.sql.warehouse.dir", "spark.sql.shuffle.partitions")
@@ -91,9 +96,15 @@ def choose_keep(
             )
     plan: Any = df._jdf.queryExecution().analyzed()
     nodes = json.loads(plan.toJSON())
-    leaves = plan.collectLeaves()
-    relations = [leaves.apply(number) for number in range(leaves.size())]
+    relations = _leaves(plan)
     reason = _unclear(plan, nodes, relations, _ROW_BY_ROW if spec.pieces else ())
+    # Of a new query, as the job will be one: rows may be cached since this one was planned.
+    query: Any = df.select("*")._jdf.queryExecution()
+    if any(leaf.getClass().getName() == _CACHED for leaf in _leaves(query.withCachedData())):
+        reason = reason or (
+            "Spark has cached rows of it, which may be those of files as they were before; "
+            "unpersist them"
+        )
     if reason is not None:
         return KeepChoice(reason=reason)
     session: Any = df.sparkSession
@@ -194,6 +205,9 @@ def _unclear(
             )
         if short.startswith("Current") or short in _OF_NOW or "Subquery" in short:
             return f"{short} may be another value each time"
+    for text in _texts(nodes):
+        if _WORDS_OF_NOW.fullmatch(text):
+            return f"{text!r} may be another time each time"
     if not plan.deterministic():
         return "the DataFrame has an expression such as rand()"
     return None
@@ -209,6 +223,23 @@ def _classes(value: Any) -> Iterator[str]:
     elif isinstance(value, list):
         for inner in value:
             yield from _classes(inner)
+
+
+def _texts(value: Any) -> Iterator[str]:
+    """The texts that a plan has as literals."""
+    if isinstance(value, dict):
+        if value.get("class") == _LITERAL and value["dataType"] == "string":
+            yield value["value"] or ""
+        for inner in value.values():
+            yield from _texts(inner)
+    elif isinstance(value, list):
+        for inner in value:
+            yield from _texts(inner)
+
+
+def _leaves(plan: Any) -> list[Any]:
+    leaves = plan.collectLeaves()
+    return [leaves.apply(number) for number in range(leaves.size())]
 
 
 def _renumbered(nodes: Any) -> Any:
@@ -230,9 +261,14 @@ def _renumbered(nodes: Any) -> Any:
 
 
 def _files_of(relation: Any, session: Any) -> Any:
-    """How files are read, and which ones, as they are now: Spark has listed them some time ago."""
+    """How files are read, and which ones: as they are now, and as Spark has listed them before.
+
+    Spark goes by its list, and of a file that has grown since it may read the beginning alone.
+    """
     listed = relation.location().allFiles()
-    paths = [listed.apply(number).getPath() for number in range(listed.size())]
+    files = [listed.apply(number) for number in range(listed.size())]
+    paths = [file.getPath() for file in files]
+    before = [[file.getLen(), file.getModificationTime()] for file in files]
     hadoop = scala_context(session).hadoopConfiguration()
     found = {}
     for folder in {path.getParent().toString(): path.getParent() for path in paths}.values():
@@ -245,4 +281,5 @@ def _files_of(relation: Any, session: Any) -> Any:
         relation.partitionSchema().json(),
         relation.options().toString(),
         [[path.toString(), found.get(path.toString())] for path in paths],
+        before,
     ]

@@ -19,7 +19,7 @@ from pyspark import BarrierTaskContext, TaskContext
 
 from sparkdl.data.column_stats import SpooledShard
 from sparkdl.data.plan import Shard, SpoolColumn
-from sparkdl.data.spool.kept_spools import Keep
+from sparkdl.data.spool.kept_spools import Keep, held
 from sparkdl.data.spool.local_disk import (
     DiskFull,
     free_bytes,
@@ -91,9 +91,12 @@ class SpoolTask:
                 root, batches = self.keep.root(), _with_space(self.keep, batches)
             name = f"shard-{place:05d}-{uuid.uuid4().hex[:8]}"
             directory = root / run_folder(self.run_id) / name
-            found = [_at_host(one, host) for one in self._write(root, directory, place, batches)]
+            with contextlib.nullcontext() if self.keep is None else held(directory):
+                written = self._write(root, directory, place, batches)
+                found = [_at_host(one, host) for one in written]
+                if self.keep is not None:
+                    found = [self.keep.put(spooled) for spooled in found]
             if self.keep is not None:
-                found = [self.keep.put(spooled) for spooled in found]
                 for folder in (directory, directory.parent):  # unless something stays there
                     with contextlib.suppress(OSError):
                         folder.rmdir()

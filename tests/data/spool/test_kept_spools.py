@@ -15,7 +15,7 @@ import pytest
 from sparkdl.data.column_stats import SpooledShard
 from sparkdl.data.plan import SpoolColumn
 from sparkdl.data.spool import kept_spools
-from sparkdl.data.spool.kept_spools import ROW, Keep, clean
+from sparkdl.data.spool.kept_spools import ROW, Keep, clean, held
 from sparkdl.data.spool.mapped import MappedFile
 from sparkdl.data.spool.writer import SpoolWriter
 
@@ -98,6 +98,16 @@ def test_what_was_not_used_for_longest_makes_way(tmp_path: Path) -> None:
     assert there == {"old", "new", "last"}
 
 
+def test_what_dead_runs_have_left_does_not_count(tmp_path: Path) -> None:
+    old = write(tmp_path, run_id="dead")
+    os.utime(Path(old.shard.path).parent, (1, 1))
+    put(keep(tmp_path, "old"), used=9.0)
+    own = keep(tmp_path, limit_bytes=kept_spools._size(keep(tmp_path, "old").folder) + 9)
+    put(own)
+    assert not Path(old.shard.path).exists()
+    assert own.find() and not keep(tmp_path, "old").find()
+
+
 def test_what_is_more_than_the_limit_stays_with_its_run(tmp_path: Path) -> None:
     own = keep(tmp_path, limit_bytes=2 * NUM_BYTES)
     assert Path(put(own, 0).shard.path).parent == own.folder
@@ -135,6 +145,32 @@ def test_what_is_mapped_or_being_written_is_not_removed(tmp_path: Path) -> None:
     assert not list(tmp_path.iterdir())
 
 
+def test_what_waits_to_be_kept_is_not_removed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    own = keep(tmp_path)
+    monkeypatch.setattr(kept_spools, "_flush", lambda _: clean(str(tmp_path)))
+    with held(tmp_path / "sparkdl-run" / "task"):
+        written = [write(tmp_path, number) for number in range(2)]
+        found = [own.put(spooled) for spooled in written]
+    assert own.find() == found[1:]  # the first one was kept, and not in use
+
+
+def test_a_folder_that_vanishes_is_not_counted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found = put(keep(tmp_path))
+    listed = os.scandir
+
+    def scandir(place: str | Path) -> object:
+        if str(place) == found.shard.path:
+            Path(place).rename(tmp_path / "elsewhere")
+        return listed(place)
+
+    monkeypatch.setattr(os, "scandir", scandir)
+    assert clean(str(tmp_path))[1] == 0
+
+
 def test_what_is_not_ours_stays(tmp_path: Path) -> None:
     (tmp_path / "mine").mkdir()
     (tmp_path / "sparkdl-notes.txt").write_text("mine")
@@ -147,7 +183,9 @@ def _race(directory: str, number: int) -> None:
     """Keep and find shards, and have two keys push each other out."""
     for turn in range(1, 61):
         own = Keep(directory=directory, key=str(turn % 2), limit_bytes=4 * NUM_BYTES)
-        found = own.put(write(Path(directory), turn % 3, run_id=f"{number}-{turn}"))
+        run_id = f"{number}-{turn}"
+        with held(Path(directory) / f"sparkdl-{run_id}" / "task"):
+            found = own.put(write(Path(directory), turn % 3, run_id=run_id))
         assert found.shard.num_rows == 100
         for part in own.find():
             assert part.shard.num_rows == 100
