@@ -2,8 +2,8 @@
 
 A shard lies in ``<directory>/sparkdl-kept-<key>/<number>``, beside its files `ROW`, which says what
 it holds and how long they are. It is written elsewhere in the directory and gets its name when it
-is whole. Who reads or writes a file has a shared lock on it (`local_disk.lock`), and what is
-locked is not removed. Locks end with their processes.
+is whole. Who reads or writes a file has a shared lock on it (`local_disk.lock`), who keeps shards
+has one on their folder (`held`), and what is locked is not removed. Locks end with their processes.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import uuid
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any
 
 from sparkdl.data.column_stats import SpooledShard
 from sparkdl.data.spool.local_disk import disk_errors, free_bytes, make_private, open_private
@@ -36,7 +36,6 @@ _SPARE_BYTES = 256 << 20
 """Free space from which on nothing is removed while a shard is written."""
 _ABANDONED_SECONDS = 3600.0
 """Age of a folder that is not kept and that nobody has a lock on, from which on its run is over."""
-_TRIES = 10
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -90,26 +89,27 @@ class Keep:
                 json.dump(row, file)
             for name in (*files, ROW):
                 _flush(source / name)  # a length alone does not show what a crash has lost
-            for _ in range(_TRIES):
-                self.folder.mkdir(mode=0o700, exist_ok=True)
-                place = self.folder / f"{spooled.shard.shard_id:05d}"
-                try:
-                    source.rename(place)
-                    return _at(spooled, place)
-                except FileNotFoundError:  # the key was removed meanwhile
-                    continue
-                except OSError as error:
-                    if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
-                        raise
-                first = _read(place)
-                if first is None:  # damaged
-                    _remove(place)
-                elif first.shard.fingerprint != spooled.shard.fingerprint:
-                    return spooled
-                else:
-                    shutil.rmtree(source, ignore_errors=True)
-                    return _at(spooled, place)
-        return spooled
+            with held(self.folder):
+                return self._named(spooled, self.folder / f"{spooled.shard.shard_id:05d}")
+
+    def _named(self, spooled: SpooledShard, place: Path) -> SpooledShard:
+        """Give a whole shard its name, unless another has it."""
+        source = Path(spooled.shard.path)
+        while True:
+            try:
+                source.rename(place)
+                return _at(spooled, place)
+            except OSError as error:
+                if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
+                    raise
+            first = _read(place)
+            if first is None:  # damaged
+                _remove(place)
+            elif first.shard.fingerprint != spooled.shard.fingerprint:
+                return spooled
+            else:
+                shutil.rmtree(source, ignore_errors=True)
+                return _at(spooled, place)
 
     def make_space(self, num_bytes: int) -> None:
         """Remove other keys, those first that were not used for longest, if the disk is full."""
@@ -145,33 +145,33 @@ class Keep:
 
 
 @contextlib.contextmanager
-def held(directory: Path) -> Iterator[None]:
-    """Have the folder of a run be in use while a task writes and keeps its shards there.
+def held(folder: Path) -> Iterator[None]:
+    """Have a folder in the directory, which is made if it is not there, be in use in the block.
 
     Raises:
         StorageError: the disk cannot be written.
     """
-    path = directory.with_suffix(".lock")
-    with disk_errors(path):
-        file = _locked(path)
-    with file:
-        try:
-            yield
-        finally:
-            path.unlink(missing_ok=True)
-
-
-def _locked(path: Path, tries: int = _TRIES) -> TextIO:
-    """A file in a folder that is made: again, where another process removes it meanwhile."""
-    path.parent.mkdir(mode=0o700, exist_ok=True)
+    with disk_errors(folder):
+        descriptor = _locked(folder)
     try:
-        file = open(path, "w", opener=open_private)  # noqa: SIM115
-        path.stat()
-    except FileNotFoundError:
-        if tries > 1:
-            return _locked(path, tries - 1)
-        raise
-    return file
+        yield
+    finally:
+        os.close(descriptor)
+
+
+def _locked(folder: Path) -> int:
+    """An open descriptor of a folder that is made: again, where others remove it meanwhile."""
+    while True:
+        folder.mkdir(mode=0o700, exist_ok=True)
+        try:
+            descriptor = os.open(folder, os.O_RDONLY | os.O_CLOEXEC)
+        except FileNotFoundError:
+            continue
+        fcntl.flock(descriptor, fcntl.LOCK_SH)  # who removes it has it alone until it is gone
+        with contextlib.suppress(FileNotFoundError):
+            if os.path.samestat(os.fstat(descriptor), folder.stat()):
+                return descriptor
+        os.close(descriptor)
 
 
 def clean(directory: str, older_than_seconds: float = 0.0) -> tuple[int, int]:
@@ -229,7 +229,7 @@ def _size(folder: Path) -> int:
 def _last_use(folder: Path) -> float:
     """Time at which the folder was written or found."""
     used = 0.0
-    for path in (folder, *folder.glob(f"*/{ROW}")):
+    for path in (folder, *(path for path in _files(folder) if path.name == ROW)):
         try:
             used = max(used, path.stat().st_mtime)
         except FileNotFoundError:  # as above
@@ -238,20 +238,30 @@ def _last_use(folder: Path) -> float:
 
 
 def _remove_unused(folder: Path) -> int:
-    """Remove a folder unless a file of it is locked; returns how many bytes it had."""
-    for path in _files(folder):
-        try:
-            descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC)
-        except FileNotFoundError:
-            continue
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
+    """Remove a folder unless it, or a file of it, is locked; returns how many bytes it had."""
+    with contextlib.ExitStack() as stack:
+        if not _is_free(folder, stack):
             return 0
-        finally:
-            os.close(descriptor)
-    num_bytes = _size(folder)
-    return num_bytes if _remove(folder) else 0
+        for path in _files(folder):
+            with contextlib.ExitStack() as own:
+                if not _is_free(path, own):
+                    return 0
+        num_bytes = _size(folder)
+        return num_bytes if _remove(folder) else 0
+
+
+def _is_free(path: Path, stack: contextlib.ExitStack) -> bool:
+    """Whether nobody has a lock on a path; then nobody else gets one until the stack ends."""
+    try:
+        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    except FileNotFoundError:  # another process removes it
+        return True
+    stack.callback(os.close, descriptor)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
 
 
 def _remove(folder: Path) -> bool:

@@ -91,7 +91,7 @@ class SpoolTask:
                 root, batches = self.keep.root(), _with_space(self.keep, batches)
             name = f"shard-{place:05d}-{uuid.uuid4().hex[:8]}"
             directory = root / run_folder(self.run_id) / name
-            with contextlib.nullcontext() if self.keep is None else held(directory):
+            with contextlib.nullcontext() if self.keep is None else held(directory.parent):
                 written = self._write(root, directory, place, batches)
                 found = [_at_host(one, host) for one in written]
                 if self.keep is not None:

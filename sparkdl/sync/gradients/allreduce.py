@@ -58,7 +58,7 @@ class AllReduce(CollectiveStrategy):
                 and len(self.work_shares) > 0
                 and all(isinstance(name, str) for name in self.work_shares)
                 and all(_is_speed(speed) for speed in self.work_shares.values()),
-                "work_shares must map patterns of host names to positive speeds, such as "
+                "work_shares must map patterns of host names to speeds of 1e-6 to 1e6, such as "
                 "{'gpu-*': 3}; hosts without a match count 1",
                 self.work_shares,
             )
@@ -120,8 +120,12 @@ class AllReduce(CollectiveStrategy):
         return kind(*setup, bucket_bytes=self.bucket_bytes, compression=compression)
 
 
+_SLOWEST = 1e-6
+"""Relative speed of a host; the fastest has the inverse of it, so ratios are finite."""
+
+
 def _is_speed(value: object) -> bool:
-    return isinstance(value, int | float) and 0 < value < math.inf
+    return isinstance(value, int | float) and _SLOWEST <= value <= 1 / _SLOWEST
 
 
 def tree_synchronizer(

@@ -150,7 +150,7 @@ def test_what_waits_to_be_kept_is_not_removed(
 ) -> None:
     own = keep(tmp_path)
     monkeypatch.setattr(kept_spools, "_flush", lambda _: clean(str(tmp_path)))
-    with held(tmp_path / "sparkdl-run" / "task"):
+    with held(tmp_path / "sparkdl-run"):
         written = [write(tmp_path, number) for number in range(2)]
         found = [own.put(spooled) for spooled in written]
     assert own.find() == found[1:]  # the first one was kept, and not in use
@@ -184,7 +184,7 @@ def _race(directory: str, number: int) -> None:
     for turn in range(1, 61):
         own = Keep(directory=directory, key=str(turn % 2), limit_bytes=4 * NUM_BYTES)
         run_id = f"{number}-{turn}"
-        with held(Path(directory) / f"sparkdl-{run_id}" / "task"):
+        with held(Path(directory) / f"sparkdl-{run_id}"):
             found = own.put(write(Path(directory), turn % 3, run_id=run_id))
         assert found.shard.num_rows == 100
         for part in own.find():
