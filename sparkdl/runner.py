@@ -110,7 +110,7 @@ class TorchRunner:
         enough = num_shards is None or num_shards >= max(1, most or 0)
         require(enough, "each worker needs a shard of its own: raise num_shards", num_shards)
         if num_shards is not None and data is None:
-            raise ConfigError("num_shards needs data")
+            raise ConfigError(f"num_shards={num_shards} cuts data, which is None; give data too")
         is_time = grow_after_seconds >= 0
         require(is_time, "grow_after_seconds must be at least 0", grow_after_seconds)
         require(device in _DEVICES, f"device must be one of {', '.join(_DEVICES)}", device)

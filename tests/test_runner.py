@@ -411,7 +411,7 @@ def test_what_cannot_be_sent_is_refused_before_anything_runs(spark: SparkSession
         ({"num_workers": (1, 2, 3)}, "fewest"),
         ({"num_workers": (1, 3), "num_shards": 2}, "raise num_shards; received 2"),
         ({"num_shards": 0}, "raise num_shards; received 0"),
-        ({"num_shards": 2}, "num_shards needs data"),
+        ({"num_shards": 2}, "give data too"),
         ({"grow_after_seconds": -1.0}, "grow_after_seconds"),
         ({"device": "tpu"}, "device"),
         ({"max_restarts": -1}, "max_restarts"),

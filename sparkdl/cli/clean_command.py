@@ -4,16 +4,20 @@ from __future__ import annotations
 
 import argparse
 from functools import partial
+from pathlib import Path
 
 from sparkdl.cli.command_line import Command, Run, ended
 from sparkdl.cli.job_files.job_file import SparkSection
 from sparkdl.config import require
+from sparkdl.errors import ConfigError
 from sparkdl.report.live.views import activity_view, showing
+from sparkdl.storage.storage import scheme_of
 
 _DAY_SECONDS = 86400.0
 _EXAMPLES = """\
-DIR is what fits were given as cacheDir. What a process has in use stays, and so does whatever else
-lies in DIR. With --master the executors of that cluster remove it on their hosts too.
+DIR is what fits were given as cacheDir. What a process has in use stays, and so does whatever \
+else lies in DIR. \
+With --master the executors of that cluster remove it on their hosts too.
 
 example:
   sparkdl clean /data/sparkdl
@@ -50,7 +54,15 @@ def _clean(given: argparse.Namespace) -> None:
     for text, (key, separator, _) in zip(given.conf, entries, strict=True):
         require(bool(key and separator), "--conf takes key=value", text)
     seconds = given.older_than * _DAY_SECONDS
-    _show("this machine", clean(given.directory, seconds))
+    is_path = given.directory != "" and scheme_of(given.directory) is None
+    require(is_path, "DIR must be a folder of local disks", given.directory)
+    directory = str(Path(given.directory).absolute())
+    if Path(directory).is_dir():
+        _show("this machine", clean(directory, seconds))
+    elif given.master is None:
+        raise ConfigError(f"this machine has no folder {directory}; for executors give --master")
+    else:
+        print(f"this machine: no folder {directory}", flush=True)
     if given.master is None:
         return
     with showing("starting Spark"):
@@ -60,7 +72,7 @@ def _clean(given: argparse.Namespace) -> None:
         conf = {key: value for key, _, value in entries}
         spark = make_session(SparkSection(master=given.master, conf=conf), "sparkdl clean")
     try:
-        for host, found in clean_executors(spark, given.directory, seconds).items():
+        for host, found in clean_executors(spark, directory, seconds).items():
             _show(host, found)
     finally:
         with showing("stopping Spark", partial(activity_view, has_lines=False)):

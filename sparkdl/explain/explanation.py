@@ -299,7 +299,10 @@ def _or_dash(seconds: float | None) -> str:
 def _wrapped(text: str, indent: str, first: str | None = None) -> list[str]:
     """Text in lines of a terminal; the ``first`` begins otherwise than the others."""
     begin = indent if first is None else first
-    return textwrap.wrap(text, _WIDTH, initial_indent=begin, subsequent_indent=indent)
+    return textwrap.wrap(  # paths stay whole
+        text, _WIDTH, initial_indent=begin, subsequent_indent=indent, break_on_hyphens=False,
+        break_long_words=False,
+    )  # fmt: skip
 
 
 def _aligned(rows: Table) -> list[str]:

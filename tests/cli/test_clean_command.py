@@ -48,6 +48,21 @@ def test_wrong_arguments_remove_nothing(
     assert (folder / "sparkdl-kept-a").is_dir()
 
 
+@pytest.mark.parametrize(
+    ("directory", "message"),
+    [
+        ("s3://bucket/a", "DIR must be a folder of local disks; received 's3://bucket/a'"),
+        ("", "DIR must be a folder of local disks; received ''"),
+        ("/no/such", "this machine has no folder /no/such; for executors give --master"),
+    ],
+)
+def test_what_is_no_folder_is_refused(
+    capsys: pytest.CaptureFixture[str], directory: str, message: str
+) -> None:
+    assert main(["clean", directory]) == 1
+    assert capsys.readouterr().err == f"error: {message}\n"
+
+
 @pytest.mark.slow
 @pytest.mark.spark
 def test_executors(spark: SparkSession, folder: Path) -> None:

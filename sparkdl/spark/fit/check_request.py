@@ -21,7 +21,7 @@ from pyspark.sql import DataFrame, SparkSession
 from sparkdl import sync
 from sparkdl.config import TrainConfig
 from sparkdl.data.plan import Column, Shard, SpoolColumn, TrainPlan, make_plan
-from sparkdl.errors import ConfigError
+from sparkdl.errors import ClusterError, ConfigError
 from sparkdl.inputs import Named
 from sparkdl.runtime.process import borrowed_generator
 from sparkdl.serialization.identity import identity
@@ -306,7 +306,10 @@ def _choose_keep(checked: CheckedRequest) -> KeepChoice | None:
             "it unset"
         )
     limit = checked.settings.cache_bytes
-    limit_bytes = None if limit is None else parse_bytes(limit, unit=1)
+    try:
+        limit_bytes = None if limit is None else parse_bytes(limit, unit=1)
+    except ClusterError as error:
+        raise ConfigError(f"spark.sparkdl.cacheBytes: {error}") from error
     choice = choose_keep(checked.data.frame, checked.fit_spec, directory, limit_bytes)
     level = logging.WARNING if choice.keep is None else logging.INFO
     logger.log(level, "the spool is %s", choice)
@@ -327,9 +330,9 @@ def check_range(request: FitRequest, strategy: SyncStrategy, mode: str) -> None:
         )
     if not strategy.is_elastic:
         raise ConfigError(
-            f"minWorkers={fewest}: what {type(strategy).__name__} learns depends on the number of "
-            "workers; leave minWorkers unset, use AllReduce without compression and backup "
-            "workers, or a strategy that runs in rounds"
+            f"minWorkers={fewest}: what this {type(strategy).__name__} learns depends on the "
+            "number of workers; leave minWorkers unset, use AllReduce without compression and "
+            "backup workers, or a strategy that runs in rounds"
         )
 
 
@@ -368,8 +371,8 @@ def check_elasticity(config: TrainConfig, strategy: SyncStrategy, *, has_logs: b
     bits, name = "elasticity='bits'", type(strategy).__name__
     if not isinstance(strategy, AllReduce) or not strategy.is_elastic:
         raise ConfigError(
-            f"{bits} sums the gradients of shards at every step, which {strategy!r} does not; use "
-            "AllReduce without compression and backup workers, or elasticity='rounding'"
+            f"{bits} sums the gradients of shards at every step; instead of this {name} use "
+            "AllReduce without compression and backup workers, or set elasticity='rounding'"
         )
     if strategy.double_buffering or strategy.topology != "auto":
         raise ConfigError(

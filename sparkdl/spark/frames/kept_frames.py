@@ -33,6 +33,7 @@ from sparkdl.storage.storage import scheme_of, without_password
 
 _PASSES = 4
 """Tasks per slot that remove what is kept, so that every executor has some."""
+_REMEDY = "write the DataFrame as Parquet, and fit on these files"
 _FORMAT = 1
 """Of the key and of what it leads to."""
 _PLANS = "org.apache.spark.sql.catalyst.plans.logical."
@@ -183,7 +184,10 @@ def _unclear(
     """Why a later fit could not know whether it has the same rows; None: it can."""
     for leaf in relations:
         if leaf.getClass().getName() != _FILES:
-            return f"rows of a {leaf.getClass().getSimpleName()} have no key; write them as Parquet"
+            return (
+                f"its rows come from memory or a table ({leaf.getClass().getSimpleName()}) and "
+                f"have no key; {_REMEDY}"
+            )
         relation = leaf.relation()
         kind = relation.getClass().getSimpleName()
         if kind != "HadoopFsRelation":
@@ -195,13 +199,13 @@ def _unclear(
     for name in _classes(nodes):
         short = name.rpartition(".")[2]
         if name.startswith(_PLANS) and short not in allowed:
-            return f"a {short} may give other rows each time"
+            return f"a {short} may give other rows each time; {_REMEDY}"
         if not name.startswith(_EXPRESSIONS):
             continue
         if short.endswith(("UDF", "UDAF", "Aggregator")) or "." in name[len(_EXPRESSIONS) :]:
             return (
                 f"the DataFrame calls a function whose code Spark does not show ({short}), as "
-                "stages such as VectorAssembler do too; write its rows as Parquet, and fit on these"
+                f"stages such as VectorAssembler do too; {_REMEDY}"
             )
         if short.startswith("Current") or short in _OF_NOW or "Subquery" in short:
             return f"{short} may be another value each time"

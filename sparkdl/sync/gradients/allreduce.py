@@ -125,7 +125,9 @@ _SLOWEST = 1e-6
 
 
 def _is_speed(value: object) -> bool:
-    return isinstance(value, int | float) and _SLOWEST <= value <= 1 / _SLOWEST
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return False
+    return _SLOWEST <= value <= 1 / _SLOWEST
 
 
 def tree_synchronizer(

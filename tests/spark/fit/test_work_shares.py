@@ -60,22 +60,12 @@ def test_what_is_wished_for_changes_neither_the_result_nor_the_run() -> None:
 @pytest.mark.parametrize(
     "wrong",
     [
-        {},
-        (2, 1),
-        {"a": 0},
-        {"a": -1.0},
-        {"a": math.nan},
-        {"a": math.inf},
-        {"a": 1e-308},
-        {"a": 10**400},
-        {3: 1},
-        {"a": "2"},
+        {}, (2, 1), {"a": 0}, {"a": -1.0}, {"a": math.nan}, {"a": math.inf}, {"a": 1e-308},
+        {"a": 10**400}, {"a": True}, {3: 1}, {"a": "2"},
     ],
-)
+)  # fmt: skip
 def test_wishes_are_checked(wrong: Any) -> None:
-    with pytest.raises(
-        ConfigError, match="work_shares must map patterns of host names to positive"
-    ):
+    with pytest.raises(ConfigError, match="work_shares must map patterns of host names to speeds"):
         AllReduce(work_shares=wrong)
 
 
