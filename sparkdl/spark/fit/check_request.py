@@ -299,7 +299,6 @@ def _choose_keep(checked: CheckedRequest) -> KeepChoice | None:
     directory, source = checked.request.cache_dir, checked.data.source
     if directory is None:
         return None
-    check_cache_dir(directory)
     if source is not None:
         raise ConfigError(
             f"cacheDir keeps the spool of a DataFrame, and {type(source).__name__} has none; leave "
@@ -401,6 +400,8 @@ def check_values(request: FitRequest) -> CheckedValues:
     mode = choose_mode(request.execution_mode, config.sync_strategy)
     if request.shards not in SHARDS:
         raise ConfigError(f"shards must be one of {SHARDS}; received {request.shards!r}")
+    if request.cache_dir is not None:
+        check_cache_dir(request.cache_dir)
     module, float_dtype = make_module(request)
     frozen = freeze(module, config.frozen_layers)
     has_logs = check_lightning(module, config, in_rounds=mode == "rounds")

@@ -49,7 +49,7 @@ def test_shards_that_fit(shards: int | None, strategy: Any, workers: int) -> Non
     [
         ({"min_workers": 3}, EXACT, "gang", "minWorkers=3 is more than numWorkers=2"),
         ({}, sparkdl.ParameterAveraging(), "rounds", "rounds train their shards with how"),
-        ({}, COMPRESSED, "gang", "what AllReduce learns depends on the number of workers"),
+        ({}, COMPRESSED, "gang", "what this AllReduce learns depends on the number of workers"),
         ({}, sparkdl.AllReduce(num_backup_workers=1), "gang", "leave minWorkers unset"),
     ],
 )
