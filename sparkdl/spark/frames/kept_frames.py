@@ -196,7 +196,7 @@ def _unclear(
         if listed != "InMemoryFileIndex":
             return f"its files are those of a {listed}, which may read them otherwise"
     allowed = only or (*_ROW_BY_ROW, *_SAME_ROWS)
-    for name in _classes(nodes):
+    for name in (part["class"] for part in _parts(nodes) if "num-children" in part):
         short = name.rpartition(".")[2]
         if name.startswith(_PLANS) and short not in allowed:
             return f"a {short} may give other rows each time; {_REMEDY}"
@@ -209,7 +209,8 @@ def _unclear(
             )
         if short.startswith("Current") or short in _OF_NOW or "Subquery" in short:
             return f"{short} may be another value each time"
-    for text in _texts(nodes):
+    literals = (part for part in _parts(nodes) if part.get("class") == _LITERAL)
+    for text in (part["value"] or "" for part in literals if part["dataType"] == "string"):
         if _WORDS_OF_NOW.fullmatch(text):
             return f"{text!r} may be another time each time"
     if not plan.deterministic():
@@ -217,28 +218,13 @@ def _unclear(
     return None
 
 
-def _classes(value: Any) -> Iterator[str]:
-    """The classes of all nodes of a plan and their expressions."""
+def _parts(value: Any) -> Iterator[dict[str, Any]]:
+    """All objects in the JSON of a plan: nodes, expressions and what these hold."""
     if isinstance(value, dict):
-        if "num-children" in value:
-            yield value["class"]
-        for inner in value.values():
-            yield from _classes(inner)
-    elif isinstance(value, list):
-        for inner in value:
-            yield from _classes(inner)
-
-
-def _texts(value: Any) -> Iterator[str]:
-    """The texts that a plan has as literals."""
-    if isinstance(value, dict):
-        if value.get("class") == _LITERAL and value["dataType"] == "string":
-            yield value["value"] or ""
-        for inner in value.values():
-            yield from _texts(inner)
-    elif isinstance(value, list):
-        for inner in value:
-            yield from _texts(inner)
+        yield value
+    if isinstance(value, dict | list):
+        for inner in value.values() if isinstance(value, dict) else value:
+            yield from _parts(inner)
 
 
 def _leaves(plan: Any) -> list[Any]:
