@@ -36,6 +36,7 @@ from sparkdl.inputs import Image as Image
 from sparkdl.inputs import Sequence as Sequence
 from sparkdl.inputs import Sparse as Sparse
 from sparkdl.inputs import Tensor as Tensor
+from sparkdl.mesh import Mesh as Mesh
 from sparkdl.model import TorchClassifierModel as TorchClassifierModel
 from sparkdl.model import TorchModel as TorchModel
 from sparkdl.model import TorchRegressorModel as TorchRegressorModel

@@ -185,6 +185,7 @@ class TrainConfig:
     seed: int = 0
     precision: Precision = "fp32"
     memory_format: MemoryFormat = "contiguous"
+    compile: bool = False
     gradient_accumulation_steps: int = 1
     gradient_clip_norm: float | None = None
     device: str = "auto"
@@ -200,6 +201,8 @@ class TrainConfig:
     sync_strategy: Any = None
     """A `sync.SyncStrategy`; None means ``AllReduce()``."""
     sync_batch_norm: bool = False
+    parallelism: Any = None
+    """A `mesh.Mesh`; None: each worker has the whole model."""
     elasticity: Elasticity = "rounding"
     """Up to what the weights are equal for all numbers of workers; see `train.shard_states`."""
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
@@ -217,6 +220,16 @@ class TrainConfig:
             ("elasticity", self.elasticity, ELASTICITIES),
         ):
             require(value in known, f"{name} must be one of {known}", value)
+        if self.compile and self.elasticity == "bits":
+            raise ConfigError(
+                "compile does not go with elasticity='bits': what the compiler makes may depend on "
+                "the first batch of a worker; unset one of the two"
+            )
+        if self.compile and self.sync_batch_norm:
+            raise ConfigError(
+                "compile does not go with syncBatchNorm, whose layers exchange statistics, and no "
+                "compiled code can; unset one of the two"
+            )
         rate, clip, factor = self.learning_rate, self.gradient_clip_norm, self.divergence_factor
         require(rate is None or rate > 0, "learningRate must be positive", rate)
         require(clip is None or clip > 0, "gradientClipNorm must be positive", clip)

@@ -23,6 +23,8 @@ from sparkdl.errors import ConfigError
         ({"precision": "fp8"}, "precision must be one of .*; received 'fp8'"),
         ({"memory_format": "nhwc"}, "memoryFormat must be one of .*; received 'nhwc'"),
         ({"device": "tpu"}, "device must be one of .*; received 'tpu'"),
+        ({"compile": True, "elasticity": "bits"}, "compile does not go with elasticity='bits'"),
+        ({"compile": True, "sync_batch_norm": True}, "compile does not go with syncBatchNorm"),
         ({"learning_rate": 0.0}, "learningRate must be positive; received 0.0"),
         ({"learning_rate": float("nan")}, "learningRate must be positive; received nan"),
         ({"gradient_clip_norm": -1.0}, "gradientClipNorm must be positive; received -1.0"),

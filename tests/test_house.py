@@ -20,6 +20,7 @@ FLOORS = [
     "runtime",
     "inputs",
     "config",
+    "mesh",
     "storage",
     "comm",
     "data",
@@ -57,7 +58,7 @@ SPARK_FLOORS = [
 SPARK_SIDE = {"spark", "runner", "model", "estimator", "tuning", "cli"}
 # Rooms and files that are quick to import, also where torch is not installed.
 LIGHT = {
-    *("errors", "inputs", "config", "report", "cli", "runtime"),
+    *("errors", "inputs", "config", "mesh", "report", "cli", "runtime"),
     *("plan", "shuffle_windows", "scores"),
 }
 # Files of these rooms that are imported only once a command runs.

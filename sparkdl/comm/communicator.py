@@ -243,6 +243,13 @@ class ProcessGroupCommunicator(Communicator):
         self._group = group
 
     @property
+    def group(self) -> dist.ProcessGroup:
+        """Torch's group of these ranks."""
+        world = dist.group.WORLD if self._group is None else self._group
+        assert world is not None
+        return world
+
+    @property
     def waited_seconds(self) -> float:
         return self.topology.waited_seconds
 

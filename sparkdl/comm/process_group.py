@@ -113,6 +113,34 @@ def peer_errors(what: str) -> Iterator[None]:
         raise CommunicationError(f"{what} failed: {error}") from error
 
 
+_LOST_PEER = (
+    "Connection closed by peer",
+    "Connection reset by peer",
+    "Broken pipe",
+    "Socket closed",
+    "Timed out waiting",
+    "remote process exited",
+    "communicator was aborted",
+)
+"""What gloo and NCCL say in plain RuntimeErrors when a peer does not answer any more."""
+
+
+@contextlib.contextmanager
+def lost_peers(kind: type[CommunicationError], what: str) -> Iterator[None]:
+    """Raise ``kind`` for the loss of a peer in code that calls torch's collectives by itself.
+
+    Args:
+        kind: of the error.
+        what: whose collectives these are.
+    """
+    try:
+        yield
+    except RuntimeError as error:
+        if not any(sign in str(error) for sign in _LOST_PEER):
+            raise
+        raise kind(f"a collective of {what} failed: {error}") from error
+
+
 class ChannelStore(Store):
     """The keys of torch's rendezvous in one attempt, kept by the channel's server.
 

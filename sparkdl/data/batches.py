@@ -188,23 +188,26 @@ def _by_step(
     """
     if not shards:
         return {column.key: collate.no_rows(column) for column in plan.columns}
-    # Where the rows of a shard and step begin in the result, less where they begin in the shard.
-    begin = np.cumsum(sizes.T).reshape(sizes.T.shape).T - sizes
-    shift = begin - (np.cumsum(sizes, 1) - sizes)
-    places = [np.repeat(*own) + np.arange(own[1].sum()) for own in zip(shift, sizes, strict=True)]
     joined: dict[str, Rows] = {}
     for column in plan.columns:
         parts = [rows[column.key] for rows in shards]
         dense = [rows for rows in parts if isinstance(rows, torch.Tensor)]
         if dense:
             rows = buffer.rows(column.key, dense[0], int(sizes.sum()))
-            for part, place in zip(dense, places, strict=True):
-                rows.index_copy_(0, torch.from_numpy(place), part)
-            joined[column.key] = rows
+            # A step's rows of a shard lie together, so that they are copied as one block.
+            joined[column.key] = torch.cat(_in_turn(dense, sizes), out=rows)
         else:
-            order = np.argsort(np.concatenate(places))
+            numbers = torch.split_with_sizes(torch.arange(int(sizes.sum())), sizes.sum(1).tolist())
+            order = torch.cat(_in_turn(numbers, sizes)).numpy()
             joined[column.key] = gather([rows for rows in parts if isinstance(rows, Ragged)], order)
     return joined
+
+
+def _in_turn(shards: Sequence[torch.Tensor], sizes: Array) -> list[torch.Tensor]:
+    """Rows of ``shards`` cut into pieces of ``sizes``: for each step one of every shard."""
+    pairs = zip(shards, sizes.tolist(), strict=True)
+    steps = zip(*(torch.split_with_sizes(rows, own) for rows, own in pairs), strict=True)
+    return [piece for step in steps for piece in step]
 
 
 def sequential_batches(shards: Sequence[ShardRows], plan: TrainPlan) -> Iterator[Batch]:

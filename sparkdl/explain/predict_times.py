@@ -159,7 +159,10 @@ class Predictor:
         if self.config.elasticity == "bits":
             shards = self.num_shards or world_size
             return tree_pattern(self.size, assign_shards(shards, world_size))
-        return strategy.pattern(self.size, world_size)
+        pattern = strategy.pattern(self.size, world_size)
+        if self.config.compile and pattern.hidden_share < 1:  # 1: hidden behind the next step
+            return replace(pattern, hidden_share=0.0)
+        return pattern
 
     def layout(self, world_size: int, *, in_rounds: bool) -> Layout:
         """As Spark spreads workers; where slots are few, a gang has more machines like these."""

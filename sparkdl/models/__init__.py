@@ -12,6 +12,7 @@ from __future__ import annotations
 from sparkdl.models.autoencoder import Autoencoder
 from sparkdl.models.convolutional import AlexNetR, LeNet5
 from sparkdl.models.gan import GAN, gan_step
+from sparkdl.models.language import LanguageModel, SequenceToSequence
 from sparkdl.models.lstm import LSTMNet
 from sparkdl.models.mlp import FCNR, MLP
 from sparkdl.models.resnet import CifarResNet, ResNet20, ResNet50, ResNet56
@@ -25,10 +26,12 @@ __all__ = [
     "Autoencoder",
     "CifarResNet",
     "LSTMNet",
+    "LanguageModel",
     "LeNet5",
     "ResNet20",
     "ResNet50",
     "ResNet56",
+    "SequenceToSequence",
     "TransformerNet",
     "gan_step",
 ]

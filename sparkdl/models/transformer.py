@@ -8,8 +8,8 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from sparkdl.errors import ConfigError
-from sparkdl.models.layers import check_positive
+from sparkdl.config import require
+from sparkdl.models.attention import Block, check_sizes
 
 
 class TransformerNet(nn.Module):
@@ -23,9 +23,8 @@ class TransformerNet(nn.Module):
         inputs={"values": Sequence("words", mask="mask")}
 
     Source: Vaswani et al., "Attention Is All You Need" (arXiv 1706.03762), sections 3.1 and 3.5,
-    with the layer norms first, as Xiong et al. (arXiv 2002.04745) advise: it needs no warm-up. A
-    learnt token before the first place, as in BERT, gives rows without values something to attend
-    to.
+    with the layer norms first. A learnt token before the first place, as in BERT, gives rows
+    without values something to attend to.
     """
 
     def __init__(
@@ -37,45 +36,36 @@ class TransformerNet(nn.Module):
         Args:
             num_outputs: classes, or numbers to predict.
             num_tokens: token ids are below this.
-            width: of a place's vector, an even multiple of ``num_heads``.
+            width: of a place's vector, even and a multiple of ``num_heads``.
             num_heads: attentions of each layer.
             num_layers: layers on top of each other.
             feedforward: width inside a layer's fully connected part.
             dropout: part of the numbers that training leaves out, inside layers.
         """
         super().__init__()
-        check_positive(
+        check_sizes(
             num_outputs=num_outputs, num_tokens=num_tokens, width=width, num_heads=num_heads,
             num_layers=num_layers, feedforward=feedforward,
         )  # fmt: skip
-        if width % 2 or width % num_heads:
-            raise ConfigError(
-                f"width must be even and a multiple of num_heads; received {width} and {num_heads}"
-            )
+        require(width % 2 == 0, "width must be even", width)
         self.embedding = nn.Embedding(num_tokens, width)
         self.first = nn.Parameter(torch.zeros(width))
-        layer = nn.TransformerEncoderLayer(
-            width, num_heads, feedforward, dropout, batch_first=True, norm_first=True
+        self.blocks = nn.ModuleList(
+            Block(width, num_heads, feedforward, dropout) for _ in range(num_layers)
         )
-        self.encoder = nn.TransformerEncoder(
-            layer, num_layers, norm=nn.LayerNorm(width), enable_nested_tensor=False
-        )
+        self.norm = nn.LayerNorm(width)
         self.head = nn.Linear(width, num_outputs)
-        # The layers are copies of one; as in torch.nn.Transformer, they must not begin alike.
-        for parameter in self.encoder.parameters():
-            if parameter.dim() > 1:
-                nn.init.xavier_uniform_(parameter)
-        nn.init.normal_(self.embedding.weight, std=width**-0.5)
 
     def forward(self, values: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
         """Logits or numbers of a batch of sequences."""
-        tokens = self.embedding(values) * math.sqrt(self.embedding.embedding_dim)
+        tokens = self.embedding(values)
         first = self.first.expand(values.shape[0], 1, -1)
-        places = torch.cat([first, tokens + _positions(tokens)], 1)
+        states = torch.cat([first, tokens + _positions(tokens)], 1)
         is_own = F.pad(mask, (1, 0), value=True)
-        states = self.encoder(places, src_key_padding_mask=~is_own)
+        for block in self.blocks:
+            states = block(states, mask=is_own[:, None, None, :])
         weights = is_own[:, :, None].to(states.dtype)
-        outputs: torch.Tensor = self.head((states * weights).sum(1) / weights.sum(1))
+        outputs: torch.Tensor = self.head((self.norm(states) * weights).sum(1) / weights.sum(1))
         return outputs
 
 

@@ -80,6 +80,9 @@ class TrainingSummary:
     validation_rows: int = 0
     skipped_rows: int = 0
     """Rows that were left out, since ``on_error="skip"`` asks for that."""
+    shards: str = ""
+    """How many parts the rows had, and where they came from: ``8 shards (own partitions)``, ``4
+    shards (with those of an earlier fit)``; empty: of a summary of an older version."""
     steps: int = 0
     """Optimizer steps of each rank."""
     world_size: int = 1
@@ -188,6 +191,7 @@ class TrainingSummary:
                 "workers": self.world_size,
                 "rows": self.rows,
                 "validation_rows": self.validation_rows,
+                **({"shards": self.shards} if self.shards else {}),
                 "steps": self.steps,
                 **({"chosen": self.chosen} if self.chosen else {}),
             },
@@ -232,6 +236,7 @@ class TrainingSummary:
 
     def _lines(self) -> list[tuple[str, str]]:
         rows = f"{self.rows:,} training, {self.validation_rows:,} validation"
+        rows += f", {self.skipped_rows:,} skipped" * bool(self.skipped_rows)
         groups: dict[str, dict[str, float]] = {}
         for name, seconds in self.phase_seconds.items():
             where, _, what = name.rpartition(": ")
@@ -239,7 +244,7 @@ class TrainingSummary:
         numbers = [record["epoch"] for record in self.history] or [0]
         epochs = numbers[-1] - math.ceil(numbers[0]) + bool(self.history)
         lines = [
-            ("rows", rows + f", {self.skipped_rows:,} skipped" * bool(self.skipped_rows)),
+            ("rows", rows + f", in {self.shards}" * bool(self.shards)),
             ("epochs", f"{epochs:.4g}, {self.steps:,} steps on {self.workers_text}"),
         ]
         if self.run_name:

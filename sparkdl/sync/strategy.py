@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 
     from sparkdl.comm.communicator import Communicator
     from sparkdl.data.plan import TrainPlan
+    from sparkdl.sync.divided_state import DividedState
 
 MakeOptimizer = Callable[[Iterable["nn.Parameter"]], "torch.optim.Optimizer"]
 SetupArguments: TypeAlias = "tuple[nn.Module, MakeOptimizer, Communicator]"
@@ -166,6 +167,22 @@ class Synchronizer(Stateful, ABC):
     """Whether the present step was concluded without this rank, whose batch is of no use then."""
     buffers_agree: bool = False
     """Whether `close_round` makes buffers equal as well; otherwise the loop does, each epoch."""
+    divided: DividedState | None = None
+    """The state of this rank where parameters are divided among ranks; None: it has them whole."""
+
+    def trained_parameters(self) -> list[nn.Parameter]:
+        """What the optimizer changes on this rank."""
+        return [p for p in self.model.parameters() if p.requires_grad]
+
+    def gradient_norm(self, parameters: Iterable[nn.Parameter]) -> torch.Tensor:
+        """The norm of the gradients of all that trains, ``()``; collective where it is divided.
+
+        ``parameters`` are `trained_parameters`.
+        """
+        import torch
+
+        gradients = [p.grad for p in parameters if p.grad is not None]
+        return torch.nn.utils.get_total_norm(gradients)
 
     def zero_gradients(self) -> None:
         """Forget the gradients of the last step; called before the first forward pass of one."""

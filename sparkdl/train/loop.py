@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import dataclasses
 import time
 from collections.abc import Generator, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import nn
@@ -20,6 +20,8 @@ from sparkdl.data.batches import Batch, sequential_batches
 from sparkdl.data.plan import TrainPlan
 from sparkdl.data.source import ShardRows
 from sparkdl.sync.collective import CollectiveStrategy
+from sparkdl.sync.divided.mesh_ranks import MeshRanks
+from sparkdl.sync.divided.mesh_synchronizer import MeshSynchronizer
 from sparkdl.sync.frozen_layers import moving_buffers, training_mode
 from sparkdl.sync.gradients.allreduce import tree_synchronizer
 from sparkdl.train.callbacks import (
@@ -33,18 +35,19 @@ from sparkdl.train.callbacks import (
     steps_between,
 )
 from sparkdl.train.layer_looks import LayerLooks
+from sparkdl.train.modules.layout_check import layout_check
 from sparkdl.train.modules.memory_format import in_memory_format
 from sparkdl.train.modules.sync_batch_norm import synchronized
 from sparkdl.train.objective.label_losses import no_sums
 from sparkdl.train.objective.training_step import logs
 from sparkdl.train.random_state import deterministic_algorithms, seed_everything
-from sparkdl.train.rank_state import CheckpointSink, RankState, ResumePoint
+from sparkdl.train.rank_state import DIVIDED, CheckpointSink, RankState, ResumePoint
 from sparkdl.train.replica import make_replica
 from sparkdl.train.shard_states import ShardStates
 from sparkdl.train.state import EpochBook, Record
 from sparkdl.train.step import TrainStep
 from sparkdl.train.time_spent import Clock
-from sparkdl.train.validation import evaluate, sync_buffers
+from sparkdl.train.validation import evaluate, in_step, sync_buffers
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -113,8 +116,14 @@ def train(
         strategy = sync.resolve(config.sync_strategy)
         by_shard = config.elasticity == "bits"
         topology = strategy.topology if isinstance(strategy, CollectiveStrategy) else "auto"
-        topology = "ring" if by_shard else topology  # nothing is summed by it
+        topology = "ring" if by_shard or config.parallelism else topology  # sums nothing then
         comm = stack.enter_context(contextlib.closing(arrange(comm, topology, device=device)))
+        mesh = None
+        if config.parallelism is not None:
+            mesh = MeshRanks.of(config.parallelism, comm, device)
+        readers = comm if mesh is None else mesh.readers
+        dtype = torch.bfloat16 if config.precision == "bf16" else None
+        watch = partial(layout_check, shards=shards, plan=plan, device=device, compute_dtype=dtype)
         stack.enter_context(in_memory_format(module, config.memory_format))
         if config.sync_batch_norm:
             stack.enter_context(synchronized(module, comm))
@@ -126,6 +135,10 @@ def train(
             lambda model, make: (
                 tree_synchronizer(strategy, plan.shards_by_rank, model, make, comm)
                 if by_shard
+                else MeshSynchronizer(
+                    model, make, ranks=mesh, strategy=strategy, compute_dtype=dtype, watch=watch
+                )
+                if mesh is not None
                 else strategy.setup(model, make, comm)
             ),
             comm=None if strategy.trains_apart else comm,
@@ -134,9 +147,10 @@ def train(
         if replica.lightning is not None:
             stack.callback(replica.lightning.detach)
         clock = Clock(comm)
-        talks_within = config.sync_batch_norm and comm.world_size > 1
+        gathers = mesh is not None and mesh.mesh.num_shards > 1
+        talks_within = gathers or (config.sync_batch_norm and comm.world_size > 1)
         seen = None
-        if looks is not None and comm.rank == 0:
+        if looks is not None and comm.rank == 0 and mesh is None:
             seen = LayerLooks(looks, module, plan)
         step = TrainStep(replica, clock=clock, talks_within=talks_within, looks=seen)
         return _Training(
@@ -146,7 +160,9 @@ def train(
             by_shard=ShardStates(replica, comm) if by_shard else None,
             shards=shards,
             validation=validation,
-            comm=comm,
+            gang=comm,
+            comm=readers,
+            gathers=gathers,
             checkpoints=checkpoints,
             observer=observer,
             step=step,
@@ -165,7 +181,11 @@ class _Training(RankState):
 
     shards: Sequence[ShardRows]
     validation: Sequence[ShardRows]
+    gang: Communicator
     comm: Communicator
+    """Ranks that have different rows; of a mesh some, else the gang."""
+    gathers: bool
+    """Whether forward passes wait for those of other ranks."""
     checkpoints: CheckpointSink | None
     observer: Observer
     looks: LayerLooks | None
@@ -200,7 +220,7 @@ class _Training(RankState):
         self.observer.phase("finish")
         outcome = self._outcome()
         if book.best_model is not None:
-            replica.module.load_state_dict(book.best_model)
+            replica.set_weights(book.best_model)
         if self.replica.lightning is not None:
             self.replica.lightning.call("on_train_end")
             self.replica.lightning.call("on_fit_end")
@@ -275,7 +295,7 @@ class _Training(RankState):
         """Do what callbacks have asked for; the round is closed."""
         book = self.book
         own = self.requests.take(book.state.step)
-        asked = agreed(own, self.comm, self.replica.device, book.state.step)
+        asked = agreed(own, self.gang, self.replica.device, book.state.step)
         if asked.learning_rate is not None:
             self.replica.set_learning_rate(asked.learning_rate)
         book.is_checkpoint_due |= asked.save
@@ -341,6 +361,8 @@ class _Training(RankState):
                 record.update(by_shard.evaluate(self.validation))
             else:
                 batches = sequential_batches(self.validation, self.replica.plan)
+                if self.gathers:
+                    batches = in_step(batches, self.replica.plan)
                 record.update(evaluate(self.replica, batches, self.comm))
             self.clock.lap("evaluate")
         if self.replica.lightning is not None:
@@ -352,7 +374,7 @@ class _Training(RankState):
     def _enter(self, record: Record) -> None:
         replica, book = self.replica, self.book
         is_epoch_over = book.is_epoch_over
-        is_kept = book.enter(record, lambda: copy.deepcopy(replica.module.state_dict()))
+        is_kept = book.enter(record, replica.weights)
         if book.state.step_in_epoch == 0:
             self.epoch_sums.zero_()
             self.step.gradient_norms.zero_()
@@ -396,8 +418,13 @@ class _Training(RankState):
     def _outcome(self) -> TrainOutcome:
         book, final = self.book, self.snapshot()
         if book.best_model is not None:  # the module will change under the snapshot
+            assert final.rank_state is not None
             model = copy.deepcopy(final.shared["model"])
-            final = dataclasses.replace(final, shared={**final.shared, "model": model})
+            own = dict(final.rank_state)
+            if DIVIDED in own:
+                own[DIVIDED] = copy.deepcopy(own[DIVIDED])
+            shared = {**final.shared, "model": model}
+            final = ResumePoint(step=final.step, shared=shared, rank_state=own)
         return TrainOutcome(
             history=book.state.state_dict()["history"],
             steps=book.state.step,
@@ -410,8 +437,8 @@ class _Training(RankState):
 
     def _callback_state(self) -> CallbackState:
         return CallbackState(
-            rank=self.comm.rank,
-            world_size=self.comm.world_size,
+            rank=self.gang.rank,
+            world_size=self.gang.world_size,
             epoch=self.book.state.epoch,
             step=self.book.state.step,
             loss=self.step.loss,

@@ -2,18 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
 
+from sparkdl.sync.divided_state import DividedState, Part, whole_part
 from sparkdl.train.callbacks import Requests, give_states, states_of
 from sparkdl.train.random_state import random_state, seed_everything, set_random_state
 from sparkdl.train.replica import Replica
 from sparkdl.train.shard_states import ShardStates
 from sparkdl.train.state import EpochBook
 from sparkdl.train.step import TrainStep
+
+DIVIDED = "divided"
+"""Key in a rank's state of what it has of a model that is divided; see `DividedState.part`."""
+
+OWN_ROWS = "has_own_rows"
+"""Key of `DividedState.has_own_rows`."""
 
 
 class CheckpointSink(Protocol):
@@ -34,6 +41,8 @@ class ResumePoint:
     """Completed steps."""
     shared: dict[str, Any]
     """Equal on all ranks; rank 0's is kept."""
+    parts: Callable[[], Iterable[Part]] | None = None
+    """Reads what ranks had of a model that was divided; None: it was not."""
     rank_state: dict[str, Any] | None
     """This rank's own; of a gang of another size what `united` gives of all ranks' states; None
     where the rows are not those of the checkpoint, or the strategy depends on who has them."""
@@ -58,6 +67,7 @@ class RankState:
     def snapshot(self) -> ResumePoint:
         """The present state; its tensors are the replica's own, not copies."""
         synchronizer = self.replica.synchronizer
+        divided = synchronizer.divided
         own: dict[str, Any]
         if self.by_shard is not None:
             own = {"shards": self.by_shard.state_dict()}
@@ -69,12 +79,18 @@ class RankState:
                 "buffers": {name: value.detach() for name, value in buffers},
                 "epoch_sums": self.epoch_sums,
             }
+            if divided is not None:
+                own |= {
+                    DIVIDED: divided.part(self.book.best_model),
+                    OWN_ROWS: divided.has_own_rows,
+                }
         return ResumePoint(
             step=self.book.state.step,
             shared={
                 **self.replica.state_dict(),
                 "strategy": synchronizer.state_dict(),
                 **self.book.state_dict(),
+                **({} if divided is None else {"best_model": None}),
                 "callbacks": states_of(self.replica.config.callbacks),
             },
             rank_state={
@@ -93,10 +109,10 @@ class RankState:
         has drawn yet. Otherwise an epoch that was under way is begun anew with the checkpoint's
         weights.
         """
-        self.replica.load_state_dict(point.shared)
+        best = self._restore_weights(point)
         if "strategy" in point.shared:  # of an earlier fit there may be none
             self.replica.synchronizer.load_state_dict(point.shared["strategy"])
-        self.book.load_state_dict(point.shared)
+        self.book.load_state_dict({**point.shared, "best_model": best})
         if "callbacks" in point.shared:  # those of an earlier fit are not asked
             give_states(self.replica.config.callbacks, point.shared["callbacks"])
         state = point.rank_state
@@ -110,6 +126,22 @@ class RankState:
             seed_everything(seed, rank, self.book.state.step)
         else:
             set_random_state(state["rng"])
+
+    def _restore_weights(self, point: ResumePoint) -> dict[str, Any] | None:
+        """Restore all that the replica holds; return the best weights, as they lie here."""
+        replica, shared, divided = self.replica, point.shared, self.replica.synchronizer.divided
+        if divided is None and point.parts is None:
+            replica.load_state_dict(shared)
+            found: dict[str, Any] | None = shared["best_model"]
+            return found
+        if divided is None:
+            divided = DividedState(replica.module, replica.synchronizer.optimizer)
+        best = divided.load([whole_part(shared)] if point.parts is None else point.parts())
+        buffers = {k: v for k, v in shared["model"].items() if k not in divided.parameters}
+        replica.own_module.load_state_dict(buffers, strict=False)
+        others = {name: shared[name] for name in ("scaler", "scheduler")}
+        replica.load_state_dict({**others, "optimizer": None})
+        return best
 
     def _restore_rank(self, state: dict[str, Any], *, is_united: bool, rank: int) -> None:
         replica = self.replica
@@ -163,6 +195,7 @@ def united(states: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     Args:
         states: of all ranks, in their order, as `RankState.snapshot` gave them.
     """
+    states = [state for state in states if state.get(OWN_ROWS, True)]
     first = states[0]
     if "shards" in first:
         shards = {number: own for state in states for number, own in state["shards"].items()}
@@ -175,5 +208,5 @@ def united(states: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     }
     sums = torch.stack([state["epoch_sums"] for state in states]).sum(0)
     collected = [state["collected"] for state in states if "collected" in state]
-    known = {name: value for name, value in first.items() if name != "rng"}
+    known = {name: value for name, value in first.items() if name not in ("rng", DIVIDED, OWN_ROWS)}
     return {**known, "epoch_sums": sums, "buffers": buffers, "collected": collected}

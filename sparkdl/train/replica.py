@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass
@@ -13,10 +14,12 @@ from torch import nn
 from sparkdl.comm.communicator import Communicator, LocalCommunicator
 from sparkdl.config import TrainConfig
 from sparkdl.data.batches import Batch, Batches
+from sparkdl.data.collate import example_arguments
 from sparkdl.data.plan import TrainPlan
 from sparkdl.data.source import ShardRows
 from sparkdl.sync.population.hyperparameters import rescaled, set_present_rate
 from sparkdl.sync.strategy import MakeOptimizer, Synchronizer
+from sparkdl.train.modules.compiled import compile_in_place
 from sparkdl.train.modules.precision import NumberFormat
 from sparkdl.train.objective.label_losses import part_names
 from sparkdl.train.objective.lightning import TrainerStandIn
@@ -102,11 +105,34 @@ class Replica:
             return batch
         return batch.map(lambda value: value.to(self.device, non_blocking=True))
 
+    @property
+    def own_module(self) -> nn.Module:
+        """Holds what of the module lies on this rank: the module, unless it is divided."""
+        divided = self.synchronizer.divided
+        return self.module if divided is None else divided.module
+
+    def weights(self) -> dict[str, Any]:
+        """A copy of the weights and buffers that lie on this rank."""
+        return copy.deepcopy(self.own_module.state_dict())
+
+    def set_weights(self, weights: Mapping[str, Any]) -> None:
+        """Restore what `weights` gave."""
+        self.own_module.load_state_dict(weights)
+
     def state_dict(self) -> dict[str, Any]:
-        """What training has made of it; the tensors are the replica's own, not copies."""
+        """What training has made of it; the tensors are the replica's own, not copies.
+
+        Of a module that is divided only buffers, and not the optimizer's state: see
+        `DividedState.part`.
+        """
+        model = self.own_module.state_dict()
+        divided = self.synchronizer.divided
+        if divided is not None:
+            model = {name: value for name, value in model.items() if name not in divided.parameters}
+        optimizer = self.synchronizer.optimizer.state_dict() if divided is None else None
         return {
-            "model": self.module.state_dict(),
-            "optimizer": self.synchronizer.optimizer.state_dict(),
+            "model": model,
+            "optimizer": optimizer,
             "scheduler": None if self.scheduler is None else self.scheduler.state_dict(),
             "scaler": self.number_format.state_dict(),
         }
@@ -114,7 +140,9 @@ class Replica:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore what `state_dict` gave, or a part of it without model or optimizer."""
         if "model" in state:
-            self.module.load_state_dict(state["model"])
+            self.own_module.load_state_dict(
+                state["model"], strict=self.synchronizer.divided is None
+            )
         if state["optimizer"] is not None:
             self.synchronizer.optimizer.load_state_dict(state["optimizer"])
         self.number_format.load_state_dict(state["scaler"])
@@ -142,6 +170,7 @@ def make_replica(
 
     Raises:
         ConfigError: loss, metrics, optimizer or schedule cannot be used as they are.
+        ClusterError: the module is to be compiled, and there is no compiler.
     """
     loss = objective_of(config, module)
     loss.to(device)
@@ -149,6 +178,10 @@ def make_replica(
     training_metrics = Metrics.of(config, loss, device) if config.training_metrics else None
     number_format = NumberFormat(config.precision, device)
     module.to(device)
+    if config.compile:
+        features = [column for column in plan.columns if column.role == "feature"]
+        example = example_arguments(features, max(2, plan.batch_size)).to(device)
+        compile_in_place(module, device, None if isinstance(loss, StepLoss) else example)
     if isinstance(loss, StepLoss) and isinstance(loss.step, TrainerStandIn):
         loss.step.attach(plan)
     make_optimizer = resolve_optimizer(config, module)

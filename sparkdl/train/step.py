@@ -110,7 +110,7 @@ class TrainStep:
         self._synchronizer, self._format = replica.synchronizer, replica.number_format
         self._talks_within = talks_within
         self._looks = looks
-        self._parameters = [p for p in self._synchronizer.model.parameters() if p.requires_grad]
+        self._parameters = self._synchronizer.trained_parameters()
         self._clock = clock
         self.loss = math.nan
         self.watch = LossWatch(self._config.divergence_factor)
@@ -270,7 +270,9 @@ class TrainStep:
             self._replica.lightning.call("on_before_optimizer_step", optimizer)
         norm = None
         if self._config.gradient_clip_norm is not None:
-            norm = torch.nn.utils.clip_grad_norm_(self._parameters, self._config.gradient_clip_norm)
+            norm = self._synchronizer.gradient_norm(self._parameters)
+            most = self._config.gradient_clip_norm
+            torch.nn.utils.clip_grads_with_norm_(self._parameters, most, norm)
         step_in_epoch = step % self._replica.plan.steps_per_epoch
         if step_in_epoch % NORM_EVERY == 0 and not self._synchronizer.trains_apart:
             self._note_norm(norm)
@@ -286,8 +288,7 @@ class TrainStep:
     def _note_norm(self, norm: torch.Tensor | None) -> None:
         """Take note of the gradient's norm, which clipping knows already, if it is finite."""
         if norm is None:
-            gradients = [p.grad for p in self._parameters if p.grad is not None]
-            norm = torch.nn.utils.get_total_norm(gradients)
+            norm = self._synchronizer.gradient_norm(self._parameters)
         seen = torch.stack([norm.double(), torch.ones_like(norm, dtype=torch.float64)])
         self.gradient_norms += torch.where(torch.isfinite(norm), seen, 0.0)
 

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 import torch
 from torch import nn
 
 from sparkdl.comm.communicator import Communicator
-from sparkdl.data.batches import Batch
+from sparkdl.data.batches import Batch, cut
+from sparkdl.data.collate import no_rows
+from sparkdl.data.plan import TrainPlan
 from sparkdl.sync.averaging.mean import fill, flat_of
 from sparkdl.sync.frozen_layers import evaluation_mode, moving_buffers
 from sparkdl.train.objective.label_losses import loss_record, no_sums, sums_of
@@ -31,6 +33,24 @@ def evaluate(replica: Replica, batches: Iterable[Batch], comm: Communicator) -> 
     if lightning is not None and logs is not None:
         lightning.validated(found, logs, comm)
     return found
+
+
+def in_step(batches: Iterable[Batch], plan: TrainPlan) -> Iterator[Batch]:
+    """The batches of one rank, with empty ones at the end so that all ranks have equally many.
+
+    For modules whose forward passes wait for those of other ranks.
+    """
+    size = plan.batch_size
+    most = max(
+        sum(-(-shard.num_validation_rows // size) for shard in plan.shards_of(rank))
+        for rank in range(plan.world_size)
+    )
+    left = most
+    for batch in batches:
+        yield batch
+        left -= 1
+    for _ in range(left):
+        yield from cut(plan, {column.key: no_rows(column) for column in plan.columns}, [0])
 
 
 def measure(replica: Replica, batches: Iterable[Batch]) -> torch.Tensor:

@@ -107,6 +107,7 @@ def run(environment: WorkerEnvironment, order: FunctionOrder) -> Iterator[tuple[
 
 
 def _call(order: FunctionOrder, member: Member) -> Results:
+    from sparkdl.comm.process_group import lost_peers
     from sparkdl.worker.context import Context, entered
 
     function = _loaded(order, member)
@@ -142,7 +143,7 @@ def _call(order: FunctionOrder, member: Member) -> Results:
         stack.enter_context(environment_variables(place))
         stack.enter_context(entered(place))
         reporter.phase("train")
-        with peer_errors():
+        with lost_peers(CollectiveError, "the function"):
             value = called(function)
         reporter.phase("finish")
     if comm.rank != 0 and order.results == "first":
@@ -204,29 +205,6 @@ def _resumed(
     if not isinstance(state, dict) or not {"checkpoint", "history", "number"} <= set(state):
         raise CheckpointError(f"{info.path} is no checkpoint of a TorchRunner; use another folder")
     return state
-
-
-_LOST_PEER = (
-    "Connection closed by peer",
-    "Connection reset by peer",
-    "Broken pipe",
-    "Socket closed",
-    "Timed out waiting",
-    "remote process exited",
-    "communicator was aborted",
-)
-"""What gloo and NCCL say in plain RuntimeErrors when a peer does not answer any more."""
-
-
-@contextlib.contextmanager
-def peer_errors() -> Iterator[None]:
-    """Raise CollectiveError for the loss of a peer, which another rank explains."""
-    try:
-        yield
-    except RuntimeError as error:
-        if not any(sign in str(error) for sign in _LOST_PEER):
-            raise
-        raise CollectiveError(f"a collective of the function failed: {error}") from error
 
 
 def checkpoints(

@@ -36,8 +36,12 @@ def hold_shards(
     work_shares: Mapping[str, float] | None = None,
     say: Callable[[dict[str, Any]], None],
     is_assigned: bool = False,
+    ranks_together: int = 1,
 ) -> TrainPlan:
     """The plan with the shards that each rank holds; this rank's can be opened here. Collective.
+
+    Neighbouring ranks that train on the same rows hold the same shards, and the plan has one rank
+    for them.
 
     Args:
         plan: of any assignment.
@@ -48,6 +52,7 @@ def hold_shards(
         work_shares: relative speeds by patterns of hosts' names, where it is not.
         say: sends an event to the driver: which shards no rank can read, or who holds which.
         is_assigned: whether ranks get the shards that the plan gives them, wherever these lie.
+        ranks_together: how many ranks train on the same rows.
 
     Raises:
         ShardLost: no rank can read some of them.
@@ -74,19 +79,23 @@ def hold_shards(
             say({"kind": "missing", "shards": missing})
         raise ShardLost(f"no worker can read the shards {missing}")
     rows = [shard.num_rows for shard in plan.shards]
+    if ranks_together > 1:  # near to all of them, since each reads its own copy
+        starts = range(0, comm.world_size, ranks_together)
+        near = [set.intersection(*near[first : first + ranks_together]) for first in starts]
     if is_assigned:
         assigned = plan.shards_by_rank
-    elif len(rows) == comm.world_size and not any(shard.hosts for shard in plan.shards):
+    elif len(rows) == len(near) and not any(shard.hosts for shard in plan.shards):
         # One shard each: bits are those of a run that nothing has disturbed, for a file's way.
-        assigned = assign_shards(len(rows), comm.world_size)
+        assigned = assign_shards(len(rows), len(near))
     else:
-        measured, wished = ([rank[what] for rank in ranks] for what in ("speed", "wished"))
+        first = ranks[::ranks_together]
+        measured, wished = ([rank[what] for rank in first] for what in ("speed", "wished"))
         assigned = assign_near(rows, near, differing(measured, wished))
     if comm.rank == 0:
         say({"kind": "held", "shards": assigned})
     shards = [shard or planned for shard, planned in zip(found, plan.shards, strict=True)]
-    for rank, own in enumerate(assigned):
-        for number in own:
+    for rank in range(comm.world_size):
+        for number in assigned[rank // ranks_together]:
             if number in here[rank]:
                 continue
             peer = min(other for other, has in enumerate(here) if number in has)

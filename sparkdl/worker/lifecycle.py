@@ -284,6 +284,8 @@ def _remedy(error: BaseException) -> str:
             "; the workers cannot import it: send your own modules with --py-files "
             "(spark.submit.pyFiles) or spark.addArtifacts, and install packages there"
         )
+    if type(error).__module__.startswith(("torch._dynamo.", "torch._inductor.")):
+        return "; torch.compile cannot compile it on this worker: train without compile"
     signs = type(error).__name__ + _message(error)  # torch has a type for GPUs only
     of_torch = "OutOfMemoryError" in signs or "DefaultCPUAllocator" in signs
     if isinstance(error, MemoryError) or (isinstance(error, RuntimeError) and of_torch):

@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -25,6 +25,8 @@ from sparkdl.config import Looks
 from sparkdl.data.plan import TrainPlan
 from sparkdl.data.source import ShardSource, open_shards
 from sparkdl.data.spool.spool_source import SpoolSource
+from sparkdl.errors import CommunicationError
+from sparkdl.mesh import Mesh
 from sparkdl.runtime.process import cpu_model
 from sparkdl.runtime.versions import versions
 from sparkdl.storage.retried import OUTAGE_SECONDS, again
@@ -56,6 +58,8 @@ STATE = f"{OF_DRIVER}/state.safetensors"
 """What an earlier fit has left."""
 LEFT = "left.safetensors"
 """What this one leaves."""
+_MESH = "mesh"
+"""Key in a checkpoint's manifest of the mesh along which the model was divided."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -96,14 +100,16 @@ def run(environment: WorkerEnvironment, order: WorkOrder) -> Iterator[tuple[str,
 
 
 def _train(order: WorkOrder, member: Member) -> Results:
+    from sparkdl.comm.process_group import lost_peers
     from sparkdl.storage.checkpoint_format import encode
     from sparkdl.storage.checkpoint_writer import CheckpointManager
     from sparkdl.storage.tensor_tree import snapshot
+    from sparkdl.sync.divided.dividing import gathered_weights
     from sparkdl.train.loop import train
     from sparkdl.train.training_state import left_by
 
     config, structure = cloudpickle.loads(order.payload)
-    strategy = sync.resolve(config.sync_strategy)
+    strategy, mesh = sync.resolve(config.sync_strategy), config.parallelism
     comm, files, reporter = member.comm, member.files, member.reporter
     reporter.phase("setup")
     plan = order.plan
@@ -117,7 +123,9 @@ def _train(order: WorkOrder, member: Member) -> Results:
             work_shares=strategy.work_shares,
             say=reporter.send,
             is_assigned=order.is_assigned,
+            ranks_together=1 if mesh is None else mesh.tensor,
         )
+    reader = comm.rank if mesh is None else comm.rank // mesh.tensor
     with contextlib.ExitStack() as stack:
         module = initial_module(order.weights, structure, files, comm)
         storage = checkpoint_storage(order, files)
@@ -130,19 +138,21 @@ def _train(order: WorkOrder, member: Member) -> Results:
                     rank=comm.rank,
                     world_size=comm.world_size,
                     writer=order.writer,
-                    environment=_bits_depend_on(order),
+                    environment=_bits_depend_on(order, mesh),
                     signal=member.client,
                     timeout_seconds=order.collective_timeout_seconds,
                     is_required=order.storage_url is not None,
                     on_written=lambda step: reporter.send({"kind": "checkpoint", "step": step}),
                 )
             )
+        if mesh is not None:  # torch's own collectives gather and divide it
+            stack.enter_context(lost_peers(CommunicationError, "the divided model"))
         outcome = train(
             module=module,
             config=config,
             plan=plan,
-            shards=open_shards(order.source, plan, comm.rank, "train"),
-            validation=open_shards(order.source, plan, comm.rank, "validation"),
+            shards=open_shards(order.source, plan, reader, "train"),
+            validation=open_shards(order.source, plan, reader, "validation"),
             comm=comm,
             device=member.device,
             checkpoints=checkpoints,
@@ -153,6 +163,7 @@ def _train(order: WorkOrder, member: Member) -> Results:
                 comm,
                 is_elastic=strategy.is_elastic,
                 by_shard=config.elasticity == "bits",
+                mesh=mesh,
             ),
             observer=reporter,
             looks=order.looks,
@@ -163,8 +174,9 @@ def _train(order: WorkOrder, member: Member) -> Results:
             checkpoints.final(end.step, end.shared, end.rank_state)
         report = _report(outcome, reporter.rows, checkpoints)
         results = [("result", json.dumps(report).encode())]
+        whole = module.state_dict() if mesh is None else gathered_weights(module, comm.rank == 0)
         if comm.rank == 0:
-            weights = snapshot(module.state_dict())
+            weights = snapshot(whole)
             results += deliver(member, "weights", FINAL, lambda: encode(weights))
             if order.keeps_state:
                 left = snapshot(left_by(outcome.final.shared))
@@ -188,12 +200,13 @@ def _read(name: str, files: ChannelStorage | None, comm: Communicator) -> bytes:
     return comm.broadcast_bytes(read)
 
 
-def _bits_depend_on(order: WorkOrder) -> dict[str, str]:
+def _bits_depend_on(order: WorkOrder, mesh: Mesh | None) -> dict[str, str]:
     """What must be equal, besides the world size, for a resumed run to give the same bits."""
     # Spark may hash or cut the rows otherwise than before: shards tell by their fingerprints.
     rows = hashlib.sha256("".join(s.fingerprint for s in order.plan.shards).encode()).hexdigest()
     own = {"cpu": cpu_model(), "threads": str(order.threads), "rows": rows[:16]}
-    return {**versions(), **own, **order.plan.notes()}
+    divided = {} if mesh is None else {_MESH: str(mesh)}
+    return {**versions(), **own, **divided, **order.plan.notes()}
 
 
 def _resume_point(
@@ -204,16 +217,17 @@ def _resume_point(
     *,
     is_elastic: bool,
     by_shard: bool,
+    mesh: Mesh | None,
 ) -> ResumePoint | None:
     """The checkpoint to go on from, or what an earlier fit has left; None: training begins.
 
     ``is_elastic`` is the strategy's; ``by_shard``: states are the shards', which another rank may
-    have had. Collective.
+    have had; ``mesh``: along which the model is divided. Collective.
     """
     from sparkdl.storage.checkpoint_format import decode, load_rank
     from sparkdl.train.rank_state import ResumePoint
 
-    now = _bits_depend_on(order)
+    now = _bits_depend_on(order, mesh)
     found = resumed(order, storage, comm, now)
     if found is None:
         if not order.begins_from_state:
@@ -221,28 +235,51 @@ def _resume_point(
         data = _read(STATE, files, comm) if order.state is None else order.state
         return ResumePoint(step=order.plan.first_step, shared=decode(data, STATE), rank_state=None)
     info, shared = found
-    state = None
+    state, was = None, info.environment.get(_MESH)
+    is_alike = info.world_size == comm.world_size and was == now.get(_MESH)
+    parts = None
+    if was is not None:
+        ranks: Iterable[int] = range(info.world_size)
+        if is_alike and mesh is not None:  # the first replica's rank that has the same part
+            ranks = [comm.rank % (mesh.size // mesh.num_replicas)]
+        parts = partial(_parts, order, info, ranks)
     if info.environment.get("rows") == now["rows"]:
         with may_be_lost(order):
-            if info.world_size == comm.world_size and not by_shard:
+            if is_alike and not by_shard:
                 state = load_rank(info, comm.rank)
             elif is_elastic:
                 state = _united_states(info, comm)
-    return ResumePoint(step=info.step, shared=shared, rank_state=state)
+    return ResumePoint(step=info.step, shared=shared, rank_state=state, parts=parts)
+
+
+def _parts(order: WorkOrder, info: CheckpointInfo, ranks: Iterable[int]) -> Iterator[Any]:
+    """What ``ranks`` had of a divided model, one after the other."""
+    from sparkdl.storage.checkpoint_format import load_rank
+    from sparkdl.train.rank_state import DIVIDED
+
+    for rank in ranks:
+        with may_be_lost(order):
+            part = load_rank(info, rank)[DIVIDED]
+        if part is not None:
+            yield part
 
 
 def _united_states(info: CheckpointInfo, comm: Communicator) -> dict[str, Any]:
     """What the ranks of another gang had, united by rank 0. Collective."""
     from sparkdl.storage.checkpoint_format import decode, encode, load_rank
     from sparkdl.storage.tensor_tree import snapshot
-    from sparkdl.train.rank_state import united
+    from sparkdl.train.rank_state import DIVIDED, united
 
     data = None
     if comm.rank == 0:
-        states = [load_rank(info, rank) for rank in range(info.world_size)]
+        states = []
+        for rank in range(info.world_size):
+            state = load_rank(info, rank)
+            state.pop(DIVIDED, None)  # which may be large
+            states.append(state)
         data = gathered(encode(snapshot(united(states))))
-    state: dict[str, Any] = decode(comm.broadcast_bytes(data), info.path)
-    return state
+    found: dict[str, Any] = decode(comm.broadcast_bytes(data), info.path)
+    return found
 
 
 def _report(

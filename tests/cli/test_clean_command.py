@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
+import os
+import time
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
+from unittest.mock import MagicMock
 
 import pytest
 
+from sparkdl.cli.job_files import spark_session
+from sparkdl.cli.job_files.job_file import SparkSection
 from sparkdl.cli.main import main
+from sparkdl.errors import ClusterError
+from sparkdl.spark.frames import kept_frames
 from sparkdl.spark.frames.kept_frames import clean_executors
 
 if TYPE_CHECKING:
@@ -16,10 +23,12 @@ if TYPE_CHECKING:
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """With a key of 1,234 bytes, and a file that is not ours."""
+    """With a key of 1,234 bytes, which was used an hour ago, and a file that is not ours."""
     place = tmp_path / "sparkdl-kept-a" / "00000"
     place.mkdir(parents=True)
     (place / "shard.json").write_bytes(bytes(1234))
+    for path in (place.parent, place / "shard.json"):
+        os.utime(path, (time.time() - 3600, time.time() - 3600))
     (tmp_path / "mine").write_text("mine")
     return tmp_path
 
@@ -38,6 +47,7 @@ def test_this_machine(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     [
         (("--older-than", "-1"), "--older-than must be 0 or more days; received -1.0"),
         (("--conf", "spark.cores"), "--conf takes key=value; received 'spark.cores'"),
+        (("--conf", "=2"), "--conf takes key=value; received '=2'"),
     ],
 )
 def test_wrong_arguments_remove_nothing(
@@ -61,6 +71,35 @@ def test_what_is_no_folder_is_refused(
 ) -> None:
     assert main(["clean", directory]) == 1
     assert capsys.readouterr().err == f"error: {message}\n"
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_hosts_of_a_cluster(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], fails: bool
+) -> None:
+    spark, sections, asked = MagicMock(), list[SparkSection](), list[Any]()
+
+    def cleaned(*wanted: Any) -> dict[str, tuple[int, int]]:
+        asked.append(wanted)
+        if fails:
+            raise ClusterError("no executor")
+        return {"near": (1234, 0), "far": (0, 5000)}
+
+    def session(section: SparkSection, _: str) -> MagicMock:
+        sections.append(section)
+        return spark
+
+    monkeypatch.setattr(spark_session, "make_session", session)
+    monkeypatch.setattr(kept_frames, "clean_executors", cleaned)
+    monkeypatch.chdir(folder)
+    arguments = ["--older-than", "0.5", "--master", "yarn", "--conf", "a=b=c", "--conf", "d="]
+    assert main(["clean", "there", *arguments]) == int(fails)
+    assert [(own.master, own.conf) for own in sections] == [("yarn", {"a": "b=c", "d": ""})]
+    assert asked == [(spark, str(folder / "there"), 43200.0)]
+    assert spark.stop.call_count == 1
+    told = "near: removed 1,234 bytes\nfar: removed 0 bytes, 5,000 bytes are in use or newer\n"
+    first = f"this machine: no folder {folder / 'there'}\n"
+    assert capsys.readouterr().out == first + told * (not fails)
 
 
 @pytest.mark.slow

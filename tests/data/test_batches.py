@@ -17,6 +17,7 @@ from sparkdl.data.batches import Batch, Batches, sequential_batches
 from sparkdl.data.collate import Rows
 from sparkdl.data.gather import gather_rows
 from sparkdl.data.plan import Column, Shard, TrainPlan, batch_bounds, make_plan
+from sparkdl.data.ragged import Ragged, offsets_of
 from sparkdl.data.shuffle import cut_rows, epoch_order, windowed_order
 from sparkdl.data.shuffle_windows import Windows
 from sparkdl.data.spool.mapped import MappedRows, ShardData
@@ -182,6 +183,25 @@ def test_windows_change_the_order_alone(
     for start in (1, plan.steps_per_epoch - 1, plan.steps_per_epoch):
         rest = copied(batches_of(shards, plan, 0, seed=5, epoch=1, start_step=start))
         assert [b.target.tolist() for b in rest] == seen[start:]
+
+
+def test_sequences_of_several_shards_stay_with_their_rows() -> None:
+    tokens = Column(
+        name="s", role="feature", dtype="int64", shape=(), specification=Tokens("s"), longest=3
+    )
+    shards = []
+    for first, count in ((1, 7), (8, 5)):
+        y = np.arange(first, first + count)
+        lengths = y % 3 + 1
+        sequences = Ragged((np.repeat(y, lengths),), offsets_of(lengths), ())
+        columns: dict[str, Rows] = {COLUMNS[0].key: torch.from_numpy(y), tokens.key: sequences}
+        shards.append(ShardData(str(first), columns))
+    plan = make_test_plan([7, 5], 4, (COLUMNS[0], tokens))
+    found = copied(batches_of(shards, plan, 0, seed=5, epoch=1))
+    assert sorted(y for batch in found for y in batch.target.tolist()) == list(range(1, 13))
+    for batch in found:
+        assert torch.equal(batch.inputs[0].amax(1), batch.target)
+        assert torch.equal((batch.inputs[0] > 0).sum(1), batch.target % 3 + 1)
 
 
 def test_windows_do_not_change_validation() -> None:

@@ -109,6 +109,7 @@ def test_shards_go_to_ranks_in_contiguous_runs() -> None:
         ([10, 9], [{0, 1}, set()], ((1,), (0,))),
         ([0, 0, 0], [{0, 1, 2}, set(), set()], ((2,), (0,), (1,))),  # nobody is without a shard
         ([10, 9, 8], [{0, 1, 2}, {2}], ((0,), (1, 2))),
+        ([10] * 4, [set(), set()], ((0, 3), (1, 2))),  # nobody has them
     ],
 )
 def test_shards_go_where_they_are_near(

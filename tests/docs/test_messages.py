@@ -12,6 +12,7 @@ PAGES = ("troubleshooting.md", "gpus.md", "debugging.md", "storage.md")
 SPARKS_OWN = "## What Spark itself says"
 OTHERS = {
     "Permission denied": "Hadoop's",
+    "This backward function was compiled with non-empty donated buffers": "torch's",
     "cannot open s3://...": "put together by storage.storage of a verb and a place",
 }
 

@@ -56,7 +56,18 @@ NETWORKS: dict[str, tuple[dict[str, Any], Any, tuple[int, ...], int]] = {
     "Autoencoder": ({"sizes": [13, 8, 4]}, ROWS, (2, 13), 112 + 36 + 117 + 40),
     "TransformerNet": (
         {"num_outputs": 2, "num_tokens": 9}, WORDS, (2, 2),
-        9 * 64 + 64 + 2 * (4 * 64 * 65 + 64 * 128 + 128 + 128 * 64 + 64 + 2 * 128) + 128 + 130,
+        9 * 64 + 64 + 2 * (64 * 259 + 64 * 128 + 128 + 128 * 64 + 64 + 2 * 128) + 128 + 130,
+    ),
+    "LanguageModel": (
+        {"num_tokens": 9}, WORDS["values"], (2, 9, 5),
+        (9 + 256) * 64 + 2 * (64 * 259 + 64 * 256 + 256 + 256 * 64 + 64 + 2 * 128) + 128 + 585,
+    ),
+    "SequenceToSequence": (
+        {"num_tokens": 9},
+        {"source": WORDS["values"], "target": WORDS["values"][:, :3], "mask": WORDS["mask"]},
+        (2, 9, 3),
+        (9 + 256) * 64 + 4 * (64 * 259 + 64 * 256 + 256 + 256 * 64 + 64 + 2 * 128)
+        + 2 * (64 * 259 + 128) + 2 * 128 + 585,
     ),
 }  # fmt: skip
 SLOW = {"FCNR", "ResNet20", "ResNet50", "ResNet56"}  # others are of the same code

@@ -150,6 +150,7 @@ def test_repr_tells_the_facts(summary: TrainingSummary) -> None:
     assert changed.workers_text == "2 workers, 1 from step 10, 3 from step 40"
     assert "<table" in summary._repr_html_()
     assert "2: an epoch takes <12 s" in repr(summary)
+    assert "100 validation, in 8 shards" in repr(replace(summary, shards="8 shards"))
     assert "TrainingSummary" in repr(TrainingSummary(history=[]))
 
 

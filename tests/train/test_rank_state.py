@@ -36,8 +36,9 @@ def rank_of(number: int) -> RankState:
     replica.module.running_mean.fill_(number)
     replica.collector, replica.config.callbacks = Sums(), ()
     replica.synchronizer.trains_apart = False
+    replica.synchronizer.divided = None
     replica.synchronizer.rank_state_dict.return_value = {"sent": 5}
-    replica.state_dict.return_value = book.state_dict.return_value = {}
+    replica.state_dict.return_value = book.state_dict.return_value = {"best_model": None}
     replica.collector.seen = [number]
     book.state.step = 7
     step, requests = MagicMock(), MagicMock()
@@ -54,7 +55,7 @@ def rank_of(number: int) -> RankState:
 def point() -> ResumePoint:
     """Of three ranks, for two."""
     states: list[Any] = [rank_of(number).snapshot().rank_state for number in range(3)]
-    return ResumePoint(step=7, shared={}, rank_state=united(states))
+    return ResumePoint(step=7, shared={"best_model": None}, rank_state=united(states))
 
 
 def test_what_adds_up_goes_to_one_rank_and_the_rest_to_all(point: ResumePoint) -> None:
@@ -89,9 +90,9 @@ def test_a_rank_of_as_many_takes_up_its_own() -> None:
 def test_of_other_rows_the_epoch_begins_anew_with_numbers_that_nobody_has_drawn() -> None:
     state: Any = rank_of(1)
     state = RankState(**{**vars(state), "by_shard": MagicMock()})
-    state.restore(ResumePoint(step=7, shared={}, rank_state=None), seed=3, rank=1)
+    state.restore(ResumePoint(step=7, shared={"best_model": None}, rank_state=None), seed=3, rank=1)
     state.book.state.begin_epoch_anew.assert_called_once_with()
     state.by_shard.begin.assert_called_once_with(7)
     drawn = random_state()["torch"]
-    state.restore(ResumePoint(step=7, shared={}, rank_state=None), seed=3, rank=0)
+    state.restore(ResumePoint(step=7, shared={"best_model": None}, rank_state=None), seed=3, rank=0)
     assert not torch.equal(random_state()["torch"], drawn)

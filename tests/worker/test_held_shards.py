@@ -169,6 +169,7 @@ def test_a_peer_names_files_of_the_shard_only(
 def test_speeds_count_where_they_differ() -> None:
     assert differing([None, None], [1, 1]) is None
     assert differing([100.0, 110.0], [3, 1]) is None
+    assert differing([100.0, 125.0], [1, 1]) == [100.0, 125.0]
     assert differing([300.0, None, 100.0], [1, 1, 1]) == [300.0, 200.0, 100.0]
     assert differing([None, None], [3, 1]) == [3, 1]
     assert differing([300.0, None, 100.0], [3, 0.5, 1]) == [300.0, 50.0, 100.0]
@@ -184,10 +185,11 @@ def hold_by_speed(
     comm: Any, folder: str, speeds: list[float], wished: dict[str, float] | None = None
 ) -> Any:
     """As `hold`, on two hosts of these speeds."""
-    host = f"host{comm.rank}"
+    comm, host = OfItsOwn(comm), f"host{comm.rank}"
     known = {f"host{rank}": speed for rank, speed in enumerate(speeds)}
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(held_shards.socket, "gethostname", lambda: host)
+        patch.setattr(held_shards.socket, "getfqdn", lambda: f"{host}.net")
         plan = plan_of(folder, [0, 0, 0, 0])
         found = hold_shards(
             plan, SpoolSource(), comm, run_id="run", speeds=known, work_shares=wished,
@@ -202,6 +204,8 @@ def test_a_faster_host_gets_more_rows(gang: Gang, tmp_path: Path) -> None:
         ([100.0, 110.0], None, [11, 11]),
         ([100.0, 300.0], None, [5, 17]),
         ([], {"host1": 3.0}, [5, 17]),
+        ([], {"10.0.0.1": 3.0}, [5, 17]),
+        ([], {"*1.net": 3.0}, [5, 17]),
         ([300.0, 100.0], {"host1": 3.0}, [17, 5]),  # what was measured replaces it
     ):
         first, second = gang.run(hold_by_speed, str(tmp_path), speeds, wished)

@@ -143,6 +143,7 @@ def test_nobody_begins_before_all_have_connected(
         (torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB"), "lower batchSize"),
         (MemoryError(), "gradientAccumulationSteps"),
         (ModuleNotFoundError("No module named 'nets'"), "send your own modules with --py-files"),
+        (torch._dynamo.exc.TorchDynamoException("no graph"), "train without compile"),
     ],
 )
 def test_errors_that_do_not_say_what_to_do_get_a_remedy(error: Exception, remedy: str) -> None:

@@ -22,8 +22,7 @@ from sparkdl.cli.images.ledger import WORK, Record
 from sparkdl.cli.images.list_files import read_files
 from sparkdl.cli.images.parts import Part
 from sparkdl.cli.job_files.prepare_file import ImageSection
-from sparkdl.spark.session.compat import conf
-from sparkdl.spark.session.settings import read_settings
+from sparkdl.spark.session.settings import session_settings
 from sparkdl.storage.storage import Folder
 from sparkdl.worker.watcher import ended_when_hung
 
@@ -148,7 +147,7 @@ class PartWriter:
 
     def _watched(self, work: _Work) -> partial[Iterator[pa.RecordBatch]]:
         """What a task does, whose process is ended if it hangs."""
-        seconds = read_settings(partial(conf, self.spark)).heartbeat_timeout_seconds
+        seconds = session_settings(self.spark).heartbeat_timeout_seconds
         return partial(_work_watched, work=work, options=self.options, seconds=seconds)
 
 

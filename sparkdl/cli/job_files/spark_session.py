@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import sys
 from collections.abc import Mapping, MutableMapping
 from pathlib import Path
@@ -12,6 +13,7 @@ from pyspark.sql import SparkSession
 
 from sparkdl.cli.job_files.job_file import SparkSection
 from sparkdl.errors import ClusterError, ConfigError
+from sparkdl.spark.session.failures import spark_message
 
 _NEEDED_AT_START = (
     "spark.driver.cores",
@@ -21,6 +23,8 @@ _NEEDED_AT_START = (
     "spark.driver.memory",
 )
 """Read by the JVM when it starts."""
+_MASTER = re.compile(r"local|spark://.|k8s://.|sc://.|yarn$")
+"""As Spark has it, and what its clients call a Spark Connect server."""
 _DEPLOY_MODE = "spark.submit.deployMode"
 _LOG4J = Path(__file__).with_name("log4j2.properties")
 
@@ -32,6 +36,11 @@ def make_session(section: SparkSection, app_name: str) -> SparkSession:
     Python that it runs on itself, unless ``PYSPARK_PYTHON`` names another.
     """
     master = section.master or ""
+    if section.master is not None and not _MASTER.match(master):
+        raise ConfigError(
+            f"the master {master!r} is none of Spark's: local[2], spark://host:7077, yarn, "
+            "k8s://https://host:6443, or sc://host:15002 for Spark Connect"
+        )
     _check_entries(section.conf, os.environ, is_remote=master.startswith("sc://"))
     if not _is_submitted(os.environ):
         os.environ.setdefault("PYSPARK_PYTHON", sys.executable)
@@ -44,6 +53,8 @@ def make_session(section: SparkSection, app_name: str) -> SparkSession:
     conf = {"spark.ui.showConsoleProgress": False, **section.conf}
     for key, value in conf.items():
         builder = builder.config(key, str(value).lower() if isinstance(value, bool) else value)
+    from py4j.protocol import Py4JJavaError  # later: where pyspark is missing, it is named
+
     try:
         return builder.getOrCreate()
     except PySparkRuntimeError as error:
@@ -52,6 +63,12 @@ def make_session(section: SparkSection, app_name: str) -> SparkSession:
         raise ClusterError(
             "Spark's JVM ended while it started; its own words are above. 'sparkdl doctor' looks "
             "for the cause: Java, its version, SPARK_HOME, the host's name"
+        ) from error
+    except Py4JJavaError as error:
+        said = spark_message(error).partition(" | ")[0]
+        raise ClusterError(
+            f"Spark does not start on {section.master or 'the default master'}: {said}; "
+            "'sparkdl doctor' looks for the cause, such as a master that does not answer"
         ) from error
 
 

@@ -80,7 +80,7 @@ def deal(
         homes: the host of each row group, see `Places.homes`; empty: they keep their order.
     """
     if homes:
-        groups = [groups[n] for n in sorted(range(len(groups)), key=lambda n: (homes[n], n))]
+        groups = [groups[n] for n in sorted(range(len(groups)), key=homes.__getitem__)]
     total = sum(group.num_rows for group in groups)
     parts = accumulate([1 / num_shards] * (num_shards - 1))
     bounds = [0, *(round(upto * total) for upto in parts), total]

@@ -61,7 +61,9 @@ def disk_error(error: OSError, doing: str, path: Path) -> StorageError:
     return kind(f"cannot {doing} the spool {path}: {error}{remedy}")
 
 
-def full_disk(place: Path, shard_id: int, *, needed: int, free: int) -> StorageError:
+def full_disk(
+    place: Path, shard_id: int, *, needed: int, free: int, is_kept: bool = False
+) -> StorageError:
     """The error for a full disk.
 
     Args:
@@ -69,11 +71,13 @@ def full_disk(place: Path, shard_id: int, *, needed: int, free: int) -> StorageE
         shard_id: the shard that did not fit.
         needed: bytes that it takes, as far as its rows tell.
         free: bytes that were free before it was begun.
+        is_kept: whether the directory is the fit's ``cacheDir``.
     """
+    remedy = "free space there, name a larger disk as cacheDir, or leave it unset"
     return StorageError(
         f"the disk of {place} is full: the spool of shard {shard_id} takes about {_mib(needed)} "
         f"MiB, and {_mib(free)} MiB were free there for this and the other shards of the host "
-        f"when it was begun; {DISK_REMEDY}"
+        f"when it was begun; {remedy if is_kept else DISK_REMEDY}"
     )
 
 

@@ -17,6 +17,7 @@ from sparkdl.report.record.run_record import RunRecord, curve_names, curve_panel
 _FACTS = {
     "mode": "mode", "strategy": "strategy", "workers": "workers", "slots": "slots",
     "rows": "training rows", "validation_rows": "validation rows", "epochs": "epochs",
+    "shards": "parts of the rows",
     "steps_per_epoch": "steps per epoch", "steps": "steps", 
     "batch_size": "rows of a shard in one step",
     "module": "module", "parameters": "parameters", "trained_parameters": "of these, trained",

@@ -7,6 +7,7 @@ import hashlib
 import io
 import json
 import logging
+import math
 import pickle
 from collections.abc import Mapping
 from collections.abc import Sequence as Items
@@ -28,6 +29,7 @@ from sparkdl.serialization.identity import identity
 from sparkdl.serialization.initial_weights import InitialWeights, load_initial_weights
 from sparkdl.spark.cluster.cluster_info import parse_bytes
 from sparkdl.spark.cluster.slots import Slots, plan_slots
+from sparkdl.spark.fit.check_mesh import check_mesh, check_mesh_optimizer
 from sparkdl.spark.frames.columns import drawn, schema_of, validation_indicator
 from sparkdl.spark.frames.kept_frames import KeepChoice, check_cache_dir, choose_keep
 from sparkdl.spark.frames.own_partitions import (
@@ -43,7 +45,7 @@ from sparkdl.spark.frames.user_data import UserData
 from sparkdl.spark.rounds.driver_memory import check_driver_memory, round_state_bytes
 from sparkdl.spark.run.run import FitRequest
 from sparkdl.spark.session import compat
-from sparkdl.spark.session.settings import Settings, read_settings
+from sparkdl.spark.session.settings import Settings, session_settings
 from sparkdl.sync.averaging.averaging import AveragingStrategy
 from sparkdl.sync.frozen_layers import freeze
 from sparkdl.sync.gradients.allreduce import AllReduce
@@ -139,12 +141,18 @@ class CheckedRequest(CheckedValues):
     @property
     def num_shards(self) -> int:
         """Parts of the rows."""
-        return self.fixed_shards or self.slots.num_workers
+        return self.fixed_shards or self.num_readers
+
+    @property
+    def num_readers(self) -> int:
+        """Workers that train on different rows."""
+        mesh = self.config.parallelism
+        return self.slots.num_workers if mesh is None else int(mesh.num_readers)
 
     @property
     def shards_per_worker(self) -> int:
         """Shards of a worker, at most."""
-        return -(-self.num_shards // self.slots.num_workers)
+        return -(-self.num_shards // self.num_readers)
 
     @property
     def table_spec(self) -> TableSpec:
@@ -152,11 +160,13 @@ class CheckedRequest(CheckedValues):
         return TableSpec(
             columns=self.columns,
             num_shards=self.num_shards,
-            num_places=self.slots.num_workers,
+            num_places=self.num_readers,
             validation=self.validation,
             validation_col=self.request.validation_col,
             # Where workers come and go shards move to them, and no stage may need all slots.
-            is_gang=self.slots.is_gang and not self.slots.may_move,
+            is_gang=self.slots.is_gang
+            and not self.slots.may_move
+            and self.num_readers == self.slots.num_workers,
             is_barrier=self.slots.is_barrier,
             profile=self.slots.profile,
             heartbeat_timeout_seconds=self.settings.heartbeat_timeout_seconds,
@@ -183,7 +193,7 @@ class CheckedRequest(CheckedValues):
         plan = make_plan(
             columns=columns,
             shards=shards,
-            world_size=self.slots.num_workers,
+            world_size=self.num_readers,
             batch_size=self.config.batch_size,
             epochs=self.config.epochs,
             max_steps=self.config.max_steps,
@@ -206,7 +216,7 @@ def check_request(data: UserData, request: FitRequest) -> CheckedRequest:
         StorageError: the initial weights or the source cannot be read.
     """
     compat.run_workers_here(data.spark)
-    settings = read_settings(partial(compat.conf, data.spark))
+    settings = session_settings(data.spark)
     data.check_files(settings)
     check_travels({"source": data.source})
     values = check_values(request)
@@ -221,25 +231,30 @@ def check_request(data: UserData, request: FitRequest) -> CheckedRequest:
     data.check_training(config, request.validation, has_logs=values.has_logs)
     columns, validation = prepare_columns(data.frame, request, values.float_dtype)
     check_range(request, strategy, values.mode)
+    mesh = config.parallelism
     slots = plan_slots(
         data.spark,
         settings,
-        num_workers=request.num_workers,
+        num_workers=request.num_workers if mesh is None else mesh.size,
         cpus_per_worker=request.cpus_per_worker,
         gpus_per_worker=request.gpus_per_worker,
         is_gang=values.mode == "gang",
-        most_workers=request.num_shards,
+        most_workers=request.num_shards if mesh is None else None,
         min_workers=request.min_workers,
     )
     if config.elasticity == "bits":  # those that a gang of any size has
         slots = replace(slots, threads=request.cpus_per_worker or slots.cluster.task_threads)
-    if request.num_workers is None and "numWorkers" not in request.automatic:
-        logger.info(
-            "numWorkers is not set: training with %d, by the cluster's executors or GPUs",
+    if request.num_workers is None and mesh is None and "numWorkers" not in request.automatic:
+        some_have_several = slots.num_workers < (request.num_shards or 0)
+        logger.log(
+            logging.WARNING if some_have_several else logging.INFO,
+            "numWorkers is not set: training with %d, by the cluster's executors or GPUs%s",
             slots.num_workers,
+            f", on {request.num_shards} shards" if some_have_several else "",
         )
     strategy.check(config, slots.num_workers)
-    check_shards(request.num_shards, strategy, slots.max_workers or slots.num_workers)
+    readers = (slots.max_workers or slots.num_workers) if mesh is None else mesh.num_readers
+    check_shards(request.num_shards, strategy, readers)
     if not slots.is_gang and isinstance(strategy, AveragingStrategy):
         check_driver_memory(
             partial(compat.conf, data.spark),
@@ -284,14 +299,23 @@ def _choose_shards(checked: CheckedRequest) -> ShardChoice:
         asked,
         frame_facts(checked.data.frame),
         num_parts=checked.num_shards,
-        num_executors=slots.cluster.num_executors or 0,
-        num_workers=slots.max_workers or slots.num_workers,
+        num_executors=_most_executors(checked),
+        num_workers=slots.max_workers or checked.num_readers,
         num_files=sum(parts) * (1 if checked.validation is None else 2),
     )
     is_refused = asked == "partitions" and choice.pieces is None
     level = logging.WARNING if is_refused else logging.INFO
     logger.log(level, "shards are made of %s", choice)
     return choice
+
+
+def _most_executors(checked: CheckedRequest) -> float:
+    """Those that may spool, as far as Spark tells; 0: it does not."""
+    cluster = checked.slots.cluster
+    if not cluster.dynamic_allocation:
+        return cluster.num_executors or 0
+    most = compat.conf(checked.spark, "spark.dynamicAllocation.maxExecutors")
+    return float(most or math.inf)  # its tasks have Spark start them
 
 
 def _choose_keep(checked: CheckedRequest) -> KeepChoice | None:
@@ -406,6 +430,7 @@ def check_values(request: FitRequest) -> CheckedValues:
     frozen = freeze(module, config.frozen_layers)
     has_logs = check_lightning(module, config, in_rounds=mode == "rounds")
     check_elasticity(config, config.sync_strategy, has_logs=has_logs)
+    check_mesh(request, module, mode, has_logs=has_logs)
     return CheckedValues(
         request=request,
         mode=mode,
@@ -566,6 +591,7 @@ def check_training(
             make = optimizers.resolve_optimizer(config, copied)
             optimizer = make(p for p in copied.parameters() if p.requires_grad)
             strategy.check_optimizer(optimizer)
+            check_mesh_optimizer(config.parallelism, optimizer)
             schedule = optimizers.make_scheduler(config, optimizer, make, steps_per_epoch=1)
             if in_rounds:
                 optimizers.require_steps(schedule)

@@ -99,6 +99,8 @@ def check_plan(checked: CheckedRequest, plan: TrainPlan, *, has_validation: bool
             batches that the plan has.
         ClusterError: the replicas do not fit into the executors' containers.
     """
+    from sparkdl.sync.divided.layout import trained_bytes
+
     try:
         check_monitored(checked.config, has_validation=has_validation, has_logs=checked.has_logs)
     except ConfigError as error:
@@ -112,13 +114,14 @@ def check_plan(checked: CheckedRequest, plan: TrainPlan, *, has_validation: bool
     if checked.has_logs:
         check_manual_plan(checked.module, plan, apart=checked.strategy.trains_apart)
     module, slots = checked.module, checked.slots
-    trained = sum(p.numel() * p.element_size() for p in module.parameters() if p.requires_grad)
+    trained = trained_bytes(checked.config.parallelism, module)
+    copied = replica_bytes(module) if checked.config.parallelism is None else trained
     check_memory(
         slots.cluster,
         partial(conf, checked.spark),
         replica_bytes=replica_bytes(module),
         # gradients, two moments as Adam keeps them, and a checkpoint's copy of it all
-        state_bytes=trained + 2 * trained + replica_bytes(module) + 2 * trained,
+        state_bytes=trained + 2 * trained + copied + 2 * trained,
         spool_bytes=plan.largest_spool_bytes,
         num_workers=slots.num_workers,
     )
@@ -303,15 +306,17 @@ def check_empty_batches(module: nn.Module, plan: TrainPlan, config: TrainConfig)
 
     fewest = plan.fewest_in_a_step
     has_empty = plan.world_size > 1 and fewest < config.gradient_accumulation_steps
-    if not (config.sync_batch_norm and has_empty):
+    gathers = config.parallelism is not None and config.parallelism.num_shards > 1
+    if not (gathers or (config.sync_batch_norm and has_empty)):
         return
     features = [column for column in plan.columns if column.role == "feature"]
     try:
         with torch.no_grad(), borrowed_generator(), evaluation_mode(module):
             example_arguments(features, 0).call(module)
     except Exception as error:
+        what = f"parallelism=Mesh({config.parallelism})" if gathers else "syncBatchNorm"
         raise ConfigError(
-            "with syncBatchNorm workers whose rows have run out train on batches without rows, "
+            f"with {what} workers whose rows have run out train on batches without rows, "
             f"which the module does not take: {type(error).__name__}: {error}; adapt it, for "
             "example by torch.flatten(x, 1) in place of x.view(len(x), -1), or raise batchSize"
         ) from error

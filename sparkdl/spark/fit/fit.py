@@ -195,6 +195,7 @@ def _fit(
         rows=plan.num_rows,
         validation_rows=plan.num_validation_rows,
         skipped_rows=num_skipped,
+        shards=known["shards"],
         run_name=request.run_name,
         world_size=trained.summary.world_size if checked.slots.is_gang else plan.world_size,
         seconds=sum(laps.values()),

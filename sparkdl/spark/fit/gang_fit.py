@@ -57,18 +57,20 @@ def _submit(
     find = partial(find_checkpoint, run, passed_over=attempts.passed_over, lease=attempts.lease)
     path = attempts.begin(attempt, find, run.plan.first_step)
     df, plan, world_size = run.table.df, run.plan, attempt.world_size
-    own, is_kept = run.table.owns_partitions, run.table.is_kept
-    if own:
-        df = slots_for(run.spark, world_size)
-    if attempt.number > 0:
-        if run.slots.may_move or is_kept:
-            found, df = run.table.restore(world_size)
-        else:
-            found = run.table.collect()
+    mesh, is_kept = run.config.parallelism, run.table.is_kept
+    own = _finds_shards(run)
+    may_move = run.slots.may_move or own or is_kept
+    if attempt.number > 0 and not may_move:
+        plan = plan.for_shards([part.shard for part in run.table.collect()])
+    elif attempt.number > 0 or run.table.is_scattered(world_size):
+        found, df = run.table.restore(world_size)
         plan = plan.for_shards([part.shard for part in found])
+    elif own:
+        df = slots_for(run.spark, world_size)
     strategy: SyncStrategy = run.config.sync_strategy
-    attempt.held = assign_shards(len(plan.shards), world_size)
-    has_speeds = len(plan.shards) > world_size and (attempts.speeds or strategy.work_shares)
+    readers = world_size if mesh is None else mesh.num_readers
+    attempt.held = assign_shards(len(plan.shards), readers)
+    has_speeds = len(plan.shards) > readers and (attempts.speeds or strategy.work_shares)
     send = partial(run.link.send, remedy="submit the job inside the cluster's network")
     tensors, what = run.packed.tensors, "the module's weights have"
     order = run.gang_order(
@@ -85,17 +87,22 @@ def _submit(
         resume_path=path,
         source=run.table.reader,
         speeds=attempts.speeds,
-        is_placed=not (run.slots.may_move or own or is_kept or has_speeds)
-        and isinstance(run.table.reader, SpoolSource),
+        is_placed=not (may_move or has_speeds) and isinstance(run.table.reader, SpoolSource),
         is_assigned=is_kept and not (run.slots.may_move or own or has_speeds),
         looks=run.looks,
     )
     return run.gang_job(df, training.run, order, num_workers=world_size)
 
 
+def _finds_shards(run: Run) -> bool:
+    """True if workers look for their shards, which lie in other numbers than theirs."""
+    mesh = run.config.parallelism
+    return run.table.owns_partitions or (mesh is not None and mesh.tensor > 1)
+
+
 def _rebuild(run: Run, missing: Collection[int]) -> None:
     """Have lost shards written anew: with the table's own partitions, or only those that are."""
-    if not (run.slots.may_move or run.table.owns_partitions or run.table.is_kept):
+    if not (run.slots.may_move or _finds_shards(run) or run.table.is_kept):
         run.table.rebuild()
     else:
         run.table.remake(missing or range(len(run.plan.shards)))
@@ -131,6 +138,8 @@ class Redeal:
     def _better(self, attempt: Attempt) -> tuple[Any, str] | None:
         """The assignment by the speeds as they are, and what it is worth; None: no better one."""
         plan, config = self._run.plan, self._run.config
+        if config.parallelism is not None:  # its ranks read the same rows, or wait for each other
+            return None
         known, measured = self._attempts.speeds, by_host(attempt)
         hosts = [attempt.hosts.get(rank, "") for rank in range(attempt.world_size)]
         if len(plan.shards) <= len(hosts) or known.keys() >= set(hosts):

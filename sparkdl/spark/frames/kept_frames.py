@@ -13,7 +13,6 @@ import re
 import socket
 from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import pyarrow as pa
@@ -26,8 +25,8 @@ from sparkdl.runtime.versions import versions
 from sparkdl.serialization.identity import identity
 from sparkdl.spark.cluster.slots import await_executors
 from sparkdl.spark.frames.row_table import TableSpec
-from sparkdl.spark.session.compat import conf, is_connect, num_slots, scala_context
-from sparkdl.spark.session.settings import read_settings
+from sparkdl.spark.session.compat import is_connect, num_slots, scala_context
+from sparkdl.spark.session.settings import session_settings
 from sparkdl.storage.hadoop_storage import java_errors
 from sparkdl.storage.storage import scheme_of, without_password
 
@@ -159,7 +158,7 @@ def clean_executors(
     spark: SparkSession, directory: str, older_than_seconds: float
 ) -> dict[str, tuple[int, int]]:
     """Have executors remove what is kept; by host the bytes that were removed, and are left."""
-    await_executors(spark, read_settings(partial(conf, spark)))
+    await_executors(spark, session_settings(spark))
     num_tasks = _PASSES * max(1, num_slots(spark))
     task = CleanKeptTask(directory=directory, older_than_seconds=older_than_seconds)
     rows = spark.range(0, num_tasks, 1, num_tasks).mapInArrow(

@@ -54,7 +54,7 @@ class ShardChoice:
 
 
 def choose_shards(
-    asked: str, facts: FrameFacts, *, num_parts: int, num_executors: int, num_workers: int,
+    asked: str, facts: FrameFacts, *, num_parts: int, num_executors: float, num_workers: int,
     num_files: int,
 ) -> ShardChoice:  # fmt: skip
     """Decide; see `ShardChoice`.
@@ -63,7 +63,7 @@ def choose_shards(
         asked: the Param, ``"auto"`` or ``"partitions"``.
         facts: of the DataFrame.
         num_parts: equal shards that the rows would be dealt to.
-        num_executors: of the cluster, 0 if it is not known.
+        num_executors: that may spool, 0 if it is not known.
         num_workers: of the gang, at most.
         num_files: that a shard takes.
     """
@@ -71,7 +71,7 @@ def choose_shards(
         return ShardChoice(reason=f"the partitions may change, since {facts.unstable}")
     if num_executors > num_workers:
         return ShardChoice(
-            reason=f"{num_executors} executors would spool, and only {num_workers} worker(s) read"
+            reason=f"{num_executors:g} executors may spool, and only {num_workers} worker(s) read"
         )
     size = f"{facts.num_bytes / 2**20:,.0f} MiB of files"
     if asked == "auto" and facts.num_bytes < _LARGE_BYTES:

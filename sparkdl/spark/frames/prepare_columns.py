@@ -165,8 +165,8 @@ def _numbers(found: Found, role: Role, float_dtype: str, *, as_classes: bool) ->
         if role != "feature":
             raise _wrong_type(field, role)
         return _array(column, float_dtype), float_dtype
-    if isinstance(field.dataType, T.BinaryType) and role == "feature":
-        return column, "uint8"
+    if isinstance(field.dataType, T.BinaryType) and role != "weight" and not as_classes:
+        return column, "uint8" if role == "feature" else "int64"  # as other labels
     depth, element = 0, field.dataType
     while isinstance(element, T.ArrayType):
         depth, element = depth + 1, element.elementType
@@ -280,7 +280,8 @@ def _cannot_be_made(field: T.StructField, kind: Specification, advice: str) -> D
 def _wrong_type(field: T.StructField, role: Role | Literal["class"]) -> DataError:
     advice = {
         "class": "a class is a whole number from 0 (index strings with StringIndexer)",
-        "label": "a label is a number or an array of numbers (index strings with StringIndexer)",
+        "label": "a label is a number, an array of numbers or binary (index strings with "
+        "StringIndexer)",
         "weight": "a weight is a number",
         "feature": "a feature is a number, a boolean, an array of numbers, a Spark ML vector or "
         "binary; inputs={...} takes images (sparkdl.Image), rows of different lengths "

@@ -128,6 +128,10 @@ class RowTable(Protocol):
         """Forget all shards, so that they are made anew."""
         return
 
+    def is_scattered(self, num_workers: int) -> bool:
+        """Whether shards may lie where none of so many workers will be; `restore` mends that."""
+        return False
+
     def restore(self, num_workers: int) -> tuple[tuple[SpooledShard, ...], DataFrame]:
         """Write those shards anew that none of so many executors' slots can open; list all.
 

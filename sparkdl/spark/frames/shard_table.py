@@ -128,16 +128,20 @@ class SpoolTable:
         They must if there are more executors than workers: wherever Spark ran them, it would
         hardly be where the shards are.
         """
-        spark = self._spark
-        self._is_followed = not is_connect(spark) and registered_executors(spark) > num_workers
+        self._is_followed = self._has_spare(num_workers)
         if not self._is_followed:
             return None
-        if num_workers == self.num_places:
+        if num_workers == self.num_places and self._task.pieces is None:
             return self.df
         if num_workers not in self._for_others:
             table = self._written(range(num_shards), num_workers).persist()
             self._for_others[num_workers] = table
         return self._for_others[num_workers]
+
+    def _has_spare(self, num_workers: int) -> bool:
+        """Whether there are more executors than workers, as far as Spark tells."""
+        spark = self._spark
+        return not is_connect(spark) and registered_executors(spark) > num_workers
 
     def _nowhere(self, shards: Sequence[Shard], num_workers: int, *, is_barrier: bool) -> list[int]:
         """Numbers of shards, of any data set, that a stage of as many tasks cannot open."""
@@ -363,8 +367,8 @@ class ShardTable(SpoolTable, SpooledRows):
             keep=spec.keep,
             heartbeat_timeout_seconds=spec.heartbeat_timeout_seconds,
         )
-        self._describe_all = partial(self._describe, partial(spread, df, spec), task, spec)
-        self._describe_all()
+        self._describe_by = partial(self._describe, partial(spread, df, spec), spec=spec)
+        self._describe_by(task=task)
         self.is_kept = False
         self.owns_partitions = spec.pieces is not None
         self._unreachable: set[str] = set()
@@ -407,19 +411,36 @@ class ShardTable(SpoolTable, SpooledRows):
 
     def rebuild(self) -> None:
         """See `RowTable.rebuild`: what was kept is looked for no more."""
-        if not self.is_kept:
+        if self._keep is None:
             super().rebuild()
-        else:
-            self.is_kept = False
-            self._describe_all()
+            return
+        self._keep_no_more()
+        self.is_kept = False
+        for table in (self.df, *self._for_others.values()):
+            table.unpersist()
+        self._for_others.clear()
+        self._describe_by(task=self._task)
+
+    def _keep_no_more(self) -> None:
+        """Have what is written from now on go with the run: others may remove what is kept."""
+        self._task = replace(self._task, keep=None)
+
+    def is_scattered(self, num_workers: int) -> bool:
+        """See `RowTable.is_scattered`."""
+        if self.owns_partitions:
+            return self._has_spare(num_workers)
+        hosts = {part.shard.host for part in self.known if part.shard.num_all_rows}
+        return self.is_kept and len(hosts) > num_workers
 
     def restore(self, num_workers: int) -> tuple[tuple[SpooledShard, ...], DataFrame]:
         """See `RowTable.restore`."""
         shards = [part.shard for part in self.known]
-        is_dealt = not (self.owns_partitions or self.is_kept)
-        if is_dealt and (table := self._to_follow(num_workers, len(shards))):
-            (found,) = self._spooled(table=table)
-            return self.checked(found), table
+        if self.is_kept and self._has_spare(num_workers):
+            self.rebuild()
+        if table := self._to_follow(num_workers, len(shards)):
+            (made,) = self._spooled(table=table)
+            self._require_same_partitions(made, [s.shard_id for s in shards if s.num_all_rows])
+            return self.checked_with(made), table
         if missing := self._nowhere(shards, num_workers, is_barrier=self._spec.is_barrier):
             self.remake(missing)
         if not self.is_kept or num_workers != self.num_places:
@@ -429,17 +450,53 @@ class ShardTable(SpoolTable, SpooledRows):
 
     def remake(self, missing: Collection[int]) -> None:
         """See `RowTable.remake`."""
-        if self._spec.pieces is not None:
-            self._remake_partitions(missing, self._spec.pieces)
-            return
         if self._is_followed:
             self.rebuild()
+            return
+        self._keep_no_more()
+        if self._spec.pieces is not None:
+            self._remake_partitions(missing)
             return
         with self._spooling:
             (made,) = self._made_anew(missing)
             self.checked_with(made)
 
-    def _remake_partitions(self, missing: Collection[int], pieces: int) -> None:
+    def _written(self, numbers: Sequence[int], num_places: int) -> DataFrame:
+        """See `SpoolTable._written`: own partitions go over a shuffle, in their order.
+
+        Spark would refuse a barrier stage of places into which they were packed.
+        """
+        pieces = self._spec.pieces
+        if pieces is None:
+            return super()._written(numbers, num_places)
+        rows = self._dealt(None)
+        names, number = rows.columns, F.shiftright("row", 33)  # of the row's partition
+        rows = rows.withColumn("row", F.monotonically_increasing_id())
+        rows = rows.where(number.isin(sorted({shard // pieces for shard in numbers})))
+        rows = rows.repartitionById(num_places, F.pmod(number, F.lit(num_places)).cast("int"))
+        rows = rows.sortWithinPartitions("row").select(number.alias("number"), *names)
+        task = replace(self._task, is_numbered=True)
+        return rows.mapInArrow(task, TABLE_SCHEMA, profile=self._spec.profile)
+
+    def _require_same_partitions(
+        self, made: Collection[SpooledShard], wanted: Collection[int]
+    ) -> None:
+        """Refuse partitions with other rows than those that they replace; raises DataError."""
+        if self._spec.pieces is None:
+            return
+        before, now = (
+            {part.shard.shard_id: part.shard.fingerprint for part in parts}
+            for parts in (self.known, made)
+        )
+        if any(now.get(number) != before[number] for number in wanted):
+            raise DataError(
+                f"the shards {sorted(wanted)} had to be written anew, and Spark reads other rows "
+                "as those partitions of the DataFrame now: the data has changed, or its files are "
+                "cut otherwise since there are fewer executors, or more; set "
+                "spark.sql.files.minPartitionNum, or use shards='rows'"
+            )
+
+    def _remake_partitions(self, missing: Collection[int]) -> None:
         """Have Spark spool anew what it knows to be lost, and write anew what is out of reach."""
         with self._spooling:
             before = {part.shard.shard_id: part.shard for part in self.known}
@@ -455,27 +512,13 @@ class ShardTable(SpoolTable, SpooledRows):
                 }
             if not wanted:
                 return
-            places = frozenset(number // pieces for number in wanted)
-            rows = self._dealt(None).where(F.spark_partition_id().isin(list(places)))
-            table = rows.mapInArrow(
-                replace(self._task, places=places), TABLE_SCHEMA, profile=self._spec.profile
-            )
-            (made,) = self._spooled(table=table)
-            found = {part.shard.shard_id: part for part in made}
-            if any(
-                number not in found or found[number].shard.fingerprint != before[number].fingerprint
-                for number in wanted
-            ):
-                raise DataError(
-                    f"the shards {sorted(wanted)} were lost, and Spark reads other rows as those "
-                    "partitions of the DataFrame now: the data has changed, or its files are cut "
-                    "otherwise since there are fewer executors; set "
-                    "spark.sql.files.minPartitionNum, or use shards='rows'"
-                )
+            (made,) = self._made_anew(wanted)
+            self._require_same_partitions(made, wanted)
+            moved = {part.shard.shard_id: part for part in made if part.shard.shard_id in wanted}
             if self.is_kept:
-                self.checked_with(tuple(found[number] for number in wanted))
+                self.checked_with(tuple(moved.values()))
                 return
-            self._moved.update({number: found[number] for number in wanted})
+            self._moved.update(moved)
             self.collect()
 
     def labels_outside(

@@ -10,6 +10,7 @@ import socket
 import uuid
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
@@ -67,8 +68,9 @@ class SpoolTask:
     pieces: int | None = None
     """Shards among which the rows of each partition are dealt as they come; None: rows come with
     their shards."""
-    places: frozenset[int] | None = None
-    """Partitions that are written; None: all. The others yield no shard."""
+    is_numbered: bool = False
+    """Whether the task has several such partitions, one after the other, and the first column is
+    the number of the row's. Those without rows yield no shard."""
     has_validation: bool = False
     keep: Keep | None = None
     """Where the shards, then of one data set, are kept; None: they go with the run."""
@@ -113,13 +115,16 @@ class SpoolTask:
         self, root: Path, directory: Path, place: int, batches: Iterator[pa.RecordBatch]
     ) -> list[SpooledShard]:
         """Write the files; those of several data sets or shards into folders by their numbers."""
-        if self.places is not None and place not in self.places:
-            for _ in batches:
-                pass
-            return []
-        free, writers = free_bytes(root), self._writers(directory, place)
+        free = free_bytes(root)
+        writers = {} if self.is_numbered else self._writers(directory, place)
         try:
-            if self.pieces is not None:
+            if self.is_numbered:
+                rows = (pair for batch in batches for pair in _by_number(batch))
+                for number, pairs in itertools.groupby(rows, key=itemgetter(0)):
+                    own = self._writers(directory, number)
+                    writers |= own
+                    _deal((piece for _, piece in pairs), list(own.values()))
+            elif self.pieces is not None:
                 _deal(batches, list(writers.values()))
             else:
                 _write_in_turn((p for b in batches for p in self._numbered(place, b)), writers)
@@ -129,7 +134,8 @@ class SpoolTask:
             begun = sum(writer.num_rows for writer in writers.values())
             written = sum(writer.num_rows * writer.row_bytes for writer in writers.values())
             needed = written + rest * written / max(1, begun)
-            raise full_disk(root, place, needed=int(needed), free=free) from error
+            kept = self.keep is not None
+            raise full_disk(root, place, needed=int(needed), free=free, is_kept=kept) from error
         except BaseException:
             shutil.rmtree(directory, ignore_errors=True)
             raise
@@ -148,7 +154,9 @@ class SpoolTask:
         parts = [(shard_id, number) for shard_id in shard_ids for number in range(len(self.sets))]
         return {
             (shard_id, number): SpoolWriter(
-                directory if len(parts) == 1 else directory / f"{shard_id}-{number}",
+                directory
+                if len(parts) == 1 and not self.is_numbered
+                else directory / f"{shard_id}-{number}",
                 self.sets[number],
                 has_validation=self.has_validation,
                 where=f" of partition {shard_id}",
@@ -158,7 +166,7 @@ class SpoolTask:
 
     def _numbered(self, place: int, batch: pa.RecordBatch) -> Iterator[tuple[Part, pa.RecordBatch]]:
         """Rows of one shard of one data set, with the numbers of both."""
-        shards = [(place, batch)] if self.shards_by_place is None else _by_shard(batch)
+        shards = [(place, batch)] if self.shards_by_place is None else _by_number(batch)
         for shard_id, rows in shards:
             for number, piece in [(0, rows)] if len(self.sets) == 1 else _by_set(rows):
                 yield (shard_id, number), piece
@@ -215,8 +223,8 @@ def _runs(numbers: Any) -> Iterator[tuple[int, int, int]]:
             yield int(numbers[start]), start, stop
 
 
-def _by_shard(batch: pa.RecordBatch) -> Iterator[tuple[int, pa.RecordBatch]]:
-    """Number of a shard and its rows, without that number."""
+def _by_number(batch: pa.RecordBatch) -> Iterator[tuple[int, pa.RecordBatch]]:
+    """Number of a shard, or of a partition, and its rows, without that number."""
     rest = batch.select(batch.schema.names[1:])
     for number, start, stop in _runs(batch.column(0).to_numpy()):
         yield number, rest.slice(start, stop - start)

@@ -30,7 +30,7 @@ from sparkdl.spark.frames.row_table import SourceTable, TableSpec, slots_for, sp
 from sparkdl.spark.frames.spool_task import SpoolTask
 from sparkdl.spark.frames.user_data import UserData, spooled_and_read
 from sparkdl.spark.session.compat import conf
-from sparkdl.spark.session.settings import read_settings
+from sparkdl.spark.session.settings import session_settings
 from sparkdl.worker.loader import DataSet
 
 logger = logging.getLogger(__name__)
@@ -114,7 +114,7 @@ class DataSets(shard_table.SpoolTable):
         self._slots = slots
         self._num_shards = num_shards or slots.max_workers or slots.num_workers
         self._windows: dict[str, Windows | None] = {}
-        settings = read_settings(partial(conf, spark))
+        settings = session_settings(spark)
         seconds = settings.heartbeat_timeout_seconds
         specs = {
             name: TableSpec(

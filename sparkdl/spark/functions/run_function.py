@@ -37,9 +37,9 @@ from sparkdl.spark.functions.function_data import DataSets, local_data_sets, pre
 from sparkdl.spark.run.resume import Attempts, gang_attempts, newest, patiently
 from sparkdl.spark.run.run import Request
 from sparkdl.spark.run.run_facts import record_run
-from sparkdl.spark.session.compat import conf, is_connect, run_workers_here, shares_console
+from sparkdl.spark.session.compat import is_connect, run_workers_here, shares_console
 from sparkdl.spark.session.interrupts import Cleanup
-from sparkdl.spark.session.settings import read_settings
+from sparkdl.spark.session.settings import session_settings
 from sparkdl.spark.session.termination import removed_at_termination
 from sparkdl.storage.checkpoint_format import (
     CheckpointInfo,
@@ -117,7 +117,7 @@ def on_workers(
             "a range of workers needs classic Spark: Spark Connect does not tell how many slots "
             f"there are; pass num_workers={request.num_workers}"
         )
-    settings = read_settings(partial(conf, spark))
+    settings = session_settings(spark)
     payload = _pickled(request.function)
     data = {name: user_data(one) for name, one in request.data.items()}
     for rows in data.values():

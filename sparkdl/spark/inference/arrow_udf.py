@@ -21,8 +21,8 @@ from pyspark.sql.pandas import functions as python_functions
 
 from sparkdl.errors import SparkDLError
 from sparkdl.runtime.tracebacks import shortened
-from sparkdl.spark.session.compat import conf, run_workers_here
-from sparkdl.spark.session.settings import read_settings
+from sparkdl.spark.session.compat import run_workers_here
+from sparkdl.spark.session.settings import session_settings
 from sparkdl.worker.watcher import ended_when_hung
 
 Function = Callable[[Iterator[Sequence[pa.Array]]], Iterator[pa.Array]]
@@ -50,7 +50,7 @@ def with_columns(
     packed, marker = f"{prefix}_output", f"{prefix}_partition"
     is_plain = all(_is_convertible(field.dataType) for field in df.schema.fields)
     rows = df if is_plain else df.withColumn(marker, F.spark_partition_id())
-    seconds = read_settings(partial(conf, df.sparkSession)).heartbeat_timeout_seconds
+    seconds = session_settings(df.sparkSession).heartbeat_timeout_seconds
     computed = with_column(rows, packed, inputs, partial(_watched, function, seconds), data_type)
     columns = {name: make(F.col(packed)) for name, make in made.items()}
     if not is_plain:

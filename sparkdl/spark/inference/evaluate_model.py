@@ -22,10 +22,10 @@ from sparkdl.inference.scores import BUILT_IN, Evaluation
 from sparkdl.spark.inference.arrow_udf import with_columns
 from sparkdl.spark.inference.evaluate_task import AddTask, EvaluateTask, losses
 from sparkdl.spark.inference.output_columns import Wanted, plan_outputs
-from sparkdl.spark.session.compat import conf, described, run_workers_here
+from sparkdl.spark.session.compat import described, run_workers_here
 from sparkdl.spark.session.failures import LOST_REMEDY, loss_reason, raise_unless_loss
 from sparkdl.spark.session.interrupts import interruptible
-from sparkdl.spark.session.settings import read_settings
+from sparkdl.spark.session.settings import session_settings
 from sparkdl.spark.session.stage_progress import working
 from sparkdl.sync.frozen_layers import evaluation_mode
 from sparkdl.train.objective.named_metrics import check_names, flat, resolved
@@ -45,7 +45,7 @@ def evaluate(task: EvaluateTask, dataset: DataFrame, columns: Sequence[SparkColu
     measures.make_metrics(measures.make_loss())  # as the tasks will
     spark = dataset.sparkSession
     run_workers_here(spark)
-    seconds = read_settings(partial(conf, spark)).heartbeat_timeout_seconds
+    seconds = session_settings(spark).heartbeat_timeout_seconds
     task = replace(task, heartbeat_timeout_seconds=seconds)
     named = [column.alias(f"_{number}") for number, column in enumerate(columns)]
     added = dataset.select(*named).mapInArrow(task, _SCHEMA)

@@ -18,6 +18,7 @@ from sparkdl import sync
 from sparkdl.config import EarlyStopping, TrainConfig
 from sparkdl.errors import ConfigError
 from sparkdl.inputs import Named, Specification, check_names, named
+from sparkdl.mesh import Mesh
 from sparkdl.report.listeners.listener import Listener
 from sparkdl.serialization.initial_weights import InitialWeights
 from sparkdl.spark.params import converters
@@ -326,11 +327,18 @@ class EstimatorArguments(InputArguments, total=False):
         "how workers run: 'gang' (all at once), 'rounds' (plain Spark stages, for strategies "
         "that average), or 'auto', which leaves it to the strategy.",
         default="auto", fills="request")]
+    parallelism: Annotated[Mesh | None, Option(
+        "sparkdl.Mesh(...): along which axes the workers divide the model; it says how many "
+        "workers there are, too. None: each worker has all of it.",
+        in_job_file=Mesh)]
     precision: Annotated[str, Option(
         "arithmetic of the forward pass: 'fp32', 'bf16', or 'fp16' with loss scaling.")]
     memoryFormat: Annotated[str, Option(
         "order of the values that convolutions work on: 'contiguous', or 'channels_last', which "
         "is often much faster and gives the same results but for rounding.")]
+    compile: Annotated[bool, Option(
+        "whether workers compile the module with torch.compile, which needs a C++ compiler there; "
+        "the first steps take long, and results are the same but for rounding.")]
     gradientAccumulationSteps: Annotated[int, Option(
         "micro-batches into which each batch is cut, to save memory (>= 1).")]
     gradientClipNorm: Annotated[float | None, Option(

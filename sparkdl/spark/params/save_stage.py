@@ -9,7 +9,6 @@ import copy
 import json
 import logging
 from collections.abc import Mapping
-from functools import partial
 from typing import Any, Self, TypeVar
 
 from pyspark.ml.param import Params
@@ -35,8 +34,7 @@ from sparkdl.serialization.trust import Trust, trusting
 from sparkdl.spark.params import stage_metadata
 from sparkdl.spark.params.param_table import UNKNOWN_LOSS
 from sparkdl.spark.params.params import CheckedParams
-from sparkdl.spark.session.compat import conf
-from sparkdl.spark.session.settings import read_settings
+from sparkdl.spark.session.settings import session_settings
 from sparkdl.storage.storage import drop_password, without_password
 
 logger = logging.getLogger(__name__)
@@ -202,7 +200,7 @@ class ParamsReader(MLReader[P]):
 
     @property
     def _trust(self) -> Trust:
-        settings = read_settings(partial(conf, self.sparkSession))
+        settings = session_settings(self.sparkSession)
         return trusting((*settings.trusted_packages, *self._trusted))
 
     @plainly

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import uuid
 from collections.abc import Mapping
-from functools import partial
 from typing import Any
 from urllib.parse import unquote
 
@@ -22,9 +21,9 @@ from sparkdl import __version__
 from sparkdl.errors import StorageError
 from sparkdl.runtime.public_names import import_object
 from sparkdl.serialization.trust import trusting
-from sparkdl.spark.session.compat import conf, is_connect
+from sparkdl.spark.session.compat import is_connect
 from sparkdl.spark.session.failures import is_spark_error
-from sparkdl.spark.session.settings import read_settings
+from sparkdl.spark.session.settings import session_settings
 from sparkdl.storage.atomic_folder import digest
 from sparkdl.storage.hadoop_storage import HadoopStorage, knows_scheme, open_on_driver
 from sparkdl.storage.storage import (
@@ -192,7 +191,7 @@ def load_instance(path: str, spark: SparkSession) -> Any:
     name = read_metadata(path, spark)["class"]  # imported only if it is what was written
     module, _, cls = name.rpartition(".")
     if not name.startswith(("sparkdl.", "pyspark.", "org.apache.spark.")):
-        settings = read_settings(partial(conf, spark))
+        settings = session_settings(spark)
         trusting(settings.trusted_packages).import_object(f"{module}:{cls}")
     if not _is_ours(path, spark):
         return DefaultParamsReader.loadParamsInstance(path, spark)

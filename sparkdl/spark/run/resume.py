@@ -50,8 +50,8 @@ _PATIENCE_SECONDS = 300.0
 """How long a storage that does not answer is asked again while no training is under way."""
 _PAUSES_SECONDS = (1.0, 3.0, 10.0)
 """Between these requests; the last pause is repeated."""
-_LEFT_OUT = ("epochs", "max_steps", "checkpoint", "callbacks", "device")
-"""What only says how long to train, or how to watch it: a finished run can be continued."""
+_LEFT_OUT = ("epochs", "max_steps", "checkpoint", "callbacks", "device", "parallelism")
+"""What changes nothing of what is learnt: how long to train, how to watch it, and where."""
 
 
 def run_key(module: nn.Module, columns: Sequence[Column], config: TrainConfig, content: str) -> str:

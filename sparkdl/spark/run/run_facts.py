@@ -92,6 +92,7 @@ def facts(run: Run) -> dict[str, Any]:
         "world_size": plan.world_size,
         "mode": "gang" if run.slots.is_gang else "rounds",
         "strategy": shown(run.config.sync_strategy),
+        "shards": _shards_text(run),
         "rows": plan.num_rows,
         "validation_rows": plan.num_validation_rows,
         "epochs": plan.epochs,
@@ -107,6 +108,15 @@ def facts(run: Run) -> dict[str, Any]:
         "module": type(module).__qualname__,
         "slots": run.slots.total,
     }
+
+
+def _shards_text(run: Run) -> str:
+    """See `TrainingSummary.shards`."""
+    number, table = len(run.plan.shards), run.table
+    notes = ["own partitions"] * table.owns_partitions
+    notes += ["with those of an earlier fit"] * table.is_kept
+    text = f"{number:,} shard{'s' * (number != 1)}"
+    return f"{text} ({', '.join(notes)})" if notes else text
 
 
 def _spark_facts(spark: SparkSession) -> dict[str, Any]:

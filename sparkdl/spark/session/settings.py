@@ -2,13 +2,22 @@
 
 from __future__ import annotations
 
+import functools
+import logging
 from collections.abc import Callable
 from dataclasses import dataclass, field, fields
+from functools import partial
 from typing import Any
 
-from sparkdl.config import require
-from sparkdl.errors import ConfigError
+from pyspark.sql import SparkSession
 
+from sparkdl.config import require
+from sparkdl.errors import ConfigError, did_you_mean
+from sparkdl.spark.session.compat import conf
+
+logger = logging.getLogger(__name__)
+
+_PREFIX = "spark.sparkdl."
 CHANNEL_MODES = ("auto", "driver", "workers")
 
 
@@ -19,13 +28,27 @@ def _boolean(text: str) -> bool:
     return values[text.strip().lower()]
 
 
+def _seconds(text: str) -> float:
+    try:
+        return float(text)
+    except ValueError:
+        raise ValueError(f"{text!r}; write a number of seconds, such as 10") from None
+
+
+def _port(text: str) -> int:
+    try:
+        return int(text)
+    except ValueError:
+        raise ValueError(f"{text!r}; write a port number, or 0 for any") from None
+
+
 def _names(text: str) -> tuple[str, ...]:
     return tuple(name.strip() for name in text.split(",") if name.strip())
 
 
 def _entry(name: str, convert: Callable[[str], object], default: object) -> Any:
     """The field that ``spark.sparkdl.<name>`` fills."""
-    metadata = {"entry": f"spark.sparkdl.{name}", "convert": convert}
+    metadata = {"entry": f"{_PREFIX}{name}", "convert": convert}
     return field(default=default, metadata=metadata)
 
 
@@ -33,23 +56,23 @@ def _entry(name: str, convert: Callable[[str], object], default: object) -> Any:
 class Settings:
     """Time-outs and addresses. Read with `read_settings`."""
 
-    heartbeat_timeout_seconds: float = _entry("heartbeatTimeout", float, 60.0)
+    heartbeat_timeout_seconds: float = _entry("heartbeatTimeout", _seconds, 60.0)
     """Silence after which a worker counts as hung, if its process does not use the CPU either."""
-    start_timeout_seconds: float = _entry("startTimeout", float, 120.0)
+    start_timeout_seconds: float = _entry("startTimeout", _seconds, 120.0)
     """Longest wait for executors to register, and for the others once one worker has started."""
-    queue_timeout_seconds: float = _entry("queueTimeout", float, 3600.0)
+    queue_timeout_seconds: float = _entry("queueTimeout", _seconds, 3600.0)
     """Longest wait for slots that other jobs hold, and for other executors after a loss."""
-    elastic_wait_seconds: float = _entry("elasticWait", float, 10.0)
+    elastic_wait_seconds: float = _entry("elasticWait", _seconds, 10.0)
     """How long a gang that may have fewer workers waits for the others before it starts, and how
     long new slots must have been there before it starts again with more."""
     cache_bytes: str | None = _entry("cacheBytes", str, None)
     """Size of all spools that are kept in a host's ``cacheDir``, such as 100g; None: a quarter of
     its disk."""
-    collective_timeout_seconds: float = _entry("collectiveTimeout", float, 600.0)
+    collective_timeout_seconds: float = _entry("collectiveTimeout", _seconds, 600.0)
     """Longest wait for the peers in one collective."""
     channel: str = _entry("channel", str, "auto")
     """Who hosts it: ``driver``, ``workers``, or ``auto``, the driver unless it is out of reach."""
-    channel_port: int = _entry("channel.port", int, 0)
+    channel_port: int = _entry("channel.port", _port, 0)
     """Port of the driver's channel; 0 takes a free one."""
     allow_unencrypted: bool = _entry("allowUnencrypted", _boolean, False)
     """Train although Spark encrypts its traffic or files, as gangs and spools do not."""
@@ -65,6 +88,22 @@ class Settings:
                 require(value > 0, f"{one.metadata['entry']} {rule}", value)
         rule = "spark.sparkdl.channel.port must be a port number, or 0 for any"
         require(0 <= self.channel_port < 2**16, rule, self.channel_port)
+
+
+def session_settings(spark: SparkSession) -> Settings:
+    """Those of a session; warns of entries that are none of them. Raises ConfigError."""
+    for name in spark.conf.getAll:
+        if name.startswith(_PREFIX):
+            _warn_if_unknown(name)
+    return read_settings(partial(conf, spark))
+
+
+@functools.cache  # once in a process
+def _warn_if_unknown(name: str) -> None:
+    known = [one.metadata["entry"] for one in fields(Settings)]
+    if name not in known:
+        hint = did_you_mean(name.removeprefix(_PREFIX), [n.removeprefix(_PREFIX) for n in known])
+        logger.warning("%s has no effect: sparkdl has no such entry%s", name, hint)
 
 
 def read_settings(get: Callable[[str], str | None]) -> Settings:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from py4j.protocol import Py4JJavaError
 from pyspark.errors import PySparkRuntimeError
 from pyspark.sql import SparkSession
 
@@ -47,6 +48,29 @@ def failing(monkeypatch: pytest.MonkeyPatch, condition: str) -> None:
         raise PySparkRuntimeError(errorClass=condition, messageParameters={})
 
     monkeypatch.setattr(type(SparkSession.builder), "getOrCreate", fail)
+
+
+def test_a_master_that_is_none_is_refused_before_spark_starts() -> None:
+    with pytest.raises(ConfigError, match="'host:7077' is none of Spark's"):
+        make_session(SparkSection(master="host:7077"), "test")
+
+
+def test_a_master_that_does_not_answer_is_told_in_one_line(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    class Stopped(Py4JJavaError):
+        def __init__(self) -> None:
+            Exception.__init__(self)
+
+        def __str__(self) -> str:
+            return "java.lang.IllegalStateException: stopped\nThis was created at:\nat x"
+
+    def fail(builder: object) -> None:
+        raise Stopped
+
+    monkeypatch.setattr(type(SparkSession.builder), "getOrCreate", fail)
+    with pytest.raises(ClusterError, match=r"not start on spark://h:7: .*stopped; 'sparkdl doc"):
+        make_session(SparkSection(master="spark://h:7"), "test")
 
 
 def test_a_jvm_that_ends_is_an_error_of_the_cluster(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import random
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -15,6 +16,7 @@ from sparkdl.data.source import Contents
 from sparkdl.data.sources.locality import Places
 from sparkdl.data.sources.parquet import ParquetSource
 from sparkdl.data.sources.parquet_files import DataFile, RowGroup
+from sparkdl.data.sources.row_groups import deal_both
 from sparkdl.errors import CheckpointError
 from sparkdl.storage.blocks import Block, Blocks
 from tests.data.sources.test_parquet import epoch_of, joined, labels, plan_of, wanted, write
@@ -124,9 +126,30 @@ def test_blocks_that_move_between_two_fits(tmp_path: Path, fraction: float) -> N
     assert [s.hosts[0] for s in before.shards] == [s.hosts[0] for s in there.shards][::-1]
 
 
+def test_validation_has_homes_too(tmp_path: Path) -> None:
+    folder = write(tmp_path / "data", [20] * 8, group=20)
+    source = ParquetSource(folder, validation_fraction=0.3)
+    hosts = {number: ["ab"[number % 2]] for number in range(8)}
+    train, held = json.loads(contents_on(folder, hosts, source=source).homes or "")
+    assert (len(train), len(held)) == (5, 3)
+    validation = [
+        [shard["validation"] for shard in found.reader.pieces]
+        for homes in ([0, 1, 0], [1, 0, 1])
+        for found in [contents_on(folder, hosts, source=source, homes=json.dumps([train, homes]))]
+    ]
+    assert validation[0] != validation[1]
+
+
 def test_homes_of_other_files_are_refused(tmp_path: Path) -> None:
     folder = write(tmp_path / "data", [20] * 4)
-    for homes in ("[[0,1],[]]", "[[0,1,0,1]]", "half a text", '{"a": 1}'):
+    for homes in (
+        "[[0,1],[]]",
+        "[[0,1,0,1]]",
+        "[[0,1,0,1,0,1,0,1]]",
+        "[[0,1,0,1,0,1,0,1,0],[]]",
+        "half a text",
+        '{"a": 1}',
+    ):
         with pytest.raises(CheckpointError, match="homes of row groups"):
             contents_on(folder, {}, homes=homes)
 
@@ -172,6 +195,13 @@ def test_row_groups_go_to_the_host_that_has_most_and_then_has_fewest_rows() -> N
     assert known.homes(groups) == [0, 1, 0, 1]
     little = places({"a": 9, "b": 4}, {"a": 9})  # of what b has, it would read less than half
     assert little.homes(groups[:2]) == []
+
+
+def test_row_groups_are_dealt_in_random_order() -> None:
+    given: Any = SimpleNamespace(homes=None, num_shards=1)
+    (shard,), _ = deal_both([group(n) for n in range(16)], [group(99)], given, places())
+    numbers = [piece.group.number for piece in shard["train"]]
+    assert sorted(numbers) == list(range(16)) != numbers
 
 
 def test_the_hosts_of_a_shard_are_those_of_what_it_reads() -> None:

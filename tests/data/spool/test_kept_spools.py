@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
+import itertools
 import json
 import multiprocessing
 import os
+import shutil
 import time
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pyarrow as pa
 import pytest
@@ -18,12 +25,13 @@ from sparkdl.data.spool import kept_spools
 from sparkdl.data.spool.kept_spools import ROW, Keep, clean, held
 from sparkdl.data.spool.mapped import MappedFile
 from sparkdl.data.spool.writer import SpoolWriter
+from sparkdl.errors import StorageError
 
 NUM_BYTES = 800
 """Of the values of a shard of 100 rows."""
 
 
-def keep(directory: Path, key: str = "a", limit_bytes: int = 1 << 20) -> Keep:
+def keep(directory: Path, key: str = "a", limit_bytes: int | None = 1 << 20) -> Keep:
     return Keep(directory=str(directory), key=key, limit_bytes=limit_bytes)
 
 
@@ -51,7 +59,11 @@ def put(own: Keep, shard_id: int = 0, *, used: float | None = None) -> SpooledSh
     return found
 
 
-def test_a_kept_shard_is_found_with_all_that_was_noted_of_it(tmp_path: Path) -> None:
+def test_a_kept_shard_is_found_with_all_that_was_noted_of_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    flushed: list[int] = []
+    monkeypatch.setattr(os, "fsync", lambda file: flushed.append(os.fstat(file).st_ino))
     own = keep(tmp_path / "new" / "cache")
     assert own.root().stat().st_mode & 0o777 == 0o700
     assert own.find() == []
@@ -62,15 +74,22 @@ def test_a_kept_shard_is_found_with_all_that_was_noted_of_it(tmp_path: Path) -> 
     assert own.find() == [after]
     assert replace(after, shard=before.shard) == before
     assert keep(own.root(), "b").find() == []
+    files = list(Path(after.shard.path).iterdir())
+    assert sorted(flushed) == sorted(path.stat().st_ino for path in files)
+    assert {path.stat().st_mode & 0o777 for path in files} == {0o600}
+    assert own.folder.stat().st_mode & 0o777 == 0o700
+    with pytest.raises(StorageError, match="No such file"):
+        own.put(before)
 
 
 def test_shards_that_are_not_whole_are_not_used_and_are_replaced(tmp_path: Path) -> None:
     own = keep(tmp_path)
     write(tmp_path, 5)  # a task that was killed leaves it in the folder of its run
-    places = [Path(put(own, number).shard.path) for number in range(4)]
+    places = [Path(put(own, number).shard.path) for number in range(5)]
     os.truncate(places[0] / "train-000.bin", 8)
     (places[1] / "train-000.bin").unlink()
     (places[2] / ROW).write_text(json.dumps({"files": {}})[:5])
+    (places[4] / "train-001.bin").touch()
     assert [part.shard.shard_id for part in own.find()] == [3]
     assert put(own, 0).shard.path == str(places[0])
     assert [part.shard.shard_id for part in own.find()] == [0, 3]
@@ -91,9 +110,10 @@ def test_what_was_not_used_for_longest_makes_way(tmp_path: Path) -> None:
     for key, used in (("old", 90.0), ("used", 60.0), ("new", 30.0)):
         put(keep(tmp_path, key), used=used)
     assert keep(tmp_path, "old").find()  # which counts as used
-    size = kept_spools._size(keep(tmp_path, "old").folder)
-    last = keep(tmp_path, "last", limit_bytes=3 * size + NUM_BYTES // 2)
-    put(last)
+    limit = sum(kept_spools._size(keep(tmp_path, key).folder) for key in ("old", "new"))
+    last = write(tmp_path, run_id="of-last")
+    limit += kept_spools._size(Path(last.shard.path))  # no byte is left
+    keep(tmp_path, "last", limit_bytes=limit).put(last)
     there = {key for key in ("old", "used", "new", "last") if keep(tmp_path, key).find()}
     assert there == {"old", "new", "last"}
 
@@ -101,31 +121,39 @@ def test_what_was_not_used_for_longest_makes_way(tmp_path: Path) -> None:
 def test_what_dead_runs_have_left_does_not_count(tmp_path: Path) -> None:
     old = write(tmp_path, run_id="dead")
     os.utime(Path(old.shard.path).parent, (1, 1))
+    young = Path(write(tmp_path, run_id="young").shard.path)
+    os.utime(young.parent, (time.time() - 60, time.time() - 60))
     put(keep(tmp_path, "old"), used=9.0)
     own = keep(tmp_path, limit_bytes=kept_spools._size(keep(tmp_path, "old").folder) + 9)
     put(own)
     assert not Path(old.shard.path).exists()
-    assert own.find() and not keep(tmp_path, "old").find()
+    assert own.find() and not keep(tmp_path, "old").find() and young.is_dir()
 
 
-def test_what_is_more_than_the_limit_stays_with_its_run(tmp_path: Path) -> None:
-    own = keep(tmp_path, limit_bytes=2 * NUM_BYTES)
+@pytest.mark.parametrize("limit_bytes", [2 * NUM_BYTES, None])
+def test_what_is_more_than_the_limit_stays_with_its_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, limit_bytes: int | None
+) -> None:
+    disk = SimpleNamespace(total=8 * NUM_BYTES)  # of which a quarter may be used
+    monkeypatch.setattr(kept_spools.shutil, "disk_usage", lambda _: disk)
+    own = keep(tmp_path, limit_bytes=limit_bytes)
     assert Path(put(own, 0).shard.path).parent == own.folder
     assert Path(put(own, 1).shard.path).parent != own.folder
     assert [part.shard.shard_id for part in own.find()] == [0]
 
 
 def test_a_full_disk_has_others_make_way(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    put(keep(tmp_path, "old"), used=9.0)
-    put(keep(tmp_path, "new"), used=1.0)
+    for key, used in (("oldest", 12.0), ("old", 9.0), ("new", 1.0)):
+        put(keep(tmp_path, key), used=used)
     own = keep(tmp_path, "own")
     own.make_space(100)
     assert keep(tmp_path, "old").find()
-    free = iter([0, 1 << 40])
+    free = iter([0, kept_spools._SPARE_BYTES + 99, kept_spools._SPARE_BYTES + 100])
     monkeypatch.setattr(kept_spools, "free_bytes", lambda _: next(free))
     os.utime(Path(put(keep(tmp_path, "old"), used=9.0).shard.path))
     own.make_space(100)
-    assert not keep(tmp_path, "old").find() and keep(tmp_path, "new").find()
+    there = [key for key in ("oldest", "old", "new") if keep(tmp_path, key).find()]
+    assert there == ["new"]
 
 
 def test_what_is_mapped_or_being_written_is_not_removed(tmp_path: Path) -> None:
@@ -154,6 +182,87 @@ def test_what_waits_to_be_kept_is_not_removed(
         written = [write(tmp_path, number) for number in range(2)]
         found = [own.put(spooled) for spooled in written]
     assert own.find() == found[1:]  # the first one was kept, and not in use
+
+
+def test_a_folder_is_not_removed_before_its_first_shard_has_come(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    name = Keep._named
+    monkeypatch.setattr(Keep, "_named", lambda *shard: (clean(str(tmp_path)), name(*shard))[1])
+    with held(tmp_path / "sparkdl-run"):
+        found = keep(tmp_path).put(write(tmp_path))
+    assert keep(tmp_path).find() == [found]
+
+
+def test_a_folder_that_is_removed_while_it_is_locked_is_made_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder, lock, times = tmp_path / "sparkdl-run", fcntl.flock, itertools.count()
+
+    def locked(descriptor: int, kind: int) -> None:
+        if (number := next(times)) < 2:
+            folder.rmdir()
+        if number == 1:
+            folder.mkdir()  # by another process
+        lock(descriptor, kind)
+
+    monkeypatch.setattr(fcntl, "flock", locked)
+    opened = len([*Path("/proc/self/fd").iterdir()])
+    with held(folder):
+        assert clean(str(tmp_path)) == (0, 0) and folder.is_dir()
+    assert len([*Path("/proc/self/fd").iterdir()]) == opened
+    clean(str(tmp_path))
+    assert not folder.exists()
+
+
+def test_a_folder_is_as_young_as_the_youngest_of_its_shards(tmp_path: Path) -> None:
+    keys = [keep(tmp_path, key) for key in "ab"]
+    for number, own in enumerate(keys):
+        places = [Path(put(own, shard_id).shard.path) for shard_id in range(2)]
+        os.utime(own.folder, (1, 1))
+        os.utime(places[number] / ROW, (1, 1))
+    assert clean(str(tmp_path), older_than_seconds=3600)[0] == 0
+    assert [len(own.find()) for own in keys] == [2, 2]
+
+
+def test_what_is_removed_goes_as_a_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (Path(put(keep(tmp_path)).shard.path) / ROW).unlink()
+    gone, remove = list[Path](), shutil.rmtree
+
+    def rmtree(place: Path, **options: Any) -> None:
+        gone.append(place)
+        assert (place.parent, place.name[:13]) == (tmp_path, "sparkdl-gone-")
+        remove(place, **options)
+
+    monkeypatch.setattr(kept_spools.shutil, "rmtree", rmtree)
+    put(keep(tmp_path))
+    assert len(gone) == 1
+    clean(str(tmp_path))
+    assert len(gone) == 3  # the key, and the folder of the run
+
+
+def test_what_another_process_has_removed_is_not_counted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    put(keep(tmp_path))
+    size = kept_spools._size
+
+    def lose(folder: Path) -> int:
+        num_bytes = size(folder)
+        with open_folder(folder) as descriptor, pytest.raises(BlockingIOError):
+            fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)  # nobody can use it any more
+        folder.rename(tmp_path / "elsewhere")
+        return num_bytes
+
+    monkeypatch.setattr(kept_spools, "_size", lose)
+    assert clean(str(tmp_path)) == (0, 0)
+
+
+@contextlib.contextmanager
+def open_folder(folder: Path) -> Iterator[int]:
+    descriptor = os.open(folder, os.O_RDONLY)
+    yield descriptor
+    os.close(descriptor)
 
 
 def test_a_folder_that_vanishes_is_not_counted(

@@ -50,6 +50,8 @@ def test_errors_are_told_in_our_words(number: int, kind: type[StorageError]) -> 
 
 def test_a_full_disk_is_told_with_its_remedy() -> None:
     error = full_disk(Path("/disk"), 3, needed=3 << 30, free=1 << 20)
+    kept = full_disk(Path("/kept"), 3, needed=3 << 30, free=1 << 20, is_kept=True)
+    assert "larger disk as cacheDir" in str(kept) and "spark.local.dir" not in str(kept)
     assert type(error) is StorageError
     for part in ("/disk is full", "shard 3 takes about 3,072.0 MiB", "1.0 MiB were free"):
         assert part in str(error)

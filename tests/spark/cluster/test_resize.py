@@ -7,7 +7,7 @@ import time
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
-from unittest.mock import MagicMock
+from unittest.mock import MagicMock, call
 
 import pytest
 
@@ -19,23 +19,34 @@ from sparkdl.spark.cluster.resize import Resize
 
 
 class Job:
-    """In place of the job of the scouts."""
+    """In place of the job of the scouts; ``found`` is what Spark says when it is asked."""
 
     def __init__(self, spark: Any, work: Any, *, tag: str, name: str) -> None:
-        self.tag, self.error, self.is_cancelled = tag, None, False
+        self.tag, self.is_cancelled, self.has_begun = tag, False, False
+        self.error: Exception | None = None
         self.is_over = threading.Event()
-        self.progress = SimpleNamespace(seconds_without=lambda: 0.0, num_running=0)
+        self.found = 0
+        self.progress = SimpleNamespace(seconds_without=self._ask, num_running=0)
+
+    def _ask(self) -> float:
+        self.progress.num_running = self.found
+        return 0.0
 
     def begin(self) -> None:
         assert not self.is_over.is_set()
+        self.has_begun = True
+
+    def fail(self) -> None:
+        self.error = OSError("no more nodes")
+        self.is_over.set()
 
     def cancel(self) -> None:
         self.is_cancelled = True
         self.is_over.set()
-        self.progress.num_running = 0
+        self.found = 0
 
     def end(self) -> None:
-        self.cancel()
+        self.is_over.set()
 
 
 class Clock:
@@ -158,16 +169,20 @@ def test_scouts_look_for_slots_while_more_workers_would_pay(clock: Clock, alone:
         asked.append((workers, attempt.saved))
         return "it pays"
 
-    grows = Resize(elastic(), pays, limits.append)
+    run = elastic()
+    grows = Resize(run, pays, limits.append)
     assert grows(replace(alone, saved=None)) is None
     assert not clock.jobs, "before the first checkpoint it cannot start again"
     clock.now += 10
     assert grows(alone) is None
     assert asked == [(3, (9, clock.now))], "as if a checkpoint had just been written"
-    assert [job.tag for job in clock.jobs] == ["sparkdl-r-scouts-0"]
+    assert [(job.tag, job.has_begun) for job in clock.jobs] == [("sparkdl-r-scouts-0", True)]
+    assert run.spark.range.call_args == call(0, 2, 1, 2), "a task for each"
+    (scout, _), options = run.spark.range.return_value.mapInArrow.call_args
+    assert scout.seconds > 242 and options == {"profile": run.slots.profile}
     clock.now += 500  # no executor comes: they wait on
     assert grows(alone) is None and not clock.jobs[0].is_cancelled
-    clock.jobs[0].progress.num_running = 1
+    clock.jobs[0].found = 1
     assert grows(alone) is None
     clock.now += 10
     assert grows(alone) == "there are slots for 2 workers: it pays"
@@ -175,8 +190,11 @@ def test_scouts_look_for_slots_while_more_workers_would_pay(clock: Clock, alone:
     assert clock.jobs[0].is_cancelled, "the gang needs their slots"
     assert limits == [2], "it does not wait for the third"
     grows.end()
+    assert grows(alone) is None and len(clock.jobs) == 2, "the next gang may need more at once"
+    assert clock.jobs[1].tag == "sparkdl-r-scouts-1"
+    grows.end()
     whole = replace(alone, world_size=3, last_event=dict.fromkeys(range(3), 0.0))
-    assert grows(whole) is None and len(clock.jobs) == 1
+    assert grows(whole) is None and len(clock.jobs) == 2
 
 
 def test_scouts_leave_slots_of_which_nothing_comes(clock: Clock, alone: Attempt) -> None:
@@ -187,8 +205,8 @@ def test_scouts_leave_slots_of_which_nothing_comes(clock: Clock, alone: Attempt)
 
     grows = Resize(elastic(), pays, nobody)
     grows(alone)
-    clock.jobs[0].progress.num_running = 1
-    for seconds, is_cancelled in ((121, False), (60, False), (61, True)):
+    clock.jobs[0].found = 1
+    for seconds, is_cancelled in ((11, False), (110, False), (60, False), (61, True)):
         clock.now += seconds
         assert grows(alone) is None
         assert clock.jobs[0].is_cancelled is is_cancelled
@@ -203,6 +221,15 @@ def test_scouts_leave_slots_of_which_nothing_comes(clock: Clock, alone: Attempt)
     assert grows(alone) is None and len(clock.jobs) == 2
 
 
+def test_whether_scouts_pay_is_asked_once_in_a_while(clock: Clock, alone: Attempt) -> None:
+    asked = list[int]()
+    grows = Resize(elastic(), lambda _, workers, since: asked.append(workers), nobody)
+    for seconds in (0, 9, 2):
+        clock.now += seconds
+        assert grows(alone) is None
+    assert asked == [3, 3]
+
+
 def test_no_scouts_where_spark_may_ask_for_nothing_more(clock: Clock, alone: Attempt) -> None:
     clock.most_executors = "1"
     grows = Resize(elastic(), lambda *_: "it pays", nobody)
@@ -211,6 +238,43 @@ def test_no_scouts_where_spark_may_ask_for_nothing_more(clock: Clock, alone: Att
     assert grows(alone) is None and len(clock.jobs) == 1
     grows.end()
     assert clock.jobs[0].is_over.is_set()
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [{"cores_per_executor": 2}, {"cores_per_executor": None}, {"dynamic_allocation": False}],
+)
+def test_scouts_where_it_may_have_slots_for_more(
+    clock: Clock, alone: Attempt, changes: dict[str, Any]
+) -> None:
+    """The only executor has two, it is not known how many, or their number is of no matter."""
+    clock.most_executors, run = "1", elastic()
+    run.slots.cluster = replace(run.slots.cluster, **changes)
+    assert Resize(run, lambda *_: "it pays", nobody)(alone) is None and len(clock.jobs) == 1
+
+
+def test_scouts_that_spark_has_ended_are_told_of(
+    clock: Clock, alone: Attempt, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO", "sparkdl")
+    grows = Resize(elastic(), lambda *_: "it pays", nobody)
+    for _ in range(2):
+        assert grows(alone) is None
+        clock.jobs[-1].fail()
+        clock.now += 121
+    assert [job.is_over.is_set() for job in clock.jobs] == [True, True]
+    assert caplog.text.count("has ended the tasks that asked for more slots: no more nodes") == 1
+    grows(alone)
+    clock.jobs[-1].fail()
+    clock.jobs[-1].is_cancelled = True  # what Spark says then is of no interest
+    grows.end()
+    assert caplog.text.count("no more nodes") == 2
+
+
+def test_a_scout_keeps_its_slot(monkeypatch: pytest.MonkeyPatch) -> None:
+    slept = list[float]()
+    monkeypatch.setattr(time, "sleep", slept.append)
+    assert list(scouts.Scout(7.0)(iter([]))) == [] and slept == [7.0]
 
 
 @pytest.mark.parametrize("on_connect", [False, True])

@@ -176,10 +176,9 @@ class Stage:
             view=self.view,
             max_restarts=max_restarts,
         )
-        self.resize = None if resize is None else Decides(resize)
-        return supervise(
-            run, submit, heal=heal, changes=[] if self.resize is None else [self.resize]
-        )
+        decisions = [] if resize is None else [lambda _: None, resize, lambda _: None]
+        self.changes = [Decides(decide) for decide in decisions]
+        return supervise(run, submit, heal=heal, changes=self.changes)
 
 
 class Decides:
@@ -264,7 +263,7 @@ def test_a_gang_that_starts_again_with_more_workers_has_not_failed(
     )
     assert found == GangResult(rows=result(0, 1, 2), restarts=0, sizes=[(5, 2), (6, 3)])
     assert "there are slots" in caplog.text
-    assert stage.resize is not None and stage.resize.num_ended == 2
+    assert [change.num_ended for change in stage.changes] == [2, 2, 2]
     assert stage.left == [0, 0]  # it cost no restart
     (first, attempt), (second, _), (third, _) = seen[:3]
     assert second - first > 0.1 and third - second > 0.1
@@ -273,20 +272,22 @@ def test_a_gang_that_starts_again_with_more_workers_has_not_failed(
     assert stage.prepared[0] < attempt.submitted < attempt.first_step[1] < attempt.saved[1]
 
 
+@pytest.mark.parametrize("has_begun", [False, True])
 def test_a_gang_that_is_ended_before_it_begins_is_not_counted(
-    stage: Stage, monkeypatch: pytest.MonkeyPatch
+    stage: Stage, monkeypatch: pytest.MonkeyPatch, has_begun: bool
 ) -> None:
     monkeypatch.setattr(module, "_RESIZE_SECONDS", 0.0)
 
     def job() -> Rows:
-        stage.say(0, "alive")
+        stage.say(0, "heartbeat", epoch=1, step=6 if has_begun else 5, loss=0.5, rows=9)
         return stage.until_cancelled()
 
     def shrink(attempt: Attempt) -> str | None:
         return "one of two has come" if attempt.last_event else None
 
     found = stage.run(job, lambda: result(0), sizes=(2, 1), starts=(5, 5), resize=shrink)
-    assert found == GangResult(rows=result(0), restarts=0, sizes=[(5, 1)])
+    sizes = [(5, 2), (5, 1)] if has_begun else [(5, 1)]
+    assert found == GangResult(rows=result(0), restarts=0, sizes=sizes)
 
 
 def test_a_gang_that_ends_while_it_is_ended_has_ended(
@@ -307,6 +308,8 @@ def test_the_speed_of_a_rank_is_that_of_its_own_work(stage: Stage) -> None:
     def job() -> Rows:
         spent = {"data": 2.0, "compute": 8.0, "communication": 90.0}
         stage.say(1, "hardware", hardware={"host": "far"})
+        stage.say(0, "hardware", hardware={"host": "near", "gpu": "H100"})  # see Attempt.speeds
+        stage.say(0, "held", shards=[[1], [0, 2]])
         stage.say(0, "missing", shards=[2])
         stage.say(0, "missing", shards=[0, 2])
         stage.say(1, "heartbeat", epoch=1, step=7, rows=500, seconds=spent)
@@ -318,7 +321,7 @@ def test_the_speed_of_a_rank_is_that_of_its_own_work(stage: Stage) -> None:
 
     stage.run(lambda: (job(), error_rows(PEER_0, PEER_1))[1], job, max_restarts=1, heal=heal)
     assert seen[0].speeds == {1: 50.0}
-    assert seen[0].hosts == {1: "far"}
+    assert (seen[0].hosts, seen[0].held) == ({1: "far"}, [[1], [0, 2]])
     assert seen[0].missing == {0, 2}
 
 
@@ -604,8 +607,12 @@ def test_no_restart_at_all(stage: Stage) -> None:
 
 
 def test_a_failure_while_preparing_counts_too(stage: Stage) -> None:
-    found = stage.run(PySparkException("executor lost"), lambda: result(0, 1), max_restarts=1)
+    found = stage.run(
+        PySparkException("executor lost"), lambda: result(0, 1), max_restarts=1,
+        resize=lambda _: None,
+    )  # fmt: skip
     assert (found.restarts, stage.submitted) == (1, [0, 1])
+    assert [change.num_ended for change in stage.changes] == [2, 2, 2]
     with pytest.raises(TrainingFailed, match="2 times"):
         stage.run(PySparkException("a"), PySparkException("b"), max_restarts=1)
 
@@ -810,7 +817,7 @@ def test_a_gang_that_grows_has_not_failed(stage: Stage, monkeypatch: pytest.Monk
         return None if attempt.saved is None else f"after {attempt.saved[0]}"
 
     found = stage.run(job, lambda: result(0, 1), resize=resize, max_restarts=0)
-    assert found.rows == result(0, 1)
+    assert found.rows == result(0, 1) and found.sizes == [(0, 2), (0, 2)]
     assert stage.submitted == [0, 1]
     assert stage.left == [0, 0]
 

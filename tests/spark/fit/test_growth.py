@@ -7,7 +7,7 @@ import time
 from collections.abc import Collection
 from dataclasses import replace
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
@@ -46,6 +46,7 @@ def attempt(*, step: int = 110, saved: int | None = 100, workers: int = 2) -> At
         (4, {"saved": None}, 1000, False),  # it would begin at the beginning
         (4, {}, 200, False),  # 9 s to go: starting again costs 5
         (4, {"step": 500, "saved": 1}, 1000, False),  # 50 s of work would be lost
+        (4, {"saved": 150}, 200, False),  # it is not known yet that some of the 9 s are done
         (3, {}, 400, False),  # 29 s to go, of which one worker more saves a third
     ],
 )
@@ -79,10 +80,14 @@ class Table:
 
     def __init__(self, *, owns_partitions: bool, is_kept: bool) -> None:
         self.owns_partitions, self.is_kept, self.asked = owns_partitions, is_kept, list[Any]()
+        self.spare = False
 
     def collect(self) -> list[Any]:
         self.asked.append("collect")
         return self._found("as before")
+
+    def is_scattered(self, num_workers: int) -> bool:
+        return self.spare
 
     def restore(self, num_workers: int) -> tuple[list[Any], str]:
         self.asked.append(num_workers)
@@ -116,6 +121,7 @@ def gang_run(*, most: int | None, owns: bool, kept: bool = False, wish: Any = No
         spark=SimpleNamespace(range=lambda *rows: rows),
         link=SimpleNamespace(send=lambda *_, **__: b""),
         packed=SimpleNamespace(tensors={}), config=SimpleNamespace(
+            parallelism=None,
             device="cpu", sync_strategy=AllReduce(work_shares=wish)
         ),
         run_key="k", begins_from=None, keeps_state=False, looks=None,
@@ -129,7 +135,7 @@ def gang_run(*, most: int | None, owns: bool, kept: bool = False, wish: Any = No
     [
         (None, False, False, 0, 2, "the table", [], "at first"),
         (None, False, False, 1, 2, "the table", ["collect"], "as before"),
-        (None, True, False, 1, 2, (0, 2, 1, 2), ["collect"], "as before"),
+        (None, True, False, 1, 2, "restored table", [2], "restored"),
         (None, False, True, 0, 2, "the table", [], "at first"),
         (None, False, True, 1, 2, "restored table", [2], "restored"),
         (3, False, False, 0, 2, "the table", [], "at first"),
@@ -161,14 +167,38 @@ def test_a_submission_finds_the_shards_where_they_are(
     assert order.speeds == speeds
 
 
+def test_scattered_shards_are_restored_before_the_first_submission() -> None:
+    """As own partitions are that more executors have spooled than there are workers."""
+    run: Any = gang_run(most=None, owns=True)
+    run.table.spare = True
+    attempts: Any = SimpleNamespace(begin=lambda *_: None, passed_over=set(), lease=None, speeds={})
+    attempt = Attempt(number=0, world_size=2, submitted=0)
+    rows, order, _ = cast(Any, gang_fit._submit(run, attempts, b"", None, attempt))
+    assert (rows, {one.path for one in order.plan.shards}) == ("restored table", {"restored"})
+
+
 @pytest.mark.parametrize("kept", [False, True])
-def test_ranks_of_equal_speed_keep_the_shards_that_the_plan_gives_them(kept: bool) -> None:
-    run: Any = gang_run(most=None, owns=False, kept=kept)
+@pytest.mark.parametrize(
+    ("most", "workers", "wish", "in_tasks", "keep"),
+    [
+        (None, 2, None, True, True),
+        (None, 3, {"gpu-*": 3}, True, True),  # with one shard each nothing can be done
+        (3, 2, None, True, False),  # workers come and go
+        (None, 2, None, False, True),  # a source's, which are in no task
+    ],
+)
+def test_ranks_of_equal_speed_keep_the_shards_that_the_plan_gives_them(
+    kept: bool, most: int | None, workers: int, wish: Any, in_tasks: bool, keep: bool
+) -> None:
+    run: Any = gang_run(most=most, owns=False, kept=kept, wish=wish)
+    if not in_tasks:
+        run.table.reader = object()
     attempts: Any = SimpleNamespace(begin=lambda *_: None, passed_over=set(), lease=None, speeds={})
     job: Any = gang_fit._submit(
-        run, attempts, b"", None, Attempt(number=0, world_size=2, submitted=0)
+        run, attempts, b"", None, Attempt(number=0, world_size=workers, submitted=0)
     )
-    assert (job[1].is_placed, job[1].is_assigned) == (not kept, kept)
+    is_placed, is_assigned = job[1].is_placed, job[1].is_assigned
+    assert (is_placed, is_assigned) == (keep and in_tasks and not kept, keep and kept)
 
 
 @pytest.mark.parametrize(

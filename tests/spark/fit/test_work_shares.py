@@ -61,12 +61,13 @@ def test_what_is_wished_for_changes_neither_the_result_nor_the_run() -> None:
     "wrong",
     [
         {}, (2, 1), {"a": 0}, {"a": -1.0}, {"a": math.nan}, {"a": math.inf}, {"a": 1e-308},
-        {"a": 10**400}, {"a": True}, {3: 1}, {"a": "2"},
+        {"a": 10**400}, {"a": True}, {3: 1}, {"a": "2"}, {"a": 1, "b": 0},
     ],
 )  # fmt: skip
 def test_wishes_are_checked(wrong: Any) -> None:
     with pytest.raises(ConfigError, match="work_shares must map patterns of host names to speeds"):
         AllReduce(work_shares=wrong)
+    AllReduce(work_shares={"slowest": 1e-6, "fastest": 1e6})
 
 
 # --- speeds that a gang has measured ------------------------------------------------------------
@@ -148,12 +149,30 @@ def test_it_happens_once_for_the_same_hosts(clock: Clock) -> None:
         assert (redeal(gang(30.0, 10.0)) is not None) == is_worth
 
 
-@pytest.mark.parametrize("changes", [{"hosts": {}}, {"saved": None}, {"held": ((0,), (1,))}])
+@pytest.mark.parametrize(
+    "changes", [{"hosts": {}}, {"hosts": {0: "a"}}, {"saved": None}, {"held": ((0,), (1,))}]
+)
 def test_it_does_not_happen(changes: Any, clock: Clock) -> None:
     """On GPUs, whose hosts are not told; without a checkpoint; with one shard each."""
     redeal = redeal_of(plan(100, 100, epochs=100) if "held" in changes else FOUR)
     for _ in range(2):
         assert redeal(replace(gang(30.0, 10.0), **changes)) is None
+        clock.now += 10
+
+
+def test_what_earlier_gangs_have_measured_counts_too(clock: Clock) -> None:
+    redeal = redeal_of(FOUR, a=30.0)
+    redeal(gang(None, 10.0))
+    clock.now += 10
+    assert redeal(gang(None, 10.0)) is not None
+    redeal.end()
+    assert redeal(gang(None, 10.0)) is None, "the next gang is watched as long"
+
+
+def test_speeds_that_hardly_differ_are_as_good_as_equal(clock: Clock) -> None:
+    redeal, held = redeal_of(plan(*[100] * 18, epochs=100)), assign_shards(18, 2)
+    for _ in range(2):
+        assert redeal(gang(12.4, 10.0, held=held)) is None
         clock.now += 10
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import threading
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 from unittest.mock import MagicMock
@@ -13,6 +14,7 @@ from pyspark.sql import Row
 
 from sparkdl.data.column_stats import SpooledShard
 from sparkdl.data.plan import Shard
+from sparkdl.data.spool.kept_spools import Keep
 from sparkdl.errors import DataError
 from sparkdl.spark.frames import shard_table
 from sparkdl.spark.frames.row_table import TableSpec
@@ -33,7 +35,9 @@ class Table(ShardTable):
 
     def __init__(self, pieces: int | None = None) -> None:
         SpooledRows.__init__(self, TableSpec(columns=(), num_shards=4, pieces=pieces))
-        self._spooling, self._task = threading.RLock(), SpoolTask(run_id="r", sets=((),))
+        self._spooling, self.num_places = threading.RLock(), 2
+        self._task = SpoolTask(run_id="r", sets=((),), pieces=pieces)
+        self.df = "the first table"  # type: ignore[assignment]
         self._unreachable, self._moved = set(), {}
         self._keep, self.is_kept, self._is_followed, self._for_others = None, False, False, {}
         self.owns_partitions = pieces is not None
@@ -53,8 +57,10 @@ class Table(ShardTable):
 
     def task(self) -> Any:
         """That of the last job."""
-        rows = self.rows if self._spec.pieces is None else self.rows.where.return_value
-        return rows.mapInArrow.call_args.args[0]
+        if self._spec.pieces is None:
+            return self.rows.mapInArrow.call_args.args[0]
+        shuffled = self.rows.withColumn().where().repartitionById()
+        return shuffled.sortWithinPartitions().select().mapInArrow.call_args.args[0]
 
 
 @pytest.fixture(autouse=True)
@@ -71,7 +77,7 @@ def test_of_own_partitions_what_is_out_of_reach_is_written_anew() -> None:
     table.collect()
     table.made = [part(2, "new"), part(3, "new")]
     table.remake([3])
-    assert table.task().places == {1}
+    assert table.task().is_numbered
     assert table.paths() == ["old0", "old1", "old2", "new3"]
     table.old[3] = part(3, "again")  # which Spark has written, as it lost what it had
     table.remake([3])
@@ -88,7 +94,7 @@ def test_of_own_partitions_other_rows_are_refused(made: list[SpooledShard]) -> N
     table = Table(pieces=2)
     table.collect()
     table.made = made
-    with pytest.raises(DataError, match=r"the shards \[1, 3\] were lost"):
+    with pytest.raises(DataError, match=r"the shards \[1, 3\] had to be written anew"):
         table.remake([1, 3])
 
 
@@ -120,6 +126,64 @@ def test_what_no_executor_has_is_restored(monkeypatch: pytest.MonkeyPatch) -> No
     assert [one.shard.path for one in found] == ["old1", "new2", "old3"]
     assert str(rows) == "3 slots"
     assert table.dealt == [((2,),)]
+
+
+@pytest.mark.parametrize("executors", [2, 3])
+def test_own_partitions_go_where_workers_will_be(
+    monkeypatch: pytest.MonkeyPatch, executors: int
+) -> None:
+    """With more executors than workers, Spark would run these where no shard is."""
+    monkeypatch.setattr(shard_table, "registered_executors", lambda _: executors)
+    table = Table(pieces=2)
+    table.collect()
+    assert table.is_scattered(2) is (executors > 2)
+    if executors > 2:
+        table.made = [part(number, "new") for number in (0, 2, 3)]  # one has no rows
+        table.known[1].shard.__dict__["num_rows"] = 0
+        found, rows = table.restore(2)
+        assert [one.shard.path for one in found] == ["new0", "old1", "new2", "new3"]
+        assert rows is table._for_others[2]  # a barrier stage of the first one may be refused
+        table.made[0] = part(0, "new", "others")
+        with pytest.raises(DataError, match="cut otherwise"):
+            table.restore(2)
+
+
+@pytest.mark.parametrize(("hosts", "is_scattered"), [("abc", True), ("aab", False)])
+def test_kept_shards_of_more_hosts_than_workers_are_scattered(
+    monkeypatch: pytest.MonkeyPatch, hosts: str, is_scattered: bool
+) -> None:
+    table = Table()
+    table.old = [
+        replace(found, shard=replace(found.shard, host=host))
+        for found, host in zip(table.old, hosts, strict=False)
+    ]
+    table.collect()
+    table.is_kept = True
+    assert table.is_scattered(2) is is_scattered
+    forgotten = list[bool]()
+    monkeypatch.setattr(Table, "rebuild", lambda table: forgotten.append(True))
+    table.made = table.old
+    table.restore(2)
+    assert forgotten == [True]  # three executors: what is kept is written where workers will be
+
+
+@pytest.mark.parametrize("pieces", [None, 2])
+def test_what_was_kept_and_lost_is_not_kept_again(pieces: int | None) -> None:
+    """Else whoever removes what is kept, again and again, would end the fit."""
+    table = Table(pieces)
+    table._keep = Keep(directory="/kept", key="k")
+    table._task = replace(table._task, keep=table._keep)
+    table.known, table.is_kept = tuple(table.old), True
+    table.made = [part(number, "new") for number in (2, 3)]
+    table.remake([2, 3])
+    assert table.task().keep is None
+    assert table.paths() == ["old0", "old1", "new2", "new3"]
+    described = list[Any]()
+    table._task = replace(table._task, keep=table._keep)
+    table._describe_by = lambda task: described.append(task.keep)  # type: ignore[assignment]
+    table.df, table._for_others = MagicMock(), {3: MagicMock()}
+    table.rebuild()
+    assert (described, table.is_kept, table._for_others) == ([None], False, {})
 
 
 def test_each_data_set_has_its_shards(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -48,7 +48,7 @@ def chosen(asked: str = "auto", facts: FrameFacts = LARGE, **changes: int) -> An
         (chosen("partitions", replace(LARGE, num_bytes=9)), 20, 1, "0 MiB"),
         (chosen(facts=replace(LARGE, num_bytes=9)), 0, None, "quickly dealt"),
         (chosen("partitions", FrameFacts(unstable="of a Join")), 0, None, "since of a Join"),
-        (chosen("partitions", num_executors=5), 0, None, "5 executors would spool, and only 4"),
+        (chosen("partitions", num_executors=5), 0, None, "5 executors may spool, and only 4"),
     ],
 )
 def test_the_choice(choice: Any, num_places: int, pieces: int | None, reason: str) -> None:

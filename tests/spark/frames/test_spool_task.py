@@ -88,10 +88,27 @@ def test_rows_of_several_data_sets_go_apart() -> None:
     assert counted == [(1, 2), (1, 1)]
 
 
-def test_partitions_that_are_not_wanted_are_not_written(disk: Path) -> None:
-    task = SpoolTask(run_id="r", sets=((COLUMN,),), pieces=2, places=frozenset({0, 2}))
-    assert spooled(task, iter([batch([1]), batch([2])])) == {"shards": []}
-    assert list(disk.iterdir()) == []
+@pytest.mark.parametrize("pieces", [1, 2])
+def test_several_own_partitions_in_one_task_are_those_of_tasks_of_their_own(
+    disk: Path, monkeypatch: pytest.MonkeyPatch, pieces: int
+) -> None:
+    values = {0: list(range(150)), 3: list(range(90))}
+    alone = {}
+    for number, rows in values.items():
+        monkeypatch.setattr(spool_task, "_place", lambda number=number: (number, "far"))
+        own = SpoolTask(run_id="alone", sets=((COLUMN,),), pieces=pieces)
+        (row,) = own(iter([batch(rows)]))
+        for one in json.loads(row.column(1)[0].as_py())["shards"]:
+            alone[one["shard"]["shard_id"]] = one["shard"]["fingerprint"]
+    monkeypatch.setattr(spool_task, "_place", lambda: (1, "far"))
+    task = SpoolTask(run_id="r", sets=((COLUMN,),), pieces=pieces, is_numbered=True)
+    both = pa.concat_batches(
+        [batch(rows, number=[number] * len(rows)) for number, rows in values.items()]
+    )
+    parts = [both.slice(0, 100), both.slice(100, 70), both.slice(170)]
+    found = spooled(task, iter(parts))["shards"]
+    assert {one["shard"]["shard_id"]: one["shard"]["fingerprint"] for one in found} == alone
+    assert len({one["shard"]["path"] for one in found}) == len(alone) == 2 * pieces
 
 
 def test_a_full_disk_tells_how_much_was_needed(disk: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -22,6 +22,7 @@ from pyspark.ml.param import Param
 
 from sparkdl.config import EarlyStopping
 from sparkdl.inputs import Specification
+from sparkdl.mesh import Mesh
 from sparkdl.report.listeners.listener import Listener
 from sparkdl.spark.params.converters import Metrics
 from sparkdl.sync.strategy import SyncStrategy

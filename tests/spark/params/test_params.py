@@ -17,6 +17,7 @@ from sparkdl.config import CheckpointConfig, EarlyStopping, TrainConfig
 from sparkdl.errors import ConfigError, ParamError
 from sparkdl.estimator import TorchClassifier, TorchEstimator, TorchRegressor
 from sparkdl.inputs import Named, Sequence, Specification, Tensor
+from sparkdl.mesh import Mesh
 from sparkdl.model import TorchClassifierModel, TorchModel, TorchRegressorModel
 from sparkdl.report.listeners.tensorboard import TensorBoard
 from sparkdl.serialization.initial_state import InitialState
@@ -83,10 +84,12 @@ SAMPLES: dict[str, tuple[Any, Any]] = {
     "syncStrategy": (AllReduce(), AllReduce()),
     "syncBatchNorm": (True, True),
     "elasticity": ("bits", "bits"),
+    "parallelism": (Mesh(shard=2), Mesh(shard=2)),
     "shards": ("auto", "auto"),
     "executionMode": ("rounds", "rounds"),
     "precision": ("bf16", "bf16"),
     "memoryFormat": ("channels_last", "channels_last"),
+    "compile": (True, True),
     "gradientAccumulationSteps": (4, 4),
     "gradientClipNorm": (1.5, 1.5),
     "divergenceFactor": (9.0, 9.0),

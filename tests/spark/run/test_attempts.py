@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import MagicMock
 
 import pytest
 
 from sparkdl.spark.cluster.attempt import Attempt
+from sparkdl.spark.run import resume
 from sparkdl.spark.run.resume import Attempts, by_host
 
 
@@ -30,6 +32,30 @@ def test_speeds_of_hosts_are_those_of_their_workers() -> None:
         speeds={0: 100.0, 1: 50.0, 2: 200.0},
     )  # fmt: skip
     assert by_host(attempt) == {"a": 150.0, "b": 50.0}
+
+
+def test_what_a_submission_knows_of_those_before(monkeypatch: pytest.MonkeyPatch) -> None:
+    there = 4
+    monkeypatch.setattr(resume, "wait_again", lambda *_: there)
+    run: Any = MagicMock()
+    run.link.checkpoints = None
+    attempts, told = Attempts(run, lambda _: None), list[tuple[int, dict[str, float]]]()
+    measured = [{0: 100.0, 1: 50.0}, {0: 200.0}, {}, {}]
+    for number, speeds in enumerate(measured):
+        attempt = Attempt(
+            number=number, world_size=3, submitted=0, hosts={0: "a", 1: "b"}, speeds=speeds
+        )
+        assert attempts.begin(attempt, lambda _: None, first_step=7) is None
+        assert attempt.start == 7
+        told.append((attempt.world_size, dict(attempts.speeds)))
+        if number == 0:
+            attempts.take_at_most(2)
+        elif number == 2:
+            attempts.take_at_most(9)
+    before = {"a": 100.0, "b": 50.0}
+    after = {**before, "a": 200.0}
+    # The first has what was asked for; a limit is for the next one alone.
+    assert told == [(3, {}), (2, before), (4, after), (4, after)]
 
 
 def test_a_checkpoint_that_workers_cannot_read_is_passed_over() -> None:

@@ -4,16 +4,28 @@ from __future__ import annotations
 
 import logging
 import shutil
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import MagicMock
 
 import pytest
 
+from sparkdl.data.plan import HOMES, Shard, TrainPlan, make_plan
 from sparkdl.data.shuffle_windows import WINDOWS, Windows
+from sparkdl.data.source import Wanted
 from sparkdl.errors import StorageError
+from sparkdl.spark.fit import fit
+from sparkdl.spark.frames import row_table
+from sparkdl.spark.frames.row_table import SourceTable, TableSpec
 from sparkdl.spark.run import resume
-from sparkdl.spark.run.resume import find_checkpoint, newest, windows_to_go_on
+from sparkdl.spark.run.resume import (
+    find_checkpoint,
+    newest,
+    table_to_go_on,
+    windows_to_go_on,
+)
 from sparkdl.storage.checkpoint_format import (
     SHARED,
     CheckpointInfo,
@@ -112,6 +124,50 @@ def test_the_newest_checkpoint_that_says_so_decides() -> None:
     assert resumed(storage) is None
     note(storage, 20, {})  # of an older version
     assert resumed(storage) == SMALL
+
+
+def test_shards_stay_those_of_the_newest_checkpoint() -> None:
+    storage, key = MemoryStorage(), "0123456789abcdef"
+    table: Any = SimpleNamespace(homes="[[0,1],[]]", dealt_by=lambda homes: f"dealt by {homes}")
+    for place in (None, storage):
+        assert table_to_go_on(place, key, table) is table
+    note(storage, 5, {HOMES: "[[1,0],[]]"})
+    storage.write(f"{key}/a-0/step-00000007/manifest.json", b"half")
+    assert table_to_go_on(storage, key, table) == "dealt by [[1,0],[]]"
+    anywhere: Any = SimpleNamespace(homes=None)
+    assert table_to_go_on(storage, key, anywhere) is anywhere
+    note(storage, 10, {HOMES: table.homes})
+    assert table_to_go_on(storage, key, table) is table
+    note(storage, 20, {})  # of an older version
+    assert table_to_go_on(storage, key, table) is table
+
+
+def test_the_plan_of_a_fit_notes_by_which_homes_its_table_is_dealt(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    shard = Shard(shard_id=0, num_rows=4, num_validation_rows=0, fingerprint="f")
+
+    def contents(wanted: Wanted) -> Any:
+        return SimpleNamespace(homes=wanted.homes or "as they lie now", shards=(shard,))
+
+    def plan_of(columns: Any, shards: Any) -> TrainPlan:
+        return make_plan(columns=columns, shards=shards, world_size=1, batch_size=4, epochs=1)
+
+    for name in ("frame_of", "_spooled"):
+        monkeypatch.setattr(row_table, name, lambda *_: ())
+    monkeypatch.setattr(fit.check_rows, "check_plan", lambda *_, **__: None)
+    monkeypatch.setattr(SourceTable, "windows", lambda *_: None)
+    anything: Any = MagicMock(make_plan=plan_of)
+    anything.request.validation = None
+    anything.columns, anything.checkpoints = [], None
+    source: Any = SimpleNamespace(contents=contents)
+    table = SourceTable(anything, source, TableSpec(columns=(), num_shards=1))
+    table.collect()
+    for own, homes in ((table, "as they lie now"), (table.dealt_by("as before"), "as before")):
+        part: Any = SimpleNamespace(shard=shard)
+        plan = fit._make_plan(anything, own, [part], anything, anything, "key")
+        assert plan.notes()[HOMES] == homes
+    assert HOMES not in replace(plan, homes=None).notes()
 
 
 class Unsteady(MemoryStorage):

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 from sparkdl.errors import ConfigError
-from sparkdl.spark.session.settings import Settings, read_settings
+from sparkdl.spark.session.settings import Settings, read_settings, session_settings
 
 
 def read(**entries: str) -> Settings:
@@ -48,14 +50,14 @@ def test_every_entry_has_an_effect() -> None:
 @pytest.mark.parametrize(
     ("entries", "message"),
     [
-        ({"heartbeatTimeout": "10s"}, "spark.sparkdl.heartbeatTimeout has a wrong value: .*'10s'"),
+        ({"heartbeatTimeout": "10s"}, "heartbeatTimeout has a wrong value: '10s'; write a number"),
         ({"heartbeatTimeout": "0"}, "spark.sparkdl.heartbeatTimeout must be .* received 0"),
         ({"queueTimeout": "0"}, "spark.sparkdl.queueTimeout must be .* received 0"),
         ({"queueTimeout": "nan"}, "spark.sparkdl.queueTimeout must be .* received nan"),
         ({"startTimeout": "-1"}, "spark.sparkdl.startTimeout must be .* received -1"),
         ({"collectiveTimeout": "nan"}, "spark.sparkdl.collectiveTimeout must be .* received nan"),
         ({"channel": "rank0"}, "spark.sparkdl.channel must be one of .* received 'rank0'"),
-        ({"channel_port": "http"}, "spark.sparkdl.channel.port has a wrong value"),
+        ({"channel_port": "http"}, "channel.port has a wrong value: 'http'; write a port"),
         ({"channel_port": "70000"}, "spark.sparkdl.channel.port must be .* received 70000"),
         (
             {"allowUnencrypted": "yes"},
@@ -66,3 +68,15 @@ def test_every_entry_has_an_effect() -> None:
 def test_wrong_values_name_the_entry(entries: dict[str, str], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         read(**entries)
+
+
+def test_an_entry_that_is_none_gets_one_warning(caplog: pytest.LogCaptureFixture) -> None:
+    entries = {"spark.sparkdl.elasticWait": "3", "spark.sparkdl.elasticwait": "4", "spark.x": "1"}
+    spark: Any = SimpleNamespace(conf=SimpleNamespace(getAll=entries, get=entries.get))
+    for _ in range(2):
+        assert session_settings(spark).elastic_wait_seconds == 3
+    (said,) = caplog.messages
+    assert said == (
+        "spark.sparkdl.elasticwait has no effect: sparkdl has no such entry; did you mean "
+        "'elasticWait'?"
+    )

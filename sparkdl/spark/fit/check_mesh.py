@@ -1,0 +1,104 @@
+"""The checks of a fit whose model is divided along a mesh, before its first job."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from sparkdl.errors import ConfigError
+from sparkdl.mesh import Mesh
+from sparkdl.spark.run.run import FitRequest
+from sparkdl.sync.gradients.allreduce import AllReduce
+
+if TYPE_CHECKING:
+    import torch
+    from torch import nn
+
+_ELEMENTWISE = (
+    "ASGD", "Adadelta", "Adagrad", "Adam", "AdamW", "Adamax", "NAdam", "RAdam", "RMSprop", "Rprop",
+    "SGD",
+)  # fmt: skip
+"""Torch's optimizers that treat each number of a parameter by itself."""
+
+
+def check_mesh(request: FitRequest, module: nn.Module, mode: str, *, has_logs: bool) -> None:
+    """Refuse a mesh that does not fit the request or the module; raises ConfigError.
+
+    ``has_logs``: the module is a LightningModule.
+    """
+    from sparkdl.sync.divided.dividing import recomputed
+    from sparkdl.sync.divided.layout import divided_layers
+
+    mesh, config = request.config.parallelism, request.config
+    if mesh is None:
+        return
+    if not isinstance(mesh, Mesh):
+        raise ConfigError(f"parallelism must be a sparkdl.Mesh or None; received {mesh!r}")
+    workers = request.num_workers
+    if workers not in (None, mesh.size):
+        raise ConfigError(
+            f"parallelism=Mesh({mesh}) is made of {mesh.size} workers, and numWorkers is "
+            f"{workers}; leave numWorkers unset, or choose axes whose product it is"
+        )
+    strategy = config.sync_strategy
+    plain = isinstance(strategy, AllReduce) and not (
+        strategy.double_buffering or strategy.num_backup_workers or strategy.work_shares
+    )
+    remedies = {
+        "executionMode must be 'gang': the workers of a mesh need each other at every step": (
+            mode != "gang"
+        ),
+        f"syncStrategy must be AllReduce() without double_buffering, num_backup_workers and "
+        f"work_shares; received {strategy!r}": not plain,
+        "topology must be 'auto' or 'ring': sums are formed between parts of the mesh": (
+            plain and strategy.topology not in ("auto", "ring")
+        ),
+        "minWorkers must be unset: the product of the axes is the number of workers": (
+            request.min_workers is not None
+        ),
+        "elasticity must be 'rounding'": config.elasticity != "rounding",
+        "the module must not be a LightningModule, whose hooks see whole parameters": has_logs,
+        "compile must be False: compiled code of divided layers has not been tried": config.compile,
+        "syncBatchNorm must be False": config.sync_batch_norm,
+        "precision must be 'fp32' or 'bf16': no rank sees whether the gradients of all overflow": (
+            config.precision == "fp16"
+        ),
+        "memoryFormat must be 'contiguous': parameters are cut along their first dimension": (
+            config.memory_format != "contiguous"
+        ),
+        f"Params cannot be 'auto'; set {', '.join(request.automatic)}": bool(request.automatic),
+        "initialState and keepTrainingState must be unset": (
+            request.initial_state is not None or request.keep_training_state
+        ),
+    }
+    for remedy, is_wrong in remedies.items():
+        if is_wrong:
+            raise ConfigError(f"parallelism=Mesh({mesh}): {remedy}")
+    scalars = [name for name, parameter in module.named_parameters() if parameter.dim() == 0]
+    if scalars and mesh.num_shards > 1:
+        raise ConfigError(
+            f"parallelism=Mesh({mesh}): the parameter {scalars[0]!r} is a single number without a "
+            "dimension, which cannot be divided; give it the shape (1,)"
+        )
+    if mesh.activation_checkpointing and not recomputed(module):
+        raise ConfigError(
+            f"parallelism=Mesh({mesh}): activation_checkpointing needs layers that are made of "
+            "layers, without BatchNorm, and the module has none; leave it False"
+        )
+    divided_layers(mesh, module)
+
+
+def check_mesh_optimizer(mesh: Mesh | None, optimizer: torch.optim.Optimizer) -> None:
+    """Refuse an optimizer that looks at whole parameters, of which a rank has parts only.
+
+    Raises:
+        ConfigError: it is none of those that are known not to.
+    """
+    kind = type(optimizer)
+    known: Sequence[str] = _ELEMENTWISE
+    is_torchs = kind.__module__.partition(".")[0] == "torch"
+    if mesh is not None and not (is_torchs and kind.__name__ in known):
+        raise ConfigError(
+            f"parallelism=Mesh({mesh}): {kind.__name__} may look at whole parameters, of which a "
+            f"worker has a part only; use one of {', '.join(known)}"
+        )

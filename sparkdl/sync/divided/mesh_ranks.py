@@ -1,0 +1,82 @@
+"""The ranks of a mesh by its axes: whom a rank sums with, and torch's view of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable
+from dataclasses import dataclass
+from itertools import count
+
+import torch
+from torch.distributed.device_mesh import DeviceMesh
+
+from sparkdl.comm.communicator import Communicator, LocalCommunicator, ProcessGroupCommunicator
+from sparkdl.mesh import Mesh
+
+_NUMBERS = count()
+"""Of the meshes that this process has made."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class MeshRanks:
+    """One rank's neighbours along each axis."""
+
+    mesh: Mesh
+    replicas: Communicator
+    """Those that have the same part of the model."""
+    shards: Communicator
+    """Those among which the state of a replica is divided, besides ``tensors``."""
+    tensors: Communicator
+    """Those that train on the same rows."""
+    readers: Communicator
+    """One of each that train on different rows: ``replicas`` times ``shards``."""
+    shard_mesh: DeviceMesh | None
+    """Torch's view of ``shards``; None: it is this rank alone."""
+    tensor_mesh: DeviceMesh | None
+    """That of ``tensors``, likewise."""
+
+    @classmethod
+    def of(cls, mesh: Mesh, comm: Communicator, device: torch.device) -> MeshRanks:
+        """Arrange the ranks of a gang. Collective."""
+        assert comm.world_size == mesh.size, (comm.world_size, mesh)
+        where = [mesh.coordinates(rank) for rank in range(mesh.size)]
+
+        def alike(key: Callable[[tuple[int, int, int]], Hashable]) -> Communicator:
+            """The ranks of which ``key`` gives the same."""
+            groups: dict[Hashable, list[int]] = {}
+            for rank, place in enumerate(where):
+                groups.setdefault(key(place), []).append(rank)
+            if len(groups) == len(where):
+                return LocalCommunicator()
+            return comm if len(groups) == 1 else comm.split(list(groups.values()))
+
+        shards = alike(lambda place: (place[0], place[2]))
+        tensors = alike(lambda place: place[:2])
+        replica = [rank for rank in range(mesh.size) if where[rank][0] == where[comm.rank][0]]
+        # Torch caches what it finds of a mesh, and takes one of equal names and ranks for the same,
+        # also that of an earlier fit of this process, whose groups are gone.
+        number = next(_NUMBERS)
+        axes = [
+            (f"{name}-{number}", neighbours.group)
+            for name, neighbours in (("shard", shards), ("tensor", tensors))
+            if isinstance(neighbours, ProcessGroupCommunicator)
+        ]
+        meshes: dict[str, DeviceMesh] = {}
+        if axes:
+            both = DeviceMesh.from_group(
+                [group for _, group in axes],
+                device.type,
+                mesh=torch.tensor(replica).view(
+                    [size for size in (mesh.num_shards, mesh.tensor) if size > 1]
+                ),
+                mesh_dim_names=tuple(name for name, _ in axes),
+            )
+            meshes = {name.partition("-")[0]: both[name] for name, _ in axes}
+        return cls(
+            mesh=mesh,
+            replicas=alike(lambda place: place[1:]),
+            shards=shards,
+            tensors=tensors,
+            readers=alike(lambda place: place[2]),
+            shard_mesh=meshes.get("shard"),
+            tensor_mesh=meshes.get("tensor"),
+        )

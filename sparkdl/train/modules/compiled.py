@@ -1,0 +1,98 @@
+"""Compiles a module with torch.compile, in place: parameters keep their names, hooks and memory.
+
+The sizes of batches and sequences are variables of the compiled code from the first call on, so one
+piece of code serves them all. Dropout draws the numbers that it draws without compilation.
+"""
+
+from __future__ import annotations
+
+import random
+import sysconfig
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+from sparkdl.data.collate import Arguments
+from sparkdl.errors import ClusterError
+
+
+def compile_in_place(module: nn.Module, device: torch.device, example: Arguments | None) -> None:
+    """Have calls of ``module`` run compiled code; it is compiled when it is first called.
+
+    Copies of the module are not compiled, nor is what unpickles it.
+
+    Args:
+        module: on ``device`` already.
+        device: where it computes.
+        example: inputs for which the compiler optimizes. So its code follows from them, not from
+            the first batch of a worker, and training that goes on gives the same bits. (Not where
+            batches are of very different sizes: a sum of more than 4096 numbers has other code.)
+            The module is called on them before its first training batch; its buffers and random
+            numbers are then as before. None: a training step calls the module or its children, one
+            by one; all of these are compiled, for what they are first called with.
+
+    Raises:
+        ClusterError: torch has nothing here to compile for CPUs with.
+    """
+    if device.type == "cpu":
+        require_compiler()
+    for part in (module, *(module.children() if example is None else ())):
+        part._compiled_call_impl = _Compiled(part, example)  # torch's own place for it
+    if example is not None:  # torch's caches would give code for other examples
+        sizes = [tuple(value.shape) for value in example.values]
+        torch.compiler.config.cache_key_tag = f"sparkdl {sizes}"
+
+
+def require_compiler() -> None:
+    """Raise ClusterError if there is no C++ compiler here, or no headers of Python."""
+    from torch._inductor.cpp_builder import get_cpp_compiler
+    from torch._inductor.exc import InvalidCxxCompiler
+
+    problem = None
+    try:
+        get_cpp_compiler()
+    except InvalidCxxCompiler:
+        problem = "no C++ compiler: neither g++ on the PATH nor what CXX names can be started"
+    if problem is None and not Path(sysconfig.get_path("include"), "Python.h").is_file():
+        problem = f"no headers of Python: {sysconfig.get_path('include')}/Python.h is missing"
+    if problem is not None:
+        raise ClusterError(
+            f"compile=True: this worker has {problem}; install g++ and Python's headers (packages "
+            "such as g++ and python3-dev) on all executors, or leave compile out"
+        )
+
+
+class _Compiled:
+    """Calls a module's compiled code."""
+
+    # Not `nn.Module.compile`: it compiles nothing of torch's own containers, such as Sequential.
+    def __init__(self, part: nn.Module, example: Arguments | None) -> None:
+        def forward(*args: Any, **kwargs: Any) -> Any:
+            return part._call_impl(*args, **kwargs)  # type: ignore[no-untyped-call]
+
+        # torch keeps what it has compiled by code objects, for each a few: none is shared.
+        forward.__code__ = forward.__code__.replace()
+        self._compiled = torch.compile(forward, options={"fallback_random": True})
+        self._part, self._example = part, example
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if torch.compiler.is_compiling():  # it is a part of a module that is compiled
+            return self._compiled(*args, **kwargs)
+        if self._example is not None and self._part.training and torch.is_grad_enabled():
+            example, self._example = self._example, None
+            buffers = [buffer.clone() for buffer in self._part.buffers()]
+            states = random.getstate(), np.random.get_state()
+            with torch.random.fork_rng(devices={v.device for v in example.values if v.is_cuda}):
+                example.call(self)
+            random.setstate(states[0])
+            np.random.set_state(states[1])
+            with torch.no_grad():
+                for buffer, before in zip(self._part.buffers(), buffers, strict=True):
+                    buffer.copy_(before)
+        for value in (*args, *kwargs.values()):
+            if isinstance(value, torch.Tensor) and value.layout == torch.strided:
+                torch._dynamo.maybe_mark_dynamic(value, [*range(min(2, value.dim()))])
+        return self._compiled(*args, **kwargs)

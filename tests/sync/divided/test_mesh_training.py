@@ -1,0 +1,271 @@
+"""A model that is divided along a mesh learns what one process learns, and goes on on another."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from sparkdl.comm.communicator import Communicator, LocalCommunicator
+from sparkdl.config import EarlyStopping, TrainConfig
+from sparkdl.data.spool.mapped import MappedRows, ShardData
+from sparkdl.errors import ConfigError
+from sparkdl.mesh import Mesh
+from sparkdl.models import LanguageModel
+from sparkdl.sync.divided.mesh_ranks import MeshRanks
+from sparkdl.train.callbacks import NullObserver
+from sparkdl.train.loop import train
+from sparkdl.train.rank_state import ResumePoint, united
+from tests.gang import Gang
+from tests.train.runs import NUM_FEATURES, Keeper, make_data, plan_for, seeded
+
+pytestmark = pytest.mark.gang
+
+ROWS = [23, 7, 16, 11]
+LAYOUT = {"blocks.*.first": "columns", "blocks.*.second": "rows"}
+MESHES = {
+    "shard": Mesh(shard=2, smallest_unit=1),
+    "shard as one unit": Mesh(shard=2),
+    "activations again": Mesh(shard=2, smallest_unit=1, activation_checkpointing=True),
+    "optimizer": Mesh(data=2, shard_optimizer=True),
+    "tensor": Mesh(tensor=2, layout=LAYOUT),
+    "data": Mesh(data=2),
+}
+PAIRS = {
+    "data, shard": Mesh(data=2, shard=2, smallest_unit=1),
+    "data, tensor": Mesh(data=2, tensor=2, layout=LAYOUT),
+    "shard, tensor": Mesh(
+        shard=2, tensor=2, layout=LAYOUT, smallest_unit=1, activation_checkpointing=True
+    ),
+    "shard": Mesh(shard=4, smallest_unit=1),
+}
+
+
+class Block(nn.Module):
+    """Two layers that a layout may divide, and a normalization."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(7, 6, dtype=torch.float64)
+        self.second = nn.Linear(6, 7, dtype=torch.float64)
+        self.norm = nn.LayerNorm(7, dtype=torch.float64)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.norm(x + self.second(torch.tanh(self.first(x))))
+
+
+class Net(nn.Module):
+    """Blocks between two layers; 7 numbers cannot be shared evenly, and the last row not at all."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.into = nn.Linear(NUM_FEATURES, 7, dtype=torch.float64)
+        self.blocks = nn.ModuleList(Block() for _ in range(2))
+        self.out = nn.Linear(7, 1, dtype=torch.float64)
+        self.register_buffer("seen", torch.zeros(1, dtype=torch.float64))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.into(x)
+        for block in self.blocks:
+            x = block(x)
+        return self.out(x)
+
+
+def train_on_rank(
+    comm: Communicator,
+    config: TrainConfig,
+    *,
+    save_at: int | None = None,
+    before: Sequence[ResumePoint] = (),
+    own: ResumePoint | None = None,
+) -> tuple[dict[str, torch.Tensor], list[dict[str, float]], dict[int, ResumePoint]]:
+    """Train this rank's part; whole weights, history, and what was saved."""
+    is_text, make = config.loss == "cross_entropy", Net
+    data, validation = ((text if is_text else make_data)(rows) for rows in (ROWS, [3, 0, 14, 2]))
+    mesh = config.parallelism or Mesh()
+    plan = plan_for(data, config, validation=validation, world_size=mesh.num_readers,
+                    weighted=not is_text)  # fmt: skip
+    if is_text:
+        make = partial(LanguageModel, num_tokens=11, max_length=8, width=12, num_heads=2,
+                       feedforward=14)  # fmt: skip
+    held = [shard.shard_id for shard in plan.shards_of(comm.rank // mesh.tensor)]
+    net, resume = seeded(make).double(), own
+    if before:
+        state = united([point.rank_state or {} for point in before])
+        parts = [(point.rank_state or {}).get("divided") for point in before]
+        resume = dataclasses.replace(before[0], rank_state=state)
+        if parts[0] is not None:
+            parts = [part for part in parts if part is not None]
+            resume = dataclasses.replace(resume, parts=lambda: iter(parts))
+    sink = Keeper(() if save_at is None else (save_at,))
+    outcome = train(
+        module=net, config=config, plan=plan, comm=comm, device=torch.device("cpu"),
+        shards=[MappedRows(data[number], plan) for number in held],
+        validation=[MappedRows(validation[number], plan) for number in held],
+        checkpoints=sink, resume=resume, observer=NullObserver(),
+    )  # fmt: skip
+    whole = {
+        name: (value.full_tensor() if isinstance(value, DTensor) else value).detach().clone()
+        for name, value in net.state_dict().items()
+    }
+    return whole, outcome.history, sink.points
+
+
+def text(rows: Sequence[int]) -> list[ShardData]:
+    """Counting in steps of 1 to 3, modulo 11: tokens, and those that follow."""
+    shards = []
+    for number, count in enumerate(rows):
+        starts = torch.arange(count)[:, None] + number
+        tokens = (starts + (starts % 3 + 1) * torch.arange(9)) % 11
+        columns = {"feature x": tokens[:, :-1].clone(), "label y": tokens[:, 1:].clone()}
+        shards.append(ShardData(f"shard {number}", columns))
+    return shards
+
+
+BASE: dict[str, Any] = {
+    "loss": "mse", "task": "regression", "epochs": 3, "batch_size": 8, "optimizer": "adamw",
+    "learning_rate": 0.01,
+}  # fmt: skip
+CASES: dict[str, dict[str, Any]] = {
+    "adam, clipped, in two parts": {
+        "gradient_clip_norm": 0.5, "gradient_accumulation_steps": 2,
+        "parameter_groups": {"*.bias": {"weight_decay": 0.0}}, "frozen_layers": ("into",),
+    },
+    "momentum, the best": {
+        "optimizer": "sgd", "optimizer_params": {"momentum": 0.9}, "learning_rate": 0.05,
+        "early_stopping": EarlyStopping(monitor="val_loss", patience=5),
+    },
+}  # fmt: skip
+
+
+def config_of(case: str, mesh: Mesh | None = None, **other: Any) -> TrainConfig:
+    return TrainConfig(**{**BASE, **CASES[case], "parallelism": mesh, **other})
+
+
+def one_process(config: TrainConfig) -> Any:
+    return train_on_rank(LocalCommunicator(), dataclasses.replace(config, parallelism=None))
+
+
+def assert_equal(found: Any, expected: Any) -> None:
+    for name, value in expected[0].items():
+        assert torch.allclose(found[0][name], value, rtol=1e-12, atol=1e-12), name
+    assert len(found[1]) == len(expected[1])
+    for own, other in zip(found[1], expected[1], strict=True):
+        assert own.keys() == other.keys()
+        for name in own.keys() - {"seconds"}:
+            assert own[name] == pytest.approx(other[name], rel=1e-11), name
+
+
+@pytest.mark.parametrize("mesh", MESHES)
+@pytest.mark.parametrize("case", CASES)
+def test_two_ranks_learn_what_one_process_learns(gang: Gang, case: str, mesh: str) -> None:
+    config = config_of(case, MESHES[mesh])
+    for found in gang.run(train_on_rank, config):
+        assert_equal(found, one_process(config))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mesh", PAIRS)
+def test_four_ranks_learn_what_one_process_learns(gang4: Gang, mesh: str) -> None:
+    for case in CASES:
+        config = config_of(case, PAIRS[mesh])
+        for found in gang4.run(train_on_rank, config):
+            assert_equal(found, one_process(config))
+
+
+@pytest.mark.slow
+def test_a_language_model_has_the_same_curve_along_each_mesh(gang: Gang) -> None:
+    attention = {"*.attention.q|k|v": "columns", "*.attention.out": "rows"}
+    tensor = Mesh(tensor=2, layout={**attention, "*.mlp.0": "columns", "*.mlp.2": "rows"})
+    meshes = (Mesh(shard=2, smallest_unit=1), tensor, MESHES["optimizer"])
+    text: dict[str, Any] = {**BASE, "loss": "cross_entropy", "task": "custom", "epochs": 25}
+    alone = one_process(TrainConfig(**text))
+    assert alone[1][-1]["val_loss"] < 0.35 < 1.5 < alone[1][0]["val_loss"]
+    for mesh in meshes:
+        for found in gang.run(train_on_rank, TrainConfig(**text, parallelism=mesh)):
+            assert_equal(found, alone)
+
+
+def points(found: Sequence[Any], step: int) -> list[ResumePoint]:
+    return [one[2][step] for one in found]
+
+
+def test_a_run_that_goes_on_along_the_same_mesh_has_the_same_bits(gang: Gang) -> None:
+    for mesh in (MESHES["shard"], MESHES["tensor"]):
+        config = config_of("momentum, the best", mesh)
+        whole = gang.run(train_on_rank, config)
+        saved = points(gang.run(save_on_rank, config, 4), 4)
+        again = gang.run(resume_on_rank, config, saved)
+        for own, other in zip(whole, again, strict=True):
+            assert all(torch.equal(own[0][name], value) for name, value in other[0].items())
+
+
+def save_on_rank(comm: Communicator, config: TrainConfig, step: int) -> Any:
+    return train_on_rank(comm, dataclasses.replace(config, max_steps=step + 1), save_at=step)
+
+
+def resume_on_rank(comm: Communicator, config: TrainConfig, saved: Sequence[ResumePoint]) -> Any:
+    """Go on with this rank's own file."""
+    own = saved[comm.rank]
+    part = (own.rank_state or {})["divided"]
+    return train_on_rank(comm, config, own=dataclasses.replace(own, parts=lambda: iter([part])))
+
+
+@pytest.mark.parametrize(
+    ("first", "then"),
+    [("shard", "tensor"), ("tensor", "optimizer"), ("shard", "data"), ("data", "shard")],
+)
+def test_a_run_goes_on_along_another_mesh(gang: Gang, first: str, then: str) -> None:
+    for case in CASES:
+        before, after = (config_of(case, MESHES[name]) for name in (first, then))
+        saved = points(gang.run(save_on_rank, before, 4), 4)
+        for found in gang.run(go_on_elsewhere, after, saved):
+            assert_equal(found, one_process(after))
+        if case == "adam, clipped, in two parts":  # with none
+            assert_equal(go_on_elsewhere(LocalCommunicator(), config_of(case), saved),
+                         one_process(after))  # fmt: skip
+
+
+def go_on_elsewhere(comm: Communicator, config: TrainConfig, saved: Sequence[ResumePoint]) -> Any:
+    """Go on with what the ranks of another mesh have saved."""
+    return train_on_rank(comm, config, before=saved)
+
+
+@pytest.mark.parametrize(
+    ("layout", "remedy"),
+    [
+        ({"blocks.*.first": "columns"}, "cannot compute"),
+        ({"blocks.*.second": "rows", "into": "rows"}, "cannot compute|something else"),
+    ],
+)
+def test_a_layout_that_changes_the_result_is_refused(
+    gang: Gang, layout: dict[str, str], remedy: str
+) -> None:
+    config = config_of("momentum, the best", Mesh(tensor=2, layout=layout))
+    for error in gang.run(error_on_rank, config):
+        assert re.search(remedy, error), error
+
+
+def error_on_rank(comm: Communicator, config: TrainConfig) -> str:
+    try:
+        train_on_rank(comm, config)
+    except ConfigError as error:
+        return str(error)
+    return "no error"
+
+
+def test_torch_takes_no_mesh_for_that_of_an_earlier_fit(gang: Gang) -> None:
+    """It would use groups of that fit, which are gone, by what it has cached."""
+    assert gang.run(are_meshes_equal) == [False, False]
+
+
+def are_meshes_equal(comm: Communicator) -> bool:
+    first, second = (MeshRanks.of(Mesh(shard=2), comm, torch.device("cpu")) for _ in range(2))
+    return first.shard_mesh == second.shard_mesh

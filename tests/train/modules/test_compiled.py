@@ -1,0 +1,169 @@
+"""Compiled modules train as others do, to rounding; one piece of code serves all sizes."""
+
+from __future__ import annotations
+
+import copy
+import sysconfig
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch._dynamo.utils import counters
+from torch._inductor import cpp_builder
+
+from sparkdl.config import TrainConfig
+from sparkdl.data.collate import Arguments
+from sparkdl.data.plan import RoundPart
+from sparkdl.data.spool.mapped import MappedRows
+from sparkdl.errors import ClusterError
+from sparkdl.train.callbacks import NullObserver
+from sparkdl.train.modules.compiled import compile_in_place
+from sparkdl.train.round_replica import RoundReplica
+from tests.train.runs import NUM_FEATURES, Keeper, but, make_data, plan_for, run, seeded, weights
+
+pytestmark = [
+    pytest.mark.slow,  # torch's compiler is imported
+    # torch does not show these of its compiler either.
+    pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated:DeprecationWarning"),
+    pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf"),
+]
+CPU = torch.device("cpu")
+
+
+def make_net() -> nn.Sequential:
+    """A container of torch's own, with a layer as wide as a batch."""
+    return nn.Sequential(
+        nn.Linear(NUM_FEATURES, 6, bias=False),
+        nn.BatchNorm1d(6),
+        nn.Tanh(),
+        nn.Dropout(0.25),
+        nn.Linear(6, 1),
+    )
+
+
+def compilations() -> int:
+    """Since the last call."""
+    number: int = counters["frames"]["ok"]
+    counters.clear()
+    return number
+
+
+def test_trains_as_without_and_resumes_with_the_same_bits() -> None:
+    config = TrainConfig(
+        epochs=3, batch_size=6, optimizer="adam", learning_rate=0.02, seed=4, compile=True
+    )
+    data, validation = make_data([23], dtype=torch.float32), make_data([9], dtype=torch.float32)
+    plain, whole = seeded(make_net), seeded(make_net)
+    expected = run(plain, but(config, compile=False), data, validation=validation)
+    sink = Keeper(steps=tuple(range(1, 12)))
+    compilations()
+    got = run(whole, config, data, validation=validation, sink=sink)
+    assert compilations() == 2  # batches of 5 and 6 rows; evaluations of 6 and 3
+    names = list(plain.state_dict())
+    assert list(whole.state_dict()) == list(sink.points[1].shared["model"]) == names
+    torch.testing.assert_close(weights(whole), weights(plain), rtol=1e-4, atol=1e-5)
+    for mine, other in zip(got.history, expected.history, strict=True):
+        assert mine["val_loss"] == pytest.approx(other["val_loss"], rel=1e-4)
+    for step in (1, 4, 7, 11):
+        torch._dynamo.reset()  # as in another process
+        resumed = seeded(make_net, seed=99)
+        run(resumed, config, data, validation=validation, resume=sink.points[step])
+        assert compilations() > 0
+        for a, b in zip(whole.state_dict().values(), resumed.state_dict().values(), strict=True):
+            assert torch.equal(a, b)
+    assert whole._compiled_call_impl is not None
+    assert copy.deepcopy(whole)._compiled_call_impl is None
+
+
+class Parts(nn.Module):
+    """As a GAN: nobody calls the module itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.maker, self.judge = nn.Linear(NUM_FEATURES, 3), nn.Linear(3, 1)
+
+
+def judged(module: Parts, inputs: torch.Tensor, target: torch.Tensor) -> Any:
+    return (module.judge(module.maker(inputs).tanh()).squeeze(1) - target).square()
+
+
+def test_a_training_step_calls_compiled_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    compiled = torch.compile
+    monkeypatch.setattr(torch, "compile", lambda call, options: compiled(call, backend="eager"))
+    config = TrainConfig(batch_size=6, learning_rate=0.1, training_step=judged, compile=True)
+    plain, module = seeded(Parts), seeded(Parts)
+    data = make_data([23], dtype=torch.float32)
+    run(plain, but(config, compile=False), data)
+    compilations()
+    run(module, config, data)
+    assert compilations() == 2  # maker and judge
+    torch.testing.assert_close(weights(module), weights(plain))
+
+
+class Words(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.table, self.head = nn.Embedding(20, 4), nn.Linear(4, 1)
+
+    def forward(self, words: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+        values = self.table(words) * mask[..., None]
+        return self.head(values.sum(1) / mask.sum(1, keepdim=True))
+
+
+def test_lengths_and_sparse_inputs_do_not_compile_anew(monkeypatch: pytest.MonkeyPatch) -> None:
+    compiled = torch.compile
+    monkeypatch.setattr(torch, "compile", lambda call, options: compiled(call, backend="eager"))
+    module = Words()
+    compile_in_place(module, CPU, Arguments((torch.ones(9, 9).long(), torch.ones(9, 9))))
+    compilations()
+    for rows, length in ((6, 6), (5, 6), (6, 9), (4, 2), (7, 20)):
+        words = torch.randint(0, 20, (rows, length))
+        assert module(words, torch.ones(rows, length)).shape == (rows, 1)
+    assert compilations() == 1
+    sparse = nn.Linear(4, 1)
+    expected = sparse(torch.eye(4))
+    compile_in_place(sparse, CPU, Arguments((torch.eye(4).to_sparse(),)))
+    torch.testing.assert_close(sparse(torch.eye(4).to_sparse()), expected)
+
+
+def test_code_is_for_the_largest_batch_not_for_the_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    rows: list[int] = []
+
+    def keep(graph: torch.fx.GraphModule, inputs: list[Any]) -> Any:
+        rows.extend(value.node.hint for value in inputs if isinstance(value, torch.SymInt))
+        return graph.forward
+
+    compiled = torch.compile
+    monkeypatch.setattr(torch, "compile", lambda call, options: compiled(call, backend=keep))
+    config = TrainConfig(batch_size=6, learning_rate=0.1, compile=True)
+    run(make_net(), config, make_data([23], dtype=torch.float32))  # the first has 5
+    assert rows == [6]
+
+
+def test_a_process_keeps_compiled_modules(monkeypatch: pytest.MonkeyPatch) -> None:
+    compiled = torch.compile
+    monkeypatch.setattr(torch, "compile", lambda call, options: compiled(call, backend="eager"))
+    config = TrainConfig(batch_size=4, learning_rate=0.1, compile=True)
+    data = make_data([8], dtype=torch.float32)
+    plan = plan_for(data, config)
+    rows, part = MappedRows(data[0], plan), RoundPart(epoch=0, step=0, step_in_epoch=0, num_steps=2)
+    compilations()
+    for number in range(torch._dynamo.config.recompile_limit + 1):  # of fits, one after the other
+        module = seeded(make_net, seed=number)
+        replica = RoundReplica(module, config, plan, CPU)
+        for _ in range(2):
+            replica.train({"model": module.state_dict()}, 0, rows, part, NullObserver())
+        assert compilations() == 1
+
+
+def test_what_is_missing_to_compile_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    config = TrainConfig(compile=True)
+    with monkeypatch.context() as patched:
+        cpp_builder.cpp_compiler_search.cache_clear()  # another process has not looked yet
+        patched.setenv("PATH", "/nowhere")
+        with pytest.raises(ClusterError, match=r"no C\+\+ compiler.*install g\+\+"):
+            run(make_net(), config, make_data([4]))
+    monkeypatch.setattr(sysconfig, "get_path", lambda name: "/nowhere")
+    with pytest.raises(ClusterError, match=r"/nowhere/Python.h is missing"):
+        run(make_net(), config, make_data([4]))
