@@ -302,6 +302,26 @@ def _race(directory: str, number: int) -> None:
             clean(directory)
 
 
+def test_a_folder_may_go_just_when_it_was_found(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    make = os.mkdir
+
+    def too_late(path: Path, *mode: int) -> None:
+        monkeypatch.setattr(os, "mkdir", make)
+        raise FileExistsError(17, "File exists", str(path))
+
+    monkeypatch.setattr(os, "mkdir", too_late)
+    with held(tmp_path / "sparkdl-kept-a"):
+        assert (tmp_path / "sparkdl-kept-a").is_dir()
+
+
+def test_a_file_of_the_name_of_a_folder_is_an_error(tmp_path: Path) -> None:
+    (tmp_path / "sparkdl-kept-a").write_text("mine")
+    with pytest.raises(StorageError, match="Not a directory"), held(tmp_path / "sparkdl-kept-a"):
+        pass
+
+
 @pytest.mark.slow
 def test_two_processes_do_not_break_each_other(tmp_path: Path) -> None:
     context = multiprocessing.get_context("spawn")
