@@ -350,9 +350,13 @@ class ChannelStorage(ChannelClient):
             raise self._failure(f"the driver could not store {path}", error) from error
 
     def read(self, path: str) -> bytes:
+        return gathered(self.read_pieces(path))
+
+    def read_pieces(self, path: str) -> Iterator[pa.Buffer]:
+        """The bytes of a file, as they come."""
         try:
             reader = self._client.do_get(flight.Ticket(path.encode()), self._options())
-            return gathered(received(chunk.data for chunk in reader))
+            yield from received(chunk.data for chunk in reader)
         except (pa.ArrowException, OSError) as error:
             raise self._failure(f"the driver could not send {path}", error) from error
 

@@ -10,6 +10,7 @@ import copy
 import hashlib
 import io
 import pickle
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,7 @@ from torch import nn
 from sparkdl.errors import CheckpointError, ConfigError
 from sparkdl.storage import tensor_tree
 from sparkdl.storage.checkpoint_format import decode, encode
+from sparkdl.storage.tensor_file import TensorFile
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,14 +63,50 @@ class _TensorUnpickler(pickle.Unpickler):
     def __init__(self, file: io.BytesIO, tensors: list[torch.Tensor]) -> None:
         super().__init__(file)
         self._tensors = tensors
-        self._parameters: dict[int, nn.Parameter] = {}
+        self.parameters: dict[int, nn.Parameter] = {}
 
     def persistent_load(self, pid: tuple[int, bool, bool]) -> torch.Tensor:
         number, is_parameter, requires_grad = pid
-        tensor = self._tensors[number]
-        if not is_parameter:
-            return tensor
-        return self._parameters.setdefault(number, nn.Parameter(tensor, requires_grad))
+        if is_parameter and number in self.parameters:
+            return self.parameters[number]
+        tensor = self._tensor(number, is_parameter)
+        if is_parameter:
+            return self.parameters.setdefault(number, nn.Parameter(tensor, requires_grad))
+        return tensor
+
+    def _tensor(self, number: int, is_parameter: bool) -> torch.Tensor:
+        return self._tensors[number]
+
+
+class _BlankUnpickler(_TensorUnpickler):
+    """Leaves parameters on the meta device; asks for other tensors when it meets them."""
+
+    def __init__(
+        self, file: io.BytesIO, contents: TensorFile, read: Callable[[str], torch.Tensor]
+    ) -> None:
+        super().__init__(file, [])
+        self._contents, self._read = contents, read
+        self._known: dict[int, torch.Tensor] = {}
+
+    def name(self, number: int) -> str:
+        """That which a tensor has in the file."""
+        (name,) = self._contents.tree[number].values()
+        return str(name)
+
+    def values(self, number: int) -> torch.Tensor:
+        """A tensor as it was packed."""
+        name = self.name(number)
+        found: torch.Tensor = tensor_tree.unpack(
+            self._contents.tree[number], {name: self._read(name)}
+        )
+        return found
+
+    def _tensor(self, number: int, is_parameter: bool) -> torch.Tensor:
+        if is_parameter and "tensor" in self._contents.tree[number]:
+            return self._contents.empty(self.name(number), "meta")
+        if number not in self._known:
+            self._known[number] = self.values(number)
+        return self._known[number]
 
 
 def pack(module: nn.Module) -> PackedModule:
@@ -91,6 +129,35 @@ def unpack(skeleton: bytes, tensors: bytes) -> nn.Module:
     unpickler = _TensorUnpickler(io.BytesIO(skeleton), decode(tensors, "the module"))
     module: nn.Module = unpickler.load()
     return module
+
+
+def unpack_blank(
+    skeleton: bytes, contents: TensorFile, read: Callable[[str], torch.Tensor]
+) -> tuple[nn.Module, dict[str, list[str]]]:
+    """Rebuild the module without the values of its parameters, which are on the meta device.
+
+    Args:
+        skeleton: see `PackedModule`.
+        contents: of its ``tensors``.
+        read: gets one of them; asked in the same order wherever the skeleton is the same.
+
+    Returns:
+        The module, whose buffers and other tensors have their values, and the names of the
+        parameters that lack them, by the tensors' names in the file.
+    """
+    unpickler = _BlankUnpickler(io.BytesIO(skeleton), contents, read)
+    module: nn.Module = unpickler.load()
+    names = {id(parameter): name for name, parameter in module.named_parameters()}
+    blank: dict[str, list[str]] = {}
+    for number, parameter in unpickler.parameters.items():
+        if not parameter.is_meta:
+            continue
+        if id(parameter) in names:
+            blank.setdefault(unpickler.name(number), []).append(names[id(parameter)])
+        else:  # one that the module does not know of
+            known = nn.Parameter(unpickler.values(number), parameter.requires_grad)
+            torch.utils.swap_tensors(parameter, known)  # type: ignore[no-untyped-call]
+    return module, blank
 
 
 def pack_blank(module: nn.Module) -> PackedModule:

@@ -140,8 +140,13 @@ def check_run_key(run_key: str) -> str:
     return run_key
 
 
-def encode(state: Snapshot) -> Iterator[bytes | memoryview]:
-    """A snapshot as the pieces of a safetensors file; tensors are not copied."""
+def encode(
+    state: Snapshot, whole: Callable[[torch.Tensor], torch.Tensor] = torch.Tensor.detach
+) -> Iterator[bytes | memoryview]:
+    """A snapshot as the pieces of a safetensors file; tensors are not copied.
+
+    ``whole`` gets the values of a tensor whose turn it is.
+    """
     header: dict[str, Any] = {"__metadata__": {"tree": json.dumps(state.value)}}
     offset = 0
     # Large elements first keeps every tensor aligned, as the format's own writer does.
@@ -156,13 +161,13 @@ def encode(state: Snapshot) -> Iterator[bytes | memoryview]:
     text += b" " * (-len(text) % 8)
     yield struct.pack("<Q", len(text)) + text
     for _, tensor in tensors:
-        yield from _chunks(tensor)
+        yield from _chunks(whole(tensor))
 
 
 def _chunks(tensor: torch.Tensor) -> Iterator[memoryview]:
     if not tensor.numel():
         return
-    flat = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
+    flat = tensor.contiguous().reshape(-1).view(torch.uint8)
     data = flat.numpy().data
     for start in range(0, len(data), _CHUNK_BYTES):
         yield data[start : start + _CHUNK_BYTES]

@@ -21,7 +21,7 @@ from sparkdl.data.plan import TrainPlan
 from sparkdl.data.source import ShardRows
 from sparkdl.sync.collective import CollectiveStrategy
 from sparkdl.sync.divided.mesh_ranks import MeshRanks
-from sparkdl.sync.divided.mesh_synchronizer import MeshSynchronizer
+from sparkdl.sync.divided.mesh_synchronizer import Fill, MeshSynchronizer
 from sparkdl.sync.frozen_layers import moving_buffers, training_mode
 from sparkdl.sync.gradients.allreduce import tree_synchronizer
 from sparkdl.train.callbacks import (
@@ -87,6 +87,7 @@ def train(
     resume: ResumePoint | None,
     observer: Observer,
     looks: Looks | None = None,
+    fill: Fill | None = None,
 ) -> TrainOutcome:
     """Train ``module`` in place; every rank calls, with equal weights.
 
@@ -103,6 +104,8 @@ def train(
         resume: where to go on; a run that was complete returns at once.
         observer: gets phases, steps and epochs.
         looks: what rank 0 looks at in its layers for the observer; None: nothing.
+        fill: gives the module its weights once it is divided, if its parameters are on the meta
+            device.
 
     Raises:
         ConfigError: loss, optimizer, metrics or early stopping cannot be used as they are.
@@ -136,7 +139,13 @@ def train(
                 tree_synchronizer(strategy, plan.shards_by_rank, model, make, comm)
                 if by_shard
                 else MeshSynchronizer(
-                    model, make, ranks=mesh, strategy=strategy, compute_dtype=dtype, watch=watch
+                    model,
+                    make,
+                    ranks=mesh,
+                    strategy=strategy,
+                    compute_dtype=dtype,
+                    watch=watch,
+                    fill=fill,
                 )
                 if mesh is not None
                 else strategy.setup(model, make, comm)

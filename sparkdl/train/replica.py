@@ -161,7 +161,8 @@ def make_replica(
     """Build a replica around ``module``, which moves to ``device``.
 
     Args:
-        module: its weights are where training begins.
+        module: its weights are where training begins; with parameters on the meta device,
+            ``synchronize`` moves it.
         config: what the user asked for.
         plan: the numbers that follow from it.
         device: where to compute.
@@ -177,7 +178,8 @@ def make_replica(
     metrics = Metrics.of(config, loss, device)
     training_metrics = Metrics.of(config, loss, device) if config.training_metrics else None
     number_format = NumberFormat(config.precision, device)
-    module.to(device)
+    if not any(parameter.is_meta for parameter in module.parameters()):
+        module.to(device)
     if config.compile:
         features = [column for column in plan.columns if column.role == "feature"]
         example = example_arguments(features, max(2, plan.batch_size)).to(device)

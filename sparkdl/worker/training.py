@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
+from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import partial
@@ -24,6 +25,7 @@ from sparkdl.comm.worker_environment import WorkerEnvironment
 from sparkdl.config import Looks
 from sparkdl.data.plan import TrainPlan
 from sparkdl.data.source import ShardSource, open_shards
+from sparkdl.data.spool.local_disk import ScratchFile
 from sparkdl.data.spool.spool_source import SpoolSource
 from sparkdl.errors import CommunicationError
 from sparkdl.mesh import Mesh
@@ -104,9 +106,9 @@ def _train(order: WorkOrder, member: Member) -> Results:
     from sparkdl.storage.checkpoint_format import encode
     from sparkdl.storage.checkpoint_writer import CheckpointManager
     from sparkdl.storage.tensor_tree import snapshot
-    from sparkdl.sync.divided.dividing import gathered_weights
     from sparkdl.train.loop import train
     from sparkdl.train.training_state import left_by
+    from sparkdl.worker.sent_weights import SentWeights
 
     config, structure = cloudpickle.loads(order.payload)
     strategy, mesh = sync.resolve(config.sync_strategy), config.parallelism
@@ -127,7 +129,15 @@ def _train(order: WorkOrder, member: Member) -> Results:
         )
     reader = comm.rank if mesh is None else comm.rank // mesh.tensor
     with contextlib.ExitStack() as stack:
-        module = initial_module(order.weights, structure, files, comm)
+        fill = None
+        if _is_divided_first(order, mesh):
+            assert files is not None
+            sent = stack.enter_context(
+                contextlib.closing(SentWeights(structure, INITIAL, files, comm))
+            )
+            module, fill = sent.module, partial(sent.fill, device=member.device)
+        else:
+            module = initial_module(order.weights, structure, files, comm)
         storage = checkpoint_storage(order, files)
         checkpoints = None
         if storage is not None:
@@ -167,6 +177,7 @@ def _train(order: WorkOrder, member: Member) -> Results:
             ),
             observer=reporter,
             looks=order.looks,
+            fill=fill,
         )
         reporter.phase("finish")
         if checkpoints is not None and order.storage_url is not None:
@@ -174,14 +185,36 @@ def _train(order: WorkOrder, member: Member) -> Results:
             checkpoints.final(end.step, end.shared, end.rank_state)
         report = _report(outcome, reporter.rows, checkpoints)
         results = [("result", json.dumps(report).encode())]
-        whole = module.state_dict() if mesh is None else gathered_weights(module, comm.rank == 0)
-        if comm.rank == 0:
-            weights = snapshot(whole)
+        if mesh is not None:
+            results += _gathered(module, member)
+        elif comm.rank == 0:
+            weights = snapshot(module.state_dict())
             results += deliver(member, "weights", FINAL, lambda: encode(weights))
             if order.keeps_state:
                 left = snapshot(left_by(outcome.final.shared))
                 results += deliver(member, "left", LEFT, lambda: encode(left))
     return results
+
+
+def _gathered(module: nn.Module, member: Member) -> Results:
+    """The weights of a divided module, of which rank 0 has a file on its disk. Collective."""
+    from sparkdl.sync.divided.dividing import whole_weights
+
+    pieces = whole_weights(module)
+    if member.comm.rank > 0:
+        deque(pieces, maxlen=0)
+        return []
+    with contextlib.closing(ScratchFile()) as scratch:
+        scratch.write(pieces)
+        return deliver(member, "weights", FINAL, scratch.pieces)
+
+
+def _is_divided_first(order: WorkOrder, mesh: Mesh | None) -> bool:
+    """True if no rank shall have all of the module, which is divided before it has its weights.
+
+    Layers of a layout are compared with the whole module, which needs its weights for that.
+    """
+    return order.weights is None and mesh is not None and mesh.num_shards > 1 and not mesh.layout
 
 
 def initial_module(

@@ -7,12 +7,15 @@ import errno
 import fcntl
 import os
 import shutil
-from collections.abc import Iterator, Sequence
+import tempfile
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 from sparkdl.errors import StorageError
 
 _FULL = (errno.ENOSPC, errno.EDQUOT)
+_PIECE_BYTES = 8 << 20
 
 
 class DiskFull(StorageError):
@@ -30,7 +33,7 @@ def run_folder(run_id: str) -> str:
 
 
 @contextlib.contextmanager
-def disk_errors(directory: Path) -> Iterator[None]:
+def disk_errors(directory: Path, what: str = "the spool") -> Iterator[None]:
     """Raise errors of the operating system as ours.
 
     Raises:
@@ -40,16 +43,17 @@ def disk_errors(directory: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        raise disk_error(error, "write", directory) from error
+        raise disk_error(error, "write", directory, what) from error
 
 
-def disk_error(error: OSError, doing: str, path: Path) -> StorageError:
+def disk_error(error: OSError, doing: str, path: Path, what: str = "the spool") -> StorageError:
     """An error of the operating system as one of ours; see `disk_errors`.
 
     Args:
         error: what has happened.
         doing: to ``write`` or ``read``.
         path: the spool, or one of its files.
+        what: that is, if it is none of a spool.
     """
     kind = DiskFull if error.errno in _FULL else StorageError
     remedy = ""
@@ -58,7 +62,7 @@ def disk_error(error: OSError, doing: str, path: Path) -> StorageError:
             "; each column is a file of its own: put columns together into arrays "
             "(VectorAssembler), or raise the limit of open files on the executors (ulimit -n)"
         )
-    return kind(f"cannot {doing} the spool {path}: {error}{remedy}")
+    return kind(f"cannot {doing} {what} {path}: {error}{remedy}")
 
 
 def full_disk(
@@ -116,6 +120,38 @@ def roomiest(directories: Sequence[str]) -> Path:
     if not free:
         raise StorageError(f"none of Spark's local directories exists: {list(directories)}")
     return Path(max(free, key=lambda name: free[name]))
+
+
+class ScratchFile:
+    """A file without a name on the roomiest local disk; it is gone when it is closed.
+
+    Raises, from its making and from `write`:
+        DiskFull: no space is left.
+        StorageError: there is no such disk, or it cannot be written.
+    """
+
+    def __init__(self) -> None:
+        self._root = roomiest(local_dirs() or [tempfile.gettempdir()])
+        with disk_errors(self._root, "a file of weights in"):
+            self.file = tempfile.TemporaryFile(dir=self._root)
+
+    def write(self, pieces: Iterable[Any]) -> None:
+        """Have these bytes in it, in place of what it has."""
+        self.file.seek(0)
+        self.file.truncate()
+        for piece in pieces:
+            with disk_errors(self._root, "a file of weights in"):
+                self.file.write(piece)
+
+    def pieces(self) -> Iterator[bytes]:
+        """What it has."""
+        self.file.seek(0)
+        while piece := self.file.read(_PIECE_BYTES):
+            yield piece
+
+    def close(self) -> None:
+        """Give the disk's space back."""
+        self.file.close()
 
 
 def make_private(directory: Path) -> None:

@@ -18,6 +18,8 @@ from torch.distributed.tensor.parallel import (
 from torch.nn.modules.batchnorm import _NormBase
 from torch.utils.checkpoint import checkpoint
 
+from sparkdl.storage.checkpoint_format import encode
+from sparkdl.storage.tensor_tree import Snapshot, pack
 from sparkdl.sync.divided.layout import cut_parameters, divided_layers
 from sparkdl.sync.divided.mesh_ranks import MeshRanks
 from sparkdl.sync.regions import Region
@@ -77,17 +79,20 @@ def local(parameter: torch.Tensor) -> torch.Tensor:
     return parameter.to_local() if isinstance(parameter, DTensor) else parameter.detach()
 
 
-def gathered_weights(module: nn.Module, is_wanted: bool) -> dict[str, torch.Tensor]:
-    """The whole state dict of a divided module, where it ``is_wanted``; else {}. Collective.
+def whole_weights(module: nn.Module) -> Iterator[bytes | memoryview]:
+    """The state dict of a divided module as the pieces of a file, see `encode`.
 
-    The other ranks have one parameter at a time.
+    Collective: all ranks take all pieces, and have one parameter at a time.
     """
-    found: dict[str, torch.Tensor] = {}
-    for name, value in module.state_dict().items():
-        whole = value.full_tensor() if isinstance(value, DTensor) else value
-        if is_wanted:
-            found[name] = whole.cpu()
-    return found
+    state = module.state_dict()
+    divided = {name: value for name, value in state.items() if isinstance(value, DTensor)}
+    value, tensors = pack(state | {name: torch.empty(0) for name in divided})
+    yield from encode(Snapshot(value, tensors | divided), _whole)
+
+
+def _whole(tensor: torch.Tensor) -> torch.Tensor:
+    found = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+    return found.detach().cpu()
 
 
 def _shard(module: nn.Module, ranks: MeshRanks, compute_dtype: torch.dtype | None) -> None:

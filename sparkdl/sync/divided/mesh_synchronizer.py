@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -15,7 +15,11 @@ from sparkdl.sync.divided.layout import cut_parameters, divided_layers
 from sparkdl.sync.divided.local_view import LocalGradients, local_view
 from sparkdl.sync.divided.mesh_ranks import MeshRanks
 from sparkdl.sync.divided_state import DividedState
+from sparkdl.sync.regions import Region
 from sparkdl.sync.strategy import MakeOptimizer, Reduced, Synchronizer, SyncStrategy
+
+Fill = Callable[[nn.Module, Mapping[str, Region]], None]
+"""Gets a divided module, and which part of each parameter is here."""
 
 
 class MeshSynchronizer(Synchronizer):
@@ -35,6 +39,7 @@ class MeshSynchronizer(Synchronizer):
         strategy: SyncStrategy,
         compute_dtype: torch.dtype | None,
         watch: Callable[[nn.Module], Callable[[], None]],
+        fill: Fill | None = None,
     ) -> None:
         """Divide ``model`` in place; collective.
 
@@ -46,10 +51,13 @@ class MeshSynchronizer(Synchronizer):
             compute_dtype: see `divide`.
             watch: gets the whole model where layers are divided by a layout; what it returns is
                 called once they are, and raises if the model computes something else.
+            fill: gives the model its weights if its parameters are on the meta device.
         """
         cut = cut_parameters(divided_layers(ranks.mesh, model), model)
         compare = watch(model) if cut else None
         regions = divide(model, ranks, compute_dtype)
+        if fill is not None:
+            fill(model, regions)
         if compare is not None:
             compare()
         self.model = model

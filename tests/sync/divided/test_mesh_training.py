@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor
 
 from sparkdl.comm.communicator import Communicator, LocalCommunicator
 from sparkdl.config import EarlyStopping, TrainConfig
@@ -19,6 +18,8 @@ from sparkdl.data.spool.mapped import MappedRows, ShardData
 from sparkdl.errors import ConfigError
 from sparkdl.mesh import Mesh
 from sparkdl.models import LanguageModel
+from sparkdl.storage.checkpoint_format import decode
+from sparkdl.sync.divided.dividing import whole_weights
 from sparkdl.sync.divided.mesh_ranks import MeshRanks
 from sparkdl.train.callbacks import NullObserver
 from sparkdl.train.loop import train
@@ -111,10 +112,7 @@ def train_on_rank(
         validation=[MappedRows(validation[number], plan) for number in held],
         checkpoints=sink, resume=resume, observer=NullObserver(),
     )  # fmt: skip
-    whole = {
-        name: (value.full_tensor() if isinstance(value, DTensor) else value).detach().clone()
-        for name, value in net.state_dict().items()
-    }
+    whole = decode(b"".join(whole_weights(net)), "the weights")
     return whole, outcome.history, sink.points
 
 
