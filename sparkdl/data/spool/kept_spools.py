@@ -162,8 +162,10 @@ def held(folder: Path) -> Iterator[None]:
 def _locked(folder: Path) -> int:
     """An open descriptor of a folder that is made: again, where others remove it meanwhile."""
     while True:
-        with contextlib.suppress(FileExistsError):  # Path.mkdir raises it where it is gone by now
-            os.mkdir(folder, 0o700)
+        with contextlib.suppress(
+            FileExistsError
+        ):  # exist_ok would raise it where it is gone by now
+            folder.mkdir(mode=0o700)
         try:
             descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         except FileNotFoundError:
