@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-from functools import partial
 from unittest.mock import MagicMock
 
 import pytest
@@ -82,15 +81,14 @@ def rebuilt(comm: Communicator, packed: PackedModule) -> tuple[dict[str, torch.T
 
 
 @pytest.mark.gang
-def test_it_is_the_module_that_was_packed(packed: PackedModule) -> None:
+def test_it_is_the_module_that_was_packed(packed: PackedModule, gang: Gang) -> None:
     expected = Net().state_dict()
     numbers = sum(parameter.numel() for parameter in Net().parameters())
-    with Gang(2) as gang:
-        for weights, own, odd in gang.run(partial(rebuilt, packed=packed)):
-            assert not odd
-            assert weights.keys() == expected.keys()
-            assert all(torch.equal(weights[name], expected[name]) for name in expected)
-            assert own <= numbers / 2 + 20
+    for weights, own, odd in gang.run(rebuilt, packed):
+        assert not odd
+        assert weights.keys() == expected.keys()
+        assert all(torch.equal(weights[name], expected[name]) for name in expected)
+        assert own <= numbers / 2 + 20
 
 
 def test_a_file_that_lacks_its_end_is_damaged(packed: PackedModule) -> None:

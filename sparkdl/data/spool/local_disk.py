@@ -133,7 +133,7 @@ class ScratchFile:
     def __init__(self) -> None:
         self._root = roomiest(local_dirs() or [tempfile.gettempdir()])
         with disk_errors(self._root, "a file of weights in"):
-            self.file = tempfile.TemporaryFile(dir=self._root)
+            self.file = tempfile.TemporaryFile(dir=self._root)  # noqa: SIM115 # see close
 
     def write(self, pieces: Iterable[Any]) -> None:
         """Have these bytes in it, in place of what it has."""
