@@ -45,6 +45,10 @@ class MeshMemory:
         return self.kept_bytes + self.gathered_bytes
 
 
+_HOW_IT_STEPS = ("capturable", "differentiable", "foreach", "fused")
+"""Options that change no state's size, some of which need a GPU."""
+
+
 class StateSize(NamedTuple):
     """What an optimizer keeps of a parameter."""
 
@@ -71,7 +75,8 @@ def state_sizes(optimizer: torch.optim.Optimizer, module: nn.Module) -> dict[str
             one = torch.zeros((1,) * max(1, parameter.dim()), dtype=parameter.dtype)
             tiny[id(parameter)] = nn.Parameter(one)
             tiny[id(parameter)].grad = torch.zeros_like(one)
-        groups.append({**group, "params": [tiny[id(p)] for p in group["params"]]})
+        options = {name: value for name, value in group.items() if name not in _HOW_IT_STEPS}
+        groups.append({**options, "params": [tiny[id(p)] for p in group["params"]]})
     stepped = type(optimizer)(groups)
     stepped.step()
     found = {}
@@ -147,7 +152,7 @@ def mesh_memory(
         shard_bytes=ring * (passes * (rest + sum(gathered.values())) + reduced),
         sends_activations=mesh.tensor > 1,
     )
-    return found if limit is None else replace(found, fits=found.kept_bytes <= limit)
+    return found if limit is None else replace(found, fits=found.total_bytes <= limit)
 
 
 def memory_table(
@@ -160,20 +165,20 @@ def memory_table(
     limit: int | None = None,
 ) -> tuple[MeshMemory, ...]:
     """No mesh, the one that was given, and those with ``shard`` = 2, 4, 8 .. ``most_workers``."""
+    is_shardable = all(parameter.dim() for parameter in module.parameters())
+    workers = most_workers if mesh is None else mesh.size
 
     def meshes() -> Iterator[Mesh | None]:
         yield None
         yield mesh
         shard = 2
-        while shard <= most_workers:
+        while is_shardable and shard <= most_workers:
             smallest = Mesh.smallest_unit if mesh is None else mesh.smallest_unit
             yield Mesh(shard=shard, smallest_unit=smallest)
             shard *= 2
 
     rows = [
-        mesh_memory(
-            module, sizes, one, workers=most_workers, compute_bytes=compute_bytes, limit=limit
-        )
+        mesh_memory(module, sizes, one, workers=workers, compute_bytes=compute_bytes, limit=limit)
         for one in meshes()
     ]
     return tuple({row.mesh: row for row in rows}.values())

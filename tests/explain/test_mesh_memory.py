@@ -33,7 +33,7 @@ def adam(module: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.Adam(module.parameters())
 
 
-def held(rank: int, comm: Communicator) -> tuple[int, int, int]:
+def held(comm: Communicator) -> tuple[int, int, int]:
     """Bytes of the storages of local parameters, gradients and optimizer state, after a step."""
     mesh = Mesh(shard=2)
     sync = MeshSynchronizer(
@@ -102,7 +102,7 @@ def test_the_smallest_mesh_that_fits_is_recommended() -> None:
     module = net()
     sizes = state_sizes(adam(module), module)
     whole = mesh_memory(module, sizes, None).kept_bytes
-    rows = memory_table(module, sizes, Mesh(data=2), most_workers=8, limit=whole // 3)
+    rows = memory_table(module, sizes, Mesh(data=2), most_workers=8, limit=whole * 2 // 5)
     assert [row.fits for row in rows] == [False, False, False, True, True]
     best = smallest_that_fits(rows)
     assert best is not None and best.mesh == "data=1, shard=4, tensor=1"
