@@ -198,7 +198,7 @@ class Explanation:
             yield _Section(title, self._strategies(), has_head=True)
         if self.meshes:
             title = "memory per worker, and sent per step along each axis"
-            yield _Section(title, self._meshes(), self._mesh_points(), has_head=True)
+            yield _Section(title, self._meshes(), [*self._mesh_points()], has_head=True)
         if self.recommendation is not None:
             yield _Section("recommended", self._recommended(), self.recommendation.reasons)
         if self.measured:

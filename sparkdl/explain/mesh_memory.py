@@ -120,7 +120,8 @@ def mesh_memory(
         for number, unit in enumerate(units(module, mesh.smallest_unit), 1):
             unit_of |= {id(parameter): number for parameter in unit.parameters()}
     parameters = gradients = state = 0
-    gathered, reduced = {0: 0}, 0
+    gathered: dict[int, int] = {0: 0}
+    reduced = 0
     for name, parameter in module.named_parameters():
         region = Region.whole(tuple(parameter.shape))
         if name in cuts:
