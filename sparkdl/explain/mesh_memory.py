@@ -129,9 +129,9 @@ def mesh_memory(
         whole = math.prod(region.size)
         if shards > 1:
             region = region.cut(0, shards, 0)  # the first part is the largest
-            unit = unit_of.get(id(parameter), 0)
+            place = unit_of.get(id(parameter), 0)
             each = compute_bytes or parameter.element_size()
-            gathered[unit] = gathered.get(unit, 0) + whole * each
+            gathered[place] = gathered.get(place, 0) + whole * each
         here = math.prod(region.size)
         parameters += here * parameter.element_size()
         if parameter.requires_grad:
