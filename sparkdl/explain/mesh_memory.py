@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -77,7 +77,8 @@ def state_sizes(optimizer: torch.optim.Optimizer, module: nn.Module) -> dict[str
             tiny[id(parameter)].grad = torch.zeros_like(one)
         options = {name: value for name, value in group.items() if name not in _HOW_IT_STEPS}
         groups.append({**options, "params": [tiny[id(p)] for p in group["params"]]})
-    stepped = type(optimizer)(groups)
+    kind: Callable[..., torch.optim.Optimizer] = type(optimizer)
+    stepped = kind(groups)
     stepped.step()
     found = {}
     for number, parameter in tiny.items():
