@@ -8,6 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
+from sparkdl.explain.mesh_memory import MeshMemory, smallest_that_fits
 from sparkdl.explain.predict_times import Prediction
 from sparkdl.report.page.html import joined, row, size, tag
 from sparkdl.runtime.json_values import finite
@@ -135,6 +136,8 @@ class Explanation:
     scaling: tuple[ScalingRow, ...] = ()
     """Empty without calibration."""
     strategies: tuple[StrategyRow, ...] = ()
+    meshes: tuple[MeshMemory, ...] = ()
+    """What workers hold along meshes; empty without ``parallelism``."""
     recommendation: Recommendation | None = None
     chosen: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     """Params that are ``"auto"``; see `TrainingSummary.chosen`."""
@@ -193,6 +196,9 @@ class Explanation:
         if self.strategies:
             title = f"strategies, {self._workers()}"
             yield _Section(title, self._strategies(), has_head=True)
+        if self.meshes:
+            title = "memory per worker, and sent per step along each axis"
+            yield _Section(title, self._meshes(), [*self._mesh_points()], has_head=True)
         if self.recommendation is not None:
             yield _Section("recommended", self._recommended(), self.recommendation.reasons)
         if self.measured:
@@ -255,6 +261,36 @@ class Explanation:
         head = ("strategy", "mode", "round", "step", "agree", "sent per step", "epoch",
                 "whole fit")  # fmt: skip
         return [head, *map(_strategy_cells, self.strategies)]
+
+    def _meshes(self) -> Table:
+        head = ("mesh", "weights", "gradients", "optimizer", "gathered", "in all", "data", "shard")
+        rows = [
+            (
+                f"{one.mesh} ({one.workers})",
+                size(one.parameter_bytes),
+                size(one.gradient_bytes),
+                size(one.optimizer_bytes),
+                size(one.gathered_bytes),
+                size(one.total_bytes),
+                size(one.data_bytes),
+                size(one.shard_bytes),
+            )
+            for one in self.meshes
+        ]
+        return [head, *rows]
+
+    def _mesh_points(self) -> Iterator[str]:
+        best = smallest_that_fits(self.meshes)
+        if any(one.fits is None for one in self.meshes):
+            yield "the memory of a worker is not known, so no mesh is recommended"
+        elif best is None:
+            yield "none of these fits into the memory of a worker"
+        else:
+            what = "no mesh is needed" if best.mesh == "none" else f"Mesh({best.mesh})"
+            yield f"recommended, as the smallest that fits: {what}"
+        if any(one.sends_activations for one in self.meshes):
+            yield "what is sent along tensor depends on the rows of a batch and is not shown"
+        yield "activations are not counted; times of a mesh are not predicted, only these bytes"
 
     def _recommended(self) -> list[tuple[str, str]]:
         best = self.recommendation

@@ -351,6 +351,23 @@ INTERPRETER_BYTES = 350 * 2**20
 """Resident memory of a Python worker with torch loaded, measured with torch 2.13 on Linux."""
 
 
+def worker_memory(info: ClusterInfo, get: Get, num_workers: int) -> int | None:
+    """Bytes for a worker's tensors on CPUs; None: no entry of Spark limits them.
+
+    Containers of YARN and Kubernetes are limited, see `check_memory`; elsewhere executors are by
+    ``spark.executor.pyspark.memory``, if that is set.
+    """
+    own = get("spark.executor.pyspark.memory")
+    if info.master.startswith(("yarn", "k8s")):
+        granted = overhead_bytes(get)
+    elif own and not info.master.startswith("local"):
+        granted = parse_bytes(own, unit=2**20)
+    else:
+        return None
+    per_executor = -(-num_workers // max(1, info.num_executors or num_workers))
+    return max(0, granted // per_executor - INTERPRETER_BYTES)
+
+
 def overhead_bytes(get: Get) -> int:
     """Memory that an executor's container grants outside the JVM heap, by Spark's rules."""
     own = get("spark.executor.pyspark.memory")

@@ -9,7 +9,6 @@ from dataclasses import dataclass, replace
 
 from sparkdl.config import ExplainOptions
 from sparkdl.data.plan import Column, Shard, TrainPlan, assign_shards
-from sparkdl.errors import ConfigError
 from sparkdl.explain.calibrate import shard_rows, shared_rows
 from sparkdl.spark.fit.check_request import CheckedRequest, check_request
 from sparkdl.spark.fit.check_rows import check_rows
@@ -64,11 +63,6 @@ def look(
     The ``stack`` removes the spool. The rows of what was found ``earlier``, with other workers or
     batches, are not read again.
     """
-    if request.config.parallelism is not None:
-        raise ConfigError(
-            "explain does not know what a mesh sends; leave parallelism unset to explain a fit "
-            "whose workers have the whole model"
-        )
     checked = check_request(rows, request)
     if earlier is None:
         sample, counted = rows.sample(checked.table_spec, options.count_seconds), None

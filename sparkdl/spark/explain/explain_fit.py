@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from sparkdl.config import ExplainOptions
@@ -13,7 +14,7 @@ from sparkdl.explain import comparison
 from sparkdl.explain.cost_model import Calibration, Gang
 from sparkdl.explain.explanation import Explanation, PlanFacts, seconds_text
 from sparkdl.report.page.html import size
-from sparkdl.spark.cluster.cluster_info import INTERPRETER_BYTES
+from sparkdl.spark.cluster.cluster_info import INTERPRETER_BYTES, worker_memory
 from sparkdl.spark.explain.choose_values import chosen_values, start_of, with_choices
 from sparkdl.spark.explain.estimate import Found, look
 from sparkdl.spark.explain.measure_gang import (
@@ -23,11 +24,13 @@ from sparkdl.spark.explain.measure_gang import (
     predictor_of,
     why_no_gang,
 )
+from sparkdl.spark.fit.check_mesh import table_of
 from sparkdl.spark.fit.check_request import CheckedRequest
 from sparkdl.spark.fit.check_rows import check_plan
 from sparkdl.spark.frames.shard_table import find_kept
 from sparkdl.spark.frames.user_data import Data, UserData, user_data
 from sparkdl.spark.run.run import FitRequest
+from sparkdl.spark.session.compat import conf
 from sparkdl.spark.session.interrupts import Cleanup, interruptible
 from sparkdl.spark.session.stage_progress import working
 from sparkdl.sync.exchange_pattern import ModelSize
@@ -73,6 +76,8 @@ def _explain(
         request = with_choices(request, choices)
         found = look(rows, request, options, stack, found)
     check_plan(found.checked, found.plan, has_validation=found.may_validate)
+    if found.checked.config.parallelism is not None:
+        return _along_meshes(found)
     if not options.calibrate:
         notes = [
             "nothing was measured, so there are no times, and the optimizer's state is taken to be "
@@ -89,6 +94,27 @@ def _explain(
     if calibration is None:
         calibration = measure(found, options.measure_seconds, stack)
     return _with_times(found, calibration, options.num_workers)
+
+
+def _along_meshes(found: Found) -> Explanation:
+    """The plan with what workers hold along meshes; nothing is measured."""
+    checked = found.checked
+    mesh, slots = checked.config.parallelism, checked.slots
+    limit = worker_memory(slots.cluster, partial(conf, checked.spark), slots.num_workers)
+    is_known = limit is not None and checked.config.device != "cuda"
+    most = max(slots.total or 0, slots.num_workers)
+    rows = table_of(checked.module, checked.config, most, limit if is_known else None)
+    own = next(row for row in rows if row.mesh == str(mesh))
+    facts = _facts(found, model_size(checked.module, None), None)
+    sent = None if own.sends_activations else own.data_bytes + own.shard_bytes
+    facts = replace(
+        facts,
+        optimizer_bytes=own.optimizer_bytes,
+        worker_bytes=own.total_bytes,
+        process_bytes=INTERPRETER_BYTES + own.total_bytes,
+        sent_bytes_per_step=sent,
+    )
+    return Explanation(plan=facts, meshes=rows, chosen=checked.request.chosen, notes=found.notes)
 
 
 def _with_times(found: Found, calibration: Calibration, wanted: Iterable[int]) -> Explanation:

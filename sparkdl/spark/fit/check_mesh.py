@@ -2,11 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
-from sparkdl.errors import ConfigError
+from sparkdl.config import TrainConfig
+from sparkdl.errors import ClusterError, ConfigError
+from sparkdl.explain.mesh_memory import (
+    MeshMemory,
+    StateSize,
+    memory_table,
+    mesh_memory,
+    smallest_that_fits,
+    state_sizes,
+)
 from sparkdl.mesh import Mesh
+from sparkdl.report.page.html import size
+from sparkdl.runtime.process import borrowed_generator
+from sparkdl.spark.cluster.cluster_info import Get, parse_bytes
 from sparkdl.spark.run.run import FitRequest
 from sparkdl.sync.gradients.allreduce import AllReduce
 
@@ -94,11 +106,74 @@ def check_mesh_optimizer(mesh: Mesh | None, optimizer: torch.optim.Optimizer) ->
     Raises:
         ConfigError: it is none of those that are known not to.
     """
-    kind = type(optimizer)
-    known: Sequence[str] = _ELEMENTWISE
-    is_torchs = kind.__module__.partition(".")[0] == "torch"
-    if mesh is not None and not (is_torchs and kind.__name__ in known):
+    if mesh is not None and not _is_elementwise(optimizer):
         raise ConfigError(
-            f"parallelism=Mesh({mesh}): {kind.__name__} may look at whole parameters, of which a "
-            f"worker has a part only; use one of {', '.join(known)}"
+            f"parallelism=Mesh({mesh}): {type(optimizer).__name__} may look at whole parameters, "
+            f"of which a worker has a part only; use one of {', '.join(_ELEMENTWISE)}"
         )
+
+
+def _is_elementwise(optimizer: torch.optim.Optimizer) -> bool:
+    kind = type(optimizer)
+    return kind.__module__.partition(".")[0] == "torch" and kind.__name__ in _ELEMENTWISE
+
+
+def kept_state(module: nn.Module, config: TrainConfig) -> Mapping[str, StateSize]:
+    """What the optimizer of a fit keeps of each trained parameter of ``module``.
+
+    Nothing is counted of optimizers that may treat numbers otherwise than one by one.
+    """
+    from sparkdl.train.optimizers.optimizers import resolve_optimizer
+
+    trained = {name: p for name, p in module.named_parameters() if p.requires_grad}
+    with borrowed_generator(config.seed):
+        optimizer = resolve_optimizer(config, module)(trained.values())
+    if _is_elementwise(optimizer):
+        return state_sizes(optimizer, module)
+    return dict.fromkeys(trained, StateSize(0, 0))
+
+
+def table_of(
+    module: nn.Module, config: TrainConfig, most_workers: int, limit: int | None
+) -> tuple[MeshMemory, ...]:
+    """Meshes for a fit, see `memory_table`; ``limit`` is in bytes."""
+    each = 2 if config.precision == "bf16" else None
+    sizes, mesh = kept_state(module, config), config.parallelism
+    return memory_table(
+        module, sizes, mesh, most_workers=most_workers, compute_bytes=each, limit=limit
+    )
+
+
+def check_worker_memory(
+    module: nn.Module, config: TrainConfig, master: str, get: Get, most_workers: int
+) -> None:
+    """Refuse what cannot fit into the memory that Spark grants a Python worker.
+
+    Only where that is a limit which the kernel keeps: ``spark.executor.pyspark.memory``, of
+    executors that are processes of their own, on CPUs. Spark divides it among an executor's cores;
+    here a worker may have all of it. Counted are parameters, gradients and optimizer state only.
+
+    Raises:
+        ClusterError: these do not fit, with the mesh along which they do.
+    """
+    from torch import nn
+
+    granted = get("spark.executor.pyspark.memory")
+    is_lazy = any(nn.parameter.is_lazy(parameter) for parameter in module.parameters())
+    is_plain = config.parallelism is not None or isinstance(config.sync_strategy, AllReduce)
+    if not granted or master.startswith("local") or config.device != "cpu":
+        return
+    limit = parse_bytes(granted, unit=2**20)
+    if not limit or is_lazy or not is_plain:
+        return
+    now = mesh_memory(module, kept_state(module, config), config.parallelism)
+    if now.kept_bytes <= limit:
+        return
+    best = smallest_that_fits(table_of(module, config, most_workers, limit))
+    remedy = "no mesh of as many workers as there are slots would fit"
+    if best is not None:
+        remedy = f"set parallelism=Mesh({best.mesh})"
+    raise ClusterError(
+        f"parameters, gradients and optimizer state take {size(now.kept_bytes)} of a worker, and "
+        f"spark.executor.pyspark.memory is {granted}; {remedy}, or raise that entry"
+    )

@@ -29,7 +29,7 @@ from sparkdl.serialization.identity import identity
 from sparkdl.serialization.initial_weights import InitialWeights, load_initial_weights
 from sparkdl.spark.cluster.cluster_info import parse_bytes
 from sparkdl.spark.cluster.slots import Slots, plan_slots
-from sparkdl.spark.fit.check_mesh import check_mesh, check_mesh_optimizer
+from sparkdl.spark.fit.check_mesh import check_mesh, check_mesh_optimizer, check_worker_memory
 from sparkdl.spark.frames.columns import drawn, schema_of, validation_indicator
 from sparkdl.spark.frames.kept_frames import KeepChoice, check_cache_dir, choose_keep
 from sparkdl.spark.frames.own_partitions import (
@@ -241,6 +241,10 @@ def check_request(data: UserData, request: FitRequest) -> CheckedRequest:
         is_gang=values.mode == "gang",
         most_workers=request.num_shards if mesh is None else None,
         min_workers=request.min_workers,
+    )
+    most = slots.total or slots.num_workers
+    check_worker_memory(
+        module, config, slots.cluster.master, partial(compat.conf, data.spark), most
     )
     if config.elasticity == "bits":  # those that a gang of any size has
         slots = replace(slots, threads=request.cpus_per_worker or slots.cluster.task_threads)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import signal
 from collections.abc import Iterator
@@ -16,6 +17,7 @@ from torch import nn
 
 from sparkdl.config import CheckpointConfig, EarlyStopping, ExplainOptions, TrainConfig
 from sparkdl.errors import ClusterError, ConfigError, DataError, WorkerError
+from sparkdl.mesh import Mesh
 from sparkdl.runtime.activity import shown_by
 from sparkdl.spark.cluster import slots
 from sparkdl.spark.cluster.slots import Slots
@@ -89,6 +91,20 @@ def tell_folders(batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
 def spools(spark: SparkSession) -> list[str]:
     found = spark.range(1).mapInArrow(tell_folders, "folder string").collect()
     return [row["folder"] for row in found if any(Path(row["folder"]).iterdir())]
+
+
+def test_a_mesh_has_a_table_of_memory_and_no_times(df: DataFrame) -> None:
+    asked = request()
+    config = dataclasses.replace(asked.config, parallelism=Mesh(data=2))
+    found = explain(df, dataclasses.replace(asked, config=config, num_workers=None), PLAN_ONLY)
+    assert [row.mesh for row in found.meshes] == [
+        "none", "data=2, shard=1, tensor=1", "data=1, shard=2, tensor=1",
+    ]  # fmt: skip
+    assert not found.scaling and found.recommendation is None
+    text = str(found)
+    assert "memory of a worker is not known" in text
+    assert "times of a mesh are not predicted" in text
+    assert max(map(len, found.lines())) <= 80
 
 
 @pytest.mark.slow

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import pytest
@@ -9,9 +10,9 @@ import torch
 from torch import nn
 
 from sparkdl.config import TrainConfig
-from sparkdl.errors import ConfigError
+from sparkdl.errors import ClusterError, ConfigError
 from sparkdl.mesh import Mesh
-from sparkdl.spark.fit.check_mesh import check_mesh, check_mesh_optimizer
+from sparkdl.spark.fit.check_mesh import check_mesh, check_mesh_optimizer, check_worker_memory
 from sparkdl.spark.run.run import FitRequest
 from sparkdl.sync.averaging.local_sgd import LocalSGD
 from sparkdl.sync.gradients.allreduce import AllReduce
@@ -89,3 +90,25 @@ def test_only_optimizers_that_need_no_whole_parameter_are_taken() -> None:
         check_mesh_optimizer(None, optimizer)
         with pytest.raises(ConfigError, match=f"{type(optimizer).__name__} may look"):
             check_mesh_optimizer(mesh, optimizer)
+
+
+def test_what_sparks_limit_cannot_hold_is_refused_with_the_mesh_to_use() -> None:
+    net = nn.Linear(1024, 1024, bias=False)  # 4 MiB, and 16 MiB with Adam
+    config = TrainConfig(sync_strategy=AllReduce(), optimizer="adam", device="cpu")
+
+    def check(granted: str | None, master: str = "spark://host:7077", **changes: Any) -> None:
+        asked = dataclasses.replace(config, **changes)
+        check_worker_memory(net, asked, master, lambda key: granted, most_workers=4)
+
+    with pytest.raises(ClusterError, match=r"parallelism=Mesh\(data=1, shard=2, tensor=1\)"):
+        check("15m")
+    with pytest.raises(ClusterError, match="no mesh of as many workers"):
+        check("7m")
+    with pytest.raises(ClusterError, match=r"shard=4"):
+        check("9m", parallelism=Mesh(data=2))
+    check("17m")
+    check("9m", parallelism=Mesh(shard=2))
+    check(None)
+    check("7m", master="local[4]")
+    check("7m", device="auto")  # it may be a GPU
+    check("7m", sync_strategy=LocalSGD())
