@@ -196,7 +196,7 @@ standalone: tools ## a job on a real standalone cluster
 
 bench: tools ## compare the speed with torchrun, TorchDistributor and others; see benchmarks/
 	@for name in importing checkpoint data feeding larger transform fit loop allreduce compression parameter_server \
-		rounds strategies networks runner explain goodput elasticity elastic_gang; do $(BIN)/python benchmarks/$$name.py || exit 1; done
+		rounds strategies networks runner explain goodput elasticity elastic_gang mesh scale; do $(BIN)/python benchmarks/$$name.py || exit 1; done
 	@$(BIN)/python benchmarks/networks.py --workers 1
 
 lock: tools ## write both locks anew from the ranges of setup.py

@@ -2,7 +2,8 @@
 
 Steps per second count the loop alone; "rest" is everything else of a call: for ``fit`` the
 checks, the spool, the launch, the last checkpoint and the clean-up; for the others imports,
-launch and reading the Parquet files.
+launch and reading the Parquet files. A cold fit is the first one of a new process and session,
+whose start is not counted.
 """
 
 from __future__ import annotations
@@ -30,15 +31,25 @@ def main() -> None:
         epochs=(1, "epochs"),
         preload=(1, "1: workers start with torch in memory"),
         distributor=(1, "1: measure TorchDistributor too"),
+        floats=(0, "1: images are arrays of float: four times as many bytes"),
+        cold=(1, "1: measure cold fits too"),
     )
+    parser.add_argument("--first", type=Path, help="only fit once, and write the figures there")
     options = common.with_peers(parser, "ray").parse_args()
-    folder = images(options.rows)
+    folder = images(options.rows, as_floats=bool(options.floats))
     found = Measurements()
     started = time.perf_counter()
     spark = spark_session(daemon="sparkdl.spark.daemon" if options.preload else "pyspark.daemon")
     found.add("session start s", time.perf_counter() - started)
     run_fit(spark, folder, options, found, "cold fit")
+    if options.first:
+        options.first.write_text(json.dumps({n: found.median(n) for n in found.names()}))
+        spark.stop()
+        return
+    found = Measurements()
     for _ in range(options.runs):
+        if options.cold:
+            run_cold(options, found)
         common.wait_until_idle(options.patience)
         # Spark ends Python workers that were idle for a minute, as they are here after the other
         # contenders: the first fit starts new ones, the second finds them warm.
@@ -58,8 +69,21 @@ def main() -> None:
         found.ratio("fit / TorchDistributor steps", "fit steps/s", "TorchDistributor steps/s")
     if options.ray:
         found.ratio("fit / Ray Train steps", "fit steps/s", "Ray Train steps/s")
-    found.report("fit", options)
+    found.report("fit_floats" if options.floats else "fit", options)
     spark.stop()
+
+
+def run_cold(options: argparse.Namespace, found: Measurements) -> None:
+    """One fit in a new process."""
+    common.wait_until_idle(options.patience)
+    with tempfile.TemporaryDirectory() as place:
+        output = Path(place) / "seconds.json"
+        command = [sys.executable, __file__, "--first", str(output)]
+        for name in ("rows", "batch", "epochs", "preload", "floats"):
+            command += [f"--{name}", str(getattr(options, name))]
+        subprocess.run(command, check=True)
+        for name, value in json.loads(output.read_text()).items():
+            found.add(name, value)
 
 
 def run_fit(
@@ -85,7 +109,9 @@ def run_fit(
         verbose=0,
     )
     started = time.perf_counter()
-    summary = classifier.fit(spark.read.parquet(str(folder))).summary
+    df = spark.read.parquet(str(folder))
+    found.add(f"{name}, read.parquet s", time.perf_counter() - started)
+    summary = classifier.fit(df).summary
     total = time.perf_counter() - started
     loop = sum(record["seconds"] for record in summary.history)
     found.add(f"{name} steps/s", summary.steps / loop)

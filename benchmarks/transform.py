@@ -3,9 +3,12 @@
 Torch alone: as many processes as Spark has slots, one thread each, images in memory, nothing but
 the forward pass. Spark's results go to the ``noop`` sink, so that each computes its columns only.
 
-The parts are differences: a scan; the same with the images sent to Python and a number sent back;
-the same with the images made tensors; and ``transform``, which runs the module besides. With the
-small model (one linear layer) the way to Python and back is most of it.
+``mapInArrow, no work`` sends the images to Python and a number for each back: what Spark itself
+takes. ``mapInArrow`` runs the module in the plainest way. With the small model (one linear layer)
+nearly all is Spark's part. What a task takes however few rows it has is measured by one of none.
+
+CPU seconds are those of the JVM, of Python's workers and of all that they have started. They say
+more than wall seconds where other programs run too.
 """
 
 from __future__ import annotations
@@ -13,7 +16,7 @@ from __future__ import annotations
 import argparse
 import multiprocessing
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 
@@ -23,15 +26,14 @@ import pyarrow as pa
 import torch
 from common import CLASSES, PIXELS, Measurements, SmallCNN, images, read_images, seconds
 from pyspark.ml.functions import predict_batch_udf
-from pyspark.sql.pandas.functions import arrow_udf
 from pyspark.sql.types import DoubleType
 from torch import nn
 
 from sparkdl.data.plan import Column
 from sparkdl.inference.outputs import Output
-from sparkdl.inference.predict import runs
 from sparkdl.model import TorchClassifierModel
 
+EMPTY_TASKS = 32
 IMAGE = Column(name="image", role="feature", dtype="uint8", shape=(PIXELS,))
 
 
@@ -53,44 +55,44 @@ MODELS = {"CNN": SmallCNN, "one layer": OneLayer}
 def main() -> None:
     """Measure, several times in turn."""
     options = common.arguments(
-        5, rows=(60_000, "images"), batch=(512, "rows per forward pass"), slots=(2, "of Spark")
+        3,
+        rows=(480_000, "images for one layer"),
+        cnn_rows=(60_000, "images for the CNN; 0 leaves it out"),
+        batch=(512, "rows per forward pass"),
+        slots=(2, "of Spark"),
     )
-    folder = images(options.rows)
     found = Measurements()
     spark = common.spark_session(options.slots)
-    spark.conf.set("spark.sql.files.maxPartitionBytes", "8m")
-    df = spark.read.parquet(str(folder))
-    contenders = {"scan": df.select("image")}
-    for name, work in (("to Python and back", through), ("and made tensors", as_tensors)):
-        contenders[name] = df.select(arrow_udf(work, DoubleType())("image").alias("prediction"))
-    for name, make in MODELS.items():
-        contenders |= {f"{name}: {what}": frame for what, frame in uses(df, make, options).items()}
-        assert agree(name, contenders), "both must predict the same"
+    sizes = {"one layer": options.rows} | ({"CNN": options.cnn_rows} if options.cnn_rows else {})
+    contenders: dict[str, tuple[int, Callable[[], tuple[float, float]]]] = {}
+    for name, rows in sizes.items():
+        folder = images(rows)
+        frames = uses(spark.read.parquet(str(folder)), MODELS[name], options)
+        assert agree(frames), "all must predict the same"
+        for what, frame in frames.items():
+            contenders[f"{name}: {what}"] = rows, partial(spark_seconds, frame)
+        contenders[f"{name}: torch alone"] = rows, partial(torch_alone, name, folder, options)
     for run in range(-1, options.runs):  # the first is a warm-up
-        rates = {}
-        for name, frame in contenders.items():
+        for name, (rows, measure) in contenders.items():
             common.wait_until_idle(options.patience)
-            rates[name] = options.rows / seconds(partial(drain, frame))
-        for name in MODELS:
-            common.wait_until_idle(options.patience)
-            rates[f"{name}: torch alone"] = torch_alone(name, folder, options)
-        if run >= 0:
-            for name, rate in rates.items():
-                found.add(f"{name} rows/s", rate)
-            for name, spent in parts(rates, options.slots).items():
-                found.add(f"{name} us/row of a slot", spent)
-    for name in MODELS:
-        for what in ("transform", "all outputs", "features", "predict_batch_udf"):
-            found.ratio(
-                f"{name}: {what} / torch alone",
-                f"{name}: {what} rows/s",
-                f"{name}: torch alone rows/s",
-            )
-        found.ratio(
-            f"{name}: transform / predict_batch_udf",
-            f"{name}: transform rows/s",
-            f"{name}: predict_batch_udf rows/s",
-        )
+            wall, cpu = measure()
+            if run >= 0:
+                found.add(f"{name} rows/s", rows / wall)
+                found.add(f"{name} CPU us/row", 1e6 * cpu / rows)
+        common.wait_until_idle(options.patience)
+        for what, (wall, cpu) in empty_tasks(spark, options).items():
+            if run >= 0:
+                found.add(f"{what}, ms/task of a slot", wall)
+                found.add(f"{what}, CPU ms/task", cpu)
+    for name in contenders:
+        model = name.partition(":")[0]
+        for unit, above, below in (
+            ("rows/s", name, f"{model}: torch alone"),
+            ("CPU us/row", f"{model}: torch alone", name),
+        ):
+            if not name.endswith("torch alone"):
+                title = f"{name} / torch alone, by {unit}"
+                found.ratio(title, f"{above} {unit}", f"{below} {unit}")
     found.report("transform", options)
     spark.stop()
 
@@ -103,10 +105,14 @@ def uses(df, make, options: argparse.Namespace):
     last = f"layers.{len(model.module.layers) - 1}"
     features = only.copy().setPredictionCol("")
     features.setOutputs({"features": Output(layer=last)})
-    udf = predict_batch_udf(
-        partial(make_predict, make), return_type=DoubleType(), batch_size=options.batch
-    )
+    predict = partial(make_predict, make)
+    udf = predict_batch_udf(predict, return_type=DoubleType(), batch_size=options.batch)
     return {
+        "scan": df.select("image"),
+        "mapInArrow, no work": df.select("image").mapInArrow(through, "prediction double"),
+        "mapInArrow": df.select("image").mapInArrow(
+            partial(predict_plainly, predict, options.batch), "prediction double"
+        ),
         "transform": only.transform(df).select("prediction"),
         "all outputs": model.transform(df).drop("image", "label"),
         "features": features.transform(df).select("features"),
@@ -114,31 +120,43 @@ def uses(df, make, options: argparse.Namespace):
     }
 
 
-def through(batches: Iterator[pa.Array]) -> Iterator[pa.Array]:
+def through(batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
     """Takes images and gives a number for each, without looking at them."""
-    for array in batches:
-        yield pa.array(np.zeros(len(array)))
+    for batch in batches:
+        yield pa.RecordBatch.from_arrays([pa.array(np.zeros(batch.num_rows))], ["prediction"])
 
 
-def as_tensors(batches: Iterator[pa.Array]) -> Iterator[pa.Array]:
-    """The same, but makes tensors of them as ``transform`` does."""
-    for array in batches:
-        for run in runs([array], [IMAGE], len(array), torch.device("cpu")):
-            yield pa.array(np.zeros(run.num_rows))
+def predict_plainly(
+    make: Callable[[], Callable[[np.ndarray], np.ndarray]],
+    batch_size: int,
+    batches: Iterator[pa.RecordBatch],
+) -> Iterator[pa.RecordBatch]:
+    """The module on batches of images, without checks of the rows, in the fewest steps."""
+    predict = make()
+    for batch in batches:
+        column = batch.column(0)
+        flat = np.frombuffer(column.buffers()[2], dtype=np.uint8)
+        pixels = flat[column.offset * PIXELS :][: len(column) * PIXELS].reshape(-1, PIXELS)
+        parts = [
+            predict(pixels[start : start + batch_size])
+            for start in range(0, len(pixels), batch_size)
+        ]
+        yield pa.RecordBatch.from_arrays([pa.array(np.concatenate(parts))], ["prediction"])
 
 
-def parts(rates: dict[str, float], slots: int) -> dict[str, float]:
-    """Where a row's time in a slot goes, in microseconds."""
-    spent = {name: 1e6 * slots / rate for name, rate in rates.items()}
-    found = {
-        "scan": spent["scan"],
-        "to Python and back": spent["to Python and back"] - spent["scan"],
-        "made tensors": spent["and made tensors"] - spent["to Python and back"],
-    }
-    for name in MODELS:
-        one = spent[f"{name}: transform"]
-        found[f"{name}: module"] = one - spent["and made tensors"]
-        found[f"{name}: two vectors more"] = spent[f"{name}: all outputs"] - one
+def empty_tasks(spark, options: argparse.Namespace) -> dict[str, tuple[float, float]]:
+    """Wall and CPU milliseconds of a task that has one row."""
+    row = spark.range(EMPTY_TASKS, numPartitions=EMPTY_TASKS)
+    df = row.selectExpr(f"cast(rpad('', {PIXELS}, 'x') as binary) as image")
+    frames = uses(df, OneLayer, options)
+    found = {}
+    for what in ("scan", "mapInArrow, no work", "transform", "predict_batch_udf"):
+        drain(frames[what])  # makes the code
+        wall, cpu = spark_seconds(frames[what])
+        found[f"{what}, one row"] = (
+            1000 * options.slots * wall / EMPTY_TASKS,
+            1000 * cpu / EMPTY_TASKS,
+        )
     return found
 
 
@@ -149,20 +167,19 @@ def make_predict(make):
     model = make().eval()
 
     def predict(rows: np.ndarray) -> np.ndarray:
-        pixels = np.frombuffer(b"".join(rows), dtype=np.uint8).reshape(len(rows), PIXELS)
+        pixels = rows
+        if rows.dtype == object:  # as predict_batch_udf gives them
+            pixels = np.frombuffer(b"".join(rows), dtype=np.uint8).reshape(len(rows), PIXELS)
         with torch.inference_mode():
             return model(torch.from_numpy(pixels.copy())).argmax(dim=1).double().numpy()
 
     return predict
 
 
-def agree(model: str, contenders) -> bool:
-    """Whether transform and predict_batch_udf give the same predictions."""
-    sums = [
-        contenders[f"{model}: {name}"].groupBy().sum("prediction").first()[0]
-        for name in ("transform", "predict_batch_udf")
-    ]
-    return sums[0] == sums[1]
+def agree(frames) -> bool:
+    """Whether all give the same predictions."""
+    names = ("transform", "mapInArrow", "predict_batch_udf")
+    return len({frames[name].groupBy().sum("prediction").first()[0] for name in names}) == 1
 
 
 def drain(df) -> None:
@@ -170,8 +187,15 @@ def drain(df) -> None:
     df.write.format("noop").mode("overwrite").save()
 
 
-def torch_alone(model: str, folder: Path, options: argparse.Namespace) -> float:
-    """Rows per second of all processes together, from the first's start to the last's end."""
+def spark_seconds(df) -> tuple[float, float]:
+    """Wall and CPU seconds of a job."""
+    before = common.children_cpu_seconds()
+    wall = seconds(partial(drain, df))
+    return wall, common.children_cpu_seconds() - before
+
+
+def torch_alone(model: str, folder: Path, options: argparse.Namespace) -> tuple[float, float]:
+    """Wall seconds from the first process's start to the last's end; CPU seconds of all."""
     context = multiprocessing.get_context("spawn")
     barrier, times = context.Barrier(options.slots), context.Queue()
     arguments = (model, folder, options.slots, options.batch, barrier, times)
@@ -184,7 +208,8 @@ def torch_alone(model: str, folder: Path, options: argparse.Namespace) -> float:
     spans = [times.get(timeout=600) for _ in processes]
     for process in processes:
         process.join()
-    return options.rows / (max(end for _, end in spans) - min(start for start, _ in spans))
+    wall = max(end for _, end, _ in spans) - min(start for start, _, _ in spans)
+    return wall, sum(cpu for _, _, cpu in spans)
 
 
 def forward_all(
@@ -197,10 +222,10 @@ def forward_all(
     with torch.inference_mode():
         model(pixels[:batch_size])
         barrier.wait()
-        started = time.time()
+        started, cpu = time.time(), time.process_time()
         for start in range(0, len(pixels), batch_size):
             model(pixels[start : start + batch_size])
-        times.put((started, time.time()))
+        times.put((started, time.time(), time.process_time() - cpu))
 
 
 if __name__ == "__main__":

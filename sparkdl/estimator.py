@@ -171,8 +171,10 @@ class _TorchEstimator(
         self._copyValues(model, {self.getParam("batchSize"): param_table.INFERENCE_BATCH_SIZE})
         if result.prediction_key is not None:
             model._set(predictionOutput=result.prediction_key)
-        model.clear(model.getParam("batchSize"))
-        model._setDefault(batchSize=param_table.INFERENCE_BATCH_SIZE)
+        # What a model is trained along is for tasks that predict only where it has to be.
+        for name in ("batchSize", "parallelism"):
+            model.clear(model.getParam(name))
+        model._setDefault(batchSize=param_table.INFERENCE_BATCH_SIZE, parallelism=param_table.AUTO)
         return model
 
     def write(self) -> MLWriter:

@@ -12,7 +12,7 @@ import torch
 from pyspark.ml import Model
 from pyspark.ml.util import MLReadable, MLReader, MLWritable, MLWriter
 from pyspark.sql import Column as SparkColumn
-from pyspark.sql import DataFrame
+from pyspark.sql import DataFrame, SparkSession
 from torch import nn
 
 from sparkdl.config import DEVICES, Task
@@ -24,14 +24,15 @@ from sparkdl.inference.evaluate_rows import Measures, chosen_curves
 from sparkdl.inference.outputs import Forward, Output
 from sparkdl.inference.scores import Evaluation
 from sparkdl.inputs import Named, Tensor
+from sparkdl.mesh import Mesh
 from sparkdl.report.summary import TrainingSummary
 from sparkdl.runtime.tracebacks import plainly
-from sparkdl.serialization import packed_module
+from sparkdl.serialization.stored_module import StoredModule, seen
 from sparkdl.spark.frames.columns import CaseSensitive, find, quoted, require, schema_of
 from sparkdl.spark.frames.prepare_columns import prepare_labels, prepare_trained, specification_of
 from sparkdl.spark.frames.row_table import spool_columns
 from sparkdl.spark.frames.user_data import rows_of
-from sparkdl.spark.inference import evaluate_model, evaluate_task
+from sparkdl.spark.inference import evaluate_model, evaluate_task, gang_transform
 from sparkdl.spark.inference.arrow_udf import with_columns
 from sparkdl.spark.inference.output_columns import Wanted, plan_outputs
 from sparkdl.spark.inference.send_module import Sender
@@ -64,14 +65,14 @@ class TorchModel(Model, CheckedParams, MLWritable, MLReadable["TorchModel"], Mod
 
     def __init__(
         self,
-        module: nn.Module,
+        module: nn.Module | StoredModule,
         columns: Sequence[Column],
         *,
         num_classes: int | None = None,
         summary: TrainingSummary | None = None,
     ) -> None:
         super().__init__()
-        self._module = module.eval()
+        self._module = module if isinstance(module, StoredModule) else module.eval()
         self._columns = tuple(columns)
         self._num_classes = num_classes
         self._summary = summary
@@ -89,8 +90,12 @@ class TorchModel(Model, CheckedParams, MLWritable, MLReadable["TorchModel"], Mod
 
     @property
     def module(self) -> nn.Module:
-        """The trained module, on the CPU, in eval mode."""
-        return self._module
+        """The trained module, on the CPU, in eval mode.
+
+        If its weights lie in a storage they are read now, all of them. What is changed in them then
+        does not reach ``transform``, which reads them itself.
+        """
+        return self._module.module if isinstance(self._module, StoredModule) else self._module
 
     @property
     def columns(self) -> tuple[Column, ...]:
@@ -130,10 +135,33 @@ class TorchModel(Model, CheckedParams, MLWritable, MLReadable["TorchModel"], Mod
             return dataset
         self._check_outputs(dataset, [item.column for item in wanted])
         forward = self._forward(item.output.layer for item in wanted)
-        plan = plan_outputs(self._module, example_arguments(self._columns), forward, wanted)
+        inputs_of_zeros = example_arguments(self._columns)
+        plan = seen(self._module, lambda m: plan_outputs(m, inputs_of_zeros, forward, wanted))
         common, inputs = self._module_task(dataset, forward)
-        function = partial(predict.predict, task=predict.PredictTask(**common, leaves=plan.leaves))
+        task = predict.PredictTask(**common, leaves=plan.leaves)
+        mesh = self._checked_mesh(dataset.sparkSession, task)
+        if mesh is not None:
+            return gang_transform.transform(dataset, self.uid, inputs, task, mesh, plan)
+        function = partial(predict.predict, task=task)
         return with_columns(dataset, self.uid, inputs, function, plan.spark_type, plan.columns)
+
+    def _checked_mesh(self, spark: SparkSession, task: predict.PredictTask) -> Mesh | None:
+        """The mesh along which tasks divide the model; None: each has all of it."""
+        module = self._module if task.weights is not None else None
+        wanted = self.getOrDefault("parallelism")
+        mesh: Mesh | None = None if wanted == param_table.AUTO else wanted
+        if wanted == param_table.AUTO and isinstance(module, StoredModule):
+            mesh = gang_transform.chosen_mesh(spark, module)
+        if mesh is None or not mesh.divides_model:
+            return None
+        if not isinstance(module, StoredModule):
+            raise ConfigError(
+                f"{self.uid}: parallelism=Mesh({mesh}) needs weights in a storage from which each "
+                "worker reads its part; fit with a Mesh and a checkpointDir that executors open "
+                "by themselves, or setParallelism(None)"
+            )
+        gang_transform.check_mesh(spark, module, mesh, task)
+        return mesh
 
     def _wanted(self) -> list[Wanted]:
         others: dict[str, Output] = self.getOrDefault("outputs")
@@ -204,10 +232,11 @@ class TorchModel(Model, CheckedParams, MLWritable, MLReadable["TorchModel"], Mod
         device = self.getOrDefault("device")
         if device not in DEVICES:
             raise ConfigError(f"device must be one of {DEVICES}; received {device!r}")
-        packed = packed_module.pack(self._module)
+        sent = self._sender.sent_module(spark, self._module)
         fields = {
-            "digest": packed.digest,
-            "fetch": self._sender.fetch(spark, packed),
+            "digest": sent.digest,
+            "fetch": sent.fetch,
+            "weights": sent.weights,
             "columns": tuple(column for _, column in inputs),
             "batch_size": batch_size,
             "device": device,
@@ -301,7 +330,8 @@ class TorchModel(Model, CheckedParams, MLWritable, MLReadable["TorchModel"], Mod
             raise ConfigError(f"a model for {self._task} has one label; set labelCol, not labels")
         if label_col is None and self._task != "custom":
             raise ConfigError("labelCol is not set; name the column to compare predictions with")
-        is_double = any(p.dtype == torch.float64 for p in self._module.parameters())
+        module = self._module.blank if isinstance(self._module, StoredModule) else self._module
+        is_double = any(p.dtype == torch.float64 for p in module.parameters())
         prepared = prepare_labels(
             schema_of(dataset),
             self._task,
@@ -317,8 +347,12 @@ class TorchModel(Model, CheckedParams, MLWritable, MLReadable["TorchModel"], Mod
         measures = Measures(
             task=self._task, loss=loss, loss_weights=param_table.loss_weights(self), metrics=metrics
         )
-        num_classes, metrics = evaluate_model.classes_and_metrics(
-            self._module, example_arguments(self._columns), forward, predicted, measures
+        inputs_of_zeros = example_arguments(self._columns)
+        num_classes, metrics = seen(
+            self._module,
+            lambda m: evaluate_model.classes_and_metrics(
+                m, inputs_of_zeros, forward, predicted, measures
+            ),
         )
         curved = chosen_curves(curves, num_classes)
         common, inputs = self._module_task(dataset, forward)

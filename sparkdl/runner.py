@@ -16,6 +16,7 @@ from sparkdl.config import require
 from sparkdl.data.source import Source
 from sparkdl.errors import ClusterError, ConfigError, StorageError, TrainingFailed
 from sparkdl.inputs import Specification, check_names, named
+from sparkdl.mesh import Mesh
 from sparkdl.report.listeners.listener import Listener
 from sparkdl.runtime.tracebacks import plainly
 from sparkdl.spark.frames import user_data
@@ -28,6 +29,7 @@ from sparkdl.spark.functions.run_function import (
 from sparkdl.spark.params.converters import to_inputs, to_run_name
 from sparkdl.spark.run.run_facts import shown
 from sparkdl.spark.session.interrupts import interruptible
+from sparkdl.worker.function_mesh import check_axes
 from sparkdl.worker.function_rank import Script
 
 _DEVICES = ("auto", "cpu", "cuda")
@@ -53,6 +55,10 @@ class TorchRunner:
             is brought to the driver. A pair ``(fewest, most)``: after the loss of some, the
             function is begun again with those that are left; when there are slots for more, with
             more.
+        parallelism: a `Mesh` whose axes name the workers in `Context.mesh`, and whose product is
+            their number; workers along ``tensor`` read the same rows. The function divides its
+            model itself, by ``fully_shard``, ``parallelize_module`` and the like, so the mesh has
+            nothing but axes. With ``num_workers=0`` all of them have size 1.
         data: what `Context.loader` reads: a DataFrame, or a source such as `ParquetSource`, or
             several by name. Each worker gets an equal part of the rows, on its own disk.
         inputs: what a batch holds, by name, where that is not all columns: images, sequences, text
@@ -87,6 +93,7 @@ class TorchRunner:
         self,
         *,
         num_workers: int | tuple[int, int] | None = None,
+        parallelism: Mesh | None = None,
         data: DataFrame | Source | Mapping[str, DataFrame | Source] | None = None,
         inputs: Mapping[str, Specification | str] | None = None,
         device: str = "auto",
@@ -105,9 +112,13 @@ class TorchRunner:
         verbose: int = 1,
     ) -> None:
         fewest, most = _range(num_workers)
+        readers = most
+        if parallelism is not None:
+            most = _size(check_axes(parallelism), num_workers)
+            readers = min(most, parallelism.num_readers)
         is_count = num_shards is None or _is_count(num_shards)
         require(is_count, "num_shards must be an integer", num_shards)
-        enough = num_shards is None or num_shards >= max(1, most or 0)
+        enough = num_shards is None or num_shards >= max(1, readers or 0)
         require(enough, "each worker needs a shard of its own: raise num_shards", num_shards)
         if num_shards is not None and data is None:
             raise ConfigError(f"num_shards={num_shards} cuts data, which is None; give data too")
@@ -127,6 +138,7 @@ class TorchRunner:
             inputs=_inputs(inputs),
             num_workers=most,
             min_workers=fewest,
+            parallelism=parallelism,
             num_shards=num_shards,
             grow_after_seconds=grow_after_seconds,
             device=device,
@@ -186,8 +198,9 @@ class TorchRunner:
 
 def _shown(request: FunctionRequest, train: Any) -> tuple[Mapping[str, Any], ...]:
     """What is asked for, as a run's record shows it."""
-    names = ("num_workers", "num_shards", "device", "max_restarts", "checkpoint_dir", "resume",
-             "keep_checkpoints", "cpus_per_worker", "gpus_per_worker")  # fmt: skip
+    names = ("num_workers", "parallelism", "num_shards", "device", "max_restarts",
+             "checkpoint_dir", "resume", "keep_checkpoints", "cpus_per_worker",
+             "gpus_per_worker")  # fmt: skip
     values = {"run": train, **{name: getattr(request, name) for name in names}}
     if request.min_workers is not None:
         values["num_workers"] = (request.min_workers, request.num_workers)
@@ -222,6 +235,22 @@ def _range(value: Any) -> tuple[int | None, int | None]:
     is_pair = len(value) == 2 and all(map(_is_count, value))
     require(is_pair and 1 <= value[0] <= value[1], rule, value)
     return value[0], value[1]
+
+
+def _size(mesh: Mesh, num_workers: int | tuple[int, int] | None) -> int:
+    """Workers of a mesh; ConfigError if as many were not asked for."""
+    if isinstance(num_workers, (tuple, list)):
+        raise ConfigError(
+            f"parallelism=Mesh({mesh}) has {mesh.size} workers, and num_workers={num_workers} lets "
+            "them come and go, which leaves gaps in a mesh; leave num_workers unset. A later run "
+            "with resume=True may have another mesh"
+        )
+    if num_workers not in (None, 0, mesh.size):
+        raise ConfigError(
+            f"parallelism=Mesh({mesh}) is made of {mesh.size} workers, and num_workers is "
+            f"{num_workers}; leave num_workers unset, or choose axes whose product it is"
+        )
+    return mesh.size if num_workers is None else num_workers
 
 
 def _is_count(value: Any) -> bool:

@@ -8,14 +8,14 @@ import signal
 import subprocess
 import sys
 import uuid
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
 
 from tests import jvm, s3
-from tests.gang import Gang, started_gang
+from tests.gang import Gang, Gangs
 from tests.on_connect import AGAIN
 from tests.promises import PROMISES
 
@@ -53,7 +53,7 @@ ON_CONNECT = os.environ.get("SPARKDL_TEST_SPARK") == "connect"
 # Who asks for one of these fixtures needs a JVM, or several processes, and need not say so.
 _MARKS = {
     "spark": {"spark", "cluster", "gpu_cluster", "kernel", "topology"},
-    "gang": {"gang", "gang3", "gang4"},
+    "gang": {"gangs"},
 }
 _PROOFS = {proof: promise for promise, proof in PROMISES.items()}
 _SLOW_SECONDS = 2.0
@@ -132,24 +132,36 @@ def spark() -> Iterator[SparkSession]:
 
 
 @pytest.fixture(scope="session")
-def gang(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Gang]:
-    """Two ranks, started once."""
-    with started_gang(tmp_path_factory.mktemp("gang")) as gang:
-        yield gang
+def gangs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[int], Gang]]:
+    """Gangs by how many ranks they have; each is started once, and after a test that broke it."""
+    started: dict[int, Gangs] = {}
+
+    def get(world_size: int) -> Gang:
+        if world_size not in started:
+            started[world_size] = Gangs(lambda: tmp_path_factory.mktemp("gang"), world_size)
+        return started[world_size].get()
+
+    yield get
+    for kept in started.values():
+        kept.close()
 
 
-@pytest.fixture(scope="session")
-def gang3(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Gang]:
-    """Three ranks, started once; for what two cannot show."""
-    with started_gang(tmp_path_factory.mktemp("gang3"), 3) as gang:
-        yield gang
+@pytest.fixture
+def gang(gangs: Callable[[int], Gang]) -> Gang:
+    """Two ranks."""
+    return gangs(2)
 
 
-@pytest.fixture(scope="session")
-def gang4(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Gang]:
-    """Four ranks, started once; for pairs of pairs, and two nodes of two."""
-    with started_gang(tmp_path_factory.mktemp("gang4"), 4) as gang:
-        yield gang
+@pytest.fixture
+def gang3(gangs: Callable[[int], Gang]) -> Gang:
+    """Three ranks, for what two cannot show."""
+    return gangs(3)
+
+
+@pytest.fixture
+def gang4(gangs: Callable[[int], Gang]) -> Gang:
+    """Four ranks, for pairs of pairs, and two nodes of two."""
+    return gangs(4)
 
 
 @pytest.fixture(scope="session")

@@ -6,20 +6,32 @@ A function of a test module, and its arguments, must be picklable; it gets the c
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import json
+import multiprocessing
 import os
 import pickle
 import secrets
-import subprocess
-import sys
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict
 from multiprocessing.connection import Client, Connection, Listener, wait
 from pathlib import Path
 from typing import Any
 
 TIMEOUT_SECONDS = 60
+# Imported once, by the process from which all ranks are forked; it has no threads then.
+_START = multiprocessing.get_context("forkserver")
+_START.set_forkserver_preload(
+    [
+        "torch._dynamo",
+        "torch.distributed.fsdp",
+        "torch.distributed.tensor",
+        "tests.train.runs",
+        "torchmetrics",
+    ]
+)
+_M_MMAP_THRESHOLD = -3
 
 
 class Gang:
@@ -27,18 +39,28 @@ class Gang:
 
     def __init__(self, connections: list[Connection]) -> None:
         self._connections = connections
+        self.timeout_seconds = TIMEOUT_SECONDS
+        """For an answer."""
         self._number = 0
         """Of the newest call."""
+        self.is_broken = False
+        """Whether a call has failed: ranks may still be in it, and gloo's pairs close then."""
 
     def run(self, function: Callable[..., Any], *arguments: Any) -> list[Any]:
         """``function(comm, *arguments)`` on every rank; the results in rank order."""
+        self.is_broken = True
+        results = self._answers(function, arguments)
+        self.is_broken = False
+        return results
+
+    def _answers(self, function: Callable[..., Any], arguments: tuple[Any, ...]) -> list[Any]:
         self._number += 1
         for connection in self._connections:
             connection.send_bytes(pickle.dumps((self._number, function, arguments)))
         results: dict[Connection, Any] = {}
         while len(results) < len(self._connections):
             waiting = [c for c in self._connections if c not in results]
-            ready = wait(waiting, TIMEOUT_SECONDS)
+            ready = wait(waiting, self.timeout_seconds)
             if not ready:
                 raise TimeoutError("a rank did not answer")
             for connection in ready:
@@ -53,9 +75,32 @@ class Gang:
     def answer_of(self, rank: int) -> Any:
         """What one rank answers to a call in which another has died."""
         number, is_error, result = pickle.loads(self._connections[rank].recv_bytes())
+        self.is_broken = True  # by the death of the other
         assert number == self._number
         assert not is_error, result
         return result
+
+
+class Gangs:
+    """A gang for all tests, until one breaks it: then the next test gets a new one."""
+
+    def __init__(self, make_folder: Callable[[], Path], world_size: int) -> None:
+        self._make_folder, self._world_size = make_folder, world_size
+        self._gang: Gang | None = None
+        self._resources = contextlib.ExitStack()
+
+    def get(self) -> Gang:
+        """A gang in which no call has failed."""
+        if self._gang is None or self._gang.is_broken:
+            self.close()
+            started = started_gang(self._make_folder(), self._world_size)
+            self._gang = self._resources.enter_context(started)
+        return self._gang
+
+    def close(self) -> None:
+        """End the ranks."""
+        self._gang = None
+        self._resources.close()
 
 
 @contextlib.contextmanager
@@ -66,25 +111,20 @@ def started_gang(folder: Path, world_size: int = 2) -> Iterator[Gang]:
     key, certificate = secrets.token_bytes(16), make_certificate()
     address = str(folder / "gang.sock")
     with Listener(address, family="AF_UNIX", authkey=key) as listener:
+        environment = {
+            **os.environ,
+            "SPARKDL_TEST_KEY": key.hex(),
+            "SPARKDL_TEST_CERTIFICATE": json.dumps(asdict(certificate)),
+        }
         processes = [
-            subprocess.Popen(
-                [
-                    sys.executable,
-                    __file__,
-                    str(rank),
-                    str(world_size),
-                    address,
-                    str(folder / "store"),
-                ],
-                env={
-                    **os.environ,
-                    "SPARKDL_TEST_KEY": key.hex(),
-                    "SPARKDL_TEST_CERTIFICATE": json.dumps(asdict(certificate)),
-                },
-                cwd=Path(__file__).parent.parent,
+            _START.Process(
+                target=live,
+                args=(environment, rank, world_size, address, str(folder / "store")),
             )
             for rank in range(world_size)
         ]
+        for process in processes:
+            process.start()
         connections: list[Connection | None] = [None] * world_size
         try:
             for _ in processes:
@@ -96,11 +136,10 @@ def started_gang(folder: Path, world_size: int = 2) -> Iterator[Gang]:
                 if connection is not None:
                     connection.close()
             for process in processes:
-                try:
-                    process.wait(5)
-                except subprocess.TimeoutExpired:
+                process.join(5)
+                if process.is_alive():
                     process.kill()
-                    process.wait()
+                    process.join()
 
 
 def main(rank: int, world_size: int, address: str, store_path: str) -> None:
@@ -139,6 +178,11 @@ def main(rank: int, world_size: int, address: str, store_path: str) -> None:
             connection.send_bytes(pickle.dumps(answer))
 
 
-if __name__ == "__main__":
-    sys.path.insert(0, str(Path(__file__).parent.parent))
-    main(int(sys.argv[1]), int(sys.argv[2]), sys.argv[3], sys.argv[4])
+def live(environment: Mapping[str, str], *arguments: Any) -> None:
+    """`main` with the environment that the test's process has now, as if it were started anew."""
+    os.environ.clear()
+    os.environ.update(environment)
+    threshold = environment.get("MALLOC_MMAP_THRESHOLD_")
+    if threshold is not None:  # glibc has read its variables long ago
+        ctypes.CDLL(None).mallopt(_M_MMAP_THRESHOLD, int(threshold))
+    main(*arguments)

@@ -55,6 +55,7 @@ AGAIN = frozenset(
         "spark/run/test_run_facts.py": ("test_a_fit_leaves_its_record_and_page",),
         "spark/rounds/test_averaging_rounds.py": (
             "test_rounds_are_what_a_gang_does",
+            "test_executors_take_the_mean_with_the_bits_of_the_driver",
             "test_a_run_goes_on_where_the_last_one_stopped",
             "test_the_users_error_comes_once_and_the_next_fit_works",
         ),

@@ -21,6 +21,8 @@ class Proxy:
     def __init__(self, upstream: str) -> None:
         self.url = ""
         self.count = 0
+        self.requests: list[str] = []
+        """Method and path of each that was counted."""
         self.stall_seconds = 3.0
         """How long a request that stalls waits before it is passed on."""
         self._upstream = urlsplit(upstream).netloc
@@ -31,12 +33,13 @@ class Proxy:
     def fail(self, kind: str, requests: range) -> None:
         """From now on requests count from 1, and these fail: ``503``, ``reset`` or ``stall``."""
         with self._lock:
-            self._kind, self._failing, self.count = kind, requests, 0
+            self._kind, self._failing, self.count, self.requests = kind, requests, 0, []
 
-    def fate(self) -> str:
+    def fate(self, request: str) -> str:
         """How the request that comes now fails; empty: it does not."""
         with self._lock:
             self.count += 1
+            self.requests.append(request)
             return self._kind if self.count in self._failing else ""
 
     def passed_on(
@@ -68,7 +71,7 @@ def started_proxy(upstream: str) -> Iterator[Proxy]:
 
         def answer(self) -> None:
             body = self.body()
-            fate = proxy.fate()
+            fate = proxy.fate(f"{self.command} {self.path}")
             if fate == "reset":
                 self.close_connection = True
                 return

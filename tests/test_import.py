@@ -41,6 +41,22 @@ def test_import_brings_few_modules() -> None:
     assert len(modules) <= MOST_MODULES, modules
 
 
+@pytest.mark.slow
+def test_a_fit_without_a_mesh_imports_no_compiler_on_the_driver() -> None:
+    """Which would take 2 s; it serves torch.compile and torch's own division of models."""
+    code = (
+        "import sys; from tests.spark.fit.requests import request\n"
+        "import sparkdl.estimator, sparkdl.spark.fit.fit, sparkdl.spark.fit.gang_fit\n"
+        "import sparkdl.spark.rounds.round_driver, sparkdl.worker.training, sparkdl.train.loop\n"
+        "from sparkdl.spark.fit.check_request import check_values\n"
+        "check_values(request(optimizer='adam', optimizer_params={'weight_decay': 0.1}))\n"
+        "print(sorted({'torch._dynamo', 'sympy', 'torch.distributed.fsdp'} & set(sys.modules)))\n"
+        "import torch; torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], lr=0.1)\n"
+        "print('torch._dynamo' in sys.modules)"
+    )
+    assert run_python(code).splitlines() == ["[]", "True"]
+
+
 def test_import_adds_no_log_handler() -> None:
     code = "import logging, sparkdl; print(len(logging.getLogger('sparkdl').handlers))"
     assert run_python(code).strip() == "0"

@@ -21,8 +21,8 @@ def sources(path: Path, kind: str) -> list[str]:
     return [cell.source for cell in read(path).cells if cell.cell_type == kind]
 
 
-def test_all_seven_are_there() -> None:
-    assert [path.name[:2] for path in NOTEBOOKS] == [f"0{number}" for number in range(1, 8)]
+def test_all_eight_are_there() -> None:
+    assert [path.name[:2] for path in NOTEBOOKS] == [f"0{number}" for number in range(1, 9)]
 
 
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)

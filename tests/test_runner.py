@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 import sparkdl
-from sparkdl import Image, Sequence, Tensor, TorchRunner
+from sparkdl import Image, Mesh, Sequence, Tensor, TorchRunner
 from sparkdl.errors import ClusterError, ConfigError, DataError, WorkerError
 from sparkdl.spark.functions import run_function
 from sparkdl.spark.session.compat import is_connect
@@ -131,6 +131,20 @@ def test_data_may_be_a_source_and_a_data_frame(
     found = runner.run(rows, "files", "rows")
     assert sorted(n for part in found for n in part["files"]) == list(range(30))
     assert sorted(n for part in found for n in part["rows"]) == list(range(30, ROWS))
+
+
+@pytest.mark.slow
+def test_ranks_along_tensor_read_all_rows_of_their_reader(df: DataFrame, tmp_path: Path) -> None:
+    df.filter("id < 30").write.parquet(str(tmp_path / "p"))
+    sets = {"files": sparkdl.ParquetSource(str(tmp_path / "p")), "rows": df.filter("id >= 30")}
+    for num_shards in (None, 3):
+        runner = TorchRunner(
+            parallelism=Mesh(tensor=2), data=sets, verbose=0, results="all", num_shards=num_shards
+        )
+        first, second = runner.run(rows, "files", "rows")
+        assert first == second  # in the same order
+        assert sorted(first["files"]) == list(range(30))
+        assert sorted(first["rows"]) == list(range(30, ROWS))
 
 
 @pytest.mark.slow
@@ -419,6 +433,11 @@ def test_what_cannot_be_sent_is_refused_before_anything_runs(spark: SparkSession
         ({"results": "last"}, "results"),
         ({"resume": True}, "checkpoint_dir"),
         ({"data": [1, 2]}, "DataFrame of Spark or pandas, or a source"),
+        ({"parallelism": 2}, r"parallelism must be a sparkdl\.Mesh"),
+        ({"parallelism": Mesh(shard=2), "num_workers": 3}, "is made of 2 workers, and num_workers"),
+        ({"parallelism": Mesh(shard=2), "num_workers": (1, 2)}, "gaps in a mesh"),
+        ({"parallelism": Mesh(shard=2, smallest_unit=1)}, "has no effect on a function"),
+        ({"parallelism": Mesh(shard=4, tensor=2), "num_shards": 3}, "raise num_shards"),
         ({"inputs": ["x"]}, "mapping by name"),
         ({"inputs": {"x": 3}}, "a column's name or"),
         ({"inputs": {"m": Tensor("x"), "s": Sequence("y", mask="m")}}, "twice"),
@@ -453,6 +472,41 @@ def test_numbers_of_workers_are_whole(wrong: Any) -> None:
         return
     with pytest.raises(ConfigError, match="num_shards must be an integer"):
         TorchRunner(num_workers=1, num_shards=wrong)
+
+
+def divide(steps: int) -> tuple[int, list[float]]:
+    """A function that names all axes, as for many workers."""
+    import torch
+    from torch.distributed.fsdp import fully_shard
+    from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
+
+    place = sparkdl.context()
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(2, 2, bias=False), torch.nn.Tanh())
+    parallelize_module(model, place.mesh["tensor"], {"0": ColwiseParallel()})
+    fully_shard(model, mesh=place.mesh["data", "shard"])
+    state = {"model": model.state_dict(), "step": 0}
+    if place.checkpoint is not None:
+        place.load_checkpoint(state)
+    first = state["step"]
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    for step in range(first, steps):
+        model(torch.ones(1, 2)).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        state = {"model": model.state_dict(), "step": step + 1}
+        place.report({"loss": 0.0}, checkpoint=state)
+    return first, model[0].weight.full_tensor().flatten().tolist()
+
+
+def test_a_function_along_a_mesh_can_be_debugged_in_the_driver(tmp_path: Path) -> None:
+    """Twice in one process: torch remembers meshes by the names of their axes."""
+    options = {"num_workers": 0, "parallelism": Mesh(shard=2, tensor=2), "verbose": 0}
+    _, expected = TorchRunner(**options).run(divide, 4)
+    kept = {**options, "checkpoint_dir": str(tmp_path / "kept")}
+    TorchRunner(**kept).run(divide, 2)
+    first, found = TorchRunner(**kept, resume=True).run(divide, 4)
+    assert (first, found) == (2, expected)
 
 
 def test_what_cannot_run_is_refused_at_once() -> None:

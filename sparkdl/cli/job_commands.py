@@ -62,12 +62,23 @@ _CELL_COLUMNS = 8, 20
 class Form(Enum):
     """How the user has started a job, hence how they would start the next one."""
 
-    SCRIPT = "spark-submit jobs/{}.py"
+    SCRIPT = "spark-submit {}"
     COMMAND = "sparkdl {}"
 
     def start_of(self, name: str) -> str:
         """The beginning of the command line of the job ``name``."""
-        return self.value.format(name)
+        own = name if self is Form.COMMAND else shlex.quote(beside_script(f"jobs/{name}.py"))
+        return self.value.format(own)
+
+
+def beside_script(path: str) -> str:
+    """Where ``path`` of the repository whose script was started is, seen from the working folder.
+
+    As it is where the started program lies in no such place.
+    """
+    script = Path(sys.argv[0])
+    found = script.parent.parent / path
+    return os.path.relpath(found) if script.parent.name == "jobs" and found.exists() else path
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -254,7 +265,7 @@ def prepared_lines(report: Report, form: Form) -> list[str]:
     settings = [f"--set {sections[split]}.path={report.path}/{split}" for split in report.rows]
     if classes:
         settings.append(f"--set model.args.num_classes={len(classes)}")
-    file = "FILE" if form is Form.COMMAND else "conf/images.toml"
+    file = "FILE" if form is Form.COMMAND else shlex.quote(beside_script("conf/images.toml"))
     command = " \\\n      ".join([f"  {form.start_of('train')} --config {file}", *settings])
     return [*text, "next:", command]
 
@@ -282,7 +293,9 @@ def _show_search(job: TuneJob, found: TuneResult[Any], form: Form) -> None:
     best = found.best
     settings = " ".join(f"--set '{key}={value}'" for key, value in best.params.items())
     path = best.model_path
-    rows = "--set data.path=ROWS" if form is Form.COMMAND else "--config conf/evaluate.toml"
+    rows = "--set data.path=ROWS"
+    if form is Form.SCRIPT:
+        rows = f"--config {shlex.quote(beside_script('conf/evaluate.toml'))}"
     rows = " ".join([rows, *rows_settings(job.data)])
     print(f"\ntrials: {', '.join(f'{number} {state}' for state, number in states.items())}")
     print(f"best: trial {best.number}, {job.study.metric} {found.best_value:.6g}")
@@ -364,14 +377,15 @@ def next_commands(path: str, form: Form, data: DataSection) -> list[str]:
             f"sparkdl predict {given} --set output.path=NEW",
             f"sparkdl export {shlex.quote(path)} model.onnx",
         ]
-    commands = [
-        " ".join([f"{form.start_of(name)} --config conf/{name}.toml", model, *rows])
-        for name in ("evaluate", "predict")
-    ]
+    commands = []
+    for name in ("evaluate", "predict"):
+        file = shlex.quote(beside_script(f"conf/{name}.toml"))
+        commands.append(" ".join([form.start_of(name), f"--config {file}", model, *rows]))
     # make runs the Python of .venv without activating it in the user's shell.
     if sys.prefix != sys.base_prefix and "VIRTUAL_ENV" not in os.environ:
         folder = os.path.relpath(sys.prefix, Path.cwd())
-        commands.insert(0, f"source {folder}/bin/activate && export SPARK_CONF_DIR=conf")
+        settings = shlex.quote(beside_script("conf"))
+        commands.insert(0, f"source {folder}/bin/activate && export SPARK_CONF_DIR={settings}")
     return commands
 
 

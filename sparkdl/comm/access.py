@@ -14,9 +14,8 @@ import secrets
 import threading
 from dataclasses import dataclass, field, replace
 
-import pyarrow.flight as flight
-
 from sparkdl.comm.certificates import Certificate
+from sparkdl.errors import SparkDLError
 from sparkdl.storage.storage import checked
 
 OF_DRIVER = "driver"
@@ -27,6 +26,14 @@ READ_KEYS = "checkpoint/"
 """Start of the keys that ranks write for rank 0, which removes them when it has read them."""
 _NUMBERED = re.compile(r"(?:rank|value)-(\d+)\.\w+")
 """Files that belong to a rank: ``rank-00003.safetensors`` and ``value-3.pkl``."""
+
+
+class Unauthenticated(SparkDLError):
+    """Nobody of the present attempt has made a call."""
+
+
+class Unauthorized(SparkDLError):
+    """Who has made a call may not do what it asks for."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -80,37 +87,33 @@ class Access:
             self._ranks: dict[int, str] = {}
 
     def caller(self, shown: str) -> Caller:
-        """Who shows this, or FlightUnauthenticatedError: nobody of the present attempt."""
+        """Who shows this, or Unauthenticated: nobody of the present attempt."""
         scheme, secret, number, rank_secret, *_ = [*shown.split(" "), "", "", ""]
         with self._lock:
             if scheme != "Bearer" or not _equal(secret, self.secret):
-                raise flight.FlightUnauthenticatedError(
-                    "wrong or missing secret, or that of an attempt that is over"
-                )
+                raise Unauthenticated("wrong or missing secret, or that of an attempt that is over")
             if not number:
                 return Caller(self.attempt, None)
             rank = int(number)
             if not _equal(self._ranks.setdefault(rank, rank_secret), rank_secret):
-                raise flight.FlightUnauthenticatedError(
-                    f"another process is rank {rank} of this attempt"
-                )
+                raise Unauthenticated(f"another process is rank {rank} of this attempt")
             return Caller(self.attempt, rank)
 
     def require_present(self, caller: Caller) -> None:
-        """Raise FlightUnauthenticatedError if the attempt of a call that takes long is over."""
+        """Raise Unauthenticated if the attempt of a call that takes long is over."""
         if caller.attempt != self.attempt:
-            raise flight.FlightUnauthenticatedError(f"attempt {caller.attempt} is over")
+            raise Unauthenticated(f"attempt {caller.attempt} is over")
 
     def require_report(self, caller: Caller, attempt: int, rank: int) -> None:
         """Allow reports of a rank to itself, and where no process is that rank, to all.
 
         Tasks of rounds are no ranks: Spark may run several copies of one at the same time. Like all
-        checks that follow, this one raises `FlightUnauthorizedError`.
+        checks that follow, this one raises `Unauthorized`.
         """
         with self._lock:
             is_own = caller.rank == rank or (caller.rank is None and rank not in self._ranks)
         if attempt != caller.attempt or not is_own:
-            raise flight.FlightUnauthorizedError(
+            raise Unauthorized(
                 f"{_name(caller)} may not report as rank {rank} of attempt {attempt}"
             )
 
@@ -120,7 +123,7 @@ def require_key(caller: Caller, key: str, *, removes: bool = False) -> None:
     is_own = key.startswith(SHARED_KEYS) or key.rpartition("/")[2] == str(caller.rank)
     is_read = removes and key.startswith(READ_KEYS) and caller.rank == 0
     if caller.rank is None or not (is_own or is_read):
-        raise flight.FlightUnauthorizedError(f"{_name(caller)} may not change the key {key!r}")
+        raise Unauthorized(f"{_name(caller)} may not change the key {key!r}")
 
 
 def require_file(caller: Caller, path: str) -> None:
@@ -129,7 +132,7 @@ def require_file(caller: Caller, path: str) -> None:
     numbered = _NUMBERED.fullmatch(parts[-1])
     owner = int(numbered[1]) if numbered else 0
     if parts == [""] or parts[0] == OF_DRIVER or caller.rank != owner:
-        raise flight.FlightUnauthorizedError(f"{_name(caller)} may not change the file {path!r}")
+        raise Unauthorized(f"{_name(caller)} may not change the file {path!r}")
 
 
 def _name(caller: Caller) -> str:

@@ -7,6 +7,7 @@ and nothing outlives the run.
 
 from __future__ import annotations
 
+import os
 import ssl
 import tempfile
 from dataclasses import dataclass, field
@@ -60,15 +61,27 @@ def make_certificate() -> Certificate:
 
 def mutual_tls(shared: Certificate, *, is_server: bool) -> ssl.SSLContext:
     """TLS 1.3 between processes that have the same certificate and key, and nobody else."""
+    return tls(shared, shared.public, is_server=is_server)
+
+
+def tls(own: Certificate, other: str, *, is_server: bool) -> ssl.SSLContext:
+    """TLS 1.3 of who shows ``own`` with those who show the certificate ``other``, and no others."""
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER if is_server else ssl.PROTOCOL_TLS_CLIENT)
     context.minimum_version = ssl.TLSVersion.TLSv1_3
     context.verify_mode = ssl.CERT_REQUIRED
-    context.load_verify_locations(cadata=shared.public)
+    context.load_verify_locations(cadata=other)
     if is_server:
-        context.num_tickets = 0  # connections are opened once, and nobody would read the tickets
-    # Python reads a key from files only. This one is readable by its owner alone, and goes at once.
+        context.num_tickets = 0  # connections are kept, and nobody would read the tickets
+    # Python reads a key from files only. This one is in memory, or where there are no such files
+    # readable by its owner alone, and goes at once.
+    if hasattr(os, "memfd_create"):
+        with open(os.memfd_create("sparkdl-key"), "w") as file:  # noqa: PTH123
+            file.write(own.public + own.key)
+            file.flush()
+            context.load_cert_chain(f"/proc/self/fd/{file.fileno()}")
+        return context
     with tempfile.NamedTemporaryFile("w", prefix="sparkdl-", suffix=".pem") as file:
-        file.write(shared.public + shared.key)
+        file.write(own.public + own.key)
         file.flush()
         context.load_cert_chain(file.name)
     return context

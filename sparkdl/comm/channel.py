@@ -1,37 +1,59 @@
 """The channel between driver and workers while a gang runs.
 
-One Arrow Flight server per run carries rendezvous keys, heartbeats, progress, log lines and the
-checkpoints that the driver keeps. It speaks TLS with those only who show the certificate of this
-run's workers, and does what `access` allows them. It lives on the driver; where executors cannot
-reach that, rank 0 hosts the keys. A process with a client must not fork: gRPC does not survive it.
+One server per run carries rendezvous keys, heartbeats, progress, log lines and the checkpoints that
+the driver keeps. It speaks TLS with those only who show the certificate of this run's workers, and
+does what `access` allows them. It lives on the driver; where executors cannot reach that, rank 0
+hosts the keys. One thread serves all requests, however many wait for keys; files are read and
+written by a few more.
 """
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import json
+import logging
+import math
 import queue
-import re
+import socket
+import ssl
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+import weakref
+from collections import Counter
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, wait
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar
+from functools import partial
+from types import TracebackType
+from typing import Any, ClassVar, TypeVar
 
-import pyarrow as pa
-import pyarrow.flight as flight
-
-from sparkdl.comm.access import Access, Address, Caller, require_file, require_key
-from sparkdl.comm.certificates import NAME, make_certificate
-from sparkdl.comm.file_chunks import CHUNK_BYTES, SCHEMA, gathered, received, sent
+from sparkdl.comm.access import Access, Address, Caller, Unauthenticated, require_file, require_key
+from sparkdl.comm.certificates import make_certificate, tls
+from sparkdl.comm.file_chunks import CHUNK_BYTES, cut, gathered
+from sparkdl.comm.wire import (
+    Body,
+    Connection,
+    Deadline,
+    MalformedMessage,
+    answer,
+    notice_absence,
+    received,
+)
 from sparkdl.errors import CommunicationError, SparkDLError, StorageError
 from sparkdl.storage.storage import Storage
 
-_HEADER = "authorization"
-_POLL_SECONDS = 5.0
-_OF_KEYS = {"set", "add", "missing", "get", "delete"}
+_POLL_SECONDS = 10.0
+"""A request waits so long for keys, then it is made again."""
+_REQUESTS_PER_SECOND = 200.0
+"""Of all ranks together, where there are many: their pauses grow with their number. That is about a
+twentieth of a core, see benchmarks/rendezvous.py."""
+_LEAST_PAUSE_SECONDS = 0.25
+_MOST_PAUSE_SECONDS = 10.0
+"""Between two reports of a rank."""
+_OF_KEYS = {"set", "add", "missing", "gathered", "get", "delete"}
 _OF_REPORTS = {"report", "seconds_since_report"}
-_OF_FILES = {"list", "remove", "exists"}
+_OF_FILES = {"list", "remove", "exists", "read"}
 """Methods of the hub and of the files that a request may name."""
 _MOST_BYTES = 128 * 2**20
 """Of a request. The largest are reports: 2000 log lines of 10,000 characters, six bytes for each
@@ -39,22 +61,21 @@ character in the worst case. Files come in chunks (`CHUNK_BYTES`)."""
 _MOST_EVENTS = 100_000
 """Events that may wait while the driver stands still; beyond that some are left out."""
 _DISPENSABLE = ("heartbeat", "alive", "log")
-_RECONNECT = (("grpc.max_reconnect_backoff_ms", 1000), ("grpc.min_reconnect_backoff_ms", 5000))
-"""Options of a connection: after an absence of the server gRPC would wait up to two minutes, and
-try each new connection for 20 s."""
-_KEEPALIVE = (("grpc.keepalive_time_ms", 10_000), ("grpc.keepalive_timeout_ms", 10_000))
-"""Options of a connection whose requests are short: it is given up and made anew when nothing comes
-through for 10 s. TCP would wait, after a cut, for up to as long again as the cut was."""
-_TRANSPORT = (
-    flight.FlightUnavailableError,
-    flight.FlightTimedOutError,
-    flight.FlightCancelledError,
-    flight.FlightUnauthenticatedError,
-    OSError,
-)
-"""Errors of the way to the server; all others are its own answer to who may ask."""
-_STACKS = re.compile(r"\. (?:Detail: Python exception|gRPC client debug context): ")
-"""Where the stacks begin that Flight and gRPC add to a message."""
+_MOST_FILES = 64
+"""Files that are read and written at a time; others wait."""
+_BACKLOG = 4096
+"""Connections that the kernel accepts before the server does: many workers begin at once."""
+_LOOK_SECONDS = 1.0
+"""How often a file that does not come on looks whether its worker still counts."""
+_HANDSHAKE_SECONDS = 20
+_ABSENCE_SECONDS = 180
+"""After which the server gives up a connection whose other end is gone."""
+_MOST_IDLE = 4
+"""Connections that a client keeps for its next requests."""
+
+logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,6 +86,14 @@ class Event:
     rank: int
     received: float
     body: Mapping[str, Any]
+
+
+@dataclass(eq=False)
+class _Waiter:
+    """Somebody who is woken when ``left`` more keys have been set."""
+
+    left: int
+    wake: Callable[[], None]
 
 
 class Hub:
@@ -78,8 +107,16 @@ class Hub:
         """Whether what workers print is shown by the driver, on the console that they write to."""
         self._newest = -1
         self._keys: dict[str, bytes] = {}
+        self._counts: Counter[str] = Counter()
+        """Keys by what stands before their last slash."""
+        self._gathered: dict[str, bytes] = {}
+        """Answers of `gathered`, which are the same for all who ask."""
+        self._waiting: dict[Hashable, list[_Waiter]] = {}
+        """By key, and by what is counted with the number that is waited for."""
         self._last_reports: dict[int, tuple[int, float]] = {}
-        self._changed = threading.Condition()
+        self._batches: dict[int, tuple[int, int]] = {}
+        """Attempt and number of the last events of each rank that were numbered."""
+        self._lock = threading.Lock()
         self.events: queue.SimpleQueue[Event] = queue.SimpleQueue()
 
     def begin(self, attempt: int) -> None:
@@ -90,54 +127,144 @@ class Hub:
         assert attempt > self._newest, f"attempt {attempt} comes after {self._newest}"
         self._newest = attempt
         self.access.begin(attempt)
-        with self._changed:
+        with self._lock:
             self._keys.clear()
+            self._counts.clear()
+            self._gathered.clear()
+            waiters = {waiter for some in self._waiting.values() for waiter in some}
+            self._waiting.clear()
+        for waiter in waiters:  # who asks again is refused
+            waiter.wake()
 
     def set(self, key: str, value: bytes) -> None:
         """Set a key and wake those who wait for it."""
-        with self._changed:
+        what = key.rpartition("/")[0]
+        with self._lock:
+            self._counts[what] += key not in self._keys
             self._keys[key] = value
-            self._changed.notify_all()
+            self._gathered.pop(what, None)
+            woken = self._woken(key, (what, self._counts[what]))
+        for wake in woken:
+            wake()
 
     def add(self, key: str, amount: int) -> int:
         """Add to a counter (a decimal number; 0 if absent) and return its new value."""
-        with self._changed:
+        with self._lock:
+            self._counts[key.rpartition("/")[0]] += key not in self._keys
             value = int(self._keys.get(key, b"0")) + amount
             self._keys[key] = str(value).encode()
-            self._changed.notify_all()
-            return value
+            woken = self._woken(key)
+        for wake in woken:
+            wake()
+        return value
 
     def wait(self, keys: Sequence[str], timeout_seconds: float) -> None:
         """Return when all keys are set; TimeoutError if they are not in time."""
-        if missing := self.missing(keys, timeout_seconds):
+        are_there = threading.Event()
+        take_back = self.when_set(keys, are_there.set)
+        are_there.wait(timeout_seconds)
+        take_back()
+        if missing := self.missing(keys):
             raise TimeoutError(f"{len(missing)} keys not set after {timeout_seconds:g} s")
 
-    def missing(self, keys: Sequence[str], timeout_seconds: float) -> list[str]:
-        """Wait until all keys are there; returns those that are not when time is up."""
-        with self._changed:
-            self._changed.wait_for(lambda: all(k in self._keys for k in keys), timeout_seconds)
+    def missing(self, keys: Sequence[str]) -> list[str]:
+        """Those of the keys that are not there."""
+        with self._lock:
             return [key for key in keys if key not in self._keys]
+
+    def gathered(self, key: str, count: int) -> bytes | None:
+        """The values of ``key/0`` to ``key/<count - 1>``, which nobody removes, as a JSON list.
+
+        None if not all are there.
+        """
+        with self._lock:
+            if self._counts[key] < count:
+                return None
+            if key not in self._gathered:
+                values = [self._keys[f"{key}/{rank}"].decode() for rank in range(count)]
+                self._gathered[key] = json.dumps(values).encode()
+            return self._gathered[key]
+
+    def when_set(self, keys: Sequence[str], wake: Callable[[], None]) -> Callable[[], None]:
+        """Call ``wake`` once all keys have been set, or now; returns what takes that back."""
+        with self._lock:
+            return self._when([key for key in keys if key not in self._keys], wake)
+
+    def when_gathered(self, key: str, count: int, wake: Callable[[], None]) -> Callable[[], None]:
+        """Call ``wake`` once `gathered` has an answer, like `when_set`."""
+        with self._lock:
+            return self._when([] if self._counts[key] >= count else [(key, count)], wake)
+
+    def _when(self, absent: Sequence[Hashable], wake: Callable[[], None]) -> Callable[[], None]:
+        waiter = _Waiter(len(absent), wake)
+        for name in absent:
+            self._waiting.setdefault(name, []).append(waiter)
+        if not absent:
+            wake()
+
+        def take_back() -> None:
+            with self._lock:
+                for name in absent:
+                    left = [one for one in self._waiting.pop(name, ()) if one is not waiter]
+                    if left:
+                        self._waiting[name] = left
+
+        return take_back
+
+    def _woken(self, *names: Hashable) -> list[Callable[[], None]]:
+        """Who has waited for the last of these."""
+        woken = []
+        for name in names:
+            for waiter in self._waiting.pop(name, ()):
+                waiter.left -= 1
+                if not waiter.left:
+                    woken.append(waiter.wake)
+        return woken
 
     def get(self, key: str) -> bytes | None:
         """The value of a key, or None."""
-        with self._changed:
+        with self._lock:
             return self._keys.get(key)
 
     def delete(self, key: str) -> bool:
         """Remove a key. Returns whether it was there."""
-        with self._changed:
-            return self._keys.pop(key, None) is not None
+        with self._lock:
+            if self._keys.pop(key, None) is None:
+                return False
+            what = key.rpartition("/")[0]
+            self._gathered.pop(what, None)
+            self._counts[what] -= 1
+            if not self._counts[what]:
+                del self._counts[what]
+            return True
 
-    def report(self, attempt: int, rank: int, events: Sequence[Mapping[str, Any]]) -> bool:
-        """Note that a worker has reported, and what; returns `shows_lines`."""
+    def report(
+        self,
+        attempt: int,
+        rank: int,
+        events: Sequence[Mapping[str, Any]],
+        queued: Sequence[Mapping[str, Any]] = (),
+        number: int = 0,
+    ) -> tuple[bool, float]:
+        """Note that a worker has reported, and what.
+
+        Who hears no answer sends the events ``queued`` again, with the same ``number``, which grows
+        from one such list to the next: they count once.
+
+        Returns `shows_lines`, and the seconds until its next report.
+        """
         now = time.monotonic()
         self._last_reports[rank] = (attempt, now)
+        if number and (attempt, number) > self._batches.get(rank, (-1, 0)):
+            self._batches[rank] = (attempt, number)
+            events = [*events, *queued]
         if self.keeps_events:
             is_full = self.events.qsize() > _MOST_EVENTS
             for body in events:
                 if not (is_full and body["kind"] in _DISPENSABLE):
                     self.events.put(Event(attempt=attempt, rank=rank, received=now, body=body))
-        return self.shows_lines
+        pause = len(self._last_reports) / _REQUESTS_PER_SECOND
+        return self.shows_lines, min(max(pause, _LEAST_PAUSE_SECONDS), _MOST_PAUSE_SECONDS)
 
     def seconds_since_report(self, attempt: int, rank: int) -> float | None:
         """Seconds since a worker's last report; None if it has made none in this attempt."""
@@ -145,91 +272,266 @@ class Hub:
         return time.monotonic() - moment if last == attempt else None
 
 
-class ChannelServer(flight.FlightServerBase):  # type: ignore[misc] # pyarrow has no stubs
+class ChannelServer:
     """Serves a hub, and files if given. Use as a context manager; it stops with the block."""
 
     def __init__(
         self, hub: Hub, *, bind: str, announce: str, port: int = 0, files: Storage | None = None
     ) -> None:
+        """Listen; OSError if that cannot be done at ``bind`` and ``port``, of which 0 is any."""
         own, workers = make_certificate(), make_certificate()
-        super().__init__(
-            location(bind, port),
-            tls_certificates=[(own.public, own.key)],
-            verify_client=True,
-            root_certificates=workers.public,
-            middleware={"caller": _Callers(hub.access)},
-        )
-        self._hub = hub
-        self._files = files
+        context = tls(own, workers.public, is_server=True)
+        listener = _listener(bind, port)
+        self.port: int = listener.getsockname()[1]
+        self._hub, self._files = hub, files
         self._address = Address(
             host=announce, port=self.port, server_certificate=own.public, worker=workers, secret=""
         )
+        self._connections: dict[asyncio.Task[None], asyncio.StreamWriter] = {}
+        self._server: asyncio.Server | None = None
+        self._is_closing = False
+        self._is_crowded = False
+        """True once connections could not be accepted, which is told once."""
+        self._loop = asyncio.new_event_loop()
+        self._loop.set_exception_handler(self._note)
+        self._files_at_once = asyncio.Semaphore(_MOST_FILES)
+        self._thread = threading.Thread(target=self._run, name="sparkdl-channel", daemon=True)
+        try:
+            self._thread.start()
+            asyncio.run_coroutine_threadsafe(self._begin(listener, context), self._loop).result()
+        except BaseException:  # also if the user interrupts
+            self.shutdown()
+            listener.close()
+            raise
+
+    def __enter__(self) -> ChannelServer:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        found: TracebackType | None,
+    ) -> None:
+        self.shutdown()
+
+    def shutdown(self) -> None:
+        """Close all connections and stop; may be called again, and after an interrupt must be."""
+        if not self._is_closing:
+            self._is_closing = True
+            self._loop.call_soon_threadsafe(self._loop.stop)
+        if self._thread.ident is not None:
+            self._thread.join()
+
+    def _run(self) -> None:
+        """Serve until told to stop: in this thread, since a notebook's has a loop of its own."""
+        self._loop.run_forever()
+        self._loop.run_until_complete(self._close())
+        self._loop.close()
+
+    async def _begin(self, listener: socket.socket, context: ssl.SSLContext) -> None:
+        self._server = await asyncio.start_server(
+            self._accept,
+            sock=listener,
+            ssl=context,
+            ssl_handshake_timeout=_HANDSHAKE_SECONDS,
+            limit=2**20,
+        )
+        listener.listen(_BACKLOG)  # asyncio itself would accept so many at a time
+
+    async def _close(self) -> None:
+        if self._server is not None:
+            self._server.close()
+        while others := asyncio.all_tasks() - {asyncio.current_task()}:
+            for writer in self._connections.values():
+                writer.transport.abort()
+            for task in others:
+                task.cancel()
+            await asyncio.gather(*others, return_exceptions=True)
+            await asyncio.sleep(0)  # what threads have asked for finds its connection closed
+
+    def _note(self, loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
+        """Say what asyncio has to tell, and of connections that cannot be accepted once."""
+        if not isinstance(context.get("exception"), OSError) or "socket" not in context:
+            loop.default_exception_handler(context)
+        elif not self._is_crowded:
+            self._is_crowded = True
+            logger.warning(
+                "workers cannot connect to the driver now: %s; they try again, but raise the limit "
+                "of open files of the driver's process (ulimit -n)",
+                context["exception"],
+            )
 
     @property
     def address(self) -> Address:
         """Where the server is, with what opens it in the present attempt."""
         return replace(self._address, secret=self._hub.access.secret)
 
-    def do_action(self, context: Any, action: flight.Action) -> Iterator[flight.Result]:
-        """Call the method of the hub or of the files that the action's type names."""
-        caller: Caller = context.get_middleware("caller").caller
-        _require_size(action.body.size, _MOST_BYTES)
-        header, _, value = action.body.to_pybytes().partition(b"\n")
-        arguments = json.loads(header)
-        if action.type == "set":
-            arguments["value"] = value
-        answer = self._answer(caller, action.type, arguments)
-        is_bytes = isinstance(answer, bytes)
-        yield flight.Result(b"+" + answer if is_bytes else b"-" + json.dumps(answer).encode())
+    def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        """Serve a connection in a task of its own."""
+        task = self._loop.create_task(self._serve(reader, writer))
+        self._connections[task] = writer
+        task.add_done_callback(self._connections.pop)
 
-    def do_put(self, context: Any, descriptor: Any, reader: Any, writer: Any) -> None:
-        """Store a file that arrives in chunks."""
-        caller: Caller = context.get_middleware("caller").caller
-        path = descriptor.path[0].decode()
-        require_file(caller, path)
+    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        """Answer the requests of a connection, one after the other."""
+        try:
+            connection = writer.get_extra_info("socket")
+            notice_absence(connection, _ABSENCE_SECONDS)
+            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            while True:
+                head, body = await received(reader)
+                error: dict[str, Any] | None = None
+                try:
+                    found = await self._answer(head, body)
+                except asyncio.IncompleteReadError:
+                    raise
+                except Exception as failure:  # whatever a request or a storage brings about
+                    is_refused = isinstance(failure, Unauthenticated)
+                    text = str(failure) or type(failure).__name__
+                    error, found = {"error": text, "refused": is_refused}, b""
+                is_bytes = isinstance(found, bytes)
+                data: bytes = found if is_bytes else json.dumps(found).encode()
+                await answer(writer, error or {"bytes": is_bytes}, data)
+                await body.throw_away()
+        except (
+            OSError,
+            asyncio.IncompleteReadError,
+            MalformedMessage,
+            asyncio.CancelledError,
+        ) as gone:  # the other end is, or none of ours, or the server stops
+            gone.__traceback__ = None  # the reader keeps the error, and that the answer's bytes
+        finally:
+            writer.transport.abort()
 
-        def chunks() -> Iterator[Any]:
-            for chunk in received(chunk.data for chunk in reader):
-                _require_size(len(chunk), CHUNK_BYTES)
-                yield chunk
-            self._hub.access.require_present(caller)  # a file counts once it is whole
-
-        self._storage().write(path, chunks())
-
-    def do_get(self, context: Any, ticket: flight.Ticket) -> flight.GeneratorStream:
-        """Send a file in chunks."""
-        data = self._storage().read(ticket.ticket.decode())
-        return flight.GeneratorStream(SCHEMA, sent([data]))
-
-    def _answer(self, caller: Caller, what: str, arguments: dict[str, Any]) -> Any:
+    async def _answer(self, head: dict[str, Any], body: Body) -> Any:
+        caller = self._hub.access.caller(head["shown"])
+        what = head["call"]
+        if what == "write":
+            await self._write(caller, head["path"], body)
+            return None
+        arguments, _, value = (await body.whole(_MOST_BYTES)).partition(b"\n")
+        named: dict[str, Any] = json.loads(arguments)
         if what in _OF_KEYS:
             # A call that began in an earlier attempt must not change what the present one reads.
             scope = f"{caller.attempt}/"
             if what == "missing":
-                arguments["keys"] = [scope + key for key in arguments["keys"]]
-            else:
-                if what != "get":
-                    require_key(caller, arguments["key"], removes=what == "delete")
-                arguments["key"] = scope + arguments["key"]
-            return getattr(self._hub, what)(**arguments)
+                return await self._missing([scope + key for key in named["keys"]], named["seconds"])
+            key = scope + named["key"]
+            if what == "gathered":
+                return await self._gathered(key, named["count"], named["seconds"])
+            if what != "get":
+                require_key(caller, named["key"], removes=what == "delete")
+            more = {"value": value} if what == "set" else {}
+            return getattr(self._hub, what)(**{**named, **more, "key": key})
         if what in _OF_REPORTS:
             if what == "report":
-                self._hub.access.require_report(caller, arguments["attempt"], arguments["rank"])
-            return getattr(self._hub, what)(**arguments)
+                self._hub.access.require_report(caller, named["attempt"], named["rank"])
+            return getattr(self._hub, what)(**named)
         if what in _OF_FILES:
             if what == "remove":
-                require_file(caller, arguments["path"])
-            return getattr(self._storage(), what)(**arguments)
-        raise flight.FlightServerError(f"unknown request {what!r}")
+                require_file(caller, named["path"])
+            return await self._in_thread(partial(getattr(self._storage(), what), **named))
+        raise MalformedMessage(f"unknown request {what!r}")
+
+    async def _missing(self, keys: Sequence[str], seconds: float) -> int:
+        """Wait until all keys are there; how many are not when time is up."""
+        await self._woken(partial(self._hub.when_set, keys), seconds)
+        return len(self._hub.missing(keys))
+
+    async def _gathered(self, key: str, count: int, seconds: float) -> bytes | None:
+        await self._woken(partial(self._hub.when_gathered, key, count), seconds)
+        return self._hub.gathered(key, count)
+
+    async def _woken(
+        self, when: Callable[[Callable[[], None]], Callable[[], None]], seconds: float
+    ) -> None:
+        """Wait for a call of what ``when`` is given, at most so long."""
+        loop, future = self._loop, self._loop.create_future()
+
+        def end_wait() -> None:
+            if not future.done():
+                future.set_result(None)
+
+        def wake() -> None:
+            with contextlib.suppress(RuntimeError):  # the server has stopped
+                loop.call_soon_threadsafe(end_wait)
+
+        take_back = when(wake)
+        try:
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(future, seconds)
+        finally:
+            take_back()
+
+    async def _write(self, caller: Caller, path: str, body: Body) -> None:
+        """Store a file that arrives in chunks."""
+        require_file(caller, path)
+
+        def chunks() -> Iterator[bytes]:
+            while True:
+                wanted = body.chunk(CHUNK_BYTES)
+                try:
+                    under_way = asyncio.run_coroutine_threadsafe(wanted, self._loop)
+                except RuntimeError as error:
+                    wanted.close()
+                    raise ConnectionError("the channel is closed") from error
+                while not wait([under_way], _LOOK_SECONDS).done:
+                    if self._is_closing:
+                        raise ConnectionError("the channel is closed")
+                    try:
+                        self._hub.access.require_present(caller)
+                    except Unauthenticated:
+                        under_way.cancel()
+                        raise
+                chunk = under_way.result()
+                if chunk is None:
+                    break
+                yield chunk
+            self._hub.access.require_present(caller)  # a file counts once it is whole
+
+        storage = self._storage()
+        await self._in_thread(lambda: storage.write(path, chunks()))
+
+    async def _in_thread(self, action: Callable[[], T]) -> T:
+        """Do something slow in a thread, for which the process does not wait when it ends."""
+        loop, done = self._loop, Future[T]()
+
+        def act() -> None:
+            done.set_running_or_notify_cancel()
+            try:
+                done.set_result(action())
+            except BaseException as error:
+                done.set_exception(error)
+
+        async with self._files_at_once:
+            threading.Thread(target=act, name="sparkdl-channel-files", daemon=True).start()
+            return await asyncio.wrap_future(done, loop=loop)
 
     def _storage(self) -> Storage:
         if self._files is None:
-            raise flight.FlightServerError("this channel keeps no files")
+            raise StorageError("this channel keeps no files")
         return self._files
+
+
+def _listener(bind: str, port: int) -> socket.socket:
+    """A socket at the first address that ``bind`` means, for many connections at once."""
+    (family, *_, where), *_ = socket.getaddrinfo(bind, port, type=socket.SOCK_STREAM)
+    is_any = bind == "::" and socket.has_dualstack_ipv6()  # of both families
+    return socket.create_server(where[:2], family=family, dualstack_ipv6=is_any)
 
 
 class MessageTooLarge(CommunicationError):
     """A request is larger than the server takes."""
+
+
+def _close(idle: list[Connection]) -> None:
+    while idle:
+        idle.pop().close()
+
+
+class _Refusal(Exception):
+    """What the server has answered."""
 
 
 class ChannelClient:
@@ -238,25 +540,25 @@ class ChannelClient:
     CommunicationError, from every method: the server cannot be reached or refuses.
     """
 
-    _connection: ClassVar[tuple[tuple[str, int], ...]] = (*_RECONNECT, *_KEEPALIVE)
+    _silence_seconds: int = 20
+    """A connection through which nothing comes for so long is given up."""
 
     def __init__(self, address: Address, *, timeout_seconds: float = 30.0) -> None:
         self.address = address
         """What this client calls, and as whom."""
         self._timeout = timeout_seconds
         self._shown = address.shown()
-        self._client = flight.connect(
-            location(address.host, address.port),
-            tls_root_certs=address.server_certificate,
-            cert_chain=address.worker.public,
-            private_key=address.worker.key,
-            override_hostname=NAME,
-            generic_options=list(self._connection),
-        )
+        self._tls = tls(address.worker, address.server_certificate, is_server=False)
+        self._idle: list[Connection] = []
+        self._lock = threading.Lock()
+        self._is_closed = False
+        self._close_all = weakref.finalize(self, _close, self._idle)
 
     def close(self) -> None:
-        """Close the connection."""
-        self._client.close()
+        """Close the connections."""
+        with self._lock:
+            self._is_closed = True
+            self._close_all()
 
     def set(self, key: str, value: bytes) -> None:
         """Set a key."""
@@ -268,14 +570,32 @@ class ChannelClient:
 
     def wait(self, keys: Sequence[str], timeout_seconds: float) -> None:
         """Return when all keys are set; TimeoutError if they are not in time."""
+        wanted, deadline = list(keys), time.monotonic() + timeout_seconds
+        while True:
+            seconds = min(max(deadline - time.monotonic(), 0.0), _POLL_SECONDS)
+            count = self._ask("missing", keys=wanted, seconds=seconds)
+            if not count:
+                return
+            if time.monotonic() >= deadline:
+                raise TimeoutError(f"{count} keys not set after {timeout_seconds} s")
+
+    def gather(
+        self, what: str, rank: int, count: int, value: str, timeout_seconds: float
+    ) -> list[str]:
+        """Give this rank's value and wait for those of all; returns them by rank.
+
+        TimeoutError if not all are there in time.
+        """
+        self.set(f"{what}/{rank}", value.encode())
         deadline = time.monotonic() + timeout_seconds
         while True:
             seconds = min(max(deadline - time.monotonic(), 0.0), _POLL_SECONDS)
-            missing = self._ask("missing", keys=list(keys), timeout_seconds=seconds)
-            if not missing:
-                return
+            found = self._ask("gathered", key=what, count=count, seconds=seconds)
+            if found is not None:
+                values: list[str] = json.loads(found)
+                return values
             if time.monotonic() >= deadline:
-                raise TimeoutError(f"{len(missing)} keys not set after {timeout_seconds} s")
+                raise TimeoutError(f"not all {count} ranks are there after {timeout_seconds:g} s")
 
     def get(self, key: str) -> bytes | None:
         """The value of a key, or None."""
@@ -286,9 +606,20 @@ class ChannelClient:
         """Remove a key. Returns whether it was there."""
         return bool(self._ask("delete", key=key))
 
-    def report(self, *, attempt: int, rank: int, events: Sequence[Mapping[str, Any]]) -> bool:
+    def report(
+        self,
+        *,
+        attempt: int,
+        rank: int,
+        events: Sequence[Mapping[str, Any]],
+        queued: Sequence[Mapping[str, Any]] = (),
+        number: int = 0,
+    ) -> tuple[bool, float]:
         """See `Hub.report`; values that are not JSON go as their text."""
-        return bool(self._ask("report", attempt=attempt, rank=rank, events=events))
+        shows, pause = self._ask(
+            "report", attempt=attempt, rank=rank, events=events, queued=queued, number=number
+        )
+        return shows, pause
 
     def seconds_since_report(self, *, attempt: int, rank: int) -> float | None:
         """Seconds since a worker's last report; None if it has made none in this attempt."""
@@ -301,20 +632,58 @@ class ChannelClient:
             raise MessageTooLarge(
                 f"channel request {what!r} has {len(body)} bytes; the driver takes {_MOST_BYTES}"
             )
-        action = flight.Action(what, body)
+        deadline = Deadline(self._timeout + arguments.get("seconds", 0.0))
         try:
-            results = list(self._client.do_action(action, self._options()))
-        except (pa.ArrowException, OSError) as error:
-            raise self._failure(f"channel request {what!r} failed", error) from error
-        answer = results[0].body.to_pybytes()
-        return answer[1:] if answer.startswith(b"+") else json.loads(answer[1:])
+            with self._connection(deadline) as connection:
+                connection.send({"call": what, "shown": self._shown}, body, deadline)
+                head, pieces = connection.receive(deadline)
+                data = gathered(pieces)
+        except OSError as error:
+            raise self._lost(f"channel request {what!r} failed", error) from error
+        self._check(head, f"channel request {what!r} failed")
+        return data if head["bytes"] else json.loads(data)
 
-    def _failure(self, what: str, error: Exception) -> SparkDLError:
-        return CommunicationError(f"{what}: {_STACKS.split(str(error))[0]}")
+    @contextlib.contextmanager
+    def _connection(self, deadline: Deadline) -> Iterator[Connection]:
+        """A connection for one request, which is kept for others if that ends well."""
+        connection = None
+        while connection is None:
+            with self._lock:
+                if self._is_closed:
+                    raise ConnectionError("this client is closed")
+                kept = self._idle.pop() if self._idle else None
+            if kept is None or kept.is_usable():
+                connection = kept or Connection(
+                    self.address.host, self.address.port, self._tls, deadline,
+                    self._silence_seconds,
+                )  # fmt: skip
+            else:
+                kept.close()
+        try:
+            yield connection
+        except BaseException:
+            connection.close()
+            raise
+        with self._lock:
+            is_kept = not self._is_closed and len(self._idle) < _MOST_IDLE
+            if is_kept:
+                self._idle.append(connection)
+        if not is_kept:
+            connection.close()
 
-    def _options(self) -> flight.FlightCallOptions:
-        headers = [(_HEADER.encode(), self._shown.encode())]
-        return flight.FlightCallOptions(timeout=self._timeout, headers=headers)
+    def _lost(self, what: str, error: OSError) -> CommunicationError:
+        """What a failure of the way to the server is."""
+        return CommunicationError(f"{what}: {error or type(error).__name__}")
+
+    def _check(self, head: Mapping[str, Any], what: str) -> None:
+        """Raise what an answer says; only who is not let in has a CommunicationError."""
+        if "error" in head:
+            refusal = _Refusal(head["error"])
+            kind = CommunicationError if head["refused"] else self._kind
+            raise kind(f"{what}: {refusal}") from refusal
+
+    _kind: ClassVar[type[SparkDLError]] = CommunicationError
+    """Of the server's answer to what it does not do."""
 
 
 class ChannelStorage(ChannelClient):
@@ -325,40 +694,45 @@ class ChannelStorage(ChannelClient):
         CommunicationError: the driver cannot be reached, or does not answer in time.
     """
 
-    # The driver would take the questions of a request that waits long for an attack.
-    _connection = _RECONNECT
+    _kind = StorageError
 
     def __init__(self, address: Address, *, timeout_seconds: float = 600.0) -> None:
         super().__init__(address, timeout_seconds=timeout_seconds)
+        # A driver whose storage is slow takes nothing meanwhile, which looks like silence.
+        self._silence_seconds = math.ceil(timeout_seconds)
 
     def write(self, path: str, data: Any) -> None:
         parts = data if not isinstance(data, (bytes, bytearray, memoryview)) else [data]
-        descriptor = flight.FlightDescriptor.for_path(path)
+        chunks = (chunk for part in parts for chunk in cut(memoryview(part).cast("B")))
+        head, what = (
+            {"call": "write", "shown": self._shown, "path": path},
+            f"the driver could not store {path}",
+        )
+        deadline = Deadline(self._timeout)
         try:
-            writer, reader = self._client.do_put(descriptor, SCHEMA, self._options())
-            try:
-                for batch in sent(parts):
-                    writer.write_batch(batch)
-                writer.done_writing()
-                reader.read()
-            except BaseException:
-                with contextlib.suppress(pa.ArrowException, OSError):
-                    writer.close()  # the driver sees that it has not all, and says so too
-                raise
-            writer.close()
-        except (pa.ArrowException, OSError) as error:
-            raise self._failure(f"the driver could not store {path}", error) from error
+            with self._connection(deadline) as connection:
+                connection.send_in_chunks(head, chunks, deadline)
+                found, pieces = connection.receive(deadline)
+                gathered(pieces)
+                self._check(found, what)  # else the rest of the file is still under way
+        except OSError as error:
+            raise self._lost(what, error) from error
 
     def read(self, path: str) -> bytes:
         return gathered(self.read_pieces(path))
 
-    def read_pieces(self, path: str) -> Iterator[pa.Buffer]:
+    def read_pieces(self, path: str) -> Iterator[memoryview]:
         """The bytes of a file, as they come."""
+        deadline, what = Deadline(self._timeout), f"the driver could not send {path}"
+        body = json.dumps({"path": path}).encode()
         try:
-            reader = self._client.do_get(flight.Ticket(path.encode()), self._options())
-            yield from received(chunk.data for chunk in reader)
-        except (pa.ArrowException, OSError) as error:
-            raise self._failure(f"the driver could not send {path}", error) from error
+            with self._connection(deadline) as connection:
+                connection.send({"call": "read", "shown": self._shown}, body, deadline)
+                head, pieces = connection.receive(deadline)
+                self._check(head, what)
+                yield from pieces
+        except OSError as error:
+            raise self._lost(what, error) from error
 
     def list(self, path: str) -> list[str]:
         return list(self._ask("list", path=path))
@@ -368,37 +742,3 @@ class ChannelStorage(ChannelClient):
 
     def exists(self, path: str) -> bool:
         return bool(self._ask("exists", path=path))
-
-    def _failure(self, what: str, error: Exception) -> SparkDLError:
-        """What a failed call means: only what got lost on the way may be tried again."""
-        kind = CommunicationError if isinstance(error, _TRANSPORT) else StorageError
-        return kind(f"{what}: {_STACKS.split(str(error))[0]}")
-
-
-class _Callers(flight.ServerMiddlewareFactory):  # type: ignore[misc]
-    """Finds out who makes a call before it is served, and refuses those that are nobody."""
-
-    def __init__(self, access: Access) -> None:
-        self._access = access
-
-    def start_call(self, info: Any, headers: Mapping[str, list[str]]) -> flight.ServerMiddleware:
-        call = _Call()
-        call.caller = self._access.caller(str(headers.get(_HEADER, [""])[0]))
-        return call
-
-
-class _Call(flight.ServerMiddleware):  # type: ignore[misc]
-    """Says who makes a call, to those who serve it."""
-
-    caller: Caller
-
-
-def _require_size(num_bytes: int, most: int) -> None:
-    """Refuse what no worker of ours sends."""
-    if num_bytes > most:
-        raise flight.FlightServerError(f"a message of {num_bytes} bytes, of at most {most}")
-
-
-def location(host: str, port: int) -> str:
-    """Where a Flight server listens, as Flight writes it."""
-    return f"grpc+tls://[{host}]:{port}" if ":" in host else f"grpc+tls://{host}:{port}"

@@ -1,8 +1,4 @@
-"""Bytes of any size in record batches of chunks: files on the channel, results of Spark tasks.
-
-Of a file, each batch holds a chunk, and the last one a null: so half of a file is never taken for
-the whole. Spark itself sees to it that no row of a result is missing.
-"""
+"""Bytes of any size in chunks: files on the channel, and results of Spark tasks."""
 
 from __future__ import annotations
 
@@ -12,9 +8,6 @@ from typing import Any
 
 import pyarrow as pa
 
-from sparkdl.errors import CommunicationError
-
-SCHEMA = pa.schema([("data", pa.binary())])
 RESULT_COLUMNS = "rank int, kind string, seq int, payload binary"
 """The columns of results, as Spark writes a schema."""
 CHUNK_BYTES = 8 * 2**20
@@ -29,24 +22,6 @@ def cut(data: Any) -> list[Any]:
     return [data[at : at + CHUNK_BYTES] for at in range(0, max(1, len(data)), CHUNK_BYTES)]
 
 
-def sent(parts: Iterable[Any]) -> Iterator[pa.RecordBatch]:
-    """The record batches of a file, whose bytes come in any pieces."""
-    for part in parts:
-        for chunk in cut(memoryview(part).cast("B")):
-            yield _batch(chunk)
-    yield _batch(None)
-
-
-def received(batches: Iterable[pa.RecordBatch]) -> Iterator[pa.Buffer]:
-    """The chunks of a file; CommunicationError if its end is missing."""
-    for batch in batches:
-        chunk = batch.column(0)[0]
-        if not chunk.is_valid:
-            return
-        yield chunk.as_buffer()
-    raise CommunicationError("the file broke off on its way")
-
-
 def gathered(pieces: Iterable[Any]) -> bytes:
     """All pieces as one, put together piece by piece.
 
@@ -56,10 +31,6 @@ def gathered(pieces: Iterable[Any]) -> bytes:
     for piece in pieces:
         buffer.write(piece)
     return buffer.getvalue()
-
-
-def _batch(chunk: memoryview | None) -> pa.RecordBatch:
-    return pa.record_batch([pa.array([chunk], pa.binary())], schema=SCHEMA)
 
 
 def result_batches(rank: int, kind: str, payload: bytes) -> Iterator[pa.RecordBatch]:

@@ -41,12 +41,12 @@ def process_group(
     ``timeout_seconds`` is the longest wait in one collective, ``address`` one of this host that the
     peers can reach. Gloo looks one up itself where that is None or no interface of this host has it
     (a network may translate addresses), or where the environment has ``GLOO_SOCKET_IFNAME``.
-    CommunicationError if the peers did not meet in time.
+    CommunicationError if the peers did not meet in time; of gloo's, a first collective says so.
     """
     c10d = dist.distributed_c10d
     torchs = c10d.ProcessGroupGloo
-    if address is not None and "GLOO_SOCKET_IFNAME" not in os.environ and is_own(address):
-        c10d.ProcessGroupGloo = gloo_at(address)  # type: ignore[misc]
+    is_chosen = address is not None and "GLOO_SOCKET_IFNAME" not in os.environ and is_own(address)
+    c10d.ProcessGroupGloo = gloo_at(address if is_chosen else None)  # type: ignore[misc]
     # torch names keys of the store by a number of the group, and counts groups that could not be
     # made: after a failure this process would wait for other keys than those that its peers set.
     c10d._world.group_count = 0
@@ -90,14 +90,27 @@ def is_own(address: str) -> bool:
     return True
 
 
-def gloo_at(address: str) -> Any:
-    """Torch's groups of gloo, at ``address``; torch drops options and looks up the host's name."""
+def gloo_at(address: str | None) -> Any:
+    """Torch's groups of gloo, at ``address``; torch drops options and looks up the host's name.
+
+    None: where ``GLOO_SOCKET_IFNAME`` says, or gloo chooses. Two ranks connect when they first
+    talk: to connect each with every other takes 3W + 1 requests of each of W ranks, and most pairs
+    never talk.
+    """
     torchs: Any = dist.ProcessGroupGloo
+
+    def devices() -> list[Any]:
+        if address is not None:
+            return [torchs.create_device(hostname=address, lazy_init=True)]
+        if names := os.environ.get("GLOO_SOCKET_IFNAME"):
+            return [torchs.create_device(interface=n, lazy_init=True) for n in names.split(",")]
+        return [torchs.create_default_device(lazy_init=True)]
 
     class GlooAt(torchs):  # type: ignore[misc]
         def __init__(self, store: Store, rank: int, size: int, timeout: timedelta) -> None:
             options = torchs._Options()
-            options._devices = [torchs.create_device(hostname=address)]
+            options._devices = devices()  # of its own: groups that share one hang
+            options._threads = 2 * len(options._devices)
             options._timeout = timeout
             super().__init__(store, rank, size, options)
 
@@ -159,8 +172,10 @@ class ChannelStore(Store):
 
     def get(self, key: str) -> bytes:
         """Wait for a key and return its value."""
-        self.wait([key])
         value = self._client.get(f"store/{key}")
+        if value is None:
+            self.wait([key])
+            value = self._client.get(f"store/{key}")
         if value is None:
             raise CommunicationError(f"rendezvous key {key} vanished")
         return value

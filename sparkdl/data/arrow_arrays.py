@@ -85,6 +85,8 @@ class Findings:
 
     nulls: int = 0
     """Rows that are null or contain a null."""
+    inner_nulls: int = 0
+    """Those of them that are not null themselves."""
     first_null: str | None = None
     shapes: Counter[str] = field(default_factory=Counter)
     """Rows per shape, only kept when a column was found not to be uniform."""
@@ -99,7 +101,7 @@ class Findings:
         return self.nulls > 0 or is_ragged or bool(self.causes)
 
     def note_null(self, place: str) -> None:
-        """Count a row that is null or contains a null."""
+        """Count a row that is null."""
         self.nulls += 1
         self.first_null = self.first_null or place
 
@@ -114,8 +116,11 @@ class Findings:
         self.first_of_cause.setdefault(cause, place)
 
     def merge(self, other: Findings) -> None:
-        """Add another part's findings."""
+        """Add another part's findings; mostly there are none."""
+        if not (other.nulls or other.shapes or other.causes):
+            return
         self.nulls += other.nulls
+        self.inner_nulls += other.inner_nulls
         self.first_null = self.first_null or other.first_null
         self.shapes.update(other.shapes)
         for shape, where in other.first_of_shape.items():
@@ -129,10 +134,12 @@ class Findings:
         if self.causes:
             return f'column "{name}" has {self.faults()}; drop or mend them'
         if self.nulls:
-            return (
-                f'column "{name}" has {self.nulls} null row{"s" * (self.nulls > 1)} '
-                f"(first: {self.first_null}); drop or fill them"
-            )
+            rows, remedy = f"{self.nulls} null row{'s' * (self.nulls > 1)}", "drop or fill them"
+            if self.inner_nulls:
+                rows = rows.replace("null row", "row") + " with a null"
+                rows += f", in {self.inner_nulls} of them among the row's values"
+                remedy += f", as by where('not exists({name}, x -> x is null)')"
+            return f'column "{name}" has {rows} (first: {self.first_null}); {remedy}'
         uneven = self.shapes[_UNEVEN]
         if uneven:
             return (
@@ -187,6 +194,7 @@ def examine(
     findings = Findings()
     nulls = np.asarray(_has_null(array))
     findings.nulls = int(nulls.sum())
+    findings.inner_nulls = findings.nulls - array.null_count
     if findings.nulls:
         findings.first_null = f"row {first_row + int(nulls.argmax())}{where}"
     for row in np.flatnonzero(~nulls).tolist():

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 from sparkdl.data.arrow_arrays import Findings
@@ -75,6 +76,7 @@ class SpooledShard:
     content: int
     """Sum of the rows' hashes modulo 2**64: equal for equal rows in any order and sharding."""
     columns: tuple[ColumnStats, ...]
+    """Columns with equal statistics may share them: they stay as they are."""
     num_skipped_rows: int = 0
     """Rows that are in neither split, since some column's value cannot be used."""
     hashes: Mapping[str, int] = field(default_factory=dict)
@@ -83,16 +85,25 @@ class SpooledShard:
     """Memory of the host or container that holds the shard, as its task has found it."""
 
     def to_dict(self) -> dict[str, Any]:
-        """As plain values."""
-        columns = [column.to_dict() for column in self.columns]
-        return {**vars(self), "shard": vars(self.shard), "columns": columns}
+        """As plain values; of columns with equal statistics, which are most of many, once."""
+        places: dict[str, int] = {}
+        distinct = {id(column): column for column in self.columns}
+        place_of = {
+            number: places.setdefault(json.dumps(column.to_dict()), len(places))
+            for number, column in distinct.items()
+        }
+        columns = [place_of[id(column)] for column in self.columns]
+        shown = {"stats": list(map(json.loads, places)), "columns": columns}
+        return {**vars(self), "shard": vars(self.shard), **shown}
 
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> SpooledShard:
         """Inverse of `to_dict`."""
-        columns = tuple(ColumnStats.from_dict(column) for column in values["columns"])
+        stats = [ColumnStats.from_dict(one) for one in values["stats"]]
+        columns = tuple(stats[place] for place in values["columns"])
         shard = {**values["shard"], "hosts": tuple(values["shard"]["hosts"])}
-        return cls(**{**values, "shard": Shard(**shard), "columns": columns})
+        rest = {name: value for name, value in values.items() if name != "stats"}
+        return cls(**{**rest, "shard": Shard(**shard), "columns": columns})
 
 
 def no_rows(shards: Sequence[SpooledShard]) -> str:
@@ -133,9 +144,10 @@ def merge_stats(stats: Sequence[ColumnStats]) -> ColumnStats:
         merged.nulls_and_shapes.merge(part.nulls_and_shapes)
         merged.bad_values += part.bad_values
         merged.first_bad = merged.first_bad or part.first_bad
-        low = [v for v in (merged.minimum, part.minimum) if v is not None]
-        high = [v for v in (merged.maximum, part.maximum) if v is not None]
-        merged = replace(
-            merged, minimum=min(low) if low else None, maximum=max(high) if high else None
-        )
+        if part.minimum is not None:
+            low = part.minimum if merged.minimum is None else merged.minimum
+            merged.minimum = min(low, part.minimum)
+        if part.maximum is not None:
+            high = part.maximum if merged.maximum is None else merged.maximum
+            merged.maximum = max(high, part.maximum)
     return merged

@@ -196,8 +196,7 @@ class TrainPlan:
 
     def shards_of(self, rank: int) -> tuple[Shard, ...]:
         """The shards of ``rank``, in shard-id order."""
-        by_id = {shard.shard_id: shard for shard in self.shards}
-        return tuple(by_id[shard_id] for shard_id in self.shards_by_rank[rank])
+        return tuple(self._by_id[shard_id] for shard_id in self.shards_by_rank[rank])
 
     def rows_of(self, rank: int) -> int:
         """Training rows of ``rank``."""
@@ -243,6 +242,10 @@ class TrainPlan:
             sum(shard.num_rows // self.steps_per_epoch for shard in self.shards_of(rank))
             for rank in range(self.world_size)
         )
+
+    @cached_property
+    def _by_id(self) -> dict[int, Shard]:
+        return {shard.shard_id: shard for shard in self.shards}
 
     @cached_property
     def _rows_and_ranks(self) -> list[tuple[int, int, int]]:
@@ -324,7 +327,8 @@ def assign_near(
     for shard in sorted(range(len(rows)), key=lambda number: (-rows[number], number)):
         choice = [rank for rank in ranks if shard in near[rank]] or list(ranks)
         ready = [loads[rank] + rows[shard] / speeds[rank] for rank in choice]
-        first = [rank for rank, when in zip(choice, ready, strict=True) if when == min(ready)]
+        soonest = min(ready)
+        first = [rank for rank, when in zip(choice, ready, strict=True) if when == soonest]
         take(shard, next((rank for rank in first if shard in default[rank]), first[0]))
     while True:
         slowest, idlest = max(ranks, key=loads.__getitem__), min(ranks, key=loads.__getitem__)

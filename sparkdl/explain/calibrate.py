@@ -44,6 +44,7 @@ def found_by(reports: Sequence[Report], places: Sequence[tuple[int, int]], secon
         num_nodes=layout.num_nodes,
         optimizer_bytes=max(report["optimizer_bytes"] for report in reports),
         peak_bytes=max(report["peak_bytes"] for report in reports),
+        num_ranks=len(reports),
         launch_seconds=max(0.0, seconds - max(report["seconds"] for report in reports)),
     )
 

@@ -76,7 +76,12 @@ def option(
 
 def ladder(predictor: Predictor, world_sizes: Sequence[int]) -> list[Option]:
     """Strategies from the one that changes training least to the one that agrees least."""
-    gang = [AllReduce(), AllReduce(compression="bf16"), _local_sgd(predictor, max(world_sizes))]
+    topology = _topology(predictor, world_sizes)
+    gang = [
+        AllReduce(topology=topology),
+        AllReduce(compression="bf16", topology=topology),
+        _local_sgd(predictor, max(world_sizes), topology),
+    ]
     stages = ParameterAveraging(averaging_period="auto", target_share=SMALL_SHARE)
     return [
         *(option(predictor, strategy, world_sizes, in_rounds=False) for strategy in gang),
@@ -84,16 +89,28 @@ def ladder(predictor: Predictor, world_sizes: Sequence[int]) -> list[Option]:
     ]
 
 
-def _local_sgd(predictor: Predictor, world_size: int) -> LocalSGD:
+def _topology(predictor: Predictor, world_sizes: Sequence[int]) -> str:
+    """A tree if all-reduce is quicker along it; what is learned does not depend on it."""
+    usual, tree = (
+        option(predictor, AllReduce(topology=topology), world_sizes, in_rounds=False)
+        for topology in ("auto", "tree")
+    )
+    if not usual.predictions or not tree.predictions:
+        return "auto"
+    limit = (1 - TOLERANCE) * usual.best.total_seconds
+    return "tree" if tree.best.total_seconds < limit else "auto"
+
+
+def _local_sgd(predictor: Predictor, world_size: int, topology: str) -> LocalSGD:
     """With as long a round as holds agreeing at a small share of the time."""
-    strategy = LocalSGD()
+    strategy = LocalSGD(topology=topology)
     if world_size == 1 or predictor.why_not(strategy, world_size, in_rounds=False) is not None:
         return strategy
     pattern = dataclasses.replace(
         strategy.pattern(predictor.size, world_size), target_share=SMALL_SHARE
     )
     steps = predictor.steps(pattern, world_size, predictor.batch_size(world_size)).settled()
-    return LocalSGD(averaging_period=max(2, round(steps.pattern.period)))
+    return LocalSGD(averaging_period=max(2, round(steps.pattern.period)), topology=topology)
 
 
 def scaling(
@@ -216,6 +233,14 @@ def recommend(ladder: Sequence[Option], planned: Option, num_workers: int) -> Re
     if period is not None:
         reasons.append(
             f"in rounds of {period} steps agreeing takes {best.exchange_share:.1%} of the time"
+        )
+    usable = _usable(ladder)
+    least = min(option.best.total_seconds for option in usable)
+    quick = next(one for one in usable if one.best.total_seconds <= (1 + TOLERANCE) * least)
+    if quick.best.total_seconds < (1 - TOLERANCE) * best.total_seconds:
+        reasons.append(
+            f"{quick.name} with {workers_text(quick.best)} would take "
+            f"{seconds_text(quick.best.total_seconds)}, but changes what is learned"
         )
     asked = planned.at(num_workers)
     if (chosen.name, best.workers) == (planned.name, num_workers):

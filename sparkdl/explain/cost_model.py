@@ -12,6 +12,10 @@ from statistics import NormalDist
 
 import numpy as np
 
+MEETING_SECONDS = 0.8e-3
+"""By which each further rank delays the moment when all have met, by ``benchmarks/rendezvous.py``:
+there 1,000 ranks have met in 0.83 s. What Spark takes to launch a further task is not known."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Link:
@@ -181,6 +185,8 @@ class Gang:
     peak_bytes: int = 0
     launch_seconds: float = 0.0
     """Of its launch and its end."""
+    num_ranks: int = 1
+    """Workers with which that was measured."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -207,11 +213,14 @@ class Calibration:
         levels = self.task_levels if in_rounds else self.levels
         return interpolated(levels, layout.ranks_per_node)
 
-    def start_seconds(self, *, in_rounds: bool) -> float:
+    def start_seconds(self, *, in_rounds: bool, world_size: int) -> float:
         """What a fit takes before its first step, and at its end, the spool apart."""
         if in_rounds:
             return self.link_seconds + (0.0 if self.stages is None else self.stages.first_seconds)
-        return self.link_seconds + (0.0 if self.gang is None else self.gang.launch_seconds)
+        if self.gang is None:
+            return self.link_seconds
+        more = max(0, world_size - self.gang.num_ranks)
+        return self.link_seconds + self.gang.launch_seconds + more * MEETING_SECONDS
 
 
 def interpolated(measured: Mapping[int, Compute], number: int) -> Compute:

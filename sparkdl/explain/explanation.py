@@ -289,7 +289,10 @@ class Explanation:
             what = "no mesh is needed" if best.mesh == "none" else f"Mesh({best.mesh})"
             yield f"recommended, as the smallest that fits: {what}"
         if any(one.sends_activations for one in self.meshes):
-            yield "what is sent along tensor depends on the rows of a batch and is not shown"
+            yield (
+                "what is sent along tensor and pipeline depends on the rows of a batch and is not "
+                "shown"
+            )
         yield "activations are not counted; times of a mesh are not predicted, only these bytes"
 
     def _recommended(self) -> list[tuple[str, str]]:

@@ -30,7 +30,7 @@ class MeshMemory:
     shard_bytes: float
     """At most: without what torch leaves gathered between the forward and the backward pass."""
     sends_activations: bool
-    """True if the axis ``tensor`` sends too, as much as the rows of a batch ask for."""
+    """True if ``tensor`` or ``pipeline`` send too, as much as the rows of a batch ask for."""
     fits: bool | None = None
     """None: the memory of a worker is not known."""
 
@@ -110,50 +110,60 @@ def mesh_memory(
     """
     from sparkdl.sync.divided.dividing import units
     from sparkdl.sync.divided.layout import cut_parameters, divided_layers
+    from sparkdl.sync.divided.stages import cut_layers, stages_by_order
     from sparkdl.sync.regions import Region
 
     mesh_text = "none" if mesh is None else str(mesh)
     mesh = mesh or Mesh(data=workers)
     cuts = cut_parameters(divided_layers(mesh, module), module)
+    stages = stages_by_order(mesh, module)
     shards, is_stage_1 = mesh.num_shards, mesh.shard_optimizer
     unit_of: dict[int, int] = {}
     if shards > 1 and not is_stage_1:
-        for number, unit in enumerate(units(module, mesh.smallest_unit), 1):
+        begins = () if mesh.pipeline == 1 else cut_layers(mesh, module)
+        for number, unit in enumerate(units(module, mesh.smallest_unit, begins), 1):
             unit_of |= {id(parameter): number for parameter in unit.parameters()}
-    parameters = gradients = state = 0
-    gathered: dict[int, int] = {0: 0}
-    reduced = 0
-    for name, parameter in module.named_parameters():
-        region = Region.whole(tuple(parameter.shape))
-        if name in cuts:
-            region = region.cut(cuts[name], mesh.tensor, 0)
-        whole = math.prod(region.size)
-        if shards > 1:
-            region = region.cut(0, shards, 0)  # the first part is the largest
-            place = unit_of.get(id(parameter), 0)
-            each = compute_bytes or parameter.element_size()
-            gathered[place] = gathered.get(place, 0) + whole * each
-        here = math.prod(region.size)
-        parameters += here * parameter.element_size()
-        if parameter.requires_grad:
-            gradients += here * parameter.element_size()
-            reduced += whole * parameter.element_size()
-            per_number, constant = sizes[name]
-            state += here * per_number + constant
-    rest = gathered.pop(0)
-    passes = 1 if is_stage_1 else 2
-    ring, replicas = (shards - 1) / shards, mesh.num_replicas
-    found = MeshMemory(
-        mesh=mesh_text,
-        workers=mesh.size,
-        parameter_bytes=parameters,
-        gradient_bytes=gradients,
-        optimizer_bytes=state,
-        gathered_bytes=rest + max(gathered.values(), default=0),
-        data_bytes=2 * (replicas - 1) / replicas * gradients,
-        shard_bytes=ring * (passes * (rest + sum(gathered.values())) + reduced),
-        sends_activations=mesh.tensor > 1,
-    )
+
+    def held_by(worker: int) -> MeshMemory:
+        """What a worker along ``pipeline`` holds."""
+        parameters = gradients = state = 0
+        gathered: dict[int, int] = {0: 0}
+        reduced = 0
+        for name, parameter in module.named_parameters():
+            if stages[name] % mesh.pipeline != worker:
+                continue
+            region = Region.whole(tuple(parameter.shape))
+            if name in cuts:
+                region = region.cut(cuts[name], mesh.tensor, 0)
+            whole = math.prod(region.size)
+            if shards > 1:
+                region = region.cut(0, shards, 0)  # the first part is the largest
+                place = unit_of.get(id(parameter), 0)
+                each = compute_bytes or parameter.element_size()
+                gathered[place] = gathered.get(place, 0) + whole * each
+            here = math.prod(region.size)
+            parameters += here * parameter.element_size()
+            if parameter.requires_grad:
+                gradients += here * parameter.element_size()
+                reduced += whole * parameter.element_size()
+                per_number, constant = sizes[name]
+                state += here * per_number + constant
+        rest = gathered.pop(0)
+        passes = 1 if is_stage_1 else 2
+        ring, replicas = (shards - 1) / shards, mesh.num_replicas
+        return MeshMemory(
+            mesh=mesh_text,
+            workers=mesh.size,
+            parameter_bytes=parameters,
+            gradient_bytes=gradients,
+            optimizer_bytes=state,
+            gathered_bytes=rest + max(gathered.values(), default=0),
+            data_bytes=2 * (replicas - 1) / replicas * gradients,
+            shard_bytes=ring * (passes * (rest + sum(gathered.values())) + reduced),
+            sends_activations=mesh.tensor > 1 or mesh.pipeline > 1,
+        )
+
+    found = max(map(held_by, range(mesh.pipeline)), key=lambda one: one.total_bytes)
     return found if limit is None else replace(found, fits=found.total_bytes <= limit)
 
 

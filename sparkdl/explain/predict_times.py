@@ -234,6 +234,7 @@ class Predictor:
         all_rows = plan.num_rows + plan.num_validation_rows
         spool_seconds = found.spool_seconds + found.spool_row_seconds * all_rows / layout.at_once
         run_seconds = epochs * (epoch_seconds + evaluation_seconds + saved_seconds)
+        start_seconds = found.start_seconds(in_rounds=in_rounds, world_size=world_size)
         return Prediction(
             workers=world_size,
             nodes=layout.num_nodes,
@@ -243,6 +244,6 @@ class Predictor:
             exchange_share=exchange / period / step_seconds,
             waiting_share=waiting / step_seconds,
             epoch_seconds=epoch_seconds,
-            total_seconds=found.start_seconds(in_rounds=in_rounds) + spool_seconds + run_seconds,
+            total_seconds=start_seconds + spool_seconds + run_seconds,
             sent_bytes_per_step=steps.pattern.sent_bytes_per_step(world_size),
         )

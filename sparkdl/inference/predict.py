@@ -32,6 +32,7 @@ from sparkdl.inputs import Image
 from sparkdl.runtime.hardware import choose_device
 from sparkdl.runtime.process import spared_collector, torch_threads, tuned_allocator
 from sparkdl.serialization.packed_module import PackedModule, unpack
+from sparkdl.serialization.stored_module import WeightsAt
 
 Make = Literal["value", "array", "nested", "number", "class", "logits", "probability"]
 
@@ -67,6 +68,8 @@ class ModuleTask:
     batch_size: int
     device: str
     forward: Forward
+    weights: WeightsAt | None = None
+    """Where the weights lie that the packed module lacks; None: it has them."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -86,7 +89,8 @@ def load(task: ModuleTask, device: torch.device) -> nn.Module:
     module = _modules.pop(key, None)
     if module is None:
         packed = task.fetch()
-        module = unpack(packed.skeleton, packed.tensors).eval().to(device)
+        read = None if task.weights is None else task.weights.open().read
+        module = unpack(packed.skeleton, packed.tensors, read).eval().to(device)
     _modules[key] = module
     while len(_modules) > MODULES_PER_WORKER:
         _modules.popitem(last=False)
@@ -103,16 +107,19 @@ def predict(batches: Iterator[Sequence[pa.Array]], task: PredictTask) -> Iterato
     with ready(task) as (module, device):
         for arrays in batches:
             pieces: list[pa.Array] = []  # Spark only asks that all together are as long
+            num_bytes = 0
             for run in runs(arrays, task.columns, task.batch_size, device):
-                pieces.append(_predicted(module, run, task))
-                if sum(piece.nbytes for piece in pieces) >= FLUSH_BYTES:
+                pieces.append(predicted(module, run, task))
+                num_bytes += pieces[-1].nbytes
+                if num_bytes >= FLUSH_BYTES:
                     yield pa.concat_arrays(pieces)
-                    pieces = []
+                    pieces, num_bytes = [], 0
             if pieces:
                 yield pa.concat_arrays(pieces)
 
 
-def _predicted(module: nn.Module, run: Run, task: PredictTask) -> pa.Array:
+def predicted(module: nn.Module, run: Run, task: PredictTask) -> pa.Array:
+    """What ``task`` wants of the module for the rows of a run; null where these are skipped."""
     if run.arguments is None:
         return pa.nulls(
             run.num_rows, pa.struct([(leaf.name, leaf.arrow_type) for leaf in task.leaves])
@@ -253,6 +260,12 @@ def likeliest_class(output: torch.Tensor) -> torch.Tensor:
     return (logits[:, 0] > 0).long() if logits.shape[1] == 1 else logits.argmax(dim=1)
 
 
+def predicted_class(output: torch.Tensor) -> torch.Tensor:
+    """Class numbers in float64, ``(rows,)``; NaN where an output is NaN, and so tells nothing."""
+    unknown = _matrix(output).isnan().any(dim=1)
+    return likeliest_class(output).double().masked_fill_(unknown, math.nan)
+
+
 def class_logits(output: torch.Tensor) -> torch.Tensor:
     """Logits of all classes, ``(rows, classes)`` in float64; a single logit stands for two."""
     logits = _matrix(output).double()
@@ -270,7 +283,7 @@ _MAKERS: dict[Make, Callable[[torch.Tensor], torch.Tensor]] = {
     "number": _one_number,
     "array": _matrix,
     "nested": lambda output: output,
-    "class": likeliest_class,
+    "class": predicted_class,
     "logits": class_logits,
     "probability": class_probabilities,
 }

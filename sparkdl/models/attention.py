@@ -7,6 +7,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from sparkdl.errors import ConfigError
+from sparkdl.mesh import paired
 from sparkdl.models.layers import check_positive
 
 
@@ -55,6 +56,27 @@ class Block(nn.Module):
             states = states + self.dropout(self.source["attention"](asked, source, mask, False))
         result: torch.Tensor = states + self.dropout(self.mlp(self.mlp_norm(states)))
         return result
+
+
+def blocks_layout(tensor: int, **stacks: nn.ModuleList) -> dict[str, str]:
+    """A `Mesh.layout` of stacks of equal blocks, by the names of the stacks.
+
+    Attention is divided by heads. What ``tensor`` workers cannot share evenly stays whole.
+    """
+    found: dict[str, str] = {}
+    for name, stack in stacks.items():
+        block = stack[0]
+        assert isinstance(block, Block)
+        attention = block.attention
+        if attention.q.out_features // attention.head_size % tensor == 0:
+            found[f"{name}.*.attention.q|k|v"] = "columns"
+            found[f"{name}.*.attention.out"] = "rows"
+        into = block.mlp[0]
+        assert isinstance(into, nn.Linear)
+        width, feedforward = into.in_features, into.out_features
+        mlp = [("0", width, feedforward), ("2", feedforward, width)]
+        found |= {f"{name}.*.mlp.{part}": cut for part, cut in paired(mlp, tensor).items()}
+    return found
 
 
 class Attention(nn.Module):

@@ -9,7 +9,7 @@ from torch import nn
 
 from sparkdl.config import require
 from sparkdl.errors import ConfigError
-from sparkdl.models.attention import Block, check_sizes
+from sparkdl.models.attention import Block, blocks_layout, check_sizes
 
 
 class LanguageModel(nn.Module):
@@ -54,6 +54,10 @@ class LanguageModel(nn.Module):
         )
         self.norm = nn.LayerNorm(width)
         self.head = nn.Linear(width, num_tokens)
+
+    def tensor_layout(self, tensor: int) -> dict[str, str]:
+        """A `Mesh.layout` for ``tensor`` workers; what they cannot share evenly stays whole."""
+        return blocks_layout(tensor, blocks=self.blocks)
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
         """Logits of the token behind each place."""
@@ -130,6 +134,10 @@ class SequenceToSequence(nn.Module):
         )
         self.norm = nn.LayerNorm(width)
         self.head = nn.Linear(width, num_tokens)
+
+    def tensor_layout(self, tensor: int) -> dict[str, str]:
+        """A `Mesh.layout` for ``tensor`` workers; what they cannot share evenly stays whole."""
+        return blocks_layout(tensor, encoder=self.encoder, decoder=self.decoder)
 
     def forward(
         self, source: torch.Tensor, target: torch.Tensor, mask: torch.Tensor | None = None

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import nn
 
+from sparkdl.mesh import paired
 from sparkdl.models.layers import as_floats, check_positive, hidden_layers
 
 
@@ -36,6 +37,13 @@ class MLP(nn.Module):
         check_positive(num_outputs=num_outputs)
         self.encoder = hidden_layers(sizes, activation, dropout)
         self.head = nn.Linear(sizes[-1], num_outputs)
+
+    def tensor_layout(self, tensor: int) -> dict[str, str]:
+        """A `Mesh.layout` for ``tensor`` workers; what they cannot share evenly stays whole."""
+        layers = [
+            (name, part) for name, part in self.named_modules() if isinstance(part, nn.Linear)
+        ]
+        return paired([(name, one.in_features, one.out_features) for name, one in layers], tensor)
 
     def forward(self, features: torch.Tensor) -> torch.Tensor:
         """Logits or numbers of a batch."""

@@ -64,6 +64,26 @@ class CifarResNet(nn.Module):
             if isinstance(module, nn.Conv2d):
                 nn.init.kaiming_normal_(module.weight, mode="fan_out", nonlinearity="relu")
 
+    def tensor_layout(self, tensor: int) -> dict[str, str]:
+        """A `Mesh.layout` for ``tensor`` workers; what they cannot share evenly stays whole.
+
+        In each block the first convolution and the next one are a pair, with their BatchNorm
+        between them.
+        """
+        found: dict[str, str] = {}
+        for number, stage in enumerate(self.stages):
+            assert isinstance(stage, nn.Sequential)
+            block = stage[0]
+            convolution = block.get_submodule("first.0")
+            assert isinstance(convolution, nn.Conv2d)
+            if convolution.out_channels % tensor == 0:
+                after = "second" if isinstance(block, _Bottleneck) else "last"
+                prefix = f"stages.{number}.*"
+                found[f"{prefix}.first.0"] = "columns"
+                found[f"{prefix}.first.1"] = "channels"
+                found[f"{prefix}.{after}.0"] = "rows"
+        return found
+
     def forward(self, images: torch.Tensor) -> torch.Tensor:
         """Logits of a batch of images."""
         maps = F.relu(self.stem(as_floats(images, self.head.weight)))

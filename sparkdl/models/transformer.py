@@ -9,7 +9,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from sparkdl.config import require
-from sparkdl.models.attention import Block, check_sizes
+from sparkdl.models.attention import Block, blocks_layout, check_sizes
 
 
 class TransformerNet(nn.Module):
@@ -55,6 +55,10 @@ class TransformerNet(nn.Module):
         )
         self.norm = nn.LayerNorm(width)
         self.head = nn.Linear(width, num_outputs)
+
+    def tensor_layout(self, tensor: int) -> dict[str, str]:
+        """A `Mesh.layout` for ``tensor`` workers; what they cannot share evenly stays whole."""
+        return blocks_layout(tensor, blocks=self.blocks)
 
     def forward(self, values: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
         """Logits or numbers of a batch of sequences."""

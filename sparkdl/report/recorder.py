@@ -203,8 +203,8 @@ class Recorder(View):
         if level >= logging.WARNING:
             self._note("log", rank=rank, level=logging.getLevelName(level), line=line)
 
-    def done(self, steps: int) -> None:
-        self._views.call(lambda view: view.done(steps))
+    def done(self, steps: int, *, stopped_early: bool) -> None:
+        self._views.call(lambda view: view.done(steps, stopped_early=stopped_early))
         self._flush()
         if steps > self._step:  # the last ones came between two reports
             self._note("step", step=steps, loss=None, rows_per_second=None)

@@ -42,7 +42,7 @@ class WeightsOf:
     last_epoch: float
     """The last one that was trained; a fraction if training ended within it."""
     stopped_early: bool = False
-    """True if training ended before its last planned step."""
+    """True if training was ended before its last planned epoch."""
 
     @property
     def epoch(self) -> float:
@@ -83,6 +83,8 @@ class TrainingSummary:
     shards: str = ""
     """How many parts the rows had, and where they came from: ``8 shards (own partitions)``, ``4
     shards (with those of an earlier fit)``; empty: of a summary of an older version."""
+    mesh: str = ""
+    """The mesh of workers that share the model, such as ``data=2, shard=2``; empty: none."""
     steps: int = 0
     """Optimizer steps of each rank."""
     world_size: int = 1
@@ -192,6 +194,7 @@ class TrainingSummary:
                 "rows": self.rows,
                 "validation_rows": self.validation_rows,
                 **({"shards": self.shards} if self.shards else {}),
+                **({"mesh": self.mesh} if self.mesh else {}),
                 "steps": self.steps,
                 **({"chosen": self.chosen} if self.chosen else {}),
             },
@@ -243,9 +246,10 @@ class TrainingSummary:
             groups.setdefault("" if where == "fit" else where, {})[what] = seconds
         numbers = [record["epoch"] for record in self.history] or [0]
         epochs = numbers[-1] - math.ceil(numbers[0]) + bool(self.history)
+        mesh = f", along {self.mesh}" * bool(self.mesh)
         lines = [
             ("rows", rows + f", in {self.shards}" * bool(self.shards)),
-            ("epochs", f"{epochs:.4g}, {self.steps:,} steps on {self.workers_text}"),
+            ("epochs", f"{epochs:.4g}, {self.steps:,} steps on {self.workers_text}{mesh}"),
         ]
         if self.run_name:
             lines.insert(0, ("name", self.run_name))

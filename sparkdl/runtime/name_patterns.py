@@ -11,6 +11,7 @@ import difflib
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from fnmatch import fnmatchcase
+from itertools import product
 from typing import Any
 
 from sparkdl.errors import ConfigError, did_you_mean
@@ -82,3 +83,16 @@ def _pattern(name: str) -> re.Pattern[str]:
 def some_of(names: Sequence[str]) -> str:
     """Names in words, the first of them if they are many."""
     return ", ".join(names[:10]) + ", ..." * (len(names) > 10)
+
+
+def spread(pattern: str) -> list[str]:
+    """A pattern with ``|`` and ranges as those without: ``q|k.0-1`` as ``q.0`` and three more."""
+    parts = [
+        [one for choice in part.split("|") for one in _range(choice)] for part in pattern.split(".")
+    ]
+    return [".".join(chosen) for chosen in product(*parts)]
+
+
+def _range(part: str) -> list[str]:
+    found = re.fullmatch(r"(\d+)-(\d+)", part)
+    return [str(n) for n in range(int(found[1]), int(found[2]) + 1)] if found else [part]

@@ -25,6 +25,8 @@ E = TypeVar("E", bound=BaseException)
 _VARIABLE = "SPARKDL_FULL_TRACEBACKS"
 _HIDDEN = ("sparkdl", "pyspark", "py4j", "grpc", "torch", "cloudpickle", "fsspec", "pyarrow")
 """Packages whose frames say nothing to users, besides Python's own."""
+_MOST_LINES = 100
+"""Of a traceback, at its beginning and as many at its end."""
 _STANDARD = os.path.dirname(os.__file__) + os.sep  # noqa: PTH120
 
 
@@ -61,14 +63,23 @@ def shortened(error: E) -> E:
 def formatted(error: BaseException) -> str:
     """An exception with the frames of the user's code, or with all of them if there are none.
 
-    Where a module is missing, it does not matter who has asked for it.
+    Where a module is missing, it does not matter who has asked for it. Of hundreds of lines, such
+    as those of a recursion, the middle is left out.
     """
     own = None if _shows_all() else _users_frames(error.__traceback__)
     if own is None and isinstance(error, ModuleNotFoundError) and not _shows_all():
         return "".join(traceback.format_exception_only(error))
     if own is None:
-        return "".join(traceback.format_exception(error))
-    return "".join(traceback.format_exception(type(error), error, own, chain=False))
+        found = traceback.format_exception(error)
+    else:
+        found = traceback.format_exception(type(error), error, own, chain=False)
+    lines = "".join(found).splitlines(keepends=True)
+    left_out = 0 if _shows_all() else len(lines) - 2 * _MOST_LINES
+    if left_out > 0:
+        lines[_MOST_LINES:-_MOST_LINES] = [
+            f"  [{left_out} lines left out; {_VARIABLE}=1 shows all]\n"
+        ]
+    return "".join(lines)
 
 
 def _explains_itself(error: BaseException) -> bool:

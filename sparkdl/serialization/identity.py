@@ -7,33 +7,35 @@ names, and, where they do not come with an installed package, by their compiled 
 
 from __future__ import annotations
 
-import hashlib
 import json
 import types
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
 from torch import nn
 
 from sparkdl.runtime.public_names import public_module
+from sparkdl.serialization.recorded.recipe import digest_of
 from sparkdl.serialization.trust import is_installed
 
 _PLAIN = (type(None), bool, int, float, complex, str, bytes, type(...), type(NotImplemented))
 
 
-def identity(value: Any) -> Any:
+def identity(value: Any, digest: Callable[[torch.Tensor], str | None] | None = None) -> Any:
     """What makes a value behave as it does, as JSON: equal in every process of equal versions.
 
-    An object that cannot be taken apart, such as a lock, counts by its type alone.
+    An object that cannot be taken apart, such as a lock, counts by its type alone. ``digest`` gives
+    that of a tensor that is not there, see `RecordedWeights`; None for others.
     """
-    return _Describer().describe(value)
+    return _Describer(digest).describe(value)
 
 
 class _Describer:
     """One walk through a value; what comes up again is named by its number."""
 
-    def __init__(self) -> None:
+    def __init__(self, digest: Callable[[torch.Tensor], str | None] | None) -> None:
+        self._digest = digest
         self._met: dict[int, tuple[int, Any]] = {}  # the values too, so that no id is used twice
 
     def describe(self, value: Any) -> Any:
@@ -50,7 +52,7 @@ class _Describer:
         return self._object(value)
 
     def _describers(self) -> Iterable[tuple[Any, Any]]:
-        yield torch.Tensor, _tensor
+        yield torch.Tensor, self._tensor
         yield nn.Module, self._module
         yield type, self._class
         yield types.FunctionType, self._function
@@ -74,6 +76,15 @@ class _Describer:
             if key != "training" and item is not None
         }
         return [self.describe(type(module)), state]
+
+    def _tensor(self, tensor: torch.Tensor) -> Any:
+        about = [type(tensor).__name__, str(tensor.dtype), list(tensor.shape), tensor.requires_grad]
+        known = None if self._digest is None else self._digest(tensor)
+        if known is not None:
+            return [*about, known]
+        if tensor.layout is not torch.strided or tensor.device.type == "meta":
+            return [*about, str(tensor.layout)]
+        return [*about, digest_of(tensor)]
 
     def _object(self, value: Any) -> Any:
         try:
@@ -111,14 +122,6 @@ class _Describer:
     def _code(self, code: types.CodeType) -> Any:
         """Without file and line numbers, so that only what it does counts."""
         return [code.co_code.hex(), *map(self.describe, (code.co_consts, code.co_names))]
-
-
-def _tensor(tensor: torch.Tensor) -> Any:
-    about = [type(tensor).__name__, str(tensor.dtype), list(tensor.shape), tensor.requires_grad]
-    if tensor.layout is not torch.strided or tensor.device.type == "meta":
-        return [*about, str(tensor.layout)]
-    flat = tensor.detach().cpu().resolve_conj().resolve_neg().contiguous().reshape(-1)
-    return [*about, hashlib.sha256(flat.view(torch.uint8).numpy().data).hexdigest()]
 
 
 def _name(value: Any) -> str:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from sparkdl.errors import ConfigError, StorageError
-from sparkdl.storage.storage import Storage, absolute, without_password
+from sparkdl.storage.storage import Folder, absolute, without_password
 
 if TYPE_CHECKING:
     from sparkdl.train.training_state import TrainingState
@@ -65,7 +65,7 @@ class InitialState:
         return open_saved(self.source).weights(), training
 
 
-def read_training_state(storage: Storage, model: str) -> TrainingState | None:
+def read_training_state(storage: Folder, model: str) -> TrainingState | None:
     """The state that was saved beside the folder of a model; None if there is none.
 
     StorageError if it is damaged, or of another version.

@@ -4,23 +4,32 @@ from __future__ import annotations
 
 import difflib
 import io
+import json
 import os
 import pickle
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from sparkdl.config import require
 from sparkdl.errors import ConfigError, StorageError
 from sparkdl.runtime.name_patterns import check_fit, fits_any, renamed, some_of
-from sparkdl.storage.hadoop_storage import open_parent
+from sparkdl.storage.hadoop_storage import open_parent, open_place
 from sparkdl.storage.storage import absolute, without_password
 
 if TYPE_CHECKING:
     from torch import nn
 
+    from sparkdl.serialization.recorded.recipe import RecordedWeights
+    from sparkdl.storage.sharded_weights import SafetensorsFiles
+    from sparkdl.storage.storage import Folder
+
 _SUFFIX = ".safetensors"
+_INDEX = ".safetensors.index.json"
+_SAVED = "module.json"
+"""What the folder of a saved module has; its reader checks more than that of bare weights."""
 _PICKLED = (".pt", ".pth", ".bin", ".ckpt")
 
 
@@ -39,7 +48,9 @@ class InitialWeights:
 
     source: Any
     """A fitted model, a module, a state dict, or the path or URL of a saved model, of a
-    ``.safetensors`` file, or with ``weights_only`` of a file of ``torch.save``."""
+    ``.safetensors`` file, of the ``.safetensors.index.json`` of several ones or of a folder that
+    holds it as ``model.safetensors.index.json``, or with ``weights_only`` of a file of
+    ``torch.save``."""
     skip: tuple[str, ...] = ()
     """Patterns (see `runtime.name_patterns`) of names that may be missing, left over or of another
     shape: the module keeps its own values there. All other names and shapes must agree."""
@@ -80,9 +91,15 @@ class InitialWeights:
 
 
 def load_initial_weights(
-    module: nn.Module, initial: InitialWeights, what: str = "initialWeights"
+    module: nn.Module,
+    initial: InitialWeights,
+    what: str = "initialWeights",
+    weights: RecordedWeights | None = None,
 ) -> None:
     """Give the weights to ``module``, on the CPU, in its dtype; errors call them ``what``.
+
+    ``weights`` are those of its parameters that are on the meta device, which then come from the
+    source; safetensors files are read tensor by tensor for them.
 
     ConfigError lists which names, shapes or kinds differ, which numbers do not fit into the
     module's dtype, and which tensors are one in the module but several different ones in the
@@ -90,10 +107,21 @@ def load_initial_weights(
     """
     import torch
 
-    state, own = renamed(_state(initial), initial.names), module.state_dict()
+    files = None if weights is None else _files(initial)
+    found = _state(initial) if files is None else {n: files.blank(n) for n in files.names}
+    origin = renamed({name: name for name in found}, initial.names)
+    state = {name: found[old] for name, old in origin.items()}
+    own = module.state_dict(keep_vars=True)
+
+    def read(name: str) -> Any:
+        return found[origin[name]] if files is None else files.read(origin[name])
+
     check_fit(initial.skip, [*own, *state], "initialWeights.skip")
     state = {name: value for name, value in state.items() if not fits_any(initial.skip, name)}
     wanted = {name: value for name, value in own.items() if not fits_any(initial.skip, name)}
+    # Files of safetensors have what is one tensor in the module under one of its names only.
+    given = {id(wanted[name]) for name in wanted.keys() & state.keys()}
+    wanted = {n: value for n, value in wanted.items() if n in state or id(value) not in given}
     missing, superfluous = wanted.keys() - state.keys(), state.keys() - wanted.keys()
     differences = [
         *(f"{name} is not in the weights" for name in missing),
@@ -103,7 +131,7 @@ def load_initial_weights(
             for name in wanted.keys() & state.keys()
             if not _agree(wanted[name], state[name])
         ),
-        *_lost(wanted, state),
+        *_lost(wanted, state, read),
     ]
     if differences:
         shown = "; ".join(sorted(differences)[:5])
@@ -113,8 +141,32 @@ def load_initial_weights(
             "use the module that they are of, or InitialWeights(source=..., skip=(patterns of "
             'names to leave aside,), names={"name in the weights": "name in the module"})'
         )
-    with torch.no_grad():
-        module.load_state_dict(state, strict=False)
+    if weights is None:
+        with torch.no_grad():
+            module.load_state_dict(state, strict=False)
+        return
+    _require_plain(module, wanted)
+    for name, value in wanted.items():
+        if weights.place(value) is not None:
+            weights.take(value, partial(read, name))
+        else:
+            with torch.no_grad():
+                value.copy_(read(name))
+
+
+def _require_plain(module: nn.Module, wanted: Mapping[str, Any]) -> None:
+    """See that loading a state dict does nothing but copy tensors; raises NotRecorded."""
+    import torch
+
+    from sparkdl.serialization.recorded.recipe import NotRecorded
+
+    for name, part in module.named_modules():
+        owners = [type(part)._load_from_state_dict, type(part).load_state_dict]
+        are_torchs = all(one.__module__.startswith("torch.nn.modules.") for one in owners)
+        if not are_torchs or part._load_state_dict_pre_hooks or part._load_state_dict_post_hooks:
+            raise NotRecorded(f"{name or type(part).__name__} has a way of its own to load weights")
+    if not all(isinstance(value, torch.Tensor) for value in wanted.values()):
+        raise NotRecorded("its state dict holds more than tensors")
 
 
 def _source(value: Any, weights_only: bool) -> Any:
@@ -150,19 +202,61 @@ def _state(initial: InitialWeights) -> dict[str, Any]:
         return dict(source)
     if initial.weights_only:
         return _of_torch_save(source, initial.key)
-    if not source.endswith(_SUFFIX):
+    file = _safetensors(source)
+    if file is None:
         from sparkdl.serialization.load import open_saved
 
         return open_saved(source).weights()
     from safetensors import SafetensorError
     from safetensors.torch import load
 
+    storage, names = _named_files(file)
+    found: dict[str, Any] = {}
+    for name in names:
+        try:
+            found |= load(storage.read(name))
+        except SafetensorError as error:
+            name = without_password(file.removesuffix(file.rpartition("/")[2]) + name)
+            raise StorageError(f"{name} is no whole file of safetensors: {error}") from error
+    return found
+
+
+def _files(initial: InitialWeights) -> SafetensorsFiles | None:
+    """The source, to be read tensor by tensor; None: it is no file of safetensors."""
+    source = initial.source
+    file = _safetensors(source) if isinstance(source, str) and not initial.weights_only else None
+    if file is None:
+        return None
+    from sparkdl.storage.sharded_weights import SafetensorsFiles
+
+    storage, names = _named_files(file)
+    return SafetensorsFiles(storage, "", names)
+
+
+def _safetensors(source: str) -> str | None:
+    """The file of safetensors, or index of such files, that a source means; None: another kind."""
+    if source.endswith((_SUFFIX, _INDEX)):
+        return source
+    folder, name = open_place(source), f"model{_INDEX}"
+    is_bare = folder.exists(name) and not folder.exists(_SAVED)
+    return f"{source.rstrip('/')}/{name}" if is_bare else None
+
+
+def _named_files(source: str) -> tuple[Folder, list[str]]:
+    """The files of a source of safetensors: itself, or those that an index names."""
     storage, name = open_parent(source)
+    if not name.endswith(_INDEX):
+        return storage, [name]
     try:
-        return load(storage.read(name))
-    except SafetensorError as error:
-        name = without_password(source)
-        raise StorageError(f"{name} is no whole file of safetensors: {error}") from error
+        names = sorted(set(json.loads(storage.read(name))["weight_map"].values()))
+        if not all(isinstance(one, str) and "/" not in one for one in names):
+            raise ValueError("weight_map must name files beside it")
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise StorageError(
+            f"{without_password(source)} is no index of safetensors files: "
+            f"{type(error).__name__}: {error}"
+        ) from error
+    return storage, names
 
 
 def _of_torch_save(path: str, key: str) -> dict[str, Any]:
@@ -226,7 +320,9 @@ def _agree(ours: Any, theirs: Any) -> bool:
     return is_same_kind and (is_lazy(ours) or ours.shape == theirs.shape)
 
 
-def _lost(wanted: Mapping[str, Any], state: Mapping[str, Any]) -> Iterator[str]:
+def _lost(
+    wanted: Mapping[str, Any], state: Mapping[str, Any], read: Callable[[str], Any]
+) -> Iterator[str]:
     """What copying would change without a word."""
     import torch
     from torch.nn.parameter import is_lazy
@@ -236,12 +332,15 @@ def _lost(wanted: Mapping[str, Any], state: Mapping[str, Any]) -> Iterator[str]:
         theirs = state.get(name)
         if not isinstance(ours, torch.Tensor) or theirs is None or not _agree(ours, theirs):
             continue
-        if not _fits(theirs, ours.dtype):
+        if theirs.dtype != ours.dtype and not _fits(read(name), ours.dtype):
             yield f"{name} has numbers in the weights that {_kind(ours)} of the module cannot hold"
         if is_lazy(ours):
             continue
-        other = first.setdefault((ours.data_ptr(), ours.shape, ours.stride()), name)
-        if ours.numel() and not torch.equal(theirs.to(ours.dtype), state[other].to(ours.dtype)):
+        memory = ours.untyped_storage()._cdata, ours.storage_offset()
+        other = first.setdefault((memory, ours.shape, ours.stride()), name)
+        if other == name or not ours.numel():
+            continue
+        if not torch.equal(read(name).to(ours.dtype), read(other).to(ours.dtype)):
             yield f"{name} and {other} are one tensor in the module, but differ in the weights"
 
 

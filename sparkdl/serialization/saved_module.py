@@ -8,7 +8,8 @@ folder is whole before anything in it is used. Whoever can write the folder can 
 factory, but only one in code that `trust` admits.
 
 No copy of all weights is made to save them. To load them takes the file in memory beside the
-module.
+module. Weights that lie in a storage already are copied file by file, see
+`storage.sharded_weights`, and are read tensor by tensor when they are needed.
 """
 
 from __future__ import annotations
@@ -27,14 +28,25 @@ from sparkdl.serialization.compare_modules import find_difference, is_equal, rep
 from sparkdl.serialization.example_inputs import Given
 from sparkdl.serialization.exported_program import read_program, write_program
 from sparkdl.serialization.json_objects import DescribeError, describe, restore
+from sparkdl.serialization.stored_module import (
+    StoredModule,
+    give_buffers,
+    with_values,
+    without_values,
+)
 from sparkdl.serialization.trust import USUAL, Trust
-from sparkdl.storage.atomic_folder import read_files, read_index, write_folder
+from sparkdl.storage import sharded_weights
+from sparkdl.storage.atomic_folder import REMEDY, read_files, read_index, write_folder
 from sparkdl.storage.checkpoint_format import decode, encode, views
-from sparkdl.storage.storage import Data, Storage
+from sparkdl.storage.sharded_weights import ShardedWeights
+from sparkdl.storage.storage import Data, Folder, Storage
 from sparkdl.storage.tensor_tree import Snapshot, pack
 
-VERSION = 2
-"""Of the layout. 1 had no sum of the index itself; every version that there was is read."""
+VERSION = 3
+"""Of the layout. 1 had no sum of the index itself, 2 no weights in several files; every version
+that there was is read."""
+_WRITTEN, _SHARDED = 2, 3
+"""Versions that are written: of weights in one file, which earlier ones read, and in several."""
 INDEX = "module.json"
 WEIGHTS = "weights.safetensors"
 _UNLISTED = "unlisted.safetensors"
@@ -49,8 +61,8 @@ class PreparedModule:
     """A module that can be saved; what could fail on the driver has been done."""
 
     index: Mapping[str, Any]
-    weights: Snapshot
-    """The module's own tensors."""
+    weights: Snapshot | ShardedWeights
+    """The module's own tensors, or the files that have them."""
     unlisted: Snapshot | None = None
     """More of them, which the state dict does not list."""
     others: Mapping[str, bytes]
@@ -58,7 +70,13 @@ class PreparedModule:
 
     def write(self, storage: Storage, path: str) -> None:
         """Write the folder ``path`` in pieces, the index last; StorageError if that fails."""
-        files: dict[str, Data] = {WEIGHTS: encode(self.weights), **self.others}
+        files: dict[str, Data] = {}
+        if isinstance(self.weights, Snapshot):
+            files[WEIGHTS] = encode(self.weights)
+        else:
+            files |= {name: self.weights.pieces(name) for name in self.weights.files}
+            files[sharded_weights.INDEX] = self.weights.index
+        files |= self.others
         if self.unlisted is not None:
             files[_UNLISTED] = encode(self.unlisted)
         write_folder(storage, path, INDEX, self.index, files)
@@ -66,13 +84,15 @@ class PreparedModule:
 
 @dataclass(frozen=True, kw_only=True)
 class SavedModule:
-    """A saved module whose files have all been read and found whole; nothing was made of them."""
+    """A saved module whose files were read and found whole; nothing was made of them."""
 
     path: str
     index: Mapping[str, Any]
     files: Mapping[str, bytes] = field(repr=False)
     trust: Trust = USUAL
     """The code that may be imported and called to make it."""
+    sharded: ShardedWeights | None = None
+    """The weights, if they lie in several files, which are not in ``files``."""
 
     def make(self) -> nn.Module:
         """The module, in evaluation mode on the CPU.
@@ -85,18 +105,47 @@ class SavedModule:
             raise StorageError(f"{self.path} holds weights only; load them into a module")
         if "program" in recipe:
             return read_program(self.files[_PROGRAM], self.trust)
+        if self.sharded is not None:
+            return with_values(self.make_blank(), self.sharded)
+        module = self._made()
+        _load_weights(module, self.weights(), recipe)
+        return self._completed(module).cpu()
+
+    def make_blank(self) -> nn.Module:
+        """The module of which ``sharded`` has the weights, with its parameters on the meta device.
+
+        Errors are those of `make`.
+        """
+        assert self.sharded is not None
+        with without_values():
+            module = self._made()
+        state = module.state_dict()
+        names = [*self.sharded.names, *self.sharded.ties]
+        _check_kinds(state, {name: self.sharded.blank(name) for name in names})
+        _freeze(module, self.index["recipe"])
+        give_buffers(module, self.sharded)
+        return self._completed(module)
+
+    def _made(self) -> nn.Module:
+        """The module as its code makes it."""
+        recipe = self.index["recipe"]
         described = recipe["factory"] if "factory" in recipe else recipe["module"]
         restored = restore(described, self.trust)
         module = _make(restored) if "factory" in recipe else restored
         if not isinstance(module, nn.Module):
             raise StorageError(f"{self.path}/{INDEX} describes no module, but a {type(module)}")
-        _load_weights(module, self.weights(), recipe)
+        return module
+
+    def _completed(self, module: nn.Module) -> nn.Module:
+        """The module with what its weights lack."""
         if _UNLISTED in self.files:
             give_unlisted(module, decode(self.files[_UNLISTED], f"{self.path}/{_UNLISTED}"))
-        return module.cpu().eval()
+        return module.eval()
 
     def weights(self) -> dict[str, Any]:
         """The state dict; its tensors are views of the file and must not be written to."""
+        if self.sharded is not None:
+            return {n: self.sharded.read(n) for n in (*self.sharded.names, *self.sharded.ties)}
         weights = views(self.files[WEIGHTS], f"{self.path}/{WEIGHTS}")
         if not isinstance(weights, dict):
             raise StorageError(f"{self.path}/{WEIGHTS} holds no state dict; save it again")
@@ -129,9 +178,37 @@ def prepare_module(
     # Plain dicts: names and tensors are all that another reader of safetensors needs.
     return replace(
         prepare_weights(dict(module.state_dict())),
-        index={"version": VERSION, "extra": describe(dict(extra)), "recipe": recipe},
+        index={"version": _WRITTEN, "extra": describe(dict(extra)), "recipe": recipe},
         unlisted=Snapshot(*pack(unlisted)) if unlisted else None,
         others={**(others or {}), **files},
+    )
+
+
+def prepare_stored(
+    stored: StoredModule,
+    factory: Any | None,
+    *,
+    example_inputs: Given | None,
+    extra: Mapping[str, Any],
+    others: Mapping[str, bytes],
+) -> PreparedModule:
+    """Like `prepare_module`, for a module whose weights lie in a storage, without reading them.
+
+    If it can only be saved as an exported program, its weights are read, all of them.
+    """
+    module = stored.blank
+    try:
+        with without_values():
+            recipe, files, unlisted = _find_way(module, factory, None)
+    except ConfigError:
+        return prepare_module(
+            stored.module, factory, example_inputs=example_inputs, extra=extra, others=others
+        )
+    return PreparedModule(
+        index={"version": _SHARDED, "extra": describe(dict(extra)), "recipe": recipe},
+        weights=stored.weights,
+        unlisted=Snapshot(*pack(unlisted)) if unlisted else None,
+        others={**others, **files},
     )
 
 
@@ -139,7 +216,7 @@ def prepare_weights(state: Mapping[str, Any]) -> PreparedModule:
     """Prepare a state dict, of which `SavedModule.weights` can be asked, but no module."""
     tensors = {n: v.detach().cpu() for n, v in state.items() if isinstance(v, torch.Tensor)}
     return PreparedModule(
-        index={"version": VERSION, "extra": describe({}), "recipe": {"weights": WEIGHTS}},
+        index={"version": _WRITTEN, "extra": describe({}), "recipe": {"weights": WEIGHTS}},
         weights=Snapshot(*pack({**state, **tensors})),
         others={},
     )
@@ -154,20 +231,35 @@ def prepare_program(
     those of `exported_program.write_program`.
     """
     archive = write_program(module, example_inputs)
-    index = {"version": VERSION, "extra": extra, "recipe": {"program": _PROGRAM}}
+    index = {"version": _WRITTEN, "extra": extra, "recipe": {"program": _PROGRAM}}
     return replace(
         prepare_weights(dict(module.state_dict())), index=index, others={_PROGRAM: archive}
     )
 
 
-def open_module(storage: Storage, path: str, trust: Trust = USUAL) -> SavedModule:
+def open_module(
+    storage: Folder, path: str, trust: Trust = USUAL, *, is_lazy: bool = False
+) -> SavedModule:
     """Read a saved module through; nothing is imported or run.
 
-    StorageError if a file is missing, damaged or of a later version.
+    Of weights in several files one piece at a time is in memory; with ``is_lazy`` only their sizes
+    are looked at. StorageError if a file is missing, damaged or of a later version.
     """
     index = read_module_index(storage, path)
-    files = read_files(storage, path, index)
-    return SavedModule(path=path, index=index, files=files, trust=trust)
+    if sharded_weights.INDEX not in index["files"]:
+        files = read_files(storage, path, index)
+        return SavedModule(path=path, index=index, files=files, trust=trust)
+    sharded = ShardedWeights(storage, path)
+    records = index["files"]
+    for name in sharded.files:
+        record = records.get(name)
+        check = record and (record.check_size if is_lazy else record.check_pieces)
+        if check is None:
+            raise StorageError(f"{path}/{INDEX} is damaged: it does not know of {name}")
+        check(sharded.size(name) if is_lazy else sharded.pieces(name), f"{path}/{name}", REMEDY)
+    small = {name: record for name, record in records.items() if name not in sharded.files}
+    files = read_files(storage, path, {"files": small})
+    return SavedModule(path=path, index=index, files=files, trust=trust, sharded=sharded)
 
 
 def read_module_index(storage: Storage, path: str) -> dict[str, Any]:
@@ -178,7 +270,9 @@ def read_module_index(storage: Storage, path: str) -> dict[str, Any]:
     index = read_index(storage, path, INDEX, range(1, VERSION + 1))
     recipe, files = index.get("recipe"), index["files"]
     ways = set(_WAYS) & set(recipe if isinstance(recipe, dict) else ())
-    needed = {WEIGHTS, _PROGRAM} if "program" in ways else {WEIGHTS}
+    needed = {sharded_weights.INDEX if index["version"] == _SHARDED else WEIGHTS}
+    if "program" in ways:
+        needed.add(_PROGRAM)
     if len(ways) != 1 or not needed <= set(files) or "extra" not in index:
         raise StorageError(f"{path}/{INDEX} is damaged: it does not say how to make the module")
     return index
@@ -242,7 +336,22 @@ def _make(factory: Any) -> nn.Module:
 
 def _load_weights(module: nn.Module, weights: Mapping[str, Any], recipe: Any) -> None:
     """Copy the weights in; unlike torch, refuse to convert their dtypes."""
-    state = module.state_dict()
+    _check_kinds(module.state_dict(), weights)
+    # Those are copied; what a module makes of its extra state is its own business.
+    copied = {*dict(module.named_parameters(remove_duplicate=False)), *dict(module.named_buffers())}
+    module.load_state_dict(
+        {name: value if name in copied else _own(value) for name, value in weights.items()}
+    )
+    _freeze(module, recipe)
+
+
+def _freeze(module: nn.Module, recipe: Mapping[str, Any]) -> None:
+    for name in recipe.get("frozen", ()):
+        module.get_parameter(name).requires_grad_(False)
+
+
+def _check_kinds(state: Mapping[str, Any], weights: Mapping[str, Any]) -> None:
+    """Raise ConfigError if weights are not of the module that has ``state``."""
     for name in sorted(state.keys() | weights.keys()):
         ours, theirs = _kind(state.get(name)), _kind(weights.get(name))
         if ours != theirs:
@@ -250,13 +359,6 @@ def _load_weights(module: nn.Module, weights: Mapping[str, Any], recipe: Any) ->
                 f"the code that makes the module has changed since it was saved: {name} is {ours}, "
                 f"saved was {theirs}; use the version that saved it"
             )
-    # Those are copied; what a module makes of its extra state is its own business.
-    copied = {*dict(module.named_parameters(remove_duplicate=False)), *dict(module.named_buffers())}
-    module.load_state_dict(
-        {name: value if name in copied else _own(value) for name, value in weights.items()}
-    )
-    for name in recipe.get("frozen", ()):
-        module.get_parameter(name).requires_grad_(False)
 
 
 def _own(value: Any) -> Any:

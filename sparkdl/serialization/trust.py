@@ -31,6 +31,7 @@ _COMPUTING = (
 _CLASSES = (
     "torch.nn.modules", "torch.optim", "sparkdl.comm.compression", "sparkdl.config",
     "sparkdl.data.kinds", "sparkdl.data.sources", "sparkdl.inference.outputs", "sparkdl.inputs",
+    "sparkdl.mesh",
     "sparkdl.report.listeners", "sparkdl.serialization.initial_weights", "sparkdl.sync",
     "sparkdl.train",
 )  # fmt: skip

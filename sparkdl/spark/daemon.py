@@ -6,8 +6,7 @@ compiler's modules with its first optimizer. Opt-in, when the session is built::
     SparkSession.builder.config("spark.python.daemon.module", "sparkdl.spark.daemon")
 
 What is loaded is left out of the garbage collections that Spark's workers make after every task,
-which would take 0.2 s each. Nothing here may start a thread or use the channel: neither survives
-a fork.
+which would take 0.2 s each. Nothing here may start a thread: none survives a fork.
 """
 
 from __future__ import annotations
@@ -18,7 +17,6 @@ import importlib
 from sparkdl.runtime.process import freeze_once
 
 PRELOADED = (
-    "pyarrow.flight",
     "torch",
     "torch._dynamo",  # imported by the first optimizer of a process
     "sparkdl.worker.function_rank",

@@ -19,7 +19,7 @@ from sparkdl.storage.checkpoint_format import FileRecord, write_file
 from sparkdl.storage.storage import Data, Storage, pieces
 
 _SUM = "sha256"
-_REMEDY = "save it again, or take an intact copy"
+REMEDY = "save it again, or take an intact copy"
 
 
 def write_folder(
@@ -59,20 +59,20 @@ def read_index(storage: Storage, path: str, index_name: str, versions: range) ->
                 "sparkdl that saved it, or a newer one"
             )
         if version not in versions or (version > 1 and not _is_intact(index, data)):
-            raise StorageError(f"{place} is damaged: it is not what was written; {_REMEDY}")
+            raise StorageError(f"{place} is damaged: it is not what was written; {REMEDY}")
         index["files"] = {
             _plain_name(name): FileRecord(int(record["size_bytes"]), str(record["sha256"]))
             for name, record in index["files"].items()
         }
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise StorageError(f"{place} is damaged: {error!r}; {_REMEDY}") from error
+        raise StorageError(f"{place} is damaged: {error!r}; {REMEDY}") from error
     return dict(index)
 
 
 def read_files(storage: Storage, path: str, index: Mapping[str, Any]) -> dict[str, bytes]:
     """All files of an index, compared with size and sum; StorageError if one is not intact."""
     return {
-        name: record.check(storage.read(f"{path}/{name}"), f"{path}/{name}", _REMEDY)
+        name: record.check(storage.read(f"{path}/{name}"), f"{path}/{name}", REMEDY)
         for name, record in index["files"].items()
     }
 

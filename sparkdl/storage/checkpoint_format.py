@@ -22,6 +22,7 @@ import re
 import struct
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -35,6 +36,9 @@ from sparkdl.storage.tensor_tree import DTYPES, Snapshot, unpack
 logger = logging.getLogger(__name__)
 
 VERSION = 1
+_MOST_READS = 16
+_MOST_READ_BYTES = 256 * 2**20
+"""Files that are read at a time, and their bytes: an answer of S3 takes a tenth of a second."""
 MANIFEST = "manifest.json"
 SHARED = "shared.safetensors"
 
@@ -54,12 +58,29 @@ class FileRecord:
 
     def check(self, data: bytes, place: str, remedy: str) -> bytes:
         """Return ``data`` if it is what was recorded; CheckpointError if not."""
-        if len(data) != self.size_bytes or hashlib.sha256(data).hexdigest() != self.sha256:
+        self.check_pieces([data], place, remedy)
+        return data
+
+    def check_pieces(self, pieces: Iterable[bytes | memoryview], place: str, remedy: str) -> None:
+        """Raise CheckpointError if pieces are not those of the file that was recorded."""
+        digest, size = hashlib.sha256(), 0
+        for piece in pieces:
+            digest.update(piece)
+            size += len(piece)
+        self.check_size(size, place, remedy)
+        if digest.hexdigest() != self.sha256:
             raise CheckpointError(
-                f"{place} is damaged: {len(data)} bytes, expected {self.size_bytes} with SHA-256 "
+                f"{place} is damaged: its {size} bytes do not have the SHA-256 {self.sha256}; "
+                f"{remedy}"
+            )
+
+    def check_size(self, size: int, place: str, remedy: str) -> None:
+        """Raise CheckpointError if the file that was recorded has another size."""
+        if size != self.size_bytes:
+            raise CheckpointError(
+                f"{place} is damaged: {size} bytes, expected {self.size_bytes} with SHA-256 "
                 f"{self.sha256}; {remedy}"
             )
-        return data
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -147,11 +168,20 @@ def encode(
 
     ``whole`` gets the values of a tensor whose turn it is.
     """
-    header: dict[str, Any] = {"__metadata__": {"tree": json.dumps(state.value)}}
+    yield from safetensors_of(state.tensors, {"tree": json.dumps(state.value)}, whole)
+
+
+def safetensors_of(
+    tensors: Mapping[str, torch.Tensor],
+    metadata: Mapping[str, str],
+    whole: Callable[[torch.Tensor], torch.Tensor] = torch.Tensor.detach,
+) -> Iterator[bytes | memoryview]:
+    """The pieces of a safetensors file with these tensors, see `encode`."""
+    header: dict[str, Any] = {"__metadata__": dict(metadata)}
     offset = 0
     # Large elements first keeps every tensor aligned, as the format's own writer does.
-    tensors = sorted(state.tensors.items(), key=lambda item: (-item[1].element_size(), item[0]))
-    for name, tensor in tensors:
+    ordered = sorted(tensors.items(), key=lambda item: (-item[1].element_size(), item[0]))
+    for name, tensor in ordered:
         end = offset + tensor.numel() * tensor.element_size()
         shape = list(tensor.shape)
         entry = {"dtype": DTYPES[tensor.dtype], "shape": shape, "data_offsets": [offset, end]}
@@ -160,7 +190,7 @@ def encode(
     text = json.dumps(header, ensure_ascii=False).encode()
     text += b" " * (-len(text) % 8)
     yield struct.pack("<Q", len(text)) + text
-    for _, tensor in tensors:
+    for _, tensor in ordered:
         yield from _chunks(whole(tensor))
 
 
@@ -357,8 +387,7 @@ def latest(
             continue
         try:
             info = read_manifest(storage, folder.path)
-            for rank in range(info.world_size):
-                read_file(info, rank_file(rank))
+            _read_ranks(info)
             shared = load_shared(info)
         except StorageError as error:
             if not isinstance(error, CheckpointError) and not is_last_try:
@@ -369,6 +398,15 @@ def latest(
             return info
         logger.warning("passed over %s: this fit ends before step %d", folder.path, info.step)
     return None
+
+
+def _read_ranks(info: CheckpointInfo) -> None:
+    """See that the files of all ranks are whole: many at a time, but few bytes."""
+    most = _MOST_READ_BYTES // max([1, *(record.size_bytes for record in info.files.values())])
+    names = [rank_file(rank) for rank in range(min(info.world_size, len(info.files)))]
+    with ThreadPoolExecutor(max(1, min(_MOST_READS, most))) as pool:
+        for _ in pool.map(lambda name: len(read_file(info, name)), names):
+            pass
 
 
 def has_other_runs(storage: Storage, run_key: str) -> bool:

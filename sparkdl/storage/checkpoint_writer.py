@@ -1,9 +1,10 @@
 """The writer of a gang's checkpoints, which lets training go on while it writes.
 
-`save` copies the state on the training thread; a background thread writes it. The ranks write
-their own files and tell rank 0, through the run's key-value store, how large they are and what
-their checksums are; rank 0 writes the manifest when it has heard from all, so a checkpoint is
-visible only when it is whole.
+`save` copies the state on the training thread; a background thread writes it. Where memory is for
+the model alone, it is not copied, and `save` waits for the thread. The ranks write their own files
+and tell rank 0, through the run's key-value store, how large they are and what their checksums are;
+rank 0 writes the manifest when it has heard from all, so a checkpoint is visible only when it is
+whole.
 
 Training outlives checkpoints that fail: it warns, and tries again at the next one.
 """
@@ -58,6 +59,8 @@ class _Save:
     """One checkpoint on its way to the storage."""
 
     folder: StepFolder
+    world_size: int
+    """Ranks that write a file."""
     abandoned: threading.Event = field(default_factory=threading.Event)
     """Set when the training thread no longer wants it."""
     failure: Exception | None = None
@@ -84,6 +87,8 @@ class CheckpointManager:
         environment: versions, CPU type and threads, written into the manifest.
         signal: keys shared by the ranks of this attempt only.
         timeout_seconds: longest wait for a save under way, and for the other ranks' files.
+        copies: False if training shall wait for each save rather than have memory for a copy of
+            what it changes meanwhile.
         is_required: False if training shall go on without checkpoints, however many fail for
             want of space or the like; the loss of the way to them still ends it.
         on_written: is told on rank 0 the step of each checkpoint that is whole.
@@ -102,6 +107,7 @@ class CheckpointManager:
         environment: Mapping[str, str],
         signal: KeyValue,
         timeout_seconds: float = 600.0,
+        copies: bool = True,
         is_required: bool = True,
         on_written: Callable[[int], None] = lambda _: None,
         pauses: Sequence[float] = PAUSES_SECONDS,
@@ -115,14 +121,15 @@ class CheckpointManager:
         self._environment = dict(environment)
         self._signal = signal
         self._timeout = timeout_seconds
+        self._copies = copies
         self._is_required = is_required
         self._on_written = on_written
         self._pauses = pauses
         self._under_way: _Save | None = None
         self._num_failures = 0
         """In a row."""
-        self._previous: str | None = None
-        """The save before, whose keys rank 0 removes."""
+        self._previous: tuple[str, int] | None = None
+        """Name and ranks of the save before, whose keys rank 0 removes."""
         self._shared: Snapshot | None = None
         self._own: Snapshot | None = None
 
@@ -137,10 +144,15 @@ class CheckpointManager:
         """Whether a checkpoint is to be written after ``step`` steps."""
         return self._config.interval != -1 and step > 0 and step % self._config.interval == 0
 
-    def save(self, step: int, shared: Any, rank_state: Any) -> None:
-        """Start a checkpoint after ``step`` steps. Collective; returns when the state is copied.
+    def save(
+        self, step: int, shared: Any, rank_state: Any, *, world_size: int | None = None
+    ) -> None:
+        """Start a checkpoint after ``step`` steps. Collective.
 
-        Of ``shared``, which is equal on all ranks, only rank 0's is read. StorageError or, where
+        Returns when the state is copied, or without copies written.
+
+        Of ``shared``, which is equal on all ranks, only rank 0's is read. Only the first
+        ``world_size`` ranks take part, which all must say; None: all. StorageError or, where
         the way to the storage was lost, CommunicationError, if the last `MAX_FAILURES` saves
         failed, on this or another rank, or did not end in time; CheckpointError if the state holds
         something that cannot be stored.
@@ -148,7 +160,9 @@ class CheckpointManager:
         began = time.perf_counter()
         try:
             self._settle()
-            self._start(step, shared, rank_state, is_final=False)
+            self._start(step, shared, rank_state, world_size, is_final=False)
+            if not self._copies:
+                self._settle()
         finally:
             self.stall_seconds += time.perf_counter() - began
 
@@ -179,21 +193,32 @@ class CheckpointManager:
         except (StorageError, GangError) as error:
             logger.debug("not raised, since training is over: %s", error)
 
-    def _start(self, step: int, shared: Any, rank_state: Any, *, is_final: bool) -> None:
-        """Copy the state, and begin to write it."""
+    def _start(
+        self,
+        step: int,
+        shared: Any,
+        rank_state: Any,
+        world_size: int | None = None,
+        *,
+        is_final: bool,
+    ) -> None:
+        """Copy the state where it is to be copied, and begin to write it."""
         folder = StepFolder(writer=self._origin, step=step, is_final=is_final)
         if self._under_way is not None:  # it hangs, and its buffers must not change
             self._pass_over(folder, self._under_way)
             return
+        copies = self._copies and not is_final  # nothing is trained after that
         if self._rank == 0:
-            self._shared = snapshot(shared, self._shared)
-        self._own = snapshot(rank_state, self._own)
+            self._shared = snapshot(shared, self._shared, copies=copies)
+        self._own = snapshot(rank_state, self._own, copies=copies)
         thread = threading.Thread(
             target=lambda: self._write_quietly(save),
             name=f"write-{folder.name}",
             daemon=True,  # a storage that hangs must not keep the process alive
         )
-        self._under_way = save = _Save(folder=folder, thread=thread)
+        self._under_way = save = _Save(
+            folder=folder, world_size=world_size or self._world_size, thread=thread
+        )
         thread.start()
 
     def _settle(self) -> None:
@@ -280,7 +305,7 @@ class CheckpointManager:
             storage=self._storage,
             path=path,
             step=save.folder.step,
-            world_size=self._world_size,
+            world_size=save.world_size,
             run_key=self._origin.run_key,
             complete=save.folder.is_final,
             environment=self._environment,
@@ -311,7 +336,10 @@ class CheckpointManager:
     def _write_file(self, save: _Save, path: str, state: Snapshot) -> FileRecord:
         def write() -> FileRecord:
             pieces = _until(save.abandoned, layout.encode(state))
-            return layout.write_file(self._storage, path, pieces)
+            record = layout.write_file(self._storage, path, pieces)
+            if save.abandoned.is_set():  # what was written last may have changed meanwhile
+                raise _Abandoned
+            return record
 
         return again(write, self._pauses)
 
@@ -322,13 +350,14 @@ class CheckpointManager:
     def _forget_previous(self, save: _Save) -> None:
         """Remove the keys of the save before, or they would grow in number without end."""
         if self._previous is not None:
-            for rank in range(1, self._world_size):
-                again(partial(self._signal.delete, _key(self._previous, rank)), self._pauses)
-        self._previous = save.folder.name
+            name, world_size = self._previous
+            for rank in range(1, world_size):
+                again(partial(self._signal.delete, _key(name, rank)), self._pauses)
+        self._previous = save.folder.name, save.world_size
 
     def _others(self, save: _Save) -> dict[str, FileRecord]:
         """What the other ranks wrote, by file name."""
-        keys = {rank: _key(save.folder.name, rank) for rank in range(1, self._world_size)}
+        keys = {rank: _key(save.folder.name, rank) for rank in range(1, save.world_size)}
         self._wait(save, list(keys.values()))
         files = {}
         for rank, key in keys.items():

@@ -19,14 +19,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from sparkdl.storage.storage import (
+    Buffer,
     Data,
     Folder,
-    Storage,
     checked,
     failure,
     failures,
     open_storage,
     pieces,
+    require_size,
     scheme_of,
     without_password,
 )
@@ -58,7 +59,7 @@ def open_on_driver(spark: SparkSession, path_or_url: str) -> Folder:
     return HadoopStorage(spark, path_or_url)
 
 
-def open_place(path_or_url: str | os.PathLike[str]) -> Storage:
+def open_place(path_or_url: str | os.PathLike[str]) -> Folder:
     """The storage for a path or URL, as this process reaches it, for functions without a session.
 
     On the driver of classic Spark a URL is the place that Spark itself reads and writes, with the
@@ -69,7 +70,7 @@ def open_place(path_or_url: str | os.PathLike[str]) -> Storage:
     return open_storage(text) if spark is None else open_on_driver(spark, text)
 
 
-def open_parent(path_or_url: str | os.PathLike[str]) -> tuple[Storage, str]:
+def open_parent(path_or_url: str | os.PathLike[str]) -> tuple[Folder, str]:
     """The folder that a file lies in, see `open_place`, and the file's name; empty if none."""
     text = os.fspath(path_or_url)
     name = text.rpartition("/")[2]
@@ -119,6 +120,7 @@ class HadoopStorage:
     def __init__(self, spark: SparkSession, url: str) -> None:
         session: Any = spark
         self._name = without_password(url)
+        self._jvm = session._jvm
         self._path = session._jvm.org.apache.hadoop.fs.Path
         conf = session._jsparkSession.sessionState().newHadoopConf()
         with self._failures("open", ""):
@@ -180,6 +182,24 @@ class HadoopStorage:
             self._fs.delete(place, False)  # rename replaces nothing
             if not self._fs.rename(origin, place):
                 raise OSError("the file system has refused to rename")
+
+    def part(self, path: str, begin: int, end: int) -> Buffer:
+        source, jvm = self._at(path), self._jvm
+        with tempfile.TemporaryDirectory(prefix="sparkdl-") as folder:
+            copy = Path(folder) / "part"
+            with self._failures("read", path):
+                stream = self._fs.open(source)
+                target = jvm.java.io.FileOutputStream(str(copy))
+                try:
+                    stream.seek(begin)
+                    channel = jvm.java.nio.channels.Channels.newChannel(stream)
+                    target.getChannel().transferFrom(channel, 0, end - begin)
+                finally:
+                    target.close()
+                    stream.close()
+                data = copy.read_bytes()
+        require_size(len(data), end - begin, f"{self._name.rstrip('/')}/{path}")
+        return data
 
     def exists(self, path: str) -> bool:
         place = self._at(path)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import builtins
 import contextlib
 import errno
+import mmap
 import os
 import re
 import shutil
@@ -24,6 +25,7 @@ from sparkdl.storage import s3
 Data = bytes | bytearray | memoryview | Iterable[bytes | bytearray | memoryview]
 """What `Storage.write` takes: one buffer, or its pieces in order (large files are streamed)."""
 
+Buffer = bytes | memoryview
 _ASIDE = ".aside-"
 _ABSENT = (FileNotFoundError, NotADirectoryError)
 _URL = re.compile("(?P<scheme>[A-Za-z][A-Za-z0-9+.-]+):(?P<rest>.*)", re.DOTALL)
@@ -49,10 +51,20 @@ class Storage(Protocol):
 
 
 class Folder(Storage, Protocol):
-    """A storage that can move its files: all but those that pass files on to others."""
+    """A storage of its own: all but those that pass files on to others."""
+
+    @property
+    def url(self) -> str:
+        """The folder as other processes know it: a path, or a URL that may hold a password."""
 
     def move(self, source: str, target: str) -> None:
         """Give a file another path, replacing what was there; makes the folders."""
+
+    def part(self, path: str, begin: int, end: int) -> Buffer:
+        """The bytes of a file from ``begin`` to ``end``; StorageError if it ends before.
+
+        Those of a local file are its pages, which processes share; who writes to them has a copy.
+        """
 
 
 def open_storage(path_or_url: str | os.PathLike[str]) -> Folder:
@@ -137,6 +149,14 @@ class LocalStorage:
     def __str__(self) -> str:
         return str(self._root)
 
+    @property
+    def url(self) -> str:
+        return str(self._root)
+
+    def path(self, path: str) -> Path:
+        """Where a file lies, for one that is read in parts."""
+        return self._at(path)
+
     def write(self, path: str, data: Data) -> None:
         """Write it aside, force it to disk, then rename it."""
         target = self._at(path)
@@ -180,6 +200,19 @@ class LocalStorage:
             place.parent.mkdir(parents=True, exist_ok=True)
             self._at(source).replace(place)
             _sync_folder(place.parent)
+
+    def part(self, path: str, begin: int, end: int) -> Buffer:
+        place = self._at(path)
+        with failures("read", str(place), OSError), place.open("rb") as file:
+            size = os.fstat(file.fileno()).st_size
+            require_size(min(size, end) - begin, end - begin, str(place))
+            if begin == end:  # there is no map of nothing
+                return b""
+            before = begin % mmap.ALLOCATIONGRANULARITY
+            pages = mmap.mmap(
+                file.fileno(), end - begin + before, access=mmap.ACCESS_COPY, offset=begin - before
+            )
+            return memoryview(pages)[before:]
 
     def exists(self, path: str) -> bool:
         with failures("look for", str(self._at(path)), OSError):
@@ -245,6 +278,7 @@ class FsspecStorage:
     """
 
     def __init__(self, url: str) -> None:
+        self.url = url
         self._name = without_password(url)
         self._has_folders = scheme_of(url) not in s3.SCHEMES
         self._fs, self._root = open_url(url)
@@ -294,6 +328,14 @@ class FsspecStorage:
             self._fs.makedirs(str(PurePosixPath(place).parent), exist_ok=True)
             self._fs.mv(origin, place)
 
+    def part(self, path: str, begin: int, end: int) -> Buffer:
+        place = self._at(path)
+        with failures("read", self._show(path)), self._fs.open(place, "rb") as file:
+            file.seek(begin)
+            data = bytes(file.read(end - begin))
+        require_size(len(data), end - begin, self._show(path))
+        return data
+
     def exists(self, path: str) -> bool:
         place = self._at(path)
         with failures("look for", self._show(path)), contextlib.suppress(*_ABSENT):
@@ -308,6 +350,15 @@ class FsspecStorage:
 
     def _show(self, path: str) -> str:
         return f"{self._name.rstrip('/')}/{path}"
+
+
+def require_size(found: int, wanted: int, place: str) -> None:
+    """Raise StorageError if a file has less than what was to be read of it."""
+    if found < wanted:
+        raise StorageError(
+            f"{place} ends too early: it is damaged, or was not written to its end; write it "
+            "again, or take an intact copy"
+        )
 
 
 def pieces(data: Data) -> Iterator[bytes | bytearray | memoryview]:

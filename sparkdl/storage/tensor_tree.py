@@ -72,14 +72,16 @@ def unpack(value: Any, tensors: Mapping[str, torch.Tensor]) -> Any:
 
 @dataclass(frozen=True)
 class Snapshot:
-    """A packed tree whose tensors are private CPU copies."""
+    """A packed tree whose tensors are on the CPU, private copies unless `snapshot` says so."""
 
     value: Any
     tensors: dict[str, torch.Tensor]
 
 
-def snapshot(tree: Any, reuse: Snapshot | None = None) -> Snapshot:
+def snapshot(tree: Any, reuse: Snapshot | None = None, *, copies: bool = True) -> Snapshot:
     """Copy a tree (see `pack`) to CPU memory, so that training may go on changing the original.
+
+    Without ``copies`` what lies in CPU memory already is not copied, and must not change.
 
     The buffers of ``reuse``, an earlier snapshot that nobody needs any more, are overwritten where
     name, shape and dtype match, because fresh memory costs a page fault every 4 KiB.
@@ -87,7 +89,11 @@ def snapshot(tree: Any, reuse: Snapshot | None = None) -> Snapshot:
     value, tensors = pack(tree)
     old = {} if reuse is None else reuse.tensors
     with torch.no_grad():
-        return Snapshot(value, {name: _copy(t, old.get(name)) for name, t in tensors.items()})
+        found = {
+            name: _copy(t, old.get(name)) if copies or not t.is_cpu else t.detach().contiguous()
+            for name, t in tensors.items()
+        }
+    return Snapshot(value, found)
 
 
 def _copy(tensor: torch.Tensor, buffer: torch.Tensor | None) -> torch.Tensor:

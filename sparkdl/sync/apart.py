@@ -9,11 +9,22 @@ import torch
 from torch import nn
 
 from sparkdl.comm.communicator import Communicator, counting_anew
+from sparkdl.mesh import Mesh
 from sparkdl.sync.gradient_buckets import FlatGradients, zeros
 from sparkdl.sync.strategy import MakeOptimizer, Reduced, Synchronizer
 
 OWN_WEIGHTS = "a lost task could not be run again if each replica kept weights of its own"
 """Why strategies of this kind do not run on plain Spark stages."""
+
+
+def why_not_apart(mesh: Mesh) -> str | None:
+    """Why replicas along ``mesh`` cannot train apart; None if they can."""
+    if mesh.shard_optimizer:
+        return (
+            "shard_optimizer divides one replica along data, so none trains apart; use "
+            "Mesh(data=..., shard=...)"
+        )
+    return None
 
 
 class ApartSynchronizer(Synchronizer):
@@ -51,6 +62,10 @@ class ApartSynchronizer(Synchronizer):
 
     def close_round(self) -> None:
         """Begin to count anew."""
+        self.round_sums.zero_()
+        self.round_steps = 0
+
+    def begin(self) -> None:
         self.round_sums.zero_()
         self.round_steps = 0
 

@@ -7,7 +7,7 @@ one part.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -31,6 +31,7 @@ class DividedState:
         *,
         is_kept: bool = True,
         has_own_rows: bool = True,
+        stepped: Sequence[str] | None = None,
     ) -> None:
         """Of ``module``, whose parameters are plain tensors, each a region of one of that name.
 
@@ -40,9 +41,11 @@ class DividedState:
             regions: by name; None: the parameters are whole.
             is_kept: whether checkpoints hold this rank's part; those of other replicas are equal.
             has_own_rows: whether this rank counts where numbers add up over rows.
+            stepped: names of the whole model's parameters, of which some may be elsewhere, by the
+                numbers that they would have in an optimizer of all; None: all are here.
         """
         self.has_own_rows = has_own_rows
-        self._is_kept = is_kept
+        self.is_kept = is_kept
         self.module = module
         self.parameters = dict(module.named_parameters())
         self._optimizer = optimizer
@@ -50,19 +53,21 @@ class DividedState:
             name: Region.whole(parameter.shape) for name, parameter in self.parameters.items()
         }
         names = {id(parameter): name for name, parameter in self.parameters.items()}
-        self._stepped = [
+        here = [
             names[id(parameter)]
             for group in optimizer.param_groups
             for parameter in group["params"]
         ]
+        self._stepped = here
         """Names by the numbers that parameters have in the optimizer's state."""
+        self._all_stepped = list(stepped or here)
 
     def part(self, best: Mapping[str, Any] | None = None) -> dict[str, Any] | None:
         """What a checkpoint holds of this rank; tensors are its own, not copies. None: nothing.
 
         ``best`` is the state dict of the module at another time.
         """
-        if not self._is_kept:
+        if not self.is_kept:
             return None
         return {
             "regions": {
@@ -72,6 +77,7 @@ class DividedState:
             "parameters": {name: value.detach() for name, value in self.parameters.items()},
             "best": best,
             "optimizer": self._optimizer.state_dict(),
+            "stepped": list(self._stepped),
         }
 
     def load(self, parts: Iterable[Part]) -> dict[str, Any] | None:
@@ -87,6 +93,7 @@ class DividedState:
         seen: set[tuple[str, Region]] = set()
         for part in parts:
             groups = part["optimizer"]["param_groups"]
+            stepped = part["stepped"] or self._all_stepped
             if part["best"] is not None and best is None:
                 best = dict(part["best"])
                 best |= {name: torch.empty_like(v) for name, v in self.parameters.items()}
@@ -99,16 +106,20 @@ class DividedState:
                 left[name] -= self._regions[name].copy_from(theirs, source, target)
                 if best is not None:
                     self._regions[name].copy_from(theirs, part["best"][name], best[name])
-                if name in self._stepped:
-                    number = self._stepped.index(name)
-                    found = part["optimizer"]["state"].get(number, {})
-                    self._add(state.setdefault(number, {}), name, found, theirs)
+                if name in self._stepped and name in stepped:
+                    found = part["optimizer"]["state"].get(stepped.index(name), {})
+                    own = state.setdefault(self._stepped.index(name), {})
+                    self._add(own, name, found, theirs)
         missing = [name for name, count in left.items() if count]
         if groups is None or missing:
             raise CheckpointError(
                 f"the checkpoint does not hold all of the parameters {missing[:5]}; it was "
                 "written by another model, or a rank's file is missing"
             )
+        numbers = self._optimizer.state_dict()["param_groups"]
+        groups = [
+            {**group, "params": own["params"]} for group, own in zip(groups, numbers, strict=True)
+        ]
         self._optimizer.load_state_dict({"state": state, "param_groups": groups})
         return best
 
@@ -135,4 +146,5 @@ def whole_part(shared: Mapping[str, Any]) -> dict[str, Any]:
         "parameters": model,
         "best": shared["best_model"],
         "optimizer": shared["optimizer"],
+        "stepped": None,
     }

@@ -11,9 +11,10 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar, NamedTuple, TypeAlias
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Protocol, TypeAlias
 
 from sparkdl.config import TrainConfig
+from sparkdl.mesh import Mesh
 from sparkdl.storage.stateful import Stateful
 from sparkdl.sync.exchange_pattern import ModelSize, Pattern
 
@@ -22,10 +23,12 @@ if TYPE_CHECKING:
     from torch import nn
 
     from sparkdl.comm.communicator import Communicator
+    from sparkdl.data.batches import Batch
     from sparkdl.data.plan import TrainPlan
     from sparkdl.sync.divided_state import DividedState
 
 MakeOptimizer = Callable[[Iterable["nn.Parameter"]], "torch.optim.Optimizer"]
+Autocast = Callable[[], AbstractContextManager[object]]
 SetupArguments: TypeAlias = "tuple[nn.Module, MakeOptimizer, Communicator]"
 """What `SyncStrategy.setup` gets, and every synchronizer that it makes."""
 
@@ -55,6 +58,14 @@ class SyncStrategy(ABC):
     def why_not_gang(self) -> str | None:
         """Why this cannot run in a gang; None if it can."""
         return None
+
+    def why_not_divided(self, mesh: Mesh) -> str | None:
+        """Why this cannot run between replicas that are divided along ``mesh``; None if it can.
+
+        There `setup` gets a module of what lies on a rank, which computes nothing, and the ranks
+        that have the same part. All ranks of a replica must decide alike.
+        """
+        return "it may look at whole weights, of which a worker has a part only"
 
     def hold_out(self, plan: TrainPlan) -> TrainPlan:
         """The plan with those training rows set aside that must not be trained on.
@@ -140,6 +151,45 @@ class Reduced(NamedTuple):
     """Whose samples these are, where a rank's may be left out; None: everyone's."""
 
 
+class Pipelined(Protocol):
+    """A model that is computed in stages by several ranks, of which this rank has some.
+
+    The methods are collective along the ranks that compute the stages of the same rows.
+    """
+
+    comm: Communicator
+    """Those ranks, in the order of the stages."""
+    skeleton: nn.Module
+    """A copy of the whole module, whose parameters have no values."""
+
+    @property
+    def is_last(self) -> bool:
+        """True if this rank has what the model returns."""
+
+    def train(
+        self, batch: Batch, make_loss: Callable[[Any, Batch], torch.Tensor], autocast: Autocast
+    ) -> None:
+        """Forward and backward passes of all rows of ``batch``, which all of these ranks have.
+
+        On the last stage ``make_loss`` gets what the model returns for some of the rows, and these,
+        and gives what is differentiated. ``autocast`` makes the context of forward passes.
+        """
+
+    def look(self, batch: Batch, see: Callable[[Any, Batch], None], autocast: Autocast) -> None:
+        """Forward passes alone; ``see`` gets outputs and rows on the last stage."""
+
+    def from_last(self, values: dict[str, Any] | None) -> dict[str, Any]:
+        """The JSON values that the rank with the last stage gives, on all of these ranks."""
+
+    def of_all_ranks(self, state: Mapping[str, Any]) -> dict[str, Any]:
+        """A state dict of the whole module; what other ranks have is on the meta device."""
+
+    def broadcast_by(
+        self, state: Mapping[str, torch.Tensor]
+    ) -> Callable[[torch.Tensor], torch.Tensor]:
+        """A function that gives the whole of each tensor of ``state`` on the CPU."""
+
+
 class Synchronizer(Stateful, ABC):
     """The strategy at work in one worker; owns model and optimizer.
 
@@ -169,6 +219,8 @@ class Synchronizer(Stateful, ABC):
     """Whether `close_round` makes buffers equal as well; otherwise the loop does, each epoch."""
     divided: DividedState | None = None
     """The state of this rank where parameters are divided among ranks; None: it has them whole."""
+    pipeline: Pipelined | None = None
+    """Computes the model in stages, of which this rank has some; None: the rank computes it all."""
 
     def trained_parameters(self) -> list[nn.Parameter]:
         """What the optimizer changes on this rank."""
@@ -226,6 +278,13 @@ class Synchronizer(Stateful, ABC):
     @abstractmethod
     def close_round(self) -> None:
         """Bring the replicas to agreement now. Collective; leaves a checkpointable state."""
+
+    def begin(self) -> None:
+        """Begin anew where the model is, which has got other weights than at ``setup``.
+
+        Called in place of ``load_state_dict`` where what was remembered lies in parts that do not
+        fit this rank.
+        """
 
     @property
     def bytes_sent(self) -> int:

@@ -8,6 +8,7 @@ import time
 from collections.abc import Generator, Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
@@ -17,13 +18,13 @@ from sparkdl.comm.communicator import Communicator
 from sparkdl.comm.topology import arrange
 from sparkdl.config import Looks, TrainConfig
 from sparkdl.data.batches import Batch, sequential_batches
+from sparkdl.data.collate import example_arguments
 from sparkdl.data.plan import TrainPlan
 from sparkdl.data.source import ShardRows
 from sparkdl.sync.collective import CollectiveStrategy
-from sparkdl.sync.divided.mesh_ranks import MeshRanks
-from sparkdl.sync.divided.mesh_synchronizer import Fill, MeshSynchronizer
 from sparkdl.sync.frozen_layers import moving_buffers, training_mode
 from sparkdl.sync.gradients.allreduce import tree_synchronizer
+from sparkdl.sync.strategy import MakeOptimizer, Pipelined, Synchronizer
 from sparkdl.train.callbacks import (
     NO_PLACE,
     OUTSIDE,
@@ -35,10 +36,10 @@ from sparkdl.train.callbacks import (
     steps_between,
 )
 from sparkdl.train.layer_looks import LayerLooks
-from sparkdl.train.modules.layout_check import layout_check
 from sparkdl.train.modules.memory_format import in_memory_format
 from sparkdl.train.modules.sync_batch_norm import synchronized
 from sparkdl.train.objective.label_losses import no_sums
+from sparkdl.train.objective.metrics import Metrics
 from sparkdl.train.objective.training_step import logs
 from sparkdl.train.random_state import deterministic_algorithms, seed_everything
 from sparkdl.train.rank_state import DIVIDED, CheckpointSink, RankState, ResumePoint
@@ -48,6 +49,9 @@ from sparkdl.train.state import EpochBook, Record
 from sparkdl.train.step import TrainStep
 from sparkdl.train.time_spent import Clock
 from sparkdl.train.validation import evaluate, in_step, sync_buffers
+
+if TYPE_CHECKING:
+    from sparkdl.sync.divided.mesh_synchronizer import Fill
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,6 +73,8 @@ class TrainOutcome:
     """
     bytes_sent: int
     """What this rank's strategy has sent to the others in this attempt."""
+    pipeline: Pipelined | None
+    """Whose stages the module has, where there is one."""
     final: ResumePoint
     """The state at the end, for the last checkpoint: ``model`` holds the last weights even if
     the module was given the best ones."""
@@ -123,10 +129,33 @@ def train(
         comm = stack.enter_context(contextlib.closing(arrange(comm, topology, device=device)))
         mesh = None
         if config.parallelism is not None:
+            # Here, and not above: it imports torch's compiler, which takes seconds.
+            from sparkdl.sync.divided.mesh_ranks import MeshRanks
+
             mesh = MeshRanks.of(config.parallelism, comm, device)
         readers = comm if mesh is None else mesh.readers
         dtype = torch.bfloat16 if config.precision == "bf16" else None
-        watch = partial(layout_check, shards=shards, plan=plan, device=device, compute_dtype=dtype)
+        features = [column for column in plan.columns if column.role == "feature"]
+
+        def synchronize(model: nn.Module, make: MakeOptimizer) -> Synchronizer:
+            if by_shard:
+                return tree_synchronizer(strategy, plan.shards_by_rank, model, make, comm)
+            if mesh is None:
+                return strategy.setup(model, make, comm)
+            from sparkdl.sync.divided.mesh_synchronizer import MeshSynchronizer
+            from sparkdl.train.modules.layout_check import check_layout_on_rows
+
+            return MeshSynchronizer(
+                model,
+                make,
+                ranks=mesh,
+                strategy=strategy,
+                compute_dtype=dtype,
+                example=example_arguments(features, 2).to(device),
+                check=partial(check_layout_on_rows, shards=shards, plan=plan, device=device),
+                fill=fill,
+            )
+
         stack.enter_context(in_memory_format(module, config.memory_format))
         if config.sync_batch_norm:
             stack.enter_context(synchronized(module, comm))
@@ -135,21 +164,7 @@ def train(
             config,
             plan,
             device,
-            lambda model, make: (
-                tree_synchronizer(strategy, plan.shards_by_rank, model, make, comm)
-                if by_shard
-                else MeshSynchronizer(
-                    model,
-                    make,
-                    ranks=mesh,
-                    strategy=strategy,
-                    compute_dtype=dtype,
-                    watch=watch,
-                    fill=fill,
-                )
-                if mesh is not None
-                else strategy.setup(model, make, comm)
-            ),
+            synchronize,
             comm=None if strategy.trains_apart else comm,
         )
         stack.enter_context(contextlib.closing(replica.synchronizer))
@@ -177,6 +192,7 @@ def train(
             step=step,
             looks=seen,
             clock=clock,
+            together=range(comm.rank, comm.rank + 1) if mesh is None else mesh.together,
             with_rows=[rank for rank in range(plan.world_size) if plan.rows_of(rank)],
             requests=Requests(refusal=OUTSIDE, no_save=NO_PLACE if checkpoints is None else None),
             # Where time decides, all ranks would have to wait for the slowest.
@@ -201,6 +217,8 @@ class _Training(RankState):
     clock: Clock
     with_rows: list[int]
     """The ranks that have rows."""
+    together: range
+    """The ranks that have rows for the same replica."""
     acts_every: int | None
     """Steps after which the ranks agree on what callbacks ask for; None: when epochs end."""
 
@@ -241,7 +259,11 @@ class _Training(RankState):
     def _begin(self, resume: ResumePoint | None) -> None:
         config = self.replica.config
         training_mode(self.replica.module, config.frozen_layers)
-        seed_everything(config.seed, self.comm.rank)
+        # stages draw other numbers
+        pipeline = self.replica.synchronizer.pipeline
+        stage = 0 if pipeline is None else pipeline.comm.rank
+        drawn = self.comm.rank + stage * self.comm.world_size
+        seed_everything(config.seed, drawn)
         if resume is not None:
             self.restore(resume, seed=config.seed, rank=self.comm.rank)
         if self.replica.lightning is not None:
@@ -273,7 +295,8 @@ class _Training(RankState):
         step = book.state.step
         by_rank = replica.plan.rows_by_rank(book.state.step_in_epoch)
         if isinstance(batch, Batch):
-            sums = self.step(replica.on_device(batch), sum(by_rank), step)
+            of_replica = sum(by_rank[rank] for rank in self.together)
+            sums = self.step(replica.on_device(batch), sum(by_rank), step, of_replica)
         else:
             assert self.by_shard is not None
             sums = self.step.over_shards(batch, sum(by_rank), step, self.by_shard)
@@ -362,7 +385,7 @@ class _Training(RankState):
         if by_shard is not None:
             record.update(by_shard.training_metrics())
         elif self.replica.training_metrics is not None:
-            record.update(self.replica.training_metrics.compute(self.comm))
+            record.update(self._from_last(self.replica.training_metrics))
             self.clock.lap("communication")
         if self.replica.plan.num_validation_rows:
             self.observer.phase("evaluate")
@@ -379,6 +402,13 @@ class _Training(RankState):
                 record, self.comm, is_epoch_over=self.book.is_epoch_over
             )
         return record
+
+    def _from_last(self, metrics: Metrics) -> dict[str, float]:
+        """Values over all ranks; of a pipeline only the last stage's have seen outputs."""
+        pipeline = self.replica.synchronizer.pipeline
+        if pipeline is None:
+            return metrics.compute(self.comm)
+        return pipeline.from_last(metrics.compute(self.comm) if pipeline.is_last else None)
 
     def _enter(self, record: Record) -> None:
         replica, book = self.replica, self.book
@@ -441,6 +471,7 @@ class _Training(RankState):
             stopped_early=book.state.stopped_early,
             seconds=dict(self.clock.seconds),
             bytes_sent=self.replica.synchronizer.bytes_sent,
+            pipeline=self.replica.synchronizer.pipeline,
             final=final,
         )
 

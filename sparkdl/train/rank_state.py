@@ -110,8 +110,12 @@ class RankState:
         weights.
         """
         best = self._restore_weights(point)
-        if "strategy" in point.shared:  # of an earlier fit there may be none
-            self.replica.synchronizer.load_state_dict(point.shared["strategy"])
+        synchronizer = self.replica.synchronizer
+        was_divided = point.parts is not None and synchronizer.divided is None
+        if "strategy" in point.shared and not was_divided:  # of an earlier fit there may be none
+            synchronizer.load_state_dict(point.shared["strategy"])
+        else:
+            synchronizer.begin()
         self.book.load_state_dict({**point.shared, "best_model": best})
         if "callbacks" in point.shared:  # those of an earlier fit are not asked
             give_states(self.replica.config.callbacks, point.shared["callbacks"])
@@ -150,7 +154,8 @@ class RankState:
             buffers[name].detach().copy_(value)
         if state["own"] is not None:
             replica.load_state_dict(state["own"])
-        replica.synchronizer.load_rank_state_dict(state["strategy"])
+        if not is_united:  # of what is united, no rank has kept anything of its own
+            replica.synchronizer.load_rank_state_dict(state["strategy"])
         parts = self._parts()
         collector = parts.pop("collected", None)
         for name, part in parts.items():
@@ -183,7 +188,9 @@ class RankState:
             return None
         own = self.replica.state_dict()
         del own["model"]
-        return own if synchronizer.keeps_optimizer else {**own, "optimizer": None}
+        divided = synchronizer.divided
+        is_own = synchronizer.keeps_optimizer and (divided is None or not divided.is_kept)
+        return {**own, "optimizer": synchronizer.optimizer.state_dict() if is_own else None}
 
 
 def united(states: Sequence[Mapping[str, Any]]) -> dict[str, Any]:

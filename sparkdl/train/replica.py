@@ -180,14 +180,21 @@ def make_replica(
     number_format = NumberFormat(config.precision, device)
     if not any(parameter.is_meta for parameter in module.parameters()):
         module.to(device)
-    if config.compile:
+    example, mesh = None, config.parallelism
+    is_divided = mesh is not None and mesh.num_shards > 1
+    if config.compile and not isinstance(loss, StepLoss):
         features = [column for column in plan.columns if column.role == "feature"]
         example = example_arguments(features, max(2, plan.batch_size)).to(device)
-        compile_in_place(module, device, None if isinstance(loss, StepLoss) else example)
+    if config.compile and not is_divided:
+        compile_in_place(module, device, example)
     if isinstance(loss, StepLoss) and isinstance(loss.step, TrainerStandIn):
         loss.step.attach(plan)
     make_optimizer = resolve_optimizer(config, module)
     synchronizer = synchronize(module, make_optimizer)
+    if config.compile and is_divided:
+        from sparkdl.sync.divided.dividing import compiled_layers
+
+        compile_in_place(module, device, example, compiled_layers(module))
     try:
         schedule = make_scheduler(
             config, synchronizer.optimizer, make_optimizer, plan.steps_per_epoch

@@ -25,6 +25,7 @@ from sparkdl.data.batches import sequential_batches
 from sparkdl.data.plan import RoundPart, TrainPlan
 from sparkdl.data.source import ShardRows
 from sparkdl.sync.apart import ApartSynchronizer
+from sparkdl.sync.averaging.state_pieces import CHANGES
 from sparkdl.sync.frozen_layers import still_names, training_mode
 from sparkdl.sync.population.hyperparameters import set_values
 from sparkdl.train.callbacks import IN_TASKS, CallbackState, Observer, Requests
@@ -177,11 +178,27 @@ class RoundReplica:
             logs=None if replica.collector is None else as_text(replica.collector.packed()),
         )
 
-    def moving(self, state: dict[str, Any]) -> dict[str, Any]:
-        """An outcome's state without those weights and buffers that training has left alone."""
+    def moving(
+        self, state: dict[str, Any], begin: Mapping[str, torch.Tensor] | None = None
+    ) -> dict[str, Any]:
+        """An outcome's state without those weights and buffers that training has left alone.
+
+        With ``begin``, the weights of the round's beginning, it has the parameters' `CHANGES` in
+        place of the parameters.
+        """
         still = still_names(self._replica.module)
         model = {name: value for name, value in state["model"].items() if name not in still}
-        return {**state, "model": model}
+        if begin is None:
+            return {**state, "model": model}
+        changes: dict[str, torch.Tensor] = {}
+        made: dict[int, torch.Tensor] = {}
+        for name, parameter in self._replica.module.named_parameters(remove_duplicate=False):
+            if name in model:
+                value = model.pop(name)
+                if id(parameter) not in made:  # tied weights travel once
+                    made[id(parameter)] = value - begin[name].to(value.device)
+                changes[name] = made[id(parameter)]
+        return {**state, "model": model, CHANGES: changes}
 
     def evaluate(
         self, state: dict[str, Any], validation: ShardRows

@@ -22,13 +22,14 @@ from sparkdl.data.batches import Batch
 from sparkdl.data.plan import batch_bounds
 from sparkdl.errors import ConfigError
 from sparkdl.sync.gradients.shard_tree import ShardTreeSynchronizer
+from sparkdl.sync.strategy import Pipelined
 from sparkdl.train.layer_looks import LayerLooks
 from sparkdl.train.objective.divergence import LossWatch
 from sparkdl.train.objective.label_losses import no_sums, sums_of
 from sparkdl.train.objective.lightning import TrainerStandIn
 from sparkdl.train.objective.manual import ManualBackward
 from sparkdl.train.objective.metrics import Metrics, detached
-from sparkdl.train.objective.training_step import run
+from sparkdl.train.objective.training_step import run, taken
 from sparkdl.train.replica import Replica
 from sparkdl.train.shard_states import ShardStates
 from sparkdl.train.time_spent import Clock
@@ -116,13 +117,17 @@ class TrainStep:
         self.watch = LossWatch(self._config.divergence_factor)
         self.gradient_norms = torch.zeros(2, dtype=torch.float64, device=replica.device)
 
-    def __call__(self, batch: Batch, global_rows: int, step: int) -> StepSums:
+    def __call__(
+        self, batch: Batch, global_rows: int, step: int, replica_rows: int | None = None
+    ) -> StepSums:
         """Train on ``batch``, which may be empty; every rank calls.
 
         Args:
             batch: this rank's samples.
             global_rows: samples of all ranks in this step.
             step: number of the step in the run, from 0.
+            replica_rows: samples of all ranks among which this replica is divided; None: this
+                rank's.
 
         Raises:
             TrainingDiverged: the loss is not finite or has exploded; on all ranks alike, unless
@@ -143,7 +148,8 @@ class TrainStep:
         )
         self._clock.lap("communication")
         self._read(shared, step)
-        if divisor == 0 or (batch.num_rows == 0 and self._synchronizer.trains_apart):
+        own_rows = batch.num_rows if replica_rows is None else replica_rows
+        if divisor == 0 or (own_rows == 0 and self._synchronizer.trains_apart):
             self._advance_schedule(step)  # nothing to learn from; momentum alone must not move it
         elif not self._update(shared, divisor, step):
             # The forward pass may have overflowed too; such a step is no part of the history.
@@ -223,6 +229,8 @@ class TrainStep:
             batch = augmented(batch, self._config.augmentation)
         if self._looks is not None:
             self._looks.batch(batch)
+        if self._synchronizer.pipeline is not None:
+            return self._through_stages(self._synchronizer.pipeline, batch, global_rows, metrics)
         num_parts = self._config.gradient_accumulation_steps
         if not self._talks_within:
             num_parts = min(num_parts, batch.num_rows)
@@ -244,6 +252,31 @@ class TrainStep:
                 if is_last:
                     self._synchronizer.start_sums(sums[:2].clone())
                 self._format.backward(loss_sum, global_rows)
+        return sums
+
+    def _through_stages(
+        self, pipeline: Pipelined, batch: Batch, global_rows: int, metrics: Metrics | None
+    ) -> torch.Tensor:
+        """As `_backward`, where other ranks compute other stages of the same rows."""
+        loss = self._replica.loss
+        sums = no_sums(loss, self._replica.device)
+
+        def use(output: Any, rows: Batch) -> torch.Tensor:
+            nonlocal sums
+            output = taken(loss, output)
+            loss_sum, weight_sum, parts = sums_of(loss, output, rows.target, rows.weight)
+            sums += self._added(loss_sum, weight_sum, parts)
+            if metrics is not None:
+                metrics.update(detached(output), rows.target)
+            return loss_sum / global_rows
+
+        num_parts = self._config.gradient_accumulation_steps
+        for part in range(num_parts):
+            rows = batch.rows(*batch_bounds(batch.num_rows, num_parts, part))
+            with self._synchronizer.no_sync():
+                pipeline.train(rows, use, self._format.autocast)
+        pipeline.comm.all_reduce(sums)  # those of the last stage
+        self._synchronizer.start_sums(sums[:2].clone())
         return sums
 
     def _added(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
 
 import torch
 from torch import nn
@@ -14,8 +15,9 @@ from sparkdl.data.collate import no_rows
 from sparkdl.data.plan import TrainPlan
 from sparkdl.sync.averaging.mean import fill, flat_of
 from sparkdl.sync.frozen_layers import evaluation_mode, moving_buffers
+from sparkdl.sync.strategy import Pipelined
 from sparkdl.train.objective.label_losses import loss_record, no_sums, sums_of
-from sparkdl.train.objective.training_step import output_of, run
+from sparkdl.train.objective.training_step import output_of, run, taken
 from sparkdl.train.replica import Replica
 
 
@@ -25,7 +27,20 @@ def evaluate(replica: Replica, batches: Iterable[Batch], comm: Communicator) -> 
     Returns:
         ``val_loss`` and ``val_<name>`` for each metric, over the rows of all ranks.
     """
-    lightning = replica.lightning
+    lightning, pipeline = replica.lightning, replica.synchronizer.pipeline
+    if pipeline is not None:
+        sums = measure_by_stages(replica, batches, pipeline)
+        told: dict[str, Any] | None = None
+        if pipeline.is_last:
+            comm.all_reduce(sums)
+            told = {
+                "record": record(sums, replica.metrics.compute(comm), replica.labels),
+                "confusion": replica.metrics.confusion,
+            }
+        told = pipeline.from_last(told)
+        replica.metrics.confusion = told["confusion"]
+        found: dict[str, float] = told["record"]
+        return found
     with contextlib.nullcontext() if lightning is None else lightning.validation() as logs:
         sums = measure(replica, batches)
     comm.all_reduce(sums)
@@ -77,6 +92,29 @@ def measure(replica: Replica, batches: Iterable[Batch]) -> torch.Tensor:
                 with replica.number_format.autocast():
                     output = output_of(loss, module, moved, seen)
                 metrics.update(output, moved.target)
+    return sums
+
+
+def measure_by_stages(
+    replica: Replica, batches: Iterable[Batch], pipeline: Pipelined
+) -> torch.Tensor:
+    """As `measure`, along a pipeline: the rank with the last stage has seen the rows."""
+    module, loss, metrics = replica.module, replica.loss, replica.metrics
+    metrics.reset()
+    sums = no_sums(loss, replica.device)
+
+    def see(output: Any, rows: Batch) -> None:
+        output = taken(loss, output)
+        loss_sum, weight_sum, parts = sums_of(loss, output, rows.target, rows.weight)
+        for place, value in enumerate((loss_sum, weight_sum, *parts)):
+            sums[place] += value
+        if metrics:
+            metrics.update(output, rows.target)
+
+    with torch.no_grad(), evaluation_mode(module):
+        for batch in batches:
+            moved = batch.map(lambda value: value.to(replica.device))
+            pipeline.look(moved, see, replica.number_format.autocast)
     return sums
 
 

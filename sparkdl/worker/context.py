@@ -6,18 +6,21 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping
+import json
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
-from sparkdl.errors import ConfigError
+from sparkdl.errors import CommunicationError, ConfigError
 
 if TYPE_CHECKING:
     import torch
+    from torch.distributed.device_mesh import DeviceMesh
 
     from sparkdl.worker.loader import DataSet, Loader
 
-Save = Callable[[int, dict[str, Any]], None]
-"""``save(number, state)`` writes a checkpoint; on rank 0 only."""
+Save = Callable[[int, dict[str, Any], dict[str, Any] | None], None]
+"""``save(number, shared, part)`` writes a checkpoint: what is equal on all ranks, and this rank's
+part. Without a part rank 0 calls it alone."""
 
 _current: Context | None = None
 
@@ -59,8 +62,9 @@ class Context:
         device: where this rank shall compute: the GPU that Spark gave it, or the CPU.
         num_restarts: how often the function was begun before in this run, because workers were
             lost, or because there was room for more.
-        checkpoint: what was last passed to `report`, after a restart or with ``resume=True``; its
-            tensors are on the CPU. None: begin at the beginning.
+        checkpoint: what rank 0 last passed to `report`, after a restart or with ``resume=True``;
+            its tensors are on the CPU. Of DTensors it has the shapes only, and
+            `load_checkpoint` reads them. None: begin at the beginning.
         history: the metrics that this rank has reported so far, after those that rank 0 had
             reported when ``checkpoint`` was written.
     """
@@ -76,11 +80,18 @@ class Context:
         resumed: Mapping[str, Any] | None,
         save: Save | None,
         show: Callable[[dict[str, float]], None],
+        gather: Callable[[bytes], list[bytes]] = lambda data: [data],
+        parts: Callable[[], Iterable[Any]] | None = None,
+        mesh: DeviceMesh | None = None,
+        reader: tuple[int, int] | None = None,
     ) -> None:
         """Made by the runner.
 
-        ``nodes`` numbers the hosts, ``resumed`` is what ``save`` got last, and ``show`` shows
-        a record of metrics. ``save`` is for rank 0 only; None: checkpoints have no place.
+        ``nodes`` numbers the hosts, ``resumed`` is what ``save`` got last as shared, ``parts``
+        reads what the ranks gave then, and ``show`` shows a record of metrics. ``save`` is None if
+        checkpoints have no place. ``gather`` gives all ranks' bytes to each. ``reader`` is the
+        number of this rank among those that read different rows, and how many they are; None: all
+        ranks do.
         """
         self.rank = rank
         self.world_size = len(nodes)
@@ -89,12 +100,32 @@ class Context:
         self.node_rank = nodes[rank]
         self.device = device
         self.num_restarts = num_restarts
-        self.checkpoint: Any = None if resumed is None else resumed["checkpoint"]
+        self.checkpoint: Any = None if resumed is None else _joined(resumed)
         self.history: list[dict[str, float]] = [] if resumed is None else list(resumed["history"])
         self._num_checkpoints = 0 if resumed is None else int(resumed["number"])
         self._sets = sets
         self._save = save
         self._show = show
+        self._gather = gather
+        self._parts = parts
+        self._mesh = mesh
+        self._reader = reader or (rank, len(nodes))
+
+    @property
+    def mesh(self) -> DeviceMesh:
+        """Torch's mesh of all ranks, with the axes of ``TorchRunner(parallelism=Mesh(...))``.
+
+        The axes are ``"data"``, ``"pipeline"``, ``"shard"`` and ``"tensor"``, also those of size 1.
+        So ``fully_shard(model, mesh=context().mesh["shard"])`` divides weights,
+        ``mesh["data", "shard"]`` also sums gradients along ``data``, and
+        ``parallelize_module(block, context().mesh["tensor"], plan)`` divides layers.
+
+        Raises:
+            ConfigError: the run has no mesh.
+        """
+        if self._mesh is None:
+            raise ConfigError("this run has no mesh: pass TorchRunner(parallelism=Mesh(...))")
+        return self._mesh
 
     def loader(
         self,
@@ -109,7 +140,7 @@ class Context:
 
         Every row is in one batch of one rank. With shuffling all ranks get equally many batches,
         and which rows the batches of a number hold together does not depend on how many ranks
-        there are.
+        there are. Ranks along the axis ``tensor`` of a mesh get the same batches.
 
         Args:
             name: the data set's name; a DataFrame that was given alone is ``"train"``.
@@ -134,8 +165,8 @@ class Context:
         return Loader(
             self._sets[name],
             name=name,
-            rank=self.rank,
-            world_size=self.world_size,
+            rank=self._reader[0],
+            world_size=self._reader[1],
             device=self.device,
             batch_size=batch_size,
             columns=columns,
@@ -149,6 +180,11 @@ class Context:
         What rank 0 reports counts; the other ranks should call it too, so that all of them have as
         long a `history`. Checkpoints are copied here, and written while training goes on; they are
         visible when they are whole.
+
+        Along a mesh, and where the checkpoint holds DTensors, all ranks must pass one. Each rank
+        writes the regions of these that it has and no rank before it. Other values are rank 0's,
+        and those that only other ranks have under their names. So ranks along ``pipeline`` must
+        give their tensors names of their own.
 
         Args:
             metrics: numbers by name; they are shown on the driver, and kept in `history`.
@@ -165,11 +201,67 @@ class Context:
             self.history.append(record)
             if self.rank == 0:
                 self._show(record)
-        if checkpoint is not None and self.rank == 0 and self._save is not None:
-            self._num_checkpoints += 1
-            number = self._num_checkpoints
-            state = {"checkpoint": checkpoint, "history": self.history, "number": number}
-            self._save(number, state)
+        if checkpoint is None or self._save is None:
+            return
+        from sparkdl.worker.divided_checkpoint import Division, check_stages, is_divided
+
+        if self._mesh is not None or is_divided(checkpoint):
+            own = Division(checkpoint)
+            stage = 0 if self._mesh is None else self._mesh.get_local_rank("pipeline")
+            told = json.dumps([self._num_checkpoints, own.held(), stage, own.whole_tensors()])
+            try:
+                ranks = [json.loads(data) for data in self._gather(told.encode())]
+            except CommunicationError as error:
+                raise CommunicationError(
+                    f"rank {self.rank} waited in report for the checkpoints of the others, since "
+                    f"all ranks of a mesh must pass one: {error}"
+                ) from error
+            check_stages([(stage, names) for _, _, stage, names in ranks])
+            before = {name for _, held, *_ in ranks[: self.rank] for name in held}
+            self._num_checkpoints = ranks[0][0]
+            self._keep(own.shared, own.part(before if self.rank else None))
+        elif self.rank == 0:
+            self._keep({"checkpoint": checkpoint}, None)
+
+    def _keep(self, shared: dict[str, Any], part: dict[str, Any] | None) -> None:
+        assert self._save is not None
+        self._num_checkpoints += 1
+        number = self._num_checkpoints
+        self._save(number, {**shared, "history": self.history, "number": number}, part)
+
+    def load_checkpoint(self, state: Any) -> Any:
+        """Take values from the checkpoint, which may have been written along another mesh.
+
+        Each rank reads for itself, and of DTensors only what it has of them, so ranks need not
+        call this together.
+
+        Args:
+            state: a tree with the names of the checkpoint, or with some of them, such as
+                ``{"model": model.state_dict(), "epoch": 0}``. Its tensors are filled in place, its
+                other values replaced. An empty dict gets all that the checkpoint has there.
+
+        Returns:
+            ``state``.
+
+        Raises:
+            ConfigError: there is no checkpoint.
+            CheckpointError: it lacks something, has it in another shape, or holds DTensors where
+                ``state`` has no tensor.
+        """
+        from sparkdl.worker.divided_checkpoint import fill
+
+        if self._parts is None:
+            raise ConfigError(
+                "there is no checkpoint to load: call load_checkpoint only where "
+                "context().checkpoint is not None"
+            )
+        return fill(state, self.checkpoint, self._parts)
+
+
+def _joined(resumed: Mapping[str, Any]) -> Any:
+    from sparkdl.worker.divided_checkpoint import joined
+
+    return joined(resumed)
 
 
 def _numbers(metrics: Mapping[str, Any]) -> dict[str, float]:

@@ -34,6 +34,7 @@ from sparkdl.worker.lifecycle import (
     checkpoint_storage,
     deliver,
     live,
+    may_be_lost,
     resumed,
 )
 
@@ -41,7 +42,8 @@ if TYPE_CHECKING:
     import torch
 
     from sparkdl.comm.communicator import Communicator
-    from sparkdl.storage.checkpoint_format import Writer
+    from sparkdl.mesh import Mesh
+    from sparkdl.storage.checkpoint_format import CheckpointInfo, Writer
     from sparkdl.storage.checkpoint_writer import CheckpointManager, KeyValue
     from sparkdl.storage.storage import Storage
     from sparkdl.worker.context import Context, Save
@@ -93,6 +95,8 @@ class FunctionOrder(GangOrder):
     """Checkpoints that are kept."""
     is_placed: bool = True
     """Whether each rank runs where its neighbouring shards are, and always has the same."""
+    mesh: Mesh | None = None
+    """Of which the ranks are; None: each reads rows of its own."""
 
 
 def run(environment: WorkerEnvironment, order: FunctionOrder) -> Iterator[tuple[str, bytes]]:
@@ -107,17 +111,18 @@ def run(environment: WorkerEnvironment, order: FunctionOrder) -> Iterator[tuple[
 
 
 def _call(order: FunctionOrder, member: Member) -> Results:
-    from sparkdl.comm.process_group import lost_peers
+    from sparkdl.comm.process_group import lost_peers, peer_errors
     from sparkdl.worker.context import Context, entered
+    from sparkdl.worker.function_mesh import device_mesh
 
     function = _loaded(order, member)
-    comm, reporter = member.comm, member.reporter
+    comm, reporter, mesh = member.comm, member.reporter, order.mesh
     sets = order.sets if order.is_placed else _held(order, member)
     storage = checkpoint_storage(order, member.files)
     with contextlib.ExitStack() as stack:
         stack.enter_context(default_group(member.device, order.collective_timeout_seconds))
         save: Save | None = None
-        if storage is not None and comm.rank == 0:
+        if storage is not None:
             manager = stack.enter_context(
                 checkpoints(
                     storage,
@@ -127,18 +132,28 @@ def _call(order: FunctionOrder, member: Member) -> Results:
                     order.collective_timeout_seconds,
                     is_required=order.storage_url is not None,
                     on_written=lambda step: reporter.send({"kind": "checkpoint", "step": step}),
+                    rank=comm.rank,
+                    world_size=comm.world_size,
                 )
             )
-            save = partial(manager.save, rank_state={})
+            save = partial(save_checkpoint, manager)
+        found = _resumed(order, storage, comm)
+        with peer_errors("the meeting of the mesh's ranks"):
+            seconds = order.collective_timeout_seconds
+            ranks = None if mesh is None else device_mesh(mesh, member.device, seconds)
         place = Context(
             rank=comm.rank,
             nodes=comm.nodes,
             device=member.device,
             num_restarts=order.attempt,
             sets=sets,
-            resumed=_resumed(order, storage, member.comm),
+            resumed=None if found is None else found[1],
             save=save,
             show=reporter.epoch,
+            gather=comm.all_gather_bytes,
+            parts=None if found is None else partial(_parts, order, found[0], comm.rank),
+            mesh=ranks,
+            reader=None if mesh is None else (mesh.reader(comm.rank), mesh.num_readers),
         )
         stack.enter_context(environment_variables(place))
         stack.enter_context(entered(place))
@@ -156,14 +171,16 @@ def _held(order: FunctionOrder, member: Member) -> dict[str, DataSet]:
     """The data sets in the shards that each rank finds or fetches. Collective."""
     from sparkdl.worker.held_shards import hold_shards
 
-    found = {}
+    found, mesh = {}, order.mesh
+    readers = member.comm.world_size if mesh is None else mesh.num_readers
     for name, data in order.sets.items():
         plan = hold_shards(
-            data.plan(member.comm.world_size, batch_size=1),
+            data.plan(readers, batch_size=1),
             data.source,
             member.comm,
             run_id=order.run_id,
             say=member.reporter.send,
+            readers=None if mesh is None else [mesh.reader(rank) for rank in range(mesh.size)],
         )
         found[name] = replace(data, shards=plan.shards, shards_by_rank=plan.shards_by_rank)
     return found
@@ -196,15 +213,45 @@ def called(function: Callable[[], Any]) -> Any:
 
 def _resumed(
     order: FunctionOrder, storage: Storage | None, comm: Communicator
-) -> Mapping[str, Any] | None:
-    """The state of the newest checkpoint."""
+) -> tuple[CheckpointInfo, Mapping[str, Any]] | None:
+    """The newest checkpoint, and what of it is equal on all ranks. Collective."""
     found = resumed(order, storage, comm, versions())
     if found is None:
         return None
     info, state = found
     if not isinstance(state, dict) or not {"checkpoint", "history", "number"} <= set(state):
         raise CheckpointError(f"{info.path} is no checkpoint of a TorchRunner; use another folder")
-    return state
+    return info, state
+
+
+def _parts(order: FunctionOrder, info: CheckpointInfo, own: int) -> Iterator[Any]:
+    for rank in in_turn(info, own):
+        with may_be_lost(order):
+            part = load_part(info, rank)
+        yield part
+
+
+def in_turn(info: CheckpointInfo, own: int) -> Iterator[int]:
+    """The ranks that wrote a checkpoint, from this one's own number on.
+
+    Along the same mesh a rank mostly finds what it needs in its own file.
+    """
+    return ((own + number) % info.world_size for number in range(info.world_size))
+
+
+def load_part(info: CheckpointInfo, rank: int) -> Any:
+    """What a rank has written of a divided checkpoint, to be copied from; CheckpointError."""
+    from sparkdl.storage.checkpoint_format import rank_file, read_file, views
+
+    name = rank_file(rank)
+    return views(read_file(info, name), f"{info.path}/{name}")
+
+
+def save_checkpoint(
+    manager: CheckpointManager, number: int, shared: dict[str, Any], part: dict[str, Any] | None
+) -> None:
+    """Write a checkpoint; without a part it is rank 0's alone."""
+    manager.save(number, shared, part or {}, world_size=1 if part is None else None)
 
 
 def checkpoints(
@@ -216,16 +263,18 @@ def checkpoints(
     *,
     is_required: bool,
     on_written: Callable[[int], None] = lambda _: None,
+    rank: int = 0,
+    world_size: int = 1,
 ) -> CheckpointManager:
-    """Rank 0's manager; only its state is kept, so it waits for no other rank."""
+    """The manager of a rank, which takes part in those checkpoints that are divided."""
     from sparkdl.config import CheckpointConfig
     from sparkdl.storage.checkpoint_writer import CheckpointManager
 
     return CheckpointManager(
         storage,
         CheckpointConfig(keep=keep),
-        rank=0,
-        world_size=1,
+        rank=rank,
+        world_size=world_size,
         writer=writer,
         environment=versions(),
         signal=signal,

@@ -36,12 +36,11 @@ def hold_shards(
     work_shares: Mapping[str, float] | None = None,
     say: Callable[[dict[str, Any]], None],
     is_assigned: bool = False,
-    ranks_together: int = 1,
+    readers: Sequence[int] | None = None,
 ) -> TrainPlan:
     """The plan with the shards that each rank holds; this rank's can be opened here. Collective.
 
-    Neighbouring ranks that train on the same rows hold the same shards, and the plan has one rank
-    for them.
+    Ranks that train on the same rows hold the same shards, and the plan has one rank for them.
 
     Args:
         plan: of any assignment.
@@ -52,7 +51,7 @@ def hold_shards(
         work_shares: relative speeds by patterns of hosts' names, where it is not.
         say: sends an event to the driver: which shards no rank can read, or who holds which.
         is_assigned: whether ranks get the shards that the plan gives them, wherever these lie.
-        ranks_together: how many ranks train on the same rows.
+        readers: for each rank of the gang, which of the plan's it is; None: these are the same.
 
     Raises:
         ShardLost: no rank can read some of them.
@@ -79,23 +78,27 @@ def hold_shards(
             say({"kind": "missing", "shards": missing})
         raise ShardLost(f"no worker can read the shards {missing}")
     rows = [shard.num_rows for shard in plan.shards]
-    if ranks_together > 1:  # near to all of them, since each reads its own copy
-        starts = range(0, comm.world_size, ranks_together)
-        near = [set.intersection(*near[first : first + ranks_together]) for first in starts]
+    readers = list(readers or range(comm.world_size))
+    num_readers = max(readers) + 1
+    # near to all ranks of a reader, since each reads its own copy
+    near = [
+        set.intersection(*(near[rank] for rank, own in enumerate(readers) if own == reader))
+        for reader in range(num_readers)
+    ]
     if is_assigned:
         assigned = plan.shards_by_rank
     elif len(rows) == len(near) and not any(shard.hosts for shard in plan.shards):
         # One shard each: bits are those of a run that nothing has disturbed, for a file's way.
         assigned = assign_shards(len(rows), len(near))
     else:
-        first = ranks[::ranks_together]
+        first = [ranks[readers.index(reader)] for reader in range(num_readers)]
         measured, wished = ([rank[what] for rank in first] for what in ("speed", "wished"))
         assigned = assign_near(rows, near, differing(measured, wished))
     if comm.rank == 0:
         say({"kind": "held", "shards": assigned})
     shards = [shard or planned for shard, planned in zip(found, plan.shards, strict=True)]
     for rank in range(comm.world_size):
-        for number in assigned[rank // ranks_together]:
+        for number in assigned[readers[rank]]:
             if number in here[rank]:
                 continue
             peer = min(other for other, has in enumerate(here) if number in has)

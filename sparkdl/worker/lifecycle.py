@@ -10,6 +10,7 @@ import contextlib
 import json
 import logging
 import os
+import resource
 import socket
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -81,6 +82,9 @@ class GangOrder:
     collective_timeout_seconds: float
     heartbeat_timeout_seconds: float = 60.0
     """Silence after which a rank counts as hung."""
+    spares_memory: bool = False
+    """True if a model is divided, of which a rank may have no room for more; see
+    `tuned_allocator`."""
 
     @property
     def writer(self) -> Writer:
@@ -143,7 +147,7 @@ def _work(rank: GangRank, work: Callable[[Member], Results], reporter: Reporter)
     nodes = rank.meet()
     with contextlib.ExitStack() as stack:
         stack.enter_context(spared_collector())
-        stack.enter_context(tuned_allocator())
+        stack.enter_context(tuned_allocator(spares_memory=order.spares_memory))
         import torch  # after the allocator, so that torch's first blocks are tuned too
 
         from sparkdl.runtime.hardware import choose_device
@@ -184,8 +188,7 @@ class GangRank:
         """
         address = self.environment.address
         require_same_versions(self.order.versions, f"rank {self.environment.rank} on {address}")
-        keys = self._gather("hello", f"{address}/{socket.gethostname()}".encode())
-        return numbered([(self.client.get(key) or b"").decode() for key in keys])
+        return numbered(self._gather("hello", f"{address}/{socket.gethostname()}"))
 
     @contextlib.contextmanager
     def communicator(self, device: torch.device, nodes: tuple[int, ...]) -> Iterator[Communicator]:
@@ -206,7 +209,7 @@ class GangRank:
             address=environment.address,
         ):
             # A rank that is done before its peer has opened all connections would close them on it.
-            self._gather("met", b"")
+            self._gather("met", "")
             yield ProcessGroupCommunicator(
                 nodes=nodes,
                 device=str(device),
@@ -243,15 +246,14 @@ class GangRank:
         if self.environment.rank != 0 and not self.order.driver_hosts_channel:
             self.client.set(f"bye/{self.environment.rank}", b"")
 
-    def _gather(self, what: str, value: bytes) -> list[str]:
-        """Set this rank's key and wait for those of all ranks, which it returns."""
-        self.client.set(f"{what}/{self.environment.rank}", value)
-        keys = [f"{what}/{rank}" for rank in range(self.environment.world_size)]
+    def _gather(self, what: str, value: str) -> list[str]:
+        """Give this rank's value, and wait for those of all ranks."""
+        rank, size = self.environment.rank, self.environment.world_size
+        seconds = self.order.start_timeout_seconds
         try:
-            self.client.wait(keys, self.order.start_timeout_seconds)
+            return self.client.gather(what, rank, size, value, seconds)
         except TimeoutError as error:
             raise CommunicationError(f"not all workers started in time: {error}") from error
-        return keys
 
 
 def describe_failure(
@@ -290,15 +292,33 @@ def _remedy(error: BaseException) -> str:
     of_torch = "OutOfMemoryError" in signs or "DefaultCPUAllocator" in signs
     if isinstance(error, MemoryError) or (isinstance(error, RuntimeError) and of_torch):
         return (
-            "; the worker's memory is too small for this: lower batchSize, or raise "
-            "gradientAccumulationSteps, which cuts each batch into smaller ones"
+            "; the worker's memory is too small for this: lower batchSize, raise "
+            "gradientAccumulationSteps, which cuts each batch into smaller ones, or divide the "
+            f"model among workers with parallelism=Mesh(shard=...){_limit_of_addresses()}"
         )
     return ""
 
 
+def _limit_of_addresses() -> str:
+    limit, _ = resource.getrlimit(resource.RLIMIT_AS)
+    if limit == resource.RLIM_INFINITY:
+        return ""
+    entries = {"MALLOC_ARENA_MAX": "1", "ARROW_DEFAULT_MEMORY_POOL": "system"}
+    unset = [
+        f"spark.executorEnv.{name}={value}"
+        for name, value in entries.items()
+        if os.environ.get(name) != value
+    ]
+    fewer = f": set {' and '.join(unset)}, for fewer" if unset else ""
+    return (
+        f"; its limit is {limit / 1e9:.1f} GB of addresses, used or not "
+        f"(spark.executor.pyspark.memory){fewer}"
+    )
+
+
 def _message(error: BaseException) -> str:
     try:
-        return str(error)
+        return str(error) or ("no more memory" if isinstance(error, MemoryError) else "")
     except Exception:  # of the user's class; what failed must be reported all the same
         return "(no message: its __str__ failed)"
 

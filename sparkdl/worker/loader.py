@@ -104,11 +104,16 @@ class Loader:
         """Rows of an epoch, of all ranks."""
         return self._plan.num_rows
 
-    def rows_of_all(self, number: int) -> int:
-        """Rows in the batches of that number of all ranks, with shuffling.
+    @property
+    def num_readers(self) -> int:
+        """Ranks that read different rows: all, or along a mesh ``data`` times ``shard``."""
+        return self._plan.world_size
 
-        A sum of losses, times ``world_size``, divided by this, gives each row the same weight in
-        the mean of all ranks' gradients, also where ranks have different numbers of rows.
+    def rows_of_all(self, number: int) -> int:
+        """Rows in the batches of that number of all readers, with shuffling.
+
+        A sum of losses, times `num_readers`, divided by this, gives each row the same weight in
+        the mean of all readers' gradients, also where they have different numbers of rows.
 
         Raises:
             ConfigError: there is no such batch, or rows come in their order.

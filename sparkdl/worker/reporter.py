@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import io
 import logging
+import math
 import sys
 import threading
 import time
@@ -30,6 +31,7 @@ Line = tuple[int, str]
 _LAST_LINES = 20
 """Lines of a stream that are kept, to be shown where a program exits."""
 _INTERVAL_SECONDS = 0.25
+"""Between two looks at what waits; the driver says how often it is sent."""
 _MAX_LINES = 2000
 """Log lines that wait for the driver; the oldest are dropped beyond, and counted."""
 _MAX_CHARACTERS = 10_000
@@ -75,9 +77,16 @@ class Reporter:
         self._seconds: Mapping[str, float] = {}
         self._events: deque[dict[str, Any]] = deque()
         self._lines: deque[Line] = deque(maxlen=_MAX_LINES)
-        self._num_lines, self._num_sent = 0, 0
-        """Lines that were queued, and those that were sent or dropped."""
+        self._num_lines, self._num_taken = 0, 0
+        """Lines that were queued, and those that were put into a batch or dropped."""
+        self._batch: list[dict[str, Any]] = []
+        """Events and lines that are sent until the driver has them."""
+        self._number = 0
+        """Of the batch, by which the driver knows it if it comes twice."""
         self._failures = 0
+        self._interval, self._due = _INTERVAL_SECONDS, 0.0
+        """Seconds between two reports, and when the next one is due."""
+        self._most_interval = (heartbeat_timeout_seconds or math.inf) / 4  # else it counts as hung
         self._resources = contextlib.ExitStack()
         self._stop = threading.Event()
         self._lock = threading.Lock()
@@ -142,36 +151,52 @@ class Reporter:
             self._num_lines += 1
 
     def _run(self) -> None:
-        while not self._stop.wait(self._pause()):
-            self._flush_whatever_happens()
+        while not self._stop.wait(_INTERVAL_SECONDS):
+            if self._watcher is not None:
+                self._watcher.feed()
+            if time.monotonic() >= self._due:
+                self._flush_whatever_happens()
         self._flush_whatever_happens()
 
     def _flush_whatever_happens(self) -> None:
         """Send what waits; no mistake may end the thread: the driver would take that for a hang."""
-        if self._watcher is not None:
-            self._watcher.feed()
         try:
             self._flush()
         except Exception:
             self._failures += 1
             if self._failures == 1:
                 self._complain(f"a report could not be sent\n{traceback.format_exc()}")
+        self._due = time.monotonic() + self._pause() - _INTERVAL_SECONDS / 2
 
     def _pause(self) -> float:
-        """Seconds until the next report; they double with every failure in a row."""
-        return min(_INTERVAL_SECONDS * 2.0 ** min(self._failures, 10), _MAX_PAUSE_SECONDS)
+        """Seconds until the next report: as the driver says; they double with every failure."""
+        patience = min(_INTERVAL_SECONDS * 2.0 ** min(self._failures, 10), _MAX_PAUSE_SECONDS)
+        return max(min(self._interval, self._most_interval), patience)
 
     def _flush(self) -> None:
-        """Send what waits; it waits on if the driver does not get it."""
+        """Send what waits: what the driver did not get the last time, then what came later."""
+        was_left = bool(self._batch)
+        if self._send() and was_left:
+            self._send()
+
+    def _send(self) -> bool:
+        """Send the batch, or a new one, and whether it is sent; else it waits on."""
         assert self._client is not None
-        with self._lock:
-            events, lines, num_lines = list(self._events), list(self._lines), self._num_lines
-        dropped = num_lines - self._num_sent - len(lines)
+        if not self._batch:
+            with self._lock:
+                dropped = self._num_lines - self._num_taken - len(self._lines)
+                self._batch = [*self._events, *_log_event(list(self._lines), dropped)]
+                self._num_taken = self._num_lines
+                self._events.clear()
+                self._lines.clear()
+            self._number += 1
         try:
-            self.is_shown = self._client.report(
+            self.is_shown, self._interval = self._client.report(
                 attempt=self._attempt,
                 rank=self._rank,
-                events=[self._now(), *events, *_log_event(lines, dropped)],
+                events=[self._now()],
+                queued=self._batch,
+                number=self._number,
             )
         except MessageTooLarge as error:  # and would be again, and the worker seem to be silent
             self._complain(f"a report was dropped ({error})")
@@ -181,14 +206,10 @@ class Reporter:
                 self._complain(
                     f"the driver does not answer; progress and logs wait for it ({error})"
                 )
-            return
+            return False
         self._failures = 0
-        with self._lock:
-            for _ in events:
-                self._events.popleft()
-            self._num_sent = num_lines
-            while len(self._lines) > self._num_lines - num_lines:
-                self._lines.popleft()
+        self._batch = []
+        return True
 
     def _complain(self, text: str) -> None:
         """Not by logging: our own handler would send it."""

@@ -19,7 +19,6 @@ import cloudpickle
 
 from sparkdl.comm.access import Address
 from sparkdl.comm.channel import ChannelClient
-from sparkdl.comm.file_chunks import gathered
 from sparkdl.config import Looks
 from sparkdl.data.plan import RoundPart, Shard, Split, TrainPlan
 from sparkdl.data.source import ShardSource
@@ -34,7 +33,7 @@ from sparkdl.worker.watcher import ended_when_hung
 
 if TYPE_CHECKING:
     from sparkdl.data.source import ShardRows
-    from sparkdl.storage.tensor_tree import Snapshot
+    from sparkdl.sync.averaging.state_pieces import Pieces
     from sparkdl.train.round_replica import RoundOutcome, RoundReplica
 
 _SILENT_SECONDS = 5.0
@@ -42,7 +41,8 @@ _SILENT_SECONDS = 5.0
 
 RoundWork = Callable[["Warm", Shard, RoundPart | None, bytes, Reporter], Results]
 """``(warm, shard, part, state, reporter)`` -> what a shard's part of a job gives. ``part`` are the
-steps to train; None: measure. A function of a module, so that it can be pickled by its name."""
+steps to train; None: measure. A function of a module, or a partial of one, so that it can be
+pickled by its name."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -139,16 +139,23 @@ def _work(place: RoundPlace, order: RoundOrder, state: bytes, reporter: Reporter
 
 
 def train_or_evaluate(
-    warm: Warm, shard: Shard, part: RoundPart | None, state: bytes, reporter: Reporter
+    warm: Warm,
+    shard: Shard,
+    part: RoundPart | None,
+    state: bytes,
+    reporter: Reporter,
+    *,
+    pieces: Pieces | None = None,
 ) -> Results:
     """Train or measure the one state that all shards share, as `checkpoint_format.encode` wrote it.
 
+    ``pieces`` says how to cut what comes of it; measuring needs none.
+
     Returns:
-        ``("result", JSON)`` and, after training on samples, ``("state", encoded {"weight",
-        "state"})``; after measuring ``("metrics", bytes)``.
+        ``("result", JSON)`` and, after training on samples, the pieces of the state, see
+        `state_pieces`; after measuring ``("metrics", bytes)``.
     """
-    from sparkdl.storage.checkpoint_format import decode, encode
-    from sparkdl.storage.tensor_tree import snapshot
+    from sparkdl.storage.checkpoint_format import decode
 
     tree = decode(state, "the round's state")
     if part is None:
@@ -157,12 +164,13 @@ def train_or_evaluate(
         return [("result", json.dumps(report).encode()), ("metrics", metrics)]
     reporter.phase("train")
     outcome, report = warm.train(shard, tree, part, reporter)
-    results = [("result", json.dumps(report).encode())]
+    sent: Results = []
     if outcome.weight > 0:
-        sent = {"weight": outcome.weight, "state": warm.replica.moving(outcome.state)}
-        warm.sent = snapshot(sent, warm.sent)
-        results.append(("state", gathered(encode(warm.sent))))
-    return results
+        assert pieces is not None
+        begin = tree["model"] if pieces.compression is not None else None
+        sent = list(pieces.cut(warm.replica.moving(outcome.state, begin), outcome.weight))
+    report["bytes_sent"] = sum(len(data) for _, data in sent)
+    return [("result", json.dumps(report).encode()), *sent]
 
 
 class Warm:
@@ -185,8 +193,6 @@ class Warm:
         self.plan = order.plan
         self.source = order.source
         self.replica: RoundReplica = RoundReplica(module, config, order.plan, device, order.looks)
-        self.sent: Snapshot | None = None
-        """What was sent last: its memory is used again."""
         self.rows: dict[int, int] = {}
         """Samples that this process has trained on, by shard; for the progress bar only."""
         self.seen: set[int] = set()

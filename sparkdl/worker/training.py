@@ -73,6 +73,8 @@ class WorkOrder(GangOrder):
     """cloudpickle of ``(TrainConfig, structure of the module)``."""
     weights: bytes | None
     """safetensors of the initial weights; None: read them from the storage."""
+    recipe: bytes = b""
+    """How those are made that are not in there, see `RecordedWeights`; empty: all are there."""
     begins_from_state: bool = False
     """True if training goes on from the state of an earlier fit."""
     state: bytes | None = None
@@ -89,6 +91,8 @@ class WorkOrder(GangOrder):
     """Whether, where they do not, ranks have those shards all the same, which are fetched."""
     looks: Looks | None = None
     """What rank 0 looks at in its layers for reports; None: nothing."""
+    stored_at: str | None = None
+    """Folder of the storage for the weights of a divided model; None: rank 0 sends them."""
 
 
 def run(environment: WorkerEnvironment, order: WorkOrder) -> Iterator[tuple[str, bytes]]:
@@ -108,7 +112,8 @@ def _train(order: WorkOrder, member: Member) -> Results:
     from sparkdl.storage.tensor_tree import snapshot
     from sparkdl.train.loop import train
     from sparkdl.train.training_state import left_by
-    from sparkdl.worker.sent_weights import SentWeights
+    from sparkdl.worker.divided.sent_weights import MadeWeights, SentWeights, Unfilled
+    from sparkdl.worker.divided.stored_weights import write_weights
 
     config, structure = cloudpickle.loads(order.payload)
     strategy, mesh = sync.resolve(config.sync_strategy), config.parallelism
@@ -125,20 +130,24 @@ def _train(order: WorkOrder, member: Member) -> Results:
             work_shares=strategy.work_shares,
             say=reporter.send,
             is_assigned=order.is_assigned,
-            ranks_together=1 if mesh is None else mesh.tensor,
+            readers=None if mesh is None else [mesh.reader(rank) for rank in range(mesh.size)],
         )
-    reader = comm.rank if mesh is None else comm.rank // mesh.tensor
+    reader = comm.rank if mesh is None else mesh.reader(comm.rank)
     with contextlib.ExitStack() as stack:
-        fill = None
-        if _is_divided_first(order, mesh):
+        unfilled: Unfilled | None = None
+        if order.weights is None and mesh is not None and mesh.is_divided:
             assert files is not None
-            sent = stack.enter_context(
-                contextlib.closing(SentWeights(structure, INITIAL, files, comm))
-            )
-            module, fill = sent.module, partial(sent.fill, device=member.device)
-        else:
+            unfilled = SentWeights(structure, INITIAL, files, comm, order.recipe)
+        elif order.weights is not None and order.recipe:
+            unfilled = MadeWeights(structure, order.weights, order.recipe, comm)
+        fill = None
+        if unfilled is None:
             module = initial_module(order.weights, structure, files, comm)
+        else:
+            stack.enter_context(contextlib.closing(unfilled))
+            module, fill = unfilled.module, partial(unfilled.fill, device=member.device)
         storage = checkpoint_storage(order, files)
+        environment = _bits_depend_on(order, mesh, module)
         checkpoints = None
         if storage is not None:
             checkpoints = stack.enter_context(
@@ -148,9 +157,10 @@ def _train(order: WorkOrder, member: Member) -> Results:
                     rank=comm.rank,
                     world_size=comm.world_size,
                     writer=order.writer,
-                    environment=_bits_depend_on(order, mesh),
+                    environment=environment,
                     signal=member.client,
                     timeout_seconds=order.collective_timeout_seconds,
+                    copies=mesh is None or not mesh.divides_model,
                     is_required=order.storage_url is not None,
                     on_written=lambda step: reporter.send({"kind": "checkpoint", "step": step}),
                 )
@@ -174,6 +184,7 @@ def _train(order: WorkOrder, member: Member) -> Results:
                 is_elastic=strategy.is_elastic,
                 by_shard=config.elasticity == "bits",
                 mesh=mesh,
+                now=environment,
             ),
             observer=reporter,
             looks=order.looks,
@@ -185,8 +196,17 @@ def _train(order: WorkOrder, member: Member) -> Results:
             checkpoints.final(end.step, end.shared, end.rank_state)
         report = _report(outcome, reporter.rows, checkpoints)
         results = [("result", json.dumps(report).encode())]
-        if mesh is not None:
-            results += _gathered(module, member)
+        if mesh is not None and order.stored_at is not None:
+            assert storage is not None
+            writers = mesh.size // mesh.num_replicas
+            write_weights(
+                module, comm, storage, order.stored_at,
+                num_writers=writers, pipeline=outcome.pipeline,
+            )  # fmt: skip
+            if comm.rank == 0:
+                results.append(("stored", order.stored_at.encode()))
+        elif mesh is not None:
+            results += _gathered(module, outcome, member)
         elif comm.rank == 0:
             weights = snapshot(module.state_dict())
             results += deliver(member, "weights", FINAL, lambda: encode(weights))
@@ -196,25 +216,17 @@ def _train(order: WorkOrder, member: Member) -> Results:
     return results
 
 
-def _gathered(module: nn.Module, member: Member) -> Results:
+def _gathered(module: nn.Module, outcome: TrainOutcome, member: Member) -> Results:
     """The weights of a divided module, of which rank 0 has a file on its disk. Collective."""
     from sparkdl.sync.divided.dividing import whole_weights
 
-    pieces = whole_weights(module)
+    pieces = whole_weights(module, outcome.pipeline)
     if member.comm.rank > 0:
         deque(pieces, maxlen=0)
         return []
     with contextlib.closing(ScratchFile()) as scratch:
         scratch.write(pieces)
         return deliver(member, "weights", FINAL, scratch.pieces)
-
-
-def _is_divided_first(order: WorkOrder, mesh: Mesh | None) -> bool:
-    """True if no rank shall have all of the module, which is divided before it has its weights.
-
-    Layers of a layout are compared with the whole module, which needs its weights for that.
-    """
-    return order.weights is None and mesh is not None and mesh.num_shards > 1 and not mesh.layout
 
 
 def initial_module(
@@ -233,13 +245,28 @@ def _read(name: str, files: ChannelStorage | None, comm: Communicator) -> bytes:
     return comm.broadcast_bytes(read)
 
 
-def _bits_depend_on(order: WorkOrder, mesh: Mesh | None) -> dict[str, str]:
+def _bits_depend_on(order: WorkOrder, mesh: Mesh | None, module: nn.Module) -> dict[str, str]:
     """What must be equal, besides the world size, for a resumed run to give the same bits."""
     # Spark may hash or cut the rows otherwise than before: shards tell by their fingerprints.
     rows = hashlib.sha256("".join(s.fingerprint for s in order.plan.shards).encode()).hexdigest()
     own = {"cpu": cpu_model(), "threads": str(order.threads), "rows": rows[:16]}
-    divided = {} if mesh is None else {_MESH: str(mesh)}
+    divided = {} if mesh is None else {_MESH: _divided(mesh, module)}
     return {**versions(), **own, **divided, **order.plan.notes()}
+
+
+def _divided(mesh: Mesh, module: nn.Module) -> str:
+    """What says which part of ``module`` lies on which rank of ``mesh``."""
+    from sparkdl.sync.divided.layout import divided_layers
+    from sparkdl.sync.divided.stages import cut_layers
+
+    text = str(mesh)
+    if mesh.tensor > 1:
+        layers = json.dumps(divided_layers(mesh, module), sort_keys=True)
+        text += f", layers {hashlib.sha256(layers.encode()).hexdigest()[:16]}"
+    if mesh.pipeline > 1:
+        text += f", stages from {', '.join(cut_layers(mesh, module))}"
+        text += f", {mesh.num_micro_batches} micro-batches, {mesh.schedule}"
+    return text
 
 
 def _resume_point(
@@ -251,16 +278,16 @@ def _resume_point(
     is_elastic: bool,
     by_shard: bool,
     mesh: Mesh | None,
+    now: Mapping[str, str],
 ) -> ResumePoint | None:
     """The checkpoint to go on from, or what an earlier fit has left; None: training begins.
 
     ``is_elastic`` is the strategy's; ``by_shard``: states are the shards', which another rank may
-    have had; ``mesh``: along which the model is divided. Collective.
+    have had; ``mesh``: along which the model is divided; ``now``: what bits depend on. Collective.
     """
     from sparkdl.storage.checkpoint_format import decode, load_rank
     from sparkdl.train.rank_state import ResumePoint
 
-    now = _bits_depend_on(order, mesh)
     found = resumed(order, storage, comm, now)
     if found is None:
         if not order.begins_from_state:
@@ -326,6 +353,7 @@ def _report(
     return {
         "history": outcome.history,
         "steps": outcome.steps,
+        "was_stopped": outcome.stopped_early,
         "seconds": {**outcome.seconds, "checkpoint stall": stall},
         "rows_per_second": rows / busy if busy > 0 else 0.0,
         "bytes_sent": outcome.bytes_sent,

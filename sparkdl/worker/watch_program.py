@@ -21,6 +21,8 @@ if TYPE_CHECKING:
 
 BYE = b"!"
 """What a worker writes that ends as it should."""
+REST = b"~"
+"""What it writes between two tasks, when it is Spark's turn to say something."""
 LOOKS = 20
 """How often it looks within the time-out."""
 _PATIENCE, _LEAST_PATIENCE_SECONDS = 1 / 6, 1.0
@@ -115,6 +117,11 @@ def watch(pipe: int, order: dict[str, Any]) -> None:
                 if not said:
                     tell_of_crash(order, speaker)
                     return
+                if said.endswith(REST):
+                    while not select.select([pipe], [], [], pause)[0]:
+                        if os.getppid() != pid:  # a process that it has forked keeps the pipe open
+                            return
+                    next_look = time.monotonic() + pause
                 unheard = still = 0
             continue
         next_look = time.monotonic() + pause  # its own pauses count for one look
@@ -152,17 +159,23 @@ def end(pid: int, timeout_seconds: float) -> None:
 
 
 def read_order(pipe: int) -> dict[str, Any] | None:
-    """What the worker writes first: a length in decimal digits, a line's end, and the order."""
-    data = b""
-    while True:
-        head, line_end, body = data.partition(b"\n")
-        if line_end and len(body) >= int(head):
-            order: dict[str, Any] = marshal.loads(body[: int(head)])
-            return order
-        piece = os.read(pipe, 65536)
+    """What the worker writes first: a length in decimal digits, a line's end, and the order.
+
+    It takes nothing of what comes next: a short task is over before this process has started.
+    """
+    head = body = b""
+    while not head.endswith(b"\n"):
+        piece = os.read(pipe, 1)
         if not piece:
             return None
-        data += piece
+        head += piece
+    while len(body) < int(head):
+        piece = os.read(pipe, int(head) - len(body))
+        if not piece:
+            return None
+        body += piece
+    order: dict[str, Any] = marshal.loads(body)
+    return order
 
 
 if __name__ == "__main__":

@@ -6,6 +6,7 @@ It is `watch_program`, fed by a pipe. Where the kernel does not say what a proce
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import faulthandler
 import inspect
@@ -117,6 +118,17 @@ class Watcher:
         """The number of its process, if there is one."""
         return None if self._process is None else self._process.pid
 
+    def serves(self, timeout_seconds: float) -> bool:
+        """True if it can look after a task with this time-out; its process may have been killed."""
+        is_there = self._process is None or self._process.poll() is None
+        return is_there and self._order["timeout_seconds"] == timeout_seconds
+
+    def rest(self) -> None:
+        """Say that nothing is to be watched until `feed` is called again."""
+        self._next = 0.0
+        if self._process is not None:
+            self._write(watch_program.REST)
+
     def feed(self) -> None:
         """Say that this process runs Python; costs next to nothing, however often it is called."""
         now = time.monotonic()
@@ -134,24 +146,47 @@ class Watcher:
             self._process.stdin.write(data)
 
 
+_resting: dict[int, Watcher] = {}
+"""The watcher that waits for this process's next task, by the process: one that was forked has a
+copy of its parent's, and must not speak to it."""
+
+
 @contextlib.contextmanager
 def ended_when_hung(timeout_seconds: float) -> Iterator[None]:
     """End this process if it hangs in the block, so that Spark runs its task again.
 
     For tasks whose rank nobody listens to. A process counts as hung when it neither runs Python
-    nor uses the CPU for so long: it was stopped, or waits in C with the global lock.
+    nor uses the CPU for so long: it was stopped, or waits in C with the global lock. The watcher
+    stays for the process's next task, since to start one takes 15 ms of CPU time.
     """
-    with Watcher(timeout_seconds) as watcher:
-        is_over = threading.Event()
+    watcher = _resting.pop(os.getpid(), None)
+    if watcher is not None and not watcher.serves(timeout_seconds):
+        watcher.__exit__()
+        watcher = None
+    if watcher is None:
+        watcher = Watcher(timeout_seconds).__enter__()
+    watcher.feed()
+    is_over = threading.Event()
 
-        def keep_feeding() -> None:
-            while not is_over.wait(timeout_seconds / watch_program.LOOKS / 2):
-                watcher.feed()
+    def keep_feeding() -> None:
+        while not is_over.wait(timeout_seconds / watch_program.LOOKS / 2):
+            watcher.feed()
 
-        feeding = threading.Thread(target=keep_feeding, name="sparkdl-alive", daemon=True)
-        feeding.start()
-        try:
-            yield
-        finally:
-            is_over.set()
-            feeding.join()
+    feeding = threading.Thread(target=keep_feeding, name="sparkdl-alive", daemon=True)
+    feeding.start()
+    try:
+        yield
+    finally:
+        is_over.set()
+        feeding.join()
+        watcher.rest()
+        if _resting.setdefault(os.getpid(), watcher) is not watcher:  # that of a block in between
+            watcher.__exit__()
+
+
+@atexit.register
+def _dismiss() -> None:
+    """Let the resting watcher end with the program; a worker of Spark's just closes the pipe."""
+    watcher = _resting.pop(os.getpid(), None)
+    if watcher is not None:
+        watcher.__exit__()

@@ -46,6 +46,17 @@ def test_the_commands_after_training_name_the_model(monkeypatch: pytest.MonkeyPa
     assert all(command.endswith("--set model.path=models/m") for command in commands)
 
 
+def test_from_another_folder_they_name_files_that_are_there(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(sys, "argv", [str(ROOT / "jobs" / "train.py")])
+    monkeypatch.delenv("VIRTUAL_ENV", raising=False)
+    monkeypatch.chdir(tmp_path)
+    *_, evaluate = next_commands("m", Form.SCRIPT, PLAIN)[:-1]
+    _, script, _, file, *_ = shlex.split(evaluate)
+    assert (tmp_path / script).is_file() and (tmp_path / file).is_file()
+
+
 def test_they_begin_with_the_environment_that_make_used(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("VIRTUAL_ENV", raising=False)
     monkeypatch.setattr(sys, "prefix", str(ROOT / ".venv"))

@@ -35,9 +35,22 @@ def cluster(local_dir: Path) -> Iterator[SparkSession]:
         # New workers have torch in memory already, those of new executors excepted.
         .config("spark.python.daemon.module", "sparkdl.spark.daemon")
         .config("spark.sparkdl.heartbeatTimeout", "5")
+        # Else Spark lets each task of Python's that it has cancelled go on for two seconds.
+        .config("spark.python.task.killTimeout", "200ms")
         .config("spark.local.dir", str(local_dir))
         .getOrCreate()
     )
     session.sparkContext.setLogLevel("OFF")
     yield session
     session.stop()
+
+
+@pytest.fixture(scope="session")
+def undisturbed(cluster: SparkSession) -> str:
+    """The bits of the fit that most tests disturb, without a fault."""
+    from sparkdl.spark.fit.fit import fit
+    from tests.cluster.test_recovery import digest, request, training_rows
+
+    result = fit(training_rows(cluster), request())
+    assert result.summary.restarts == 0
+    return digest(result)

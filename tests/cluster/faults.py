@@ -119,6 +119,21 @@ class Slow(Callback):
         time.sleep(self.seconds)
 
 
+@dataclass
+class WaitsForOthers(Callback):
+    """A gang of fewer than three takes its time, so that it can grow, until the file is there."""
+
+    marker: str
+    pause_seconds: float
+
+    def on_step_end(self, state: CallbackState) -> None:
+        deadline = time.monotonic() + self.pause_seconds
+        while state.world_size < 3 and time.monotonic() < deadline:
+            if Path(self.marker).exists():
+                return
+            time.sleep(0.1)
+
+
 class Straggle(Fault):
     """Takes long, as on a slow host, without being hung: Spark may run the task a second time."""
 

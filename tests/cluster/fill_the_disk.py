@@ -64,6 +64,7 @@ def main(place: str, mib: str) -> None:
     )
     builder = SparkSession.builder.master("local[2]").config("spark.ui.enabled", "false")
     builder = builder.config("spark.local.dir", place).config("spark.driver.host", "127.0.0.1")
+    builder = builder.config("spark.python.daemon.module", "sparkdl.spark.daemon")
     spark = builder.config("spark.sql.shuffle.partitions", "2").getOrCreate()
     spark.sparkContext.setLogLevel("OFF")
     too_many = int(mib) << 8  # of 8 KiB each as doubles, 4 KiB in the spool: twice what fits

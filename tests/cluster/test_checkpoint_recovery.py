@@ -6,11 +6,12 @@ import logging
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
 from sparkdl.config import CheckpointConfig
+from sparkdl.report.record.run_folder import RunReader
 from sparkdl.storage.checkpoint_format import folders
 from sparkdl.storage.storage import open_storage
 from sparkdl.train.callbacks import Callback, CallbackState
@@ -52,11 +53,10 @@ class Unmounted(Callback):
 
 
 def test_training_outlives_a_place_that_is_away_for_a_while(
-    df: DataFrame, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    df: DataFrame, undisturbed: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     from sparkdl.spark.fit.fit import fit
 
-    undisturbed = digest(fit(df, request()))
     directory = str(tmp_path / "c")
     Path(f"{directory}-real").mkdir()
     Path(directory).symlink_to(f"{directory}-real")
@@ -75,7 +75,9 @@ def test_training_outlives_a_place_that_is_away_for_a_while(
     assert not any(name.startswith("lease") for name in storage.list(key))
 
 
-def test_two_fits_of_one_key_train_at_once_in_one_folder(df: DataFrame, tmp_path: Path) -> None:
+def test_two_fits_of_one_key_train_at_once_in_one_folder(
+    df: DataFrame, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     from sparkdl.spark.fit.fit import fit
 
     undisturbed = digest(fit(df, request(num_workers=1)))
@@ -84,9 +86,16 @@ def test_two_fits_of_one_key_train_at_once_in_one_folder(df: DataFrame, tmp_path
     def train(number: int) -> FitResult:
         marker = str(tmp_path / f"struck-{number}")
         strike = faults.KillWorker(marker=marker, rank=0, step=10 + 7 * number)
-        return fit(df, request(strike, faults.Slow(0.05), checkpoint=checkpoint, num_workers=1))
+        places: dict[str, Any] = {"checkpoint": checkpoint, "report_dir": str(tmp_path / "reports")}
+        return fit(df, request(strike, faults.Slow(0.05), num_workers=1, **places))
 
     with ThreadPoolExecutor(2) as pool:
         results = list(pool.map(train, range(2)))
     assert [result.summary.restarts for result in results] == [1, 1]
     assert {digest(result) for result in results} == {undisturbed}
+    runs = RunReader(open_storage(str(tmp_path / "reports")))
+    reports = [runs.read(name) for name in runs.names()]
+    assert [report and report.status for report in reports] == 2 * ["succeeded"]
+    assert "there is no checkpoint" not in caplog.text
+    assert "could not be" not in caplog.text
+    assert not list(tmp_path.glob("c/*/lease-*"))

@@ -12,13 +12,13 @@ from typing import TYPE_CHECKING
 import pytest
 
 from tests.cluster.standalone import standalone
-from tests.cluster.test_recovery import digest, request, training_rows
+from tests.cluster.test_recovery import digest, training_rows
 from tests.cluster.train_on_changing import in_rounds
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
 
-pytestmark = [pytest.mark.spark, pytest.mark.slow, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.spark, pytest.mark.slow, pytest.mark.timeout(900)]
 
 ROOT = Path(__file__).parent.parent.parent
 DYNAMIC = [
@@ -49,12 +49,12 @@ def master(folder: Path) -> Iterator[str]:
         yield url
 
 
-def train(mode: str, master: str, marker: Path, *settings: str) -> str:
+def train(mode: str, master: str, directory: Path, *settings: str) -> str:
     """What the program prints."""
     module = "tests.cluster.train_on_changing"
-    command = [sys.executable, "-m", module, mode, master, str(marker)]
+    command = [sys.executable, "-m", module, mode, master, str(directory)]
     done = subprocess.run(
-        [*command, *settings], cwd=ROOT, capture_output=True, text=True, timeout=400, check=False
+        [*command, *settings], cwd=ROOT, capture_output=True, text=True, timeout=600, check=False
     )
     assert done.returncode == 0, done.stderr[-3000:]
     return done.stdout
@@ -72,32 +72,33 @@ def test_dynamic_allocation_and_speculation_change_no_bit(
     from sparkdl.spark.fit.fit import fit
 
     expected = digest(fit(training_rows(cluster), in_rounds()))
-    marker = tmp_path / "struck"
-    said = train("rounds", master, marker, *DYNAMIC, *SPECULATION)
+    said = train("rounds", master, tmp_path, *DYNAMIC, *SPECULATION)
     assert said.split("digest ")[1].strip() == expected
     assert "restarts 0" in said
-    assert marker.exists()
+    assert (tmp_path / "rounds").exists()
     assert second_copies(folder)
 
 
-def test_a_gang_under_dynamic_allocation_has_the_same_bits(
-    cluster: SparkSession, master: str, tmp_path: Path
-) -> None:
-    """It is a plain stage; the task that Spark runs again has the gang begin again."""
-    from sparkdl.spark.fit.fit import fit
+@pytest.fixture(scope="module")
+def gangs(master: str, tmp_path_factory: pytest.TempPathFactory) -> str:
+    """What is printed of two fits in one session, of which the second loses a worker.
 
-    expected = digest(fit(training_rows(cluster), request()))
-    said = train("gang", master, tmp_path / "struck", *DYNAMIC)
-    assert said.split("digest ")[1].strip() == expected
-    assert re.search(r"restarts 1\nsizes \[\[0, 2\], \[1[05], 2\]\]", said)
-
-
-def test_a_gang_takes_the_workers_that_come(master: str, tmp_path: Path) -> None:
-    """Of three that it wants: one, then a second, for which it asks; the third never comes.
-
-    The second executor is of another kind until the gang trains, and is gone after five seconds.
+    For the first, the second executor is of another kind until the gang trains, and is gone after
+    five seconds.
     """
     settings = [*DYNAMIC, "spark.dynamicAllocation.executorIdleTimeout=5s"]
     settings += ["spark.dynamicAllocation.minExecutors=0", "spark.sparkdl.elasticWait=2"]
-    said = train("range", master, tmp_path / "training", *settings)
+    return train("gangs", master, tmp_path_factory.mktemp("gangs"), *settings)
+
+
+def test_a_gang_takes_the_workers_that_come(gangs: str) -> None:
+    """Of three that it wants: one, then a second, for which it asks; the third never comes."""
+    said = gangs.split("gang:")[0]
     assert re.search(r"sizes \[\[0, 1\], .*\[\d+, 2\]\]", said), said
+
+
+def test_a_gang_under_dynamic_allocation_has_the_same_bits(undisturbed: str, gangs: str) -> None:
+    """It is a plain stage; the task that Spark runs again has the gang begin again."""
+    said = gangs.split("gang:")[1]
+    assert said.split("digest ")[1].strip() == undisturbed
+    assert re.search(r"restarts 1\nsizes \[\[0, 2\], \[1[05], 2\]\]", said)

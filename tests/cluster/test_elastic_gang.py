@@ -12,7 +12,6 @@ import torch
 from torch import nn
 
 from sparkdl.config import CheckpointConfig
-from tests.cluster import faults
 from tests.cluster.test_recovery import request, training_rows
 
 if TYPE_CHECKING:
@@ -49,23 +48,6 @@ def expected(df: DataFrame) -> list[float]:
     from sparkdl.spark.fit.fit import fit
 
     return losses(fit(df, in_shards(num_workers=1)))
-
-
-def test_a_lost_executor_costs_time_only(
-    cluster: SparkSession, df: DataFrame, expected: list[float], tmp_path: Path
-) -> None:
-    from sparkdl.spark.fit.fit import fit
-
-    strike = faults.KillExecutor(marker=str(tmp_path / "struck"), rank=1, step=17)
-    cluster.conf.set("spark.sparkdl.elasticWait", "0.2")
-    try:
-        result = fit(df, in_shards(strike, faults.Slow(0.1), num_workers=2, min_workers=1))
-    finally:
-        cluster.conf.unset("spark.sparkdl.elasticWait")
-    assert result.summary.restarts == 1
-    assert result.summary.gang_sizes[0] == [0, 2]
-    assert result.summary.gang_sizes[1][0] in (10, 15)
-    assert losses(result) == pytest.approx(expected, rel=1e-6)
 
 
 def test_a_fit_goes_on_with_another_number_of_workers_within_an_epoch(

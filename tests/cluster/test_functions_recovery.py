@@ -100,26 +100,100 @@ def undisturbed(df: DataFrame) -> list[list[float]]:
 
 
 @pytest.mark.timeout(240)
-@pytest.mark.parametrize(
-    ("strike", "keeps_on_driver"),
-    [(kill_executor, True), (kill_worker, False)],
-)
 def test_a_lost_worker_changes_no_bit(
-    df: DataFrame, undisturbed: list[list[float]], tmp_path: Path, strike: Callable[[], None],
-    *, keeps_on_driver: bool,
-) -> None:  # fmt: skip
+    df: DataFrame, undisturbed: list[list[float]], tmp_path: Path
+) -> None:
+    """Checkpoints are in a folder; along a mesh, below, the driver keeps them."""
     import sparkdl
 
-    place = None if keeps_on_driver else str(tmp_path / "checkpoints")
+    place = str(tmp_path / "checkpoints")
     runner = sparkdl.TorchRunner(num_workers=2, data=df, verbose=0, checkpoint_dir=place)
-    found = runner.run(train, strike, str(tmp_path / "struck"))
+    found = runner.run(train, kill_worker, str(tmp_path / "struck"))
     assert (tmp_path / "struck").exists()
     assert found["restarts"] == 1
     assert found["first"] == 2
     assert found["weight"].tolist() == undisturbed
     assert [record["report"] for record in runner.history] == [1, 2, 3, 4]
-    if place is not None:
-        assert len(list(Path(place, "function").glob("*/step-*"))) == 2
+    assert len(list(Path(place, "function").glob("*/step-*"))) == 2
+
+
+def train_along_a_mesh(strike: Callable[[], None] | None, marker: str) -> dict[str, Any]:
+    """As `train`, with layers along tensor and weights along shard."""
+    import torch
+    from torch.distributed.checkpoint.state_dict import (
+        get_optimizer_state_dict,
+        set_optimizer_state_dict,
+    )
+    from torch.distributed.fsdp import fully_shard
+    from torch.distributed.tensor.parallel import (
+        ColwiseParallel,
+        RowwiseParallel,
+        parallelize_module,
+    )
+
+    import sparkdl
+
+    place = sparkdl.context()
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(3, 8), torch.nn.Tanh(), torch.nn.Linear(8, 1))
+    plan = {"0": ColwiseParallel(), "2": RowwiseParallel()}
+    fully_shard(parallelize_module(model, place.mesh["tensor"], plan), mesh=place.mesh["shard"])
+    optimizer = torch.optim.Adam(model.parameters(), 0.01)
+    state = {
+        "model": model.state_dict(),
+        "optimizer": get_optimizer_state_dict(model, optimizer),
+        "epoch": 0,
+    }
+    if place.checkpoint is not None:
+        place.load_checkpoint(state)
+        set_optimizer_state_dict(model, optimizer, state["optimizer"])
+    first, rows = state["epoch"], set()
+    loader = place.loader(batch_size=10, columns=["x", "y"])
+    for epoch in range(first, EPOCHS):
+        loader.set_epoch(epoch)
+        for step, (x, y) in enumerate(loader):
+            if strike is not None and place.rank == 1 and epoch == 2 and step == 3:
+                once(strike, marker)
+            rows.add(tuple(x.flatten().tolist()))
+            losses = torch.nn.functional.mse_loss(model(x).squeeze(1), y, reduction="sum")
+            optimizer.zero_grad()
+            (losses * loader.num_readers / loader.rows_of_all(step)).backward()
+            optimizer.step()
+        state = {
+            "model": model.state_dict(),
+            "optimizer": get_optimizer_state_dict(model, optimizer),
+            "epoch": epoch + 1,
+        }
+        place.report({"loss": losses.item()}, checkpoint=state)
+    weights = {name: value.full_tensor() for name, value in model.state_dict().items()}
+    return {
+        "first": first, "restarts": place.num_restarts, "weights": weights, "rows": rows,
+        "readers": loader.num_readers,
+    }  # fmt: skip
+
+
+@pytest.mark.timeout(400)
+@pytest.mark.parametrize(("axis", "strike"), [("shard", kill_worker), ("tensor", kill_executor)])
+def test_a_loss_along_a_mesh_changes_no_bit(
+    df: DataFrame, tmp_path: Path, axis: str, strike: Callable[[], None]
+) -> None:
+    import torch
+
+    import sparkdl
+
+    mesh = sparkdl.Mesh(**{axis: 2})
+    runner = sparkdl.TorchRunner(parallelism=mesh, data=df, verbose=0, results="all")
+    first, second = runner.run(train_along_a_mesh, None, "")
+    assert (first["readers"], first["rows"] == second["rows"]) == {
+        "shard": (2, False), "tensor": (1, True)
+    }[axis]  # fmt: skip
+    found, other = runner.run(train_along_a_mesh, strike, str(tmp_path / "struck"))
+    assert (tmp_path / "struck").exists()
+    assert (found["first"], found["restarts"]) == (2, 1)
+    for name, value in first["weights"].items():
+        assert torch.equal(found["weights"][name], value)
+        assert torch.equal(other["weights"][name], value)
+    assert [record["report"] for record in runner.history] == [1, 2, 3, 4]
 
 
 @pytest.mark.timeout(240)

@@ -27,8 +27,8 @@ pytestmark = [
 __all__ = ["nothing_is_left"]  # a fixture for every test here
 
 CASES = {
-    "tournament": (sparkdl.Tournament(period=4), faults.KillWorker),
-    "population-based": (sparkdl.PopulationBasedTraining(period=4), faults.KillExecutor),
+    "tournament": sparkdl.Tournament(period=4),
+    "population-based": sparkdl.PopulationBasedTraining(period=4),
 }
 
 
@@ -47,9 +47,9 @@ def under(strategy: Any, *callbacks: faults.Fault) -> FitRequest:
 def test_a_lost_task_changes_no_bit(df: DataFrame, tmp_path: Path, name: str) -> None:
     from sparkdl.spark.fit.fit import fit
 
-    strategy, fault = CASES[name]
+    strategy = CASES[name]
     undisturbed = fit(df, under(strategy))
-    result = fit(df, under(strategy, fault(str(tmp_path / "struck"), 1, 6)))
+    result = fit(df, under(strategy, faults.KillWorker(str(tmp_path / "struck"), 1, 6)))
     assert (tmp_path / "struck").exists()
     assert result.summary.restarts == 0  # no job had to be submitted again
     assert digest(result) == digest(undisturbed)

@@ -22,7 +22,7 @@ pytestmark = [pytest.mark.spark, pytest.mark.slow]
 
 ROOT = Path(__file__).parent.parent.parent
 PROGRAM = "tests.cluster.prepare_files"
-NUM_FILES = 150
+NUM_FILES = 100
 
 
 def start(data: Path, output: Path) -> subprocess.Popen[str]:
@@ -62,7 +62,7 @@ def test_after_kill_9_a_second_run_goes_on_and_ends_with_the_same_rows(
     whole = rows_by_file(tmp_path / "undisturbed")
     output = tmp_path / "killed"
     killed = start(tmp_path / "files", output)
-    done = wait_for_records(output, 5, killed)
+    done = wait_for_records(output, 3, killed)
     killed.send_signal(signal.SIGKILL)
     killed.communicate(timeout=60)
     assert len(done) < len(whole)

@@ -23,18 +23,15 @@ pytestmark = [pytest.mark.spark, pytest.mark.gang, pytest.mark.slow, pytest.mark
 
 __all__ = ["nothing_is_left"]  # a fixture for every test here
 
-# One of each kind of state that a strategy keeps; tests/sync shows for every strategy that a run
-# goes on from its checkpoint with the same bits.
+# One of each kind of state that a strategy keeps in a gang; tests/sync shows for every strategy and
+# for AllReduce's options that a run goes on from its checkpoint with the same bits.
 SYNCHRONOUS = {
     "residuals": sparkdl.AllReduce(compression="threshold"),
-    "a pending gradient": sparkdl.AllReduce(double_buffering=True),
-    "outer momentum": sparkdl.BlockMomentum(averaging_period=3),
     "weights of one's own": sparkdl.Gossip(probability=0.5),
     "fragments under way": sparkdl.DiLoCo(averaging_period=4, num_fragments=2, overlap_steps=1),
     "slices of a server": sparkdl.AsyncSGD(staleness_bound=0),
 }
 DRIVEN_BY_TIME = {
-    "bounded staleness": sparkdl.AsyncSGD(staleness_bound=2),
     "shared weights": sparkdl.Hogwild(),
 }
 
@@ -66,7 +63,7 @@ def test_synchronous_strategies_end_with_the_same_bits(
 def test_so_do_rounds_with_a_state_on_the_driver(df: DataFrame, tmp_path: Path) -> None:
     from sparkdl.spark.fit.fit import fit
 
-    strategy = SYNCHRONOUS["outer momentum"]
+    strategy = sparkdl.BlockMomentum(averaging_period=3)
     undisturbed = fit(df, under(strategy, num_workers=3, execution_mode="rounds"))
     fault = faults.KillWorker(str(tmp_path / "struck"), 1, 5)
     disturbed = fit(df, under(strategy, fault, num_workers=3, execution_mode="rounds"))

@@ -1,6 +1,9 @@
 """A driver program for `test_elastic.py`: trains on a cluster that may change.
 
-Usage: train_on_changing.py rounds|gang|range MASTER MARKER [KEY=VALUE ...]
+Usage: train_on_changing.py rounds|gangs MASTER DIRECTORY [KEY=VALUE ...]
+
+With ``gangs``, one that grows (range) and one that loses a worker (gang) train one after the other.
+In the directory each fit leaves a file of its own name when what it waits for has come.
 """
 
 from __future__ import annotations
@@ -79,7 +82,7 @@ def occupy(spark: SparkSession, marker: str) -> None:
         time.sleep(0.1)
 
 
-def main(mode: str, master: str, marker: str, *settings: str) -> None:
+def main(mode: str, master: str, directory: str, *settings: str) -> None:
     builder = SparkSession.builder.master(master).config("spark.ui.enabled", "false")
     builder = builder.config("spark.driver.host", "127.0.0.1").config("spark.cores.max", "2")
     builder = builder.config("spark.executor.memory", "600m").config("spark.executor.cores", "1")
@@ -89,13 +92,16 @@ def main(mode: str, master: str, marker: str, *settings: str) -> None:
         builder = builder.config(*setting.split("=", 1))
     spark = builder.getOrCreate()
     spark.sparkContext.setLogLevel("OFF")
-    if mode == "range":
-        gang_fit._WORTH = 0.0
-        occupy(spark, marker)
-    result = fit(training_rows(spark), wanted(mode, marker))
-    print("restarts", result.summary.restarts)
-    print("sizes", result.summary.gang_sizes)
-    print("digest", digest(result), flush=True)
+    for kind in ("range", "gang") if mode == "gangs" else (mode,):
+        marker = str(Path(directory) / kind)
+        print(f"{kind}:")
+        if kind == "range":
+            gang_fit._WORTH = 0.0
+            occupy(spark, marker)
+        result = fit(training_rows(spark), wanted(kind, marker))
+        print("restarts", result.summary.restarts)
+        print("sizes", result.summary.gang_sizes)
+        print("digest", digest(result), flush=True)
     spark.stop()
 
 

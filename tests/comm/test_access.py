@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import socket
+import ssl
 import subprocess
 import sys
 import threading
@@ -14,7 +15,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import pyarrow.flight as flight
 import pytest
 
 from sparkdl.comm.access import (
@@ -22,11 +22,14 @@ from sparkdl.comm.access import (
     Access,
     Address,
     Caller,
+    Unauthenticated,
+    Unauthorized,
     require_file,
     require_key,
 )
 from sparkdl.comm.certificates import NAME, Certificate, make_certificate
 from sparkdl.comm.channel import ChannelClient, ChannelServer, ChannelStorage, Hub
+from sparkdl.comm.wire import packed
 from sparkdl.errors import CommunicationError, StorageError
 from sparkdl.storage.storage import open_storage
 
@@ -71,16 +74,18 @@ def test_only_a_client_with_the_certificate_of_the_run_is_let_in(server: Channel
         pytest.raises(CommunicationError),
     ):
         client.get("x")
-    nameless = flight.connect(
-        f"grpc+tls://127.0.0.1:{address.port}",
-        tls_root_certs=address.server_certificate,
-        override_hostname=NAME,
-    )
-    clear = flight.connect(f"grpc://127.0.0.1:{address.port}")
-    options = flight.FlightCallOptions(timeout=5)
-    for client in (nameless, clear):
-        with client, pytest.raises(flight.FlightError):
-            list(client.do_action("get", options))
+    nameless = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    nameless.load_verify_locations(cadata=address.server_certificate)
+    for context in (nameless, None):
+        with contextlib.ExitStack() as stack:
+            place = ("127.0.0.1", server.port)
+            one = stack.enter_context(socket.create_connection(place, 5))
+            if context is not None:
+                one = stack.enter_context(context.wrap_socket(one, server_hostname=NAME))
+            one.settimeout(5)
+            with contextlib.suppress(OSError):  # the server has closed it
+                one.sendall(packed({"call": "get", "shown": address.shown()}, 0))
+                assert one.recv(100) == b""
     must_get_in(address)
 
 
@@ -148,15 +153,17 @@ def test_nothing_secret_is_printed(server: ChannelServer) -> None:
 
 
 STRANGER = """
-import sys
-import pyarrow.flight as flight
-place, certificate = sys.argv[1:]
-trusted = {"tls_root_certs": certificate, "override_hostname": "sparkdl"} if certificate else {}
-client = flight.connect(place, **trusted)
-action = flight.Action("set", b'{"key": "x"}\\n' + bytes(200 << 20))
+import socket, ssl, sys
+port, certificate = sys.argv[1:]
+connection = socket.create_connection(("127.0.0.1", int(port)), 5)
+if certificate:
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    context.load_verify_locations(cadata=certificate)
+    connection = context.wrap_socket(connection, server_hostname="sparkdl")
 try:
-    list(client.do_action(action, flight.FlightCallOptions(timeout=2)))
-except flight.FlightError:
+    for _ in range(200):
+        connection.sendall(bytes(1 << 20))
+except OSError:
     print("refused")
 """
 
@@ -165,9 +172,8 @@ except flight.FlightError:
 def test_a_stranger_cannot_fill_the_memory(server: ChannelServer, is_clear: bool) -> None:
     """200 MiB in one message, in clear or without a certificate of its own."""
     must_get_in(server.address)
-    place = f"{'grpc' if is_clear else 'grpc+tls'}://127.0.0.1:{server.port}"
     certificate = "" if is_clear else server.address.server_certificate
-    command = [sys.executable, "-c", STRANGER, place, certificate]
+    command = [sys.executable, "-c", STRANGER, str(server.port), certificate]
     Path("/proc/self/clear_refs").write_text("5")  # the largest size is counted anew
     before = largest_size()
     answer = subprocess.run(command, check=True, capture_output=True, text=True, timeout=120)
@@ -293,7 +299,7 @@ OWNERS = {
 def may(check: Any, *arguments: Any) -> bool:
     try:
         check(*arguments)
-    except flight.FlightUnauthorizedError:
+    except Unauthorized:
         return False
     return True
 
@@ -311,7 +317,7 @@ def test_each_key_belongs_to_one_but_for_those_of_torch() -> None:
     told = "checkpoint/step-00000004/1"  # to rank 0, which removes it, but does not change it
     require_key(first, told, removes=True)
     assert not may(require_key, first, told)
-    with pytest.raises(flight.FlightUnauthorizedError):
+    with pytest.raises(Unauthorized):
         require_key(one, "checkpoint/step-00000004/2", removes=True)
     for key in ("hello/1", "checkpoint/step-00000004/1", "store/anything", "store/rank/0"):
         assert may(require_key, one, key) and not may(require_key, task, key)
@@ -329,5 +335,5 @@ def test_what_is_shown_is_read_again() -> None:
     assert access.caller(address.shown()) == Caller(3, None)
     assert access.caller(address.of_rank(7).shown()) == Caller(3, 7)
     for shown in ("", "Bearer", f"Basic {access.secret}", f"Bearer {access.secret[:-1]}"):
-        with pytest.raises(flight.FlightUnauthenticatedError):
+        with pytest.raises(Unauthenticated):
             access.caller(shown)

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import multiprocessing
+import resource
+import socket
 import threading
 import time
 from collections.abc import Iterator
@@ -11,12 +14,12 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import pyarrow.flight as flight
 import pytest
 
 from sparkdl.comm import channel
 from sparkdl.comm.access import Address
 from sparkdl.comm.channel import ChannelClient, ChannelServer, ChannelStorage, Hub
+from sparkdl.comm.wire import Deadline
 from sparkdl.errors import CommunicationError, StorageError
 from sparkdl.storage.storage import open_storage
 from tests.storage.contract import StorageContract
@@ -82,9 +85,81 @@ def test_events_reach_the_hub(hub: Hub, client: ChannelClient) -> None:
 
 
 def test_a_worker_hears_whether_its_lines_are_shown(hub: Hub, client: ChannelClient) -> None:
-    assert client.report(attempt=0, rank=2, events=[]) is False
+    assert client.report(attempt=0, rank=2, events=[]) == (False, 0.25)
     hub.shows_lines = True
-    assert client.report(attempt=0, rank=2, events=[]) is True
+    assert client.report(attempt=0, rank=2, events=[]) == (True, 0.25)
+
+
+def test_events_that_come_twice_count_once(hub: Hub, client: ChannelClient) -> None:
+    def kinds() -> list[str]:
+        return [hub.events.get(timeout=5).body["kind"] for _ in range(hub.events.qsize())]
+
+    now, epoch, done = [{"kind": "heartbeat"}], [{"kind": "epoch"}], [{"kind": "done"}]
+    client.report(attempt=0, rank=2, events=now, queued=epoch, number=1)
+    client.report(attempt=0, rank=2, events=now, queued=epoch, number=1)
+    client.report(attempt=0, rank=2, events=now, queued=done, number=2)
+    client.report(attempt=0, rank=2, events=now, queued=epoch, number=1)  # was on its way
+    assert kinds() == ["heartbeat", "epoch", "heartbeat", "heartbeat", "done", "heartbeat"]
+    hub.begin(1)
+    hub.report(1, 2, now, epoch, 1)
+    assert kinds() == ["heartbeat", "epoch"]
+
+
+@pytest.mark.parametrize(("ranks", "pause"), [(1, 0.25), (100, 0.5), (1000, 5.0), (9000, 10.0)])
+def test_many_ranks_report_less_often(hub: Hub, ranks: int, pause: float) -> None:
+    """All of them together 200 times a second."""
+    for rank in range(ranks):
+        hub.report(0, rank, [])
+    assert hub.report(0, 0, []) == (False, pause)
+
+
+def test_ranks_hear_what_all_have_given(server: ChannelServer) -> None:
+    found: dict[int, list[str]] = {}
+
+    def give(rank: int) -> None:
+        with contextlib.closing(ChannelClient(server.address.of_rank(rank))) as client:
+            time.sleep(0.1 * rank)
+            found[rank] = client.gather("hello", rank, 3, f"host ü{rank}", 20)
+
+    threads = [threading.Thread(target=give, args=(rank,)) for rank in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(20)
+    assert found == {rank: ["host ü0", "host ü1", "host ü2"] for rank in range(3)}
+
+
+def test_who_waits_holds_no_thread(server: ChannelServer) -> None:
+    with contextlib.ExitStack() as stack:
+        clients = [ChannelClient(server.address.of_rank(rank)) for rank in range(40)]
+        for client in clients:
+            stack.enter_context(contextlib.closing(client))
+        before = threading.active_count()
+        waits = [threading.Thread(target=one.wait, args=(["store/a"], 30)) for one in clients]
+        for wait in waits:
+            wait.start()
+        deadline = time.monotonic() + 20
+        while len(server._hub._waiting.get("0/store/a", ())) < 40 and time.monotonic() < deadline:
+            time.sleep(0.02)
+        assert threading.active_count() == before + len(waits)  # these are the clients' own
+        clients[0].set("store/a", b"")
+        for wait in waits:
+            wait.join(20)
+        assert not any(wait.is_alive() for wait in waits)
+        assert not server._hub._waiting
+
+
+def test_who_waits_for_a_rank_that_does_not_come_is_told(hub: Hub, server: ChannelServer) -> None:
+    with contextlib.closing(ChannelClient(server.address.of_rank(0))) as client:
+        with pytest.raises(TimeoutError, match=r"not all 2 ranks are there after 0\.2 s"):
+            client.gather("hello", 0, 2, "", 0.2)
+        hub.begin(1)
+        hub.set("1/hello/1", b"")  # what an earlier attempt has given does not count
+        assert hub.gathered("1/hello", 2) is None
+        hub.set("1/hello/1", b"again")
+        assert hub.gathered("1/hello", 2) is None
+        hub.set("1/hello/0", b"")
+        assert hub.gathered("1/hello", 2) == b'["", "again"]'
 
 
 def test_how_long_a_worker_has_been_silent(client: ChannelClient) -> None:
@@ -167,6 +242,64 @@ def test_files_of_any_size(server: ChannelServer) -> None:
     storage.close()
 
 
+class Stuck:
+    """Files whose disk stands still after the first chunk."""
+
+    def __init__(self) -> None:
+        self.has_begun, self.goes_on = threading.Event(), threading.Event()
+
+    def write(self, path: str, data: Iterator[bytes]) -> None:
+        next(data)
+        self.has_begun.set()
+        assert self.goes_on.wait(60)
+        list(data)
+
+
+def test_a_channel_is_closed_while_a_file_is_under_way(hub: Hub) -> None:
+    files: Any = Stuck()
+    server = ChannelServer(hub, bind="127.0.0.1", announce="127.0.0.1", files=files)
+    with contextlib.closing(ChannelStorage(server.address.of_rank(0))) as storage:
+        failed: list[Exception] = []
+
+        def write() -> None:
+            try:
+                storage.write("a", iter([b"first", b"second"]))
+            except CommunicationError as error:
+                failed.append(error)
+
+        writer = threading.Thread(target=write)
+        writer.start()
+        assert files.has_begun.wait(20)
+        server.shutdown()
+        server.shutdown()
+        writer.join(20)
+        assert len(failed) == 1
+    files.goes_on.set()
+    deadline = time.monotonic() + 20
+    while time.monotonic() < deadline and any(
+        thread.name.startswith("sparkdl-channel") for thread in threading.enumerate()
+    ):
+        time.sleep(0.02)
+    assert not [t.name for t in threading.enumerate() if t.name.startswith("sparkdl-channel")]
+
+
+class AwayFiles:
+    """A storage that loses its own connection."""
+
+    def exists(self, path: str) -> bool:
+        raise ConnectionResetError("the bucket is away")
+
+
+def test_a_storage_that_loses_its_connection_is_not_the_channel(hub: Hub) -> None:
+    files: Any = AwayFiles()
+    with (
+        ChannelServer(hub, bind="127.0.0.1", announce="127.0.0.1", files=files) as server,
+        contextlib.closing(ChannelStorage(server.address)) as storage,
+        pytest.raises(StorageError, match="the bucket is away"),
+    ):
+        storage.exists("x")
+
+
 def test_files_stay_inside_the_folder(server: ChannelServer, tmp_path: Path) -> None:
     storage = ChannelStorage(server.address.of_rank(0))
     with pytest.raises(StorageError):
@@ -181,9 +314,11 @@ def test_nobody_has_the_driver_keep_more_than_workers_send(
     monkeypatch.setattr(channel, "_MOST_BYTES", 1000)
     with pytest.raises(CommunicationError, match="has 1015 bytes; the driver takes 1000"):
         client.set("a/2", bytes(1000))
-    action = flight.Action("set", b'{"key": "a/2"}\n' + bytes(1000))
-    with pytest.raises(flight.FlightServerError, match="a message of 1015 bytes, of at most 1000"):
-        list(client._client.do_action(action, client._options()))
+    body, deadline = b'{"key": "a/2"}\n' + bytes(1000), Deadline(10)
+    with client._connection(deadline) as connection:
+        connection.send({"call": "set", "shown": client._shown}, body, deadline)
+        head, _ = connection.receive(deadline)
+    assert head["error"] == "a message of 1015 bytes, of at most 1000"
     client.set("a/2", bytes(900))
     assert hub.get("0/a/2") == bytes(900)
     monkeypatch.setattr(channel, "CHUNK_BYTES", 1000)
@@ -191,6 +326,70 @@ def test_nobody_has_the_driver_keep_more_than_workers_send(
         with pytest.raises(StorageError, match="a message of 1001 bytes, of at most 1000"):
             storage.write("a", bytes(1001))
         assert storage.list("") == []
+
+
+def test_files_of_an_earlier_attempt_hold_up_nobody(
+    hub: Hub, server: ChannelServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(channel, "_LOOK_SECONDS", 0.05)
+    monkeypatch.setattr(server, "_files_at_once", asyncio.Semaphore(1))
+    go_on = threading.Event()
+
+    def stalled() -> Iterator[bytes]:
+        yield b"first"
+        go_on.wait(30)
+
+    lost = ChannelStorage(server.address.of_rank(0))
+
+    def write() -> None:
+        with contextlib.suppress(CommunicationError):
+            lost.write("a", stalled())
+
+    writer = threading.Thread(target=write)
+    writer.start()
+    time.sleep(0.2)
+    hub.begin(1)
+    with contextlib.closing(ChannelStorage(server.address.of_rank(0), timeout_seconds=20)) as now:
+        assert now.list("") == []
+    go_on.set()
+    writer.join(20)
+    lost.close()
+
+
+def test_too_many_open_files_are_told_once(hub: Hub, caplog: pytest.LogCaptureFixture) -> None:
+    with (
+        ChannelServer(hub, bind="127.0.0.1", announce="127.0.0.1") as server,
+        contextlib.closing(ChannelClient(server.address.of_rank(0))) as client,
+    ):
+        client.set("store/a", b"1")
+        before = resource.getrlimit(resource.RLIMIT_NOFILE)
+        most = max(int(file.name) for file in Path("/proc/self/fd").iterdir()) + 20
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, before[1]))
+        strangers: list[socket.socket] = []
+        try:
+            with pytest.raises(OSError, match="Too many open files"):
+                while True:
+                    address = ("127.0.0.1", server.port)
+                    strangers.append(socket.create_connection(address, 10))
+            time.sleep(0.5)
+            client.set("store/b", b"1")  # who is connected has what it needs
+        finally:
+            resource.setrlimit(resource.RLIMIT_NOFILE, before)
+            for stranger in strangers:
+                stranger.close()
+    assert caplog.text.count("workers cannot connect to the driver now") == 1
+    assert "Traceback" not in caplog.text
+
+
+def test_a_notebook_has_a_loop_of_its_own(hub: Hub) -> None:
+    async def cell() -> None:
+        with ChannelServer(hub, bind="127.0.0.1", announce="127.0.0.1") as server:
+            client = ChannelClient(server.address.of_rank(0))
+            client.set("meet/0", b"1")
+            client.close()
+
+    asyncio.run(cell())
+    assert hub.get("0/meet/0") == b"1"
 
 
 def test_a_channel_without_files_says_so(hub: Hub) -> None:
@@ -225,8 +424,10 @@ def _meet(rank: int, address: Address, results: multiprocessing.Queue[tuple[int,
 
 def _fail_and_meet(rank: int, address: Address, results: Any) -> None:
     """As `_meet`; before, rank 0 has waited in vain for another peer."""
+    import torch
     import torch.distributed as dist
 
+    from sparkdl.comm.communicator import ProcessGroupCommunicator
     from sparkdl.comm.process_group import process_group
 
     if rank == 0:
@@ -235,7 +436,7 @@ def _fail_and_meet(rank: int, address: Address, results: Any) -> None:
             address="127.0.0.1",
         )  # fmt: skip
         with pytest.raises(CommunicationError), alone:
-            pass
+            ProcessGroupCommunicator().all_reduce(torch.ones(1))
     _meet(rank, address, results)
 
 

@@ -58,7 +58,10 @@ def test_fixed_size_lists() -> None:
 @pytest.mark.parametrize(
     ("rows", "message"),
     [
-        ([[1.0], None, [None]], r'column "f" has 2 null rows \(first: row 1\); drop or fill'),
+        (
+            [[1.0], None, [None]],
+            r'"f" has 2 rows with a null, in 1 of them among .* \(first: row 1\); drop or fill',
+        ),
         ([[1.0], [2.0], [3.0, 4.0]], r"1 do not \(first: row 2, of shape \(2,\)\)"),
         (
             [[[1.0], [2.0]], [[1.0], [2.0, 3.0]], [[1.0], [2.0]]],

@@ -52,7 +52,7 @@ def test_long_sequences_are_cut() -> None:
 
 
 def test_bad_sequences_are_named() -> None:
-    assert "has 2 null rows (first: row 11 of partition 3)" in message(
+    assert "of them among the row's values (first: row 11 of partition 3)" in message(
         pa.array([[1], None, [None, 2]]), Sequence("c")
     )
     assert "ragged: most rows have shape ('any length', 2), but 1 do not" in message(

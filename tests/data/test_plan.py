@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 from dataclasses import replace
 
 import pytest
@@ -74,6 +75,32 @@ def test_batches_differ_by_at_most_one_row() -> None:
 )
 def test_steps_follow_the_largest_rank(rows: list[int], batch_size: int, steps: int) -> None:
     assert steps_per_epoch(rows, batch_size) == steps
+
+
+def test_rows_may_be_more_than_32_bits_count() -> None:
+    rows = [2**31 + 5, 3 * 2**31, 1, 2**33 - 7]
+    made = plan(rows, world_size=4, batch_size=1000, epochs=3)
+    assert made.num_rows == sum(rows) > 10**10
+    assert made.num_validation_rows == sum(n // 2 for n in rows)
+    assert made.steps_per_epoch == -(-(2**33 - 7) // 1000) and made.total_steps > 2 * 10**7
+    last = made.steps_per_epoch - 1
+    for number, num_rows in enumerate(rows):
+        steps = made.steps_per_epoch
+        assert batch_bounds(num_rows, steps, last)[1] == num_rows
+        for step in (0, last // 3, last - 1):
+            stop = batch_bounds(num_rows, steps, step)[1]
+            start, end = batch_bounds(num_rows, steps, step + 1)
+            assert start == stop and 0 <= end - start <= 1000
+        assert made.rows_of(number) == num_rows
+    assert made.largest_spool_bytes == 8 * (2**33 - 7)
+    whole = assign_near(rows, [range(4)] * 2)
+    assert sorted(sum(rows[n] for n in own) for own in whole) == [2**33 - 6, 2**33 + 5]
+    turns = make_plan(
+        columns=[FEATURE], shards=[shard(i, n) for i, n in enumerate(rows)], world_size=4,
+        batch_size=1000, epochs=1, num_parts=4,
+    )  # fmt: skip
+    assert turns.steps_per_epoch == math.ceil(math.ceil(sum(rows) / 4) / 1000)
+    assert sum(turns.rows_by_rank(0)) <= 4 * 1000 + 4
 
 
 def test_steps_in_all() -> None:

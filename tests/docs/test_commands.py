@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import itertools
 import os
+import runpy
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
+from pyspark.sql import SparkSession
 
 from tests.docs.blocks import ROOT, Block, blocks
 from tests.docs.commands import commands_of, problem, runnable
+from tests.docs.conftest import working_in
 
 SHELL = [block for block in blocks("bash") if block.excuse is None]
 JOBS = [
@@ -19,6 +23,11 @@ JOBS = [
     for job in ("evaluate", "predict", "prepare", "tune")
 ]
 """Jobs with job files of the repository, which run whether or not a page shows the command."""
+SUBMITTED = ("train digits", "predict predict")
+"""A job that trains in a gang, and one that works in stages: only these start a JVM of their own.
+
+A job's program is a table's row and a call, so the others show no more of ``spark-submit``.
+"""
 
 
 def _block(text: str) -> Block:
@@ -106,17 +115,11 @@ def workspace(tmp_path_factory: pytest.TempPathFactory, digits: Path) -> Path:
     return folder
 
 
-# The commands run as the pages have them, but for `runnable`'s settings.
-@pytest.mark.spark
-@pytest.mark.classic
-@pytest.mark.slow
-@pytest.mark.timeout(300)
-@pytest.mark.parametrize("command", _to_run(), ids=_name_of)
-def test_jobs_run(command: tuple[str, ...], workspace: Path) -> None:
-    path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
+def submitted(command: Sequence[str], workspace: Path) -> None:
+    """Run a command as a reader does."""
     environment = {
         **os.environ,
-        "PATH": path,
+        "PATH": os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]]),
         "PYTHONPATH": str(ROOT),
         "SPARK_LOCAL_IP": "127.0.0.1",
     }
@@ -124,3 +127,25 @@ def test_jobs_run(command: tuple[str, ...], workspace: Path) -> None:
         command, cwd=workspace, env=environment, capture_output=True, text=True, timeout=280
     )
     assert result.returncode == 0, result.stderr[-3000:]
+
+
+# The commands run as the pages have them, but for `runnable`'s settings.
+@pytest.mark.spark
+@pytest.mark.classic
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("command", _to_run(), ids=_name_of)
+def test_jobs_run(
+    command: tuple[str, ...], workspace: Path, spark: SparkSession, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if command[0] != "spark-submit" or _name_of(command) in SUBMITTED:
+        submitted(command, workspace)
+        return
+    # The other jobs' programs run here, in a session that is there already and goes on.
+    partitions = spark.conf.get("spark.sql.shuffle.partitions")
+    monkeypatch.setattr(SparkSession, "stop", lambda session: None)
+    monkeypatch.setattr(sys, "argv", list(command[1:]))
+    with working_in(workspace, spark), pytest.raises(SystemExit) as ended:
+        runpy.run_path(command[1], run_name="__main__")
+    spark.conf.set("spark.sql.shuffle.partitions", partitions)
+    assert ended.value.code == 0

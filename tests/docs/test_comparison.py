@@ -32,17 +32,17 @@ ROWS = {
         ("fit", "fit / TorchDistributor steps", "{:.2f} ({:.2f} to {:.2f})"),
     ],
     "| steps per second in the loop, Ray Train": [
-        ("fit", "fit steps/s", "{:.1f}"),
-        ("fit", "Ray Train steps/s", "{:.1f}"),
-        ("fit", "fit / Ray Train steps", "{:.2f} ({:.2f} to {:.2f})"),
+        ("fit_ray", "fit steps/s", "{:.1f}"),
+        ("fit_ray", "Ray Train steps/s", "{:.1f}"),
+        ("fit_ray", "fit / Ray Train steps", "{:.2f} ({:.2f} to {:.2f})"),
     ],
     "| seconds of everything but the loop, `TorchDistributor`": [
         ("fit", "fit rest s", "{:.1f}"),
         ("fit", "TorchDistributor rest s", "{:.1f}"),
     ],
     "| seconds of everything but the loop, Ray Train": [
-        ("fit", "fit rest s", "{:.1f}"),
-        ("fit", "Ray Train rest s", "{:.1f}"),
+        ("fit_ray", "fit rest s", "{:.1f}"),
+        ("fit_ray", "Ray Train rest s", "{:.1f}"),
     ],
     "| seconds of everything but the loop, `torchrun`": [
         ("fit", "fit rest s", "{:.1f}"),

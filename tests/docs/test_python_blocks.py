@@ -6,7 +6,6 @@ import importlib.util
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
@@ -28,18 +27,6 @@ def setup_of(page: str) -> ModuleType | None:
     if importlib.util.find_spec(f"tests.docs.setups.{name}") is None:
         return None
     return importlib.import_module(f"tests.docs.setups.{name}")
-
-
-@pytest.fixture
-def clone_of_the_jvm(spark: SparkSession, clone: Path) -> Iterator[None]:
-    """The working folder is that of the JVM as well, which does not follow this process."""
-    jvm: Any = spark._jvm
-    context: Any = spark.sparkContext
-    local = jvm.org.apache.hadoop.fs.FileSystem.getLocal(context._jsc.hadoopConfiguration())
-    before = local.getWorkingDirectory()
-    local.setWorkingDirectory(jvm.org.apache.hadoop.fs.Path(str(clone)))
-    yield
-    local.setWorkingDirectory(before)
 
 
 def run(block: Block, names: dict[str, Any]) -> None:

@@ -5,7 +5,7 @@ To add one, add a row to `ROWS`. One row of each family of strategies is part of
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -106,8 +106,8 @@ QUICK = ("adasum", "local sgd", "gossip", "asynchronous")
 
 
 @pytest.fixture(scope="module")
-def allreduce_accuracy(gang: Gang) -> float:
-    accuracies = gang.run(accuracy_of, AllReduce(), {})
+def allreduce_accuracy(gangs: Callable[[int], Gang]) -> float:
+    accuracies = gangs(2).run(accuracy_of, AllReduce(), {})
     assert accuracies[0] == accuracies[1] > 0.94
     return accuracies[0]
 

@@ -111,7 +111,7 @@ class _Run:
             come = _FORWARD_SHARE + _BACKWARD_SHARE * (bucket + 1) / count
             ready = np.maximum(free, began + come * took)
             free = self._summed(ready, self._bytes())
-        self.clocks = np.maximum(self.clocks, free)
+        self.clocks = free + (1 - _FORWARD_SHARE - _BACKWARD_SHARE) * took  # the update
 
     def _leave_out_late_ones(self) -> None:
         """The step ends with those that are waited for; the others go on when they are done."""

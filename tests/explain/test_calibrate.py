@@ -64,7 +64,7 @@ def test_levels_and_links_come_back() -> None:
         1e-5 + 1e-10 * (8 << 20), rel=0.01
     )
     assert found.codec_seconds["BF16Compression"] == pytest.approx(0.002)
-    assert (found.optimizer_bytes, found.launch_seconds) == (500, 2.5)
+    assert (found.optimizer_bytes, found.launch_seconds, found.num_ranks) == (500, 2.5, 2)
 
 
 def test_a_rank_without_rows_says_nothing_of_steps() -> None:

@@ -103,6 +103,40 @@ def test_a_slow_network_wants_rounds_of_five_per_cent() -> None:
     assert ladder(found, [8])[2].best.exchange_share == pytest.approx(0.05, abs=0.005)
 
 
+def test_many_workers_with_little_to_sum_want_a_tree() -> None:
+    """A ring has 2 (W - 1) messages one after the other, a tree 2 log2 W."""
+    found = predictor(parameters=20_000, nodes=1000, rows=64_000_000)
+    ring, tree = (
+        option(found, AllReduce(topology=topology), [1000], in_rounds=False).best.step_seconds
+        for topology in ("ring", "tree")
+    )
+    assert ring > 2 * tree
+    best = recommend(
+        ladder(found, [1, 1000]), option(found, AllReduce(), [1000], in_rounds=False), 1000
+    )
+    assert (best.num_workers, best.strategy) == (1000, "AllReduce(topology='tree')")
+    few = choose_strategy(ladder(found, [1, 2]))[0].value
+    assert few == AllReduce()  # as quick as along a tree
+
+    def only_as_usual(strategy: SyncStrategy, world_size: int) -> None:
+        if strategy == AllReduce(topology="tree"):
+            raise ConfigError("topology must be 'auto'")
+
+    refused = dataclasses.replace(found, check=only_as_usual)
+    assert ladder(refused, [1000])[0].strategy == AllReduce()
+
+
+def test_a_strategy_that_is_quicker_and_changes_training_is_named() -> None:
+    best = recommended(predictor(byte_seconds=GIGABIT / 4))
+    assert best.strategy == "AllReduce()"
+    assert any(
+        reason.startswith("LocalSGD(") and reason.endswith("changes what is learned")
+        for reason in best.reasons
+    )
+    quick = recommended(predictor(byte_seconds=GIGABIT / 100))
+    assert not any("changes what is learned" in reason for reason in quick.reasons)
+
+
 def test_little_data_wants_one_machine() -> None:
     best = recommended(
         predictor(rows=64, parameters=50_000_000, row_seconds=1e-4, byte_seconds=SLOW)

@@ -9,7 +9,16 @@ import statistics
 import pytest
 
 from sparkdl.explain import cost_model
-from sparkdl.explain.cost_model import Compute, Layout, Link, Network, fit_line
+from sparkdl.explain.cost_model import (
+    Calibration,
+    Compute,
+    Gang,
+    Layout,
+    Link,
+    Network,
+    Stages,
+    fit_line,
+)
 from sparkdl.sync.averaging.period import AutoPeriod, RoundReport, steps_for_share
 
 LINK = Link(latency_seconds=1e-3, byte_seconds=1e-6)
@@ -19,6 +28,16 @@ def test_a_ring_sends_a_part_of_the_tensor_in_each_message() -> None:
     assert cost_model.ring_seconds(LINK, 8000, 1) == 0
     assert cost_model.ring_seconds(LINK, 8000, 2) == pytest.approx(2 * (1e-3 + 4e-3))
     assert cost_model.ring_seconds(LINK, 8000, 8) == pytest.approx(14 * (1e-3 + 1e-3))
+
+
+def test_more_workers_than_were_measured_take_longer_to_meet() -> None:
+    gang = Gang(levels={}, network=None, launch_seconds=4.0, num_ranks=2)
+    stages = Stages(fixed_seconds=0.3, byte_seconds=0, first_seconds=5.0)
+    found = Calibration(gang=gang, stages=stages, task_levels={}, link_seconds=1.0)
+    assert [found.start_seconds(in_rounds=False, world_size=n) for n in (1, 2)] == [5.0, 5.0]
+    thousand = found.start_seconds(in_rounds=False, world_size=1002)
+    assert thousand == pytest.approx(5.0 + 1000 * cost_model.MEETING_SECONDS)
+    assert found.start_seconds(in_rounds=True, world_size=1002) == 6.0
 
 
 def alone_on_machines(world_size: int) -> Layout:

@@ -76,7 +76,7 @@ def test_buckets_hide_behind_the_backward_pass() -> None:
         pattern = Pattern(
             num_bytes=num_bytes * MIB, num_messages=num_messages, hidden_share=1 - 1 / num_messages
         )
-        assert compared(pattern, world_size) == pytest.approx(1, abs=0.2), world_size
+        assert compared(pattern, world_size) == pytest.approx(1, abs=0.1), world_size
 
 
 @pytest.mark.parametrize("world_size", [8, 250])

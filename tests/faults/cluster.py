@@ -54,6 +54,13 @@ DEFAULT_PATIENCE = {
 }
 """Entries of a session in which Spark and sparkdl wait as long as they do by default."""
 
+TWO_SLOTS = {
+    "spark.executor.cores": "2",
+    "spark.cores.max": "4",
+    "spark.sparkdl.elasticWait": f"{2 * PATIENCE:g}",
+}
+"""Entries of a session with an executor of two slots on each host."""
+
 
 class Cluster:
     """A master that runs, and Spark's process on each other host."""
@@ -164,10 +171,12 @@ def session(url: str, address: str, folder: Path, **entries: str) -> SparkSessio
         "spark.network.timeoutInterval": "4s",
         "spark.executor.extraJavaOptions": jvm.OPTIONS,
         "spark.python.daemon.module": "tests.faults.daemon",
+        # Else Spark lets each task of Python's that it has cancelled go on for two seconds.
+        "spark.python.task.killTimeout": "200ms",
         f"spark.executorEnv.{FOLDER}": str(folder / "faults"),
         "spark.sql.shuffle.partitions": "2",
         "spark.sparkdl.heartbeatTimeout": str(HEARTBEAT_SECONDS),
-        "spark.sparkdl.startTimeout": str(60 * PATIENCE),
+        "spark.sparkdl.startTimeout": str(120 * PATIENCE),
         "spark.sparkdl.queueTimeout": str(90 * PATIENCE),
         "spark.sparkdl.collectiveTimeout": str(60 * PATIENCE),
     }
@@ -176,3 +185,25 @@ def session(url: str, address: str, folder: Path, **entries: str) -> SparkSessio
     spark = builder.getOrCreate()
     spark.sparkContext.setLogLevel("OFF")
     return spark
+
+
+class Sessions:
+    """The session of this process; it stays until other entries are asked for."""
+
+    def __init__(self, cluster: Cluster) -> None:
+        self._cluster = cluster
+        self._kept: tuple[dict[str, str], SparkSession] | None = None
+
+    def get(self, entries: dict[str, str]) -> SparkSession:
+        """A session with these entries, besides those of all tests."""
+        if self._kept is None or self._kept[0] != entries:
+            self.stop()
+            place = self._cluster.driver.address, self._cluster.folder
+            self._kept = dict(entries), session(self._cluster.url, *place, **entries)
+        return self._kept[1]
+
+    def stop(self) -> None:
+        """End it, if there is one; its slots are free then."""
+        if self._kept is not None:
+            self._kept[1].stop()
+        self._kept = None

@@ -89,6 +89,15 @@ class Host:
         every = (int(entry.name) for entry in Path("/proc").iterdir() if entry.name.isdigit())
         return [pid for pid in every if pid != self.pid and _process_space(pid) == space]
 
+    def executors(self) -> list[int]:
+        """Process ids of Spark's executors."""
+        found = []
+        for pid in self.pids():
+            with contextlib.suppress(OSError):
+                if b"CoarseGrainedExecutorBackend" in Path(f"/proc/{pid}/cmdline").read_bytes():
+                    found.append(pid)
+        return found
+
     def pid_of(self, own: int) -> int:
         """The machine's number of the process that this host numbers ``own``."""
         for pid in self.pids():

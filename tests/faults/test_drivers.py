@@ -1,4 +1,7 @@
-"""After the end of a driver nothing stays, and a new one goes on and ends with the same bits."""
+"""After the end of a driver nothing stays, and a new one goes on; two at once are in nobody's way.
+
+Both workers of a driver are in one executor: each process that starts costs seconds.
+"""
 
 from __future__ import annotations
 
@@ -12,12 +15,18 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+import pytest
+
+from sparkdl.report.record.run_folder import RunReader
+from sparkdl.storage.storage import open_storage
 from tests.cluster.processes import state_of
-from tests.faults.cluster import PATIENCE, Cluster, marks
+from tests.faults.cluster import DEFAULT_PATIENCE, PATIENCE, Cluster, Sessions, marks
 from tests.faults.faults import Fault, Faults, Victim
 from tests.faults.oracle import Outcome
 
-pytestmark = marks(900)
+pytestmark = marks(600)
+ENTRIES = DEFAULT_PATIENCE
+"""Of this process: the session of the tests that come next."""
 
 ROOT = Path(__file__).parent.parent.parent
 _SECONDS = 240 * PATIENCE
@@ -43,13 +52,13 @@ class Driver:
 
 
 @contextmanager
-def driver(cluster: Cluster, directory: Path, tmp: Path, *entries: str) -> Iterator[Driver]:
+def driver(cluster: Cluster, directory: Path, tmp: Path) -> Iterator[Driver]:
     """Start a driver program in the network of the first host, of which this process is part."""
     tmp.mkdir()
     places = [cluster.url, cluster.driver.address, str(cluster.folder)]
-    words = [*places, str(directory / "checkpoints"), str(directory / "reports"), *entries]
+    words = [*places, str(directory / "checkpoints"), str(directory / "reports")]
     with subprocess.Popen(
-        [sys.executable, "-m", "tests.faults.drive", *words],
+        [sys.executable, "-m", "tests.faults.drive", *words, "spark.executor.cores=2"],
         cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
         env={**os.environ, "TMPDIR": str(tmp)},
     ) as process:  # fmt: skip
@@ -100,18 +109,48 @@ def _words(pid: int) -> str:
         return ""
 
 
-ENDS = [
-    (signal.SIGKILL, "spool"),
-    (signal.SIGTERM, "checkpoint"),
-    (signal.SIGINT, "train"),
-    (signal.SIGKILL, "finish"),
-]
+@dataclass(frozen=True)
+class Ended:
+    """Two drivers that have run at once, with the same folders."""
+
+    said: list[str]
+    directory: Path
+
+    @property
+    def digest(self) -> str:
+        """That of the first one."""
+        return self.said[0].split("digest ")[1].split()[0]
+
+
+def reports(directory: Path) -> list[str]:
+    """How the runs have ended that left a report."""
+    runs = RunReader(open_storage(str(directory)))
+    found = [runs.read(name) for name in runs.names()]
+    return [report.status for report in found if report is not None]
+
+
+@pytest.fixture(scope="module")
+def two(cluster: Cluster, sessions: Sessions, tmp_path_factory: pytest.TempPathFactory) -> Ended:
+    """Two drivers, before a session of this process holds slots that they need."""
+    sessions.stop()
+    cluster.repair()
+    Faults(cluster.fault_folder, cluster.hosts)  # no moment is left of a test before
+    directory = tmp_path_factory.mktemp("two-drivers")
+    with (
+        driver(cluster, directory, directory / "tmp-1") as one,
+        driver(cluster, directory, directory / "tmp-2") as other,
+    ):
+        said = [one.end(), other.end()]
+    for each in said:
+        assert "digest " in each, each[-3000:]
+    return Ended(said, directory)
+
+
+ENDS = [(signal.SIGTERM, "spool"), (signal.SIGINT, "checkpoint"), (signal.SIGKILL, "finish")]
 """The signals that one driver after the other gets, and the phases in which it gets them."""
 
 
-def test_driver_after_driver_goes_on(
-    undisturbed: Outcome, cluster: Cluster, tmp_path: Path
-) -> None:
+def test_driver_after_driver_goes_on(two: Ended, cluster: Cluster, tmp_path: Path) -> None:
     manifests, processes = 0, pids(cluster)
     for count, (number, phase) in enumerate(ENDS):
         faults = Faults(cluster.fault_folder, cluster.hosts)
@@ -130,8 +169,18 @@ def test_driver_after_driver_goes_on(
     assert manifests > 0
     with driver(cluster, tmp_path, tmp_path / "tmp") as last:
         said = last.end()
-    assert f"restarts 0 digest {undisturbed.digest}" in said, said[-3000:]
+    assert f"restarts 0 digest {two.digest}" in said, said[-3000:]
     # Those of drivers that have ended count no more after ten minutes; on their host at once.
     assert len(list(tmp_path.glob("checkpoints/*/lease-*"))) <= len(ENDS)
     assert list(tmp_path.glob("checkpoints/*/*/step-*-final/manifest.json"))
     await_nothing_left(cluster, processes)
+
+
+def test_two_drivers_that_share_all_folders(two: Ended, request: pytest.FixtureRequest) -> None:
+    undisturbed: Outcome = request.getfixturevalue("undisturbed")
+    for each in two.said:
+        assert f"restarts 0 digest {undisturbed.digest}" in each, each[-3000:]
+        assert "there is no checkpoint" not in each
+        assert "could not be" not in each
+    assert reports(two.directory / "reports") == 2 * ["succeeded"]
+    assert not list(two.directory.glob("checkpoints/*/lease-*"))

@@ -37,7 +37,7 @@ ENTRIES = {
 """Two executors of two cores, with a slot each."""
 
 START_SECONDS = 20 * PATIENCE
-LATE_SECONDS = START_SECONDS + 10
+LATE_SECONDS = START_SECONDS + 5
 """A host that comes back after more than startTimeout: it has ended the fit."""
 QUEUE_SECONDS = 15
 
@@ -157,10 +157,10 @@ def test_a_host_that_does_not_come_back(
 
 
 def in_rounds() -> FitRequest:
-    """More shards than the two slots."""
+    """More shards than the two slots, in five rounds."""
     wanted = fit_request(num_workers=3)
-    strategy = sparkdl.ParameterAveraging(averaging_period=3)
-    return replace(wanted, config=replace(wanted.config, sync_strategy=strategy, epochs=2))
+    strategy = sparkdl.ParameterAveraging(averaging_period=2)
+    return replace(wanted, config=replace(wanted.config, sync_strategy=strategy, epochs=1))
 
 
 def test_rounds_go_on_with_the_host_that_is_left(
@@ -176,8 +176,8 @@ def test_rounds_go_on_with_the_host_that_is_left(
         yield
 
     faults.at("train", 0, evicted, attempt=1).at("train", 1, decommission([]), attempt=2)
-    faults.at("train", 2, lose_host_of(cluster), attempt=5)
+    faults.at("train", 2, lose_host_of(cluster), attempt=4)
     outcome = trained("rounds: evicted, decommission, host lost", df, in_rounds(), faults)
     assert outcome.digest == undisturbed.digest
     assert outcome.restarts == 0
-    assert [struck.moment for struck in faults.struck] == ["train-0-1", "train-1-2", "train-2-5"]
+    assert [struck.moment for struck in faults.struck] == ["train-0-1", "train-1-2", "train-2-4"]

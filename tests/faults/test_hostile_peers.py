@@ -14,15 +14,13 @@ import pytest
 from sparkdl.comm.channel import Address, ChannelClient, ChannelServer, Hub
 
 NUM_PEERS = 40
-PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
 HELLOS = {
     "half-open": b"",
     "garbage": os.urandom(4096),
     "http": b"GET / HTTP/1.1\r\nHost: a\r\n\r\n",
-    "tls": bytes.fromhex("160301000a") + bytes(10),
-    "a cut preface": PREFACE[:10],
-    "an endless frame": PREFACE + bytes.fromhex("ffffff000000000000") + bytes(4096),
-    "a flood of settings": PREFACE + 200 * bytes.fromhex("000000040000000000"),
+    "a cut hello": bytes.fromhex("160301000a") + bytes(3),
+    "a wrong hello": bytes.fromhex("160301000a") + bytes(10),
+    "an endless record": bytes.fromhex("160301ffff") + bytes(2**16),
 }
 
 

@@ -10,17 +10,10 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
-import pytest
-
-from sparkdl.config import CheckpointConfig
 from sparkdl.errors import ClusterError
-from sparkdl.report.record.run_folder import RunReader
-from sparkdl.storage.storage import open_storage
 from tests.cluster.faults import Slow
-from tests.cluster.test_recovery import digest
-from tests.faults.cluster import Cluster, marks
+from tests.faults.cluster import DEFAULT_PATIENCE, Cluster, marks
 from tests.faults.oracle import fit_request
-from tests.faults.test_drivers import driver
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame, SparkSession
@@ -28,6 +21,7 @@ if TYPE_CHECKING:
     from sparkdl.spark.run.run import FitResult
 
 pytestmark = marks(300)
+ENTRIES = DEFAULT_PATIENCE
 
 T = TypeVar("T")
 
@@ -38,53 +32,11 @@ def at_once(*calls: Callable[[], T]) -> list[Future[T]]:
         return [pool.submit(call) for call in calls]
 
 
-def reports(directory: Path) -> list[str]:
-    """How the runs have ended that left a report."""
-    runs = RunReader(open_storage(str(directory)))
-    found = [runs.read(name) for name in runs.names()]
-    return [report.status for report in found if report is not None]
-
-
-def test_two_drivers_that_share_all_folders(
-    cluster: Cluster, tmp_path: Path, request: pytest.FixtureRequest
-) -> None:
-    """Comes first: a session of this process would hold slots that the drivers need."""
-    with (
-        driver(cluster, tmp_path, tmp_path / "tmp-1") as one,
-        driver(cluster, tmp_path, tmp_path / "tmp-2") as other,
-    ):
-        said = [one.end(), other.end()]
-    undisturbed = request.getfixturevalue("undisturbed")
-    for each in said:
-        assert f"restarts 0 digest {undisturbed.digest}" in each, each[-3000:]
-        assert "there is no checkpoint" not in each
-        assert "could not be" not in each
-    assert reports(tmp_path / "reports") == 2 * ["succeeded"]
-    assert not list(tmp_path.glob("checkpoints/*/lease-*"))
-
-
 def train(df: DataFrame, **changes: Any) -> FitResult:
     """A fit of one worker, so that another has room beside it."""
     from sparkdl.spark.fit.fit import fit
 
     return fit(df, fit_request(Slow(0.05), num_workers=1, **changes))
-
-
-def test_two_fits_of_one_session_that_share_all_folders(
-    df: DataFrame, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    def fitted(name: str) -> FitResult:
-        checkpoint = CheckpointConfig(directory=str(tmp_path / name), interval=2)
-        return train(df, checkpoint=checkpoint, report_dir=str(tmp_path / f"{name}-reports"))
-
-    alone = fitted("alone")
-    both = [each.result() for each in at_once(*2 * [lambda: fitted("shared")])]
-    assert [digest(each) for each in both] == 2 * [digest(alone)]
-    assert [each.summary.restarts for each in both] == [0, 0]
-    assert reports(tmp_path / "shared-reports") == 2 * ["succeeded"]
-    assert "there is no checkpoint" not in caplog.text
-    assert "could not be" not in caplog.text
-    assert not list((tmp_path / "shared").glob("*/lease-*"))
 
 
 def test_of_two_fits_that_want_one_port_one_says_so(

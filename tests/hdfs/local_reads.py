@@ -13,6 +13,7 @@ import json
 import socket
 import sys
 import time
+from collections import Counter
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
@@ -58,14 +59,24 @@ def main(master: str, address: str, folder: str, url: str, webhdfs_url: str) -> 
 
 
 def write(spark: SparkSession, url: str) -> None:
-    """Files of random numbers, which lie where the name node likes."""
+    """Files of random numbers, of which each host has half: the name node places them by chance."""
     numbers, storage = np.random.default_rng(0), open_on_driver(spark, url)
+    num_files: Counter[object] = Counter()
     for file in range(FILES):
         x = numbers.normal(size=(ROWS, WIDTH)).astype("float32")
         table = pa.table({"x": list(x), "y": x.sum(axis=1)})
         sink = pa.BufferOutputStream()
         pq.write_table(table, sink, row_group_size=ROWS // 2)
-        storage.write(f"part-{file:02}.parquet", sink.getvalue().to_pybytes())
+        name, data = f"part-{file:02}.parquet", sink.getvalue().to_pybytes()
+        for _ in range(60):
+            storage.write(name, data)
+            (blocks,) = locate_blocks(spark, url, (f"/rows/{name}",)).values()
+            place = blocks[0].hosts
+            if num_files[place] < FILES // 2:
+                break
+            storage.remove(name)
+        num_files[place] += 1
+    assert list(num_files.values()) == [FILES // 2] * 2
 
 
 def blocks(spark: SparkSession, url: str, webhdfs_url: str) -> list[Any]:

@@ -17,6 +17,7 @@ from sparkdl.serialization.packed_module import pack
 
 ROWS = np.arange(21, dtype=np.float32).reshape(7, 3)
 FLOATS = pa.list_(pa.float32())
+NAN = float("nan")
 
 
 def leaf(make: Make, arrow_type: pa.DataType, *path: Any, layer: str | None = None) -> Leaf:
@@ -115,6 +116,14 @@ def test_classes_logits_and_probabilities() -> None:
     assert predict.likeliest_class(logits).tolist() == [1, 0]
     assert torch.equal(predict.class_logits(logits), logits.double())
     assert torch.equal(predict.class_probabilities(logits), logits.double().softmax(1))
+
+
+@pytest.mark.parametrize("rows", [[[0.0, 2.0], [1.0, NAN], [NAN, NAN]], [[1.0], [NAN], [NAN]]])
+def test_what_is_no_number_predicts_no_class(rows: list[list[float]]) -> None:
+    predicted = predict.predicted_class(torch.tensor(rows))
+    torch.testing.assert_close(
+        predicted, torch.tensor([1.0, NAN, NAN], dtype=torch.float64), equal_nan=True
+    )
 
 
 @pytest.mark.parametrize("shape", [(3,), (3, 1)])

@@ -1,4 +1,4 @@
-"""One kernel with a Spark session of its own for all tests of a file."""
+"""One kernel with a Spark session for all tests but those of the notebooks."""
 
 from __future__ import annotations
 
@@ -37,13 +37,13 @@ def digest(model):
 """
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Where the kernel runs."""
     return tmp_path_factory.mktemp("kernel")
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def kernel(folder: Path) -> Iterator[Kernel]:
     """With ``spark``, ``df``, ``classifier`` and ``digest``."""
     with started_kernel(folder) as kernel:

@@ -213,7 +213,7 @@ def test_the_last_step_is_kept(
     with start() as recorder:
         recorder.progress(0, Progress(step=1, loss=3.0, rows=1))
         recorder.progress(0, Progress(step=heard, loss=1.0, rows=5))
-        recorder.done(9)
+        recorder.done(9, stopped_early=False)
     steps = [entry[1:3] for entry in recorder.record().steps]
     assert (steps[0], steps[-1]) == ([1, 3.0], [9, loss])
 
@@ -324,16 +324,16 @@ def test_views_are_shown_what_is_recorded() -> None:
         def epoch(self, record: Any) -> None:
             seen.append(record["loss"])
 
-        def done(self, steps: int) -> None:
-            seen.append(steps)
+        def done(self, steps: int, *, stopped_early: bool) -> None:
+            seen.append((steps, stopped_early))
 
     with start() as recorder:
         for _ in range(2):
             recorder.show(Watching)
         recorder.epoch({"epoch": 1, "steps": 4, "loss": 2.0})
-        recorder.done(3)
+        recorder.done(3, stopped_early=False)
     assert recorder.record().history == [{"epoch": 1, "steps": 4, "loss": 2.0}]
-    assert seen == [2.0, 2.0, 3, 3]
+    assert seen == [2.0, 2.0, (3, False), (3, False)]
 
 
 @pytest.mark.parametrize(
@@ -387,13 +387,13 @@ def resident_bytes() -> int:
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-def test_a_million_events_take_little_memory() -> None:
+def test_very_many_events_take_little_memory() -> None:
     """A run of months must not fill the driver."""
     before = 0
     with start() as recorder:
         recorder.facts(world_size=2, rows=10, steps_per_epoch=1)
         recorder.attempt(0, 0)
-        for number in range(1, 250_001):
+        for number in range(1, 100_001):
             recorder.progress(
                 0, Progress(step=number, loss=0.5, rows=number, seconds={"a": number})
             )
@@ -403,11 +403,11 @@ def test_a_million_events_take_little_memory() -> None:
             if number == 25_000:
                 before = resident_bytes()
         after = resident_bytes()
-    assert after < before + 30 * 2**20  # kept whole, the lists would take more
+    assert after < before + 10 * 2**20  # kept whole, the lists would take more
     found = recorder.record()
-    assert [found.history[0]["epoch"], found.history[-1]["epoch"]] == [1, 250_000]
+    assert [found.history[0]["epoch"], found.history[-1]["epoch"]] == [1, 100_000]
     assert 1000 < len(found.history) <= 4000
-    assert found.num_logs == 250_000
+    assert found.num_logs == 100_000
 
 
 def test_events_that_nobody_takes_do_not_fill_the_hub(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import dataclasses
 import json
 import math
 import sys
@@ -38,6 +39,13 @@ def summary() -> TrainingSummary:
         ),
         chosen={"numWorkers": {"value": 2, "reason": "an epoch takes <12 s"}},
     )
+
+
+def test_it_names_the_mesh(summary: TrainingSummary) -> None:
+    assert "2, 64 steps on 2 workers\n" in repr(summary)
+    along = dataclasses.replace(summary, mesh="data=2, shard=2")
+    assert "2, 64 steps on 2 workers, along data=2, shard=2\n" in repr(along)
+    assert TrainingSummary.from_dict(json.loads(json.dumps(along.to_dict()))) == along
 
 
 def test_json_round_trip(summary: TrainingSummary) -> None:

@@ -63,6 +63,22 @@ def test_the_allocator_is_restored(libc: FakeLibc) -> None:
     assert libc.trimmed == 1
 
 
+def test_large_blocks_go_back_where_memory_is_spared(
+    libc: FakeLibc, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("MALLOC_ARENA_MAX", raising=False)
+    with tuned_allocator(spares_memory=True):
+        inside = dict(libc.parameters)
+    assert (inside[-8], libc.parameters[-8]) == (1, 0)  # M_ARENA_MAX
+    libc.parameters.clear()
+    monkeypatch.setenv("MALLOC_ARENA_MAX", "4")
+    with tuned_allocator(spares_memory=True):
+        assert -8 not in libc.parameters  # it is the user's choice
+    assert inside[-3] == 4 * 2**20  # M_MMAP_THRESHOLD: larger blocks are mapped, and go at once
+    assert -4 not in inside  # as many as there are
+    assert (libc.parameters[-1], libc.trimmed) == (128 * 1024, 2)
+
+
 def test_the_allocator_is_restored_after_a_failure(libc: FakeLibc) -> None:
     with pytest.raises(RuntimeError), tuned_allocator():
         raise RuntimeError

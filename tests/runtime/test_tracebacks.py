@@ -120,3 +120,20 @@ def test_ctrl_c_while_an_error_is_told_keeps_the_error() -> None:
     with pytest.raises(KeyboardInterrupt) as caught:
         plainly(fails)()
     assert isinstance(caught.value.__cause__, ConfigError)
+
+
+def test_of_hundreds_of_lines_the_middle_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    def even(n: int) -> int:
+        return odd(n - 1)
+
+    def odd(n: int) -> int:
+        return even(n - 1) if n else 1 // 0
+
+    with pytest.raises(ZeroDivisionError) as caught:
+        even(299)
+    lines = formatted(caught.value).splitlines()
+    assert len(lines) == 201
+    assert lines[100].endswith("lines left out; SPARKDL_FULL_TRACEBACKS=1 shows all]")
+    assert lines[0].startswith("Traceback") and lines[-1].startswith("ZeroDivisionError")
+    monkeypatch.setenv("SPARKDL_FULL_TRACEBACKS", "1")
+    assert len(formatted(caught.value).splitlines()) > 500

@@ -1,16 +1,21 @@
 from __future__ import annotations
 
 import functools
+import json
 from pathlib import Path
 from typing import Any
 
+import fsspec
 import pytest
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import save_file, save_model
 from torch import nn
 
 from sparkdl.errors import ConfigError, StorageError
 from sparkdl.serialization.initial_weights import InitialWeights, load_initial_weights
+from sparkdl.serialization.packed_module import pack
+from sparkdl.serialization.recorded.recipe import NotRecorded
+from sparkdl.serialization.recorded.recording import recorded
 from sparkdl.storage.storage import LocalStorage
 from tests.serialization.saving import save_module
 
@@ -43,7 +48,29 @@ def as_file(path: Path, module: nn.Module) -> str:
     return str(path / "weights.safetensors")
 
 
-@pytest.mark.parametrize("kind", ["module", "model", "state", "folder", "url", "file", "file url"])
+def as_index(path: Path, module: nn.Module) -> str:
+    """As Hugging Face writes large models."""
+    state, shards = module.state_dict(), {}
+    for number, names in enumerate((list(state)[::2], list(state)[1::2])):
+        file = f"model-{number}.safetensors"
+        save_file({name: state[name] for name in names}, path / file)
+        shards |= dict.fromkeys(names, file)
+    index = path / "model.safetensors.index.json"
+    index.write_text(json.dumps({"metadata": {}, "weight_map": shards}))
+    return str(index)
+
+
+def in_memory(folder: Path) -> str:
+    """The same files in a storage of fsspec's."""
+    files = fsspec.filesystem("memory")
+    files.put(str(folder), f"/{folder.name}", recursive=True)
+    return f"memory://{folder.name}"
+
+
+KINDS = ["module", "model", "state", "folder", "url", "file", "file url", "index", "index folder"]
+
+
+@pytest.mark.parametrize("kind", KINDS)
 def test_weights_come_from_whatever_holds_them(tmp_path: Path, kind: str) -> None:
     source, target = make(seed=1), make(seed=2)
     source["body"][1].running_mean.fill_(5.0)
@@ -53,6 +80,8 @@ def test_weights_come_from_whatever_holds_them(tmp_path: Path, kind: str) -> Non
         "state": source.state_dict,
         "folder": lambda: Path(as_folder(tmp_path, source)),
         "url": lambda: f"file://{as_folder(tmp_path, source)}",
+        "index": lambda: as_index(tmp_path, source),
+        "index folder": lambda: Path(as_index(tmp_path, source)).parent,
         "file": lambda: as_file(tmp_path, source),
         "file url": lambda: f"file://{as_file(tmp_path, source)}",
     }[kind]()
@@ -63,6 +92,79 @@ def test_weights_come_from_whatever_holds_them(tmp_path: Path, kind: str) -> Non
         for value in target.state_dict().values():
             value.fill_(0)
     assert not equal(source, target, "head")
+
+
+@pytest.mark.parametrize("is_recorded", [False, True])
+def test_a_file_has_tied_weights_once(tmp_path: Path, is_recorded: bool) -> None:
+    def make_tied() -> nn.ModuleDict:
+        module = nn.ModuleDict({"inputs": nn.Linear(3, 3), "outputs": nn.Linear(3, 3)})
+        module["outputs"].weight = module["inputs"].weight
+        return module
+
+    source = make_tied()
+    save_model(source, str(tmp_path / "weights.safetensors"))
+    initial = InitialWeights(source=tmp_path / "weights.safetensors")
+    target = make_tied()
+    if is_recorded:
+        target, weights = recorded(make_tied)
+        load_initial_weights(target, initial, weights=weights)
+        weights.fill(target)
+    else:
+        load_initial_weights(target, initial)
+    assert equal(source, target)
+    untied = nn.ModuleDict({"inputs": nn.Linear(3, 3), "outputs": nn.Linear(3, 3)})
+    with pytest.raises(ConfigError, match=r"\(s\): (in|out)puts.weight is not in the weights"):
+        load_initial_weights(untied, initial)
+
+
+def test_an_index_that_is_none(tmp_path: Path) -> None:
+    index = tmp_path / "model.safetensors.index.json"
+    for text in ("{", "{}", '{"weight_map": {"a": "../b.safetensors"}}'):
+        index.write_text(text)
+        with pytest.raises(StorageError, match="no index of safetensors files"):
+            load_initial_weights(make(), InitialWeights(source=index))
+
+
+@pytest.mark.parametrize("kind", ["state", "folder", "file", "index", "url"])
+def test_recorded_weights_come_from_a_source_tensor_by_tensor(tmp_path: Path, kind: str) -> None:
+    source = make(seed=1)
+    source["body"][1].running_mean.fill_(5.0)
+    given: Any = {
+        "state": source.state_dict,
+        "folder": lambda: as_folder(tmp_path, source),
+        "file": lambda: as_file(tmp_path, source),
+        "index": lambda: as_index(tmp_path, source),
+        "url": lambda: in_memory(Path(as_index(tmp_path, source)).parent),
+    }[kind]()
+    for dtype in (torch.float32, torch.float64):
+        target, weights = recorded(lambda dtype=dtype: make(seed=2).to(dtype))
+        initial = InitialWeights(source=given, skip=("head.bias",))
+        load_initial_weights(target, initial, weights=weights)
+        alone = make(seed=2).to(dtype)
+        load_initial_weights(alone, initial)
+        for name, value in target.state_dict().items():
+            made = weights.of(value)
+            assert torch.equal(value if made is None else made, alone.state_dict()[name]), name
+        packed = pack(target, weights)
+        assert packed.pieces is not None
+        weights.fill(target)
+        assert equal(target, alone)
+
+
+def test_a_file_is_refused_for_recorded_weights_as_for_others(tmp_path: Path) -> None:
+    source = make(classes=5)
+    target, weights = recorded(make)
+    path = as_file(tmp_path, source)
+    for initial in (InitialWeights(source=path), InitialWeights(source=source)):
+        with pytest.raises(ConfigError, match=r"head.bias is float32 \(2,\) in .*, float32 \(5"):
+            load_initial_weights(target, initial, weights=weights)
+    (tmp_path / "half.safetensors").write_bytes(Path(path).read_bytes()[:-1])
+    with pytest.raises(StorageError, match=r"half.safetensors ends too early"):
+        initial = InitialWeights(source=tmp_path / "half.safetensors")
+        load_initial_weights(target, initial, weights=weights)
+    target.register_load_state_dict_pre_hook(lambda *_: None)
+    with pytest.raises(NotRecorded, match="a way of its own to load weights"):
+        load_initial_weights(target, InitialWeights(source=make()), weights=weights)
 
 
 def test_relative_paths_are_meant_as_seen_from_here(

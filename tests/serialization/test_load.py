@@ -93,35 +93,40 @@ def test_a_folder_without_a_module_is_named(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_signature_needs_neither_weights_nor_code(tmp_path: Path) -> None:
-    save(tmp_path, columns=COLUMNS, num_classes=None, factory=make_net)
-    index = tmp_path / "model" / "module.json"
+def test_signatures_need_no_weights_and_no_code_and_modules_name_what_they_lack(
+    tmp_path: Path,
+) -> None:
+    """In one process, in which importing torch takes most of the time."""
+    plain, texts, wide = (tmp_path / name for name in ("plain", "texts", "wide"))
+    save(plain, columns=COLUMNS, num_classes=None, factory=make_net)
+    index = plain / "model" / "module.json"
     assert "tests.describable:make_net" in index.read_text()
-    (tmp_path / "model" / "weights.safetensors").unlink()
-    code = (
-        "import sys, sparkdl\n"
-        f"print(sparkdl.load_signature({str(tmp_path)!r}).inputs[0].shape)\n"
-        "assert not any('describable' in name for name in sys.modules)\n"
-    )
-    assert run(code).strip() == "(3,)"
-
-
-@pytest.mark.slow
-def test_nor_does_it_need_the_code_of_a_transform(tmp_path: Path) -> None:
+    (plain / "model" / "weights.safetensors").unlink()
     words = Sequence("text", transform=tokenize, max_length=7, mask="mask")
     column = Column(
         name="text", role="feature", dtype="int64", shape=(), argument="words", specification=words
     )
-    save(tmp_path, columns=[column_as_json(column)], num_classes=None, factory=None)
+    save(texts, columns=[column_as_json(column)], num_classes=None, factory=None)
+    factory = functools.partial(NeedsWidth, 5)
+    storage = LocalStorage(wide)
+    save_module(factory(), factory, storage, "model", example_inputs=None, extra={})
     code = (
         "import sys, sparkdl\n"
-        f"(words,) = sparkdl.load_signature({str(tmp_path)!r}).inputs\n"
+        f"print(sparkdl.load_signature({str(plain)!r}).inputs[0].shape)\n"
+        f"(words,) = sparkdl.load_signature({str(texts)!r}).inputs\n"
         "print(words.kind.max_length, words.kind.mask, words.kind.transform.text)\n"
-        f"sparkdl.load_signature({str(tmp_path)!r}).example_arguments()\n"
+        f"sparkdl.load_signature({str(texts)!r}).example_arguments()\n"
         "assert not any('describable' in name for name in sys.modules)\n"
+        "sys.modules['tests'] = None\n"
+        "try:\n"
+        f"    sparkdl.load_module({str(wide)!r})\n"
+        "except sparkdl.ConfigError as error:\n    print(error)\n"
     )
-    assert run(code).strip() == '7 mask {"import": "tests.describable:tokenize"}'
-    kind = load_signature(tmp_path).inputs[0].kind
+    shape, sequence, error = run(code).splitlines()
+    assert shape == "(3,)"
+    assert sequence == '7 mask {"import": "tests.describable:tokenize"}'
+    assert "cannot import 'tests.describable:" in error
+    kind = load_signature(texts).inputs[0].kind
     batch = pa.record_batch({"text": ["two words", None]})
     assert kind.transform is not None and kind.transform(batch) == [[3, 5], []]
 
@@ -152,20 +157,6 @@ def test_it_works_where_pyspark_cannot_be_imported(tmp_path: Path) -> None:
     shown, classes = run(code).splitlines()
     torch.testing.assert_close(torch.tensor(json.loads(shown)), module(X).detach())
     assert classes == "2"
-
-
-@pytest.mark.slow
-def test_code_that_is_missing_here_is_named(tmp_path: Path) -> None:
-    factory = functools.partial(NeedsWidth, 5)
-    storage = LocalStorage(tmp_path)
-    save_module(factory(), factory, storage, "model", example_inputs=None, extra={})
-    code = (
-        "import sys, sparkdl\nsys.modules['tests'] = None\n"
-        "try:\n"
-        f"    sparkdl.load_module({str(tmp_path)!r})\n"
-        "except sparkdl.ConfigError as error:\n    print(error)\n"
-    )
-    assert "cannot import 'tests.describable:" in run(code)
 
 
 @pytest.mark.parametrize("name", ["load_module", "load_signature", "ModelSignature"])

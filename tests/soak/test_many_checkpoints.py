@@ -13,12 +13,12 @@ from sparkdl.storage.lease import Lease
 from tests.soak.usage import SHARE, Usage, usage
 from tests.storage.memory import MemoryStorage
 
-NUM_CHECKPOINTS = round(100_000 * SHARE)
+NUM_CHECKPOINTS = round(60_000 * SHARE)
 PER_ATTEMPT = 2_000
 MARKS = (NUM_CHECKPOINTS // 5, NUM_CHECKPOINTS * 3 // 5, NUM_CHECKPOINTS)
 KEEP = 3
 MEMORY_MIB = 1.0
-"""May come to more between two marks, 26 bytes for each of 40,000 checkpoints. In one of the spans
+"""May come to more between two marks, 43 bytes for each of 24,000 checkpoints. In one of the spans
 it may be more: Python's table of interned strings, which paths are, doubles at some time."""
 
 

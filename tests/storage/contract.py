@@ -77,3 +77,16 @@ class FolderContract(StorageContract):
         with pytest.raises(StorageError, match="absent"):
             storage.move("absent", "new/deep/e")
         assert storage.read("new/deep/e") == b"new"
+
+    def test_a_part_of_a_file(self, storage: Folder) -> None:
+        storage.write("a/b", b"0123456789")
+        assert bytes(storage.part("a/b", 2, 5)) == b"234"
+        assert bytes(storage.part("a/b", 0, 10)) == b"0123456789"
+        assert bytes(storage.part("a/b", 10, 10)) == b""
+        pages = bytes(range(256)) * 100
+        storage.write("pages", pages)
+        assert bytes(storage.part("pages", 5001, 20_001)) == pages[5001:20_001]
+        with pytest.raises(StorageError, match="ends too early"):
+            storage.part("a/b", 2, 13)
+        with pytest.raises(StorageError, match="absent"):
+            storage.part("absent", 0, 1)

@@ -6,7 +6,7 @@ import builtins
 import errno
 import threading
 
-from sparkdl.storage.storage import Data, checked, failure, pieces
+from sparkdl.storage.storage import Data, checked, failure, pieces, require_size
 
 
 class MemoryStorage:
@@ -18,6 +18,17 @@ class MemoryStorage:
 
     def __str__(self) -> str:
         return "memory"
+
+    @property
+    def url(self) -> str:
+        """See `Folder.url`."""
+        return "memory"
+
+    def part(self, path: str, begin: int, end: int) -> bytes:
+        """See `Folder.part`."""
+        content = self.read(path)
+        require_size(min(len(content), end) - begin, end - begin, path)
+        return content[begin:end]
 
     def write(self, path: str, data: Data) -> None:
         """See `Storage.write`."""

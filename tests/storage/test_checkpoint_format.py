@@ -7,6 +7,8 @@ import json
 import logging
 import math
 import struct
+import threading
+import time
 from collections.abc import Callable
 from random import Random
 from typing import Any
@@ -16,6 +18,7 @@ import torch
 from safetensors.torch import load
 
 from sparkdl.errors import CheckpointError, ConfigError, StorageError
+from sparkdl.storage import checkpoint_format
 from sparkdl.storage.checkpoint_format import (
     SHARED,
     CheckpointInfo,
@@ -37,17 +40,19 @@ from sparkdl.storage.tensor_tree import DTYPES, snapshot
 from tests.storage.memory import MemoryStorage
 
 
-def write(storage: MemoryStorage, step: int, *, is_final: bool = False) -> CheckpointInfo:
+def write(
+    storage: MemoryStorage, step: int, *, is_final: bool = False, ranks: int = 2
+) -> CheckpointInfo:
     path = f"run/a-0/step-{step:08d}{'-final' * is_final}"
     files = {}
-    for name in (SHARED, rank_file(0), rank_file(1)):
+    for name in (SHARED, *map(rank_file, range(ranks))):
         state = snapshot({"w": torch.full((100,), step), "name": name})
         files[name] = write_file(storage, f"{path}/{name}", encode(state))
     info = CheckpointInfo(
         storage=storage,
         path=path,
         step=step,
-        world_size=2,
+        world_size=ranks,
         run_key="run",
         complete=is_final,
         environment={"torch": "x"},
@@ -103,6 +108,46 @@ def test_of_one_step_the_later_attempts_is_newer() -> None:
         storage.write(f"run/{writer}/step-00000001/x", b"")
     found = [(f.writer.run_id, f.writer.attempt) for f in folders(storage, "run")]
     assert found == [("a", 9), ("a", 10), ("b", 0)]
+
+
+class Together(MemoryStorage):
+    """Gives a rank's file once four are asked for."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate = threading.Barrier(4)
+
+    def read(self, path: str) -> bytes:
+        if "/rank-" in path:
+            self.gate.wait(20)
+        return super().read(path)
+
+
+def test_files_of_many_ranks_are_read_at_once_but_not_many_bytes(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    storage = Together()
+    info = write(storage, 3, ranks=8)
+    found = latest(storage, "run")
+    assert found is not None and found.world_size == 8
+    largest = max(record.size_bytes for record in info.files.values())
+    monkeypatch.setattr(checkpoint_format, "_MOST_READ_BYTES", 2 * largest)
+    storage.gate = threading.Barrier(1)
+    most, running, lock = 0, 0, threading.Lock()
+    read = storage.read
+
+    def counted(path: str) -> bytes:
+        nonlocal most, running
+        with lock:
+            running += 1
+            most = max(most, running)
+        time.sleep(0.02)
+        with lock:
+            running -= 1
+        return read(path)
+
+    monkeypatch.setattr(storage, "read", counted)
+    assert latest(storage, "run") is not None and most == 2
 
 
 def test_no_folder_no_checkpoint() -> None:

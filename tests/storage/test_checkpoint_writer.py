@@ -71,6 +71,7 @@ def make(
     run_id: str = "a",
     attempt: int = 0,
     is_required: bool = True,
+    copies: bool = True,
     pauses: Sequence[float] = (),
 ) -> CheckpointManager:
     return CheckpointManager(
@@ -83,6 +84,7 @@ def make(
         signal=Keys() if keys is None else keys,
         timeout_seconds=timeout,
         is_required=is_required,
+        copies=copies,
         pauses=pauses,
     )
 
@@ -155,6 +157,38 @@ def test_the_state_of_the_moment_is_written_though_training_goes_on() -> None:
     manager.close()
     info = latest(storage, "run")
     assert info is not None and load_shared(info)["w"].tolist() == [1] * 10
+
+
+def test_without_copies_a_save_returns_when_the_state_is_written() -> None:
+    storage, weights = SlowStorage(), torch.ones(1000)
+    manager = make(storage, copies=False)
+    threading.Timer(0.3, storage.go.set).start()
+    manager.save(1, {"w": weights}, {"turned": torch.ones(2, 3).t()})
+    weights.zero_()
+    assert manager._shared is not None and manager._own is not None
+    assert all(kept.data_ptr() == weights.data_ptr() for kept in manager._shared.tensors.values())
+    assert manager.stall_seconds > 0.2
+    info = latest(storage, "run")
+    assert info is not None and load_shared(info)["w"].tolist() == [1] * 1000
+    assert load_rank(info, 0)["turned"].tolist() == [[1, 1]] * 3
+
+
+def test_without_copies_a_save_that_hangs_tells_nothing_that_changes_meanwhile() -> None:
+    storage, keys, weights = SlowStorage(), Keys(), torch.ones(10)
+    manager = make(storage, keys=keys, rank=1, world_size=2, timeout=0.1, copies=False)
+    manager.save(1, None, {"w": weights})
+    weights.zero_()
+    storage.go.set()
+    wait_until(lambda: not any(t.name.startswith("write-") for t in threading.enumerate()))
+    assert len(keys) == 0
+
+
+def test_the_last_checkpoint_is_not_copied() -> None:
+    storage, weights = MemoryStorage(), torch.ones(10)
+    manager = make(storage)
+    manager.final(1, {"w": weights}, {})
+    assert manager._shared is not None
+    assert manager._shared.tensors["w"].data_ptr() == weights.data_ptr()
 
 
 def test_a_slow_storage_holds_the_next_save_back_and_the_stall_is_counted() -> None:
@@ -475,11 +509,11 @@ for step in range(int(sys.argv[2]), 10**6):
 @pytest.mark.slow
 def test_a_writer_killed_anywhere_leaves_a_whole_checkpoint(tmp_path: Path) -> None:
     storage, step = LocalStorage(tmp_path), 1
-    for trial in range(4):
+    for seconds in (0.0, 0.03):
         command = [sys.executable, "-c", KILLED, str(tmp_path), str(step)]
         with subprocess.Popen(command, stdout=subprocess.PIPE) as process:
             assert process.stdout is not None and process.stdout.readline() == b"going\n"
-            time.sleep(0.013 * trial)
+            time.sleep(seconds)
             process.kill()
         info = latest(storage, "run")
         assert info is not None and info.step >= step

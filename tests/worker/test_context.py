@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
 import sparkdl
-from sparkdl.errors import ConfigError
+from sparkdl.errors import CommunicationError, ConfigError
 from sparkdl.worker.context import Context, context, entered
 
 
@@ -42,7 +43,7 @@ def test_the_context_is_there_inside_only() -> None:
 def test_what_rank_0_reports_is_shown_kept_and_saved() -> None:
     shown: list[dict[str, float]] = []
     saved: list[tuple[int, dict[str, Any]]] = []
-    first = place(show=shown.append, save=lambda number, state: saved.append((number, state)))
+    first = place(show=shown.append, save=lambda number, state, _: saved.append((number, state)))
     first.report({"loss": torch.tensor(0.5), "rows": 3})
     first.report({"loss": 0.25}, checkpoint={"epoch": 2})
     first.report(checkpoint={"epoch": 3})
@@ -52,7 +53,9 @@ def test_what_rank_0_reports_is_shown_kept_and_saved() -> None:
         (1, {"epoch": 2}),
         (2, {"epoch": 3}),
     ]
-    again = place(resumed=saved[-1][1], show=shown.append, save=lambda n, s: saved.append((n, s)))
+    again = place(
+        resumed=saved[-1][1], show=shown.append, save=lambda n, s, _: saved.append((n, s))
+    )
     assert again.checkpoint == {"epoch": 3}
     again.report({"loss": 0.125}, checkpoint={"epoch": 4})
     assert again.history == [*records, {"report": 3, "loss": 0.125}]
@@ -82,3 +85,20 @@ def test_metrics_are_numbers(value: Any) -> None:
 def test_an_unknown_data_set_is_named_with_those_there_are() -> None:
     with pytest.raises(ConfigError, match=r"no data set 'test'.*TorchRunner\(data=...\)"):
         place().loader("test", batch_size=2)
+
+
+def test_a_run_without_a_mesh_or_a_checkpoint_says_so() -> None:
+    with pytest.raises(ConfigError, match=r"parallelism=Mesh"):
+        place().mesh  # noqa: B018
+    with pytest.raises(ConfigError, match="no checkpoint to load"):
+        place().load_checkpoint({})
+
+
+def test_who_waits_in_report_for_checkpoints_of_others_says_so() -> None:
+    def gather(_: bytes) -> list[bytes]:
+        raise CommunicationError("all_reduce failed: connection reset")
+
+    along: Any = SimpleNamespace(get_local_rank=lambda axis: 0)
+    found = place(mesh=along, gather=gather, save=lambda *_: None)
+    with pytest.raises(CommunicationError, match=r"all ranks of a mesh must pass one: all_reduce"):
+        found.report({"loss": 1.0}, checkpoint={"weight": torch.ones(2)})

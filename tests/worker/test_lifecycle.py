@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import pickle
+import resource
 import threading
 import time
 from collections.abc import Iterator
@@ -152,6 +153,21 @@ def test_errors_that_do_not_say_what_to_do_get_a_remedy(error: Exception, remedy
     assert remedy in found["message"]
     assert found["kind"] == "user"
     assert describe_failure(ValueError("x"), 1)["message"] == "x"
+
+
+def test_a_limit_on_addresses_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    def told() -> str:
+        message: str = describe_failure(MemoryError(), 0)["message"]
+        return message
+
+    assert "of addresses" not in told() and told().startswith("no more memory; the worker's")
+    monkeypatch.setattr(resource, "getrlimit", lambda _: (4 << 30, 4 << 30))
+    monkeypatch.setenv("MALLOC_ARENA_MAX", "1")
+    monkeypatch.delenv("ARROW_DEFAULT_MEMORY_POOL", raising=False)
+    assert "its limit is 4.3 GB of addresses, used or not" in told()
+    assert told().endswith(": set spark.executorEnv.ARROW_DEFAULT_MEMORY_POOL=system, for fewer")
+    monkeypatch.setenv("ARROW_DEFAULT_MEMORY_POOL", "system")
+    assert told().endswith("(spark.executor.pyspark.memory)")
 
 
 def test_who_has_asked_for_a_missing_module_is_not_told() -> None:

@@ -16,6 +16,7 @@ from sparkdl.data.plan import Column, Shard, SpoolColumn
 from sparkdl.data.spool.spool_source import SpoolSource
 from sparkdl.data.spool.writer import SpoolWriter
 from sparkdl.errors import ConfigError, DataError, ShardLost
+from sparkdl.worker.context import Context
 from sparkdl.worker.loader import DataSet, Loader
 
 COLUMNS = (
@@ -206,3 +207,19 @@ def test_an_epoch_may_be_left_early(data: DataSet) -> None:
     for _ in one:
         break
     assert len(np.concatenate(labels(one))) == ROWS[0]
+
+
+def test_ranks_of_one_reader_get_the_same_batches(data: DataSet) -> None:
+    """As those along the axis tensor of a mesh."""
+    found = []
+    for rank in range(4):
+        place = Context(
+            rank=rank, nodes=(0, 0, 1, 1), device=torch.device("cpu"), num_restarts=0,
+            sets={"train": data}, resumed=None, save=None, show=lambda record: None,
+            reader=(rank // 2, 2),
+        )  # fmt: skip
+        own = place.loader(batch_size=4, columns=["y"], seed=3)
+        assert (own.num_readers, len(own), own.num_rows) == (2, 3, sum(ROWS))
+        found.append([y.tolist() for (y,) in own])
+    assert found[0] == found[1] and found[2] == found[3]
+    assert sorted(y for batch in found[0] + found[2] for y in batch) == list(range(sum(ROWS)))

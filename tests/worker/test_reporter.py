@@ -27,16 +27,22 @@ class FakeClient:
 
     def __init__(self) -> None:
         self.events: list[Any] = []
+        self.sent: list[tuple[int, list[Any]]] = []
         self.reports = 0
         self.is_there = True
         self.shows_lines = False
+        self.pause = 0.25
+        self.address = "127.0.0.1:9"
 
-    def report(self, *, attempt: int, rank: int, events: Any) -> bool:
+    def report(
+        self, *, attempt: int, rank: int, events: Any, queued: Any, number: int
+    ) -> tuple[bool, float]:
         self.reports += 1
+        self.sent.append((number, list(queued)))
         if not self.is_there:
             raise CommunicationError("nobody there")
-        self.events.extend(events)
-        return self.shows_lines
+        self.events.extend([*events, *queued])
+        return self.shows_lines, self.pause
 
     def bodies(self, kind: str) -> list[Any]:
         return [event for event in self.events if event["kind"] == kind]
@@ -221,6 +227,13 @@ def test_an_absent_driver_is_asked_less_and_less_often(
     client.is_there = True
     reporter._flush()
     assert reporter._pause() == 0.25
+    client.pause = 5.0  # as it says where there are many
+    reporter._flush()
+    assert reporter._pause() == 5.0
+    impatient: Any = client
+    reporter = Reporter(impatient, attempt=0, rank=0, heartbeat_timeout_seconds=8.0)
+    reporter._flush()
+    assert reporter._pause() == 2.0  # or the driver would take it for hung
 
 
 def test_values_that_are_not_json_do_not_silence_the_worker(
@@ -258,13 +271,29 @@ def test_lines_dropped_during_an_absence_are_counted(
             reporter.line(str(number))
         client.is_there = False
         reporter._flush()
-        for number in range(3):
+        for number in range(module._MAX_LINES + 3):
             reporter.line(f"new {number}")
         reporter._flush()
         client.is_there = True
     lines = client.lines()
-    assert lines[:2] == ["(3 earlier log lines were dropped)", "3"]
-    assert lines[-1] == "new 2"
+    assert lines[module._MAX_LINES :][:2] == ["(3 earlier log lines were dropped)", "new 3"]
+    assert lines[0] == "0" and lines[-1] == f"new {module._MAX_LINES + 2}"
+
+
+def test_what_is_sent_again_has_its_number_again(
+    client: FakeClient, reporter: Reporter, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "_INTERVAL_SECONDS", 3600)
+    with reporter:
+        reporter.line("one")
+        client.is_there = False
+        reporter._flush()  # which the driver may have got: only its answer did not come
+        reporter.line("two")
+        reporter._flush()
+        client.is_there = True
+    first, again, last, later = (sent for sent in client.sent if sent[1])
+    assert first == again == last and first[0] < later[0]
+    assert client.lines() == ["one", "two"]
 
 
 def test_prints_go_both_ways_line_by_line(

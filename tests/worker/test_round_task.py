@@ -24,6 +24,7 @@ from sparkdl.runtime.versions import versions
 from sparkdl.serialization.packed_module import pack
 from sparkdl.storage.checkpoint_format import decode, encode
 from sparkdl.storage.tensor_tree import snapshot
+from sparkdl.sync.averaging.state_pieces import Pieces
 from sparkdl.worker import round_task
 from sparkdl.worker.kept import KEPT
 from sparkdl.worker.round_task import RoundOrder, RoundPlace
@@ -33,6 +34,7 @@ from tests.worker.test_training import CONFIG, Driver
 # Fixtures of the worker's tests: a shard on disk, and a channel.
 plan, driver = test_training.plan, test_training.driver
 
+TRAIN = partial(round_task.train_or_evaluate, pieces=Pieces.of(1))
 PART = RoundPart(epoch=0, step_in_epoch=1, step=1, num_steps=2)
 
 
@@ -60,7 +62,7 @@ def order(
     values: dict[str, Any] = {
         "run_id": "run", "attempt": 0, "plan": plan, "part": PART, "threads": 1,
         "payload": round_task.pack_payload(config, packed.skeleton, packed.tensors),
-        "versions": versions(), "work": round_task.train_or_evaluate,
+        "versions": versions(), "work": TRAIN,
     }  # fmt: skip
     return RoundOrder(**{**values, **changes})
 
@@ -82,7 +84,7 @@ def work(where: RoundPlace, what: RoundOrder) -> dict[str, bytes]:
 def test_a_task_trains_its_steps_and_gives_its_state(plan: TrainPlan, driver: Driver) -> None:
     found = work(place(plan, driver.server.address), order(plan, Net()))
     report = json.loads(found["result"])
-    sent = decode(found["state"], "state")
+    sent = decode(found["state"], "state")  # small tensors are in the frame of the state
     expected = plan.rows_by_rank(1)[0] + plan.rows_by_rank(2)[0]
     assert report["rows"] == report["weight"] == sent["weight"] == expected
     assert sent["state"].keys() == {"model", "optimizer", "scheduler", "scaler"}

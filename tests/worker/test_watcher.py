@@ -20,7 +20,7 @@ import pytest
 from sparkdl.comm.channel import ChannelClient, ChannelServer, Hub
 from sparkdl.worker.reporter import Reporter
 from sparkdl.worker.watch_program import Judge, read_order, seen
-from sparkdl.worker.watcher import Watcher, ended_when_hung
+from sparkdl.worker.watcher import Watcher, _resting, ended_when_hung
 
 pytestmark = pytest.mark.skipif(
     not Path("/proc/self/stat").exists(), reason="needs a kernel that has /proc"
@@ -85,10 +85,11 @@ def test_an_order_may_come_in_pieces() -> None:
     import marshal
 
     body = marshal.dumps({"pid": 1})
-    for piece in (b"1", b"%d\n" % (len(body) % 10), body[:3], body[3:]):
+    for piece in (b"1", b"%d\n" % (len(body) % 10), body[:3], body[3:], b".~"):
         os.write(write, piece)
     assert len(body) // 10 == 1, "the first digit"
     assert read_order(read) == {"pid": 1}
+    assert os.read(read, 10) == b".~", "what comes next is left"
     os.close(write)
     assert read_order(read) is None
     os.close(read)
@@ -144,11 +145,11 @@ def server(hub: Hub) -> Iterator[ChannelServer]:
     server.shutdown()
 
 
-def reports(address: bytes, holds: bool, seconds: float) -> None:
+def reports(address: bytes, holds: bool, seconds: float, rank: int = 1) -> None:
     """A worker that falls silent: it holds the GIL, and computes or not."""
     place = pickle.loads(address)
     client = ChannelClient(place)
-    with Reporter(client, attempt=2, rank=1, heartbeat_timeout_seconds=TIMEOUT):
+    with Reporter(client, attempt=2, rank=rank, heartbeat_timeout_seconds=TIMEOUT):
         library = ctypes.PyDLL(None)  # whose functions are called with the GIL held
         if holds:
             library.time.argtypes = [ctypes.c_void_p]
@@ -188,22 +189,36 @@ def test_a_worker_that_holds_the_gil_and_computes_is_alive(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("way", ["stopped", "waits in C"])
-def test_nobody_speaks_for_a_worker_that_does_nothing(
-    hub: Hub, server: ChannelServer, started: Callable[..., BaseProcess], way: str
+def test_nobody_speaks_for_workers_that_do_nothing(
+    hub: Hub, server: ChannelServer, started: Callable[..., BaseProcess]
 ) -> None:
-    worker = started(reports, pickle.dumps(server.address.of_rank(1)), False, 2 * TIMEOUT)
-    soon(lambda: not hub.events.empty())
-    if way == "stopped":
-        os.kill(worker.pid or 0, signal.SIGSTOP)
+    """One is stopped, and one waits in C."""
+    stopped, _ = (
+        started(reports, pickle.dumps(server.address.of_rank(rank)), False, 8 * TIMEOUT, rank)
+        for rank in (0, 1)
+    )
+    heard: set[int] = set()
+
+    def all_have_begun() -> bool:
+        while not hub.events.empty():
+            heard.add(hub.events.get().rank)
+        return heard == {0, 1}
+
+    soon(all_have_begun, 60)
+    os.kill(stopped.pid or 0, signal.SIGSTOP)
     time.sleep(1.3 * TIMEOUT)
     while not hub.events.empty():
         assert hub.events.get().body["kind"] != "alive"
-    silence = hub.seconds_since_report(2, 1)
-    assert silence is not None and silence > TIMEOUT
+    for rank in (0, 1):
+        silence = hub.seconds_since_report(2, rank)
+        assert silence is not None and silence > TIMEOUT, rank
 
 
 def task(seconds: float, way: str) -> None:
+    if way.startswith("rests"):
+        with ended_when_hung(2.0):
+            pass
+        ctypes.PyDLL(None).usleep(int(seconds * 1e6))  # between two tasks it may do nothing
     with ended_when_hung(2.0):
         if way == "computes":
             until = time.monotonic() + seconds
@@ -212,27 +227,46 @@ def task(seconds: float, way: str) -> None:
             sys.setswitchinterval(1000.0)
             while time.monotonic() < until:
                 library.time(None)
-        elif way == "waits in C":
+        elif way.endswith("waits in C"):
             ctypes.PyDLL(None).usleep(int(seconds * 1e6))
-        else:
+        elif way != "rests":
             time.sleep(seconds)  # without the GIL, as a task that waits for its rows
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("way", "code"),
-    [("computes", 0), ("sleeps", 0), ("waits in C", -signal.SIGKILL), ("stopped", -signal.SIGKILL)],
-)
-def test_a_task_that_hangs_is_ended(
-    started: Callable[..., BaseProcess], way: str, code: int
-) -> None:
-    worker = started(task, 8.0, way)
-    if way == "stopped":
-        soon(lambda: has_child(worker.pid or 0))
-        time.sleep(0.3)
-        os.kill(worker.pid or 0, signal.SIGSTOP)
-    worker.join(90)
-    assert worker.exitcode == code
+def test_tasks_that_hang_are_ended(started: Callable[..., BaseProcess]) -> None:
+    """Others that take as long are not."""
+    codes = {
+        "computes": 0, "sleeps": 0, "waits in C": -signal.SIGKILL, "stopped": -signal.SIGKILL,
+        "rests": 0, "rests and waits in C": -signal.SIGKILL,
+    }  # fmt: skip
+    workers = {way: started(task, 8.0, way) for way in codes}
+    stopped = workers["stopped"].pid or 0
+    soon(lambda: has_child(stopped), 60)
+    time.sleep(0.3)
+    os.kill(stopped, signal.SIGSTOP)
+    for worker in workers.values():
+        worker.join(90)
+    assert {way: worker.exitcode for way, worker in workers.items()} == codes
+
+
+def test_a_process_has_one_watcher_for_its_tasks() -> None:
+    def watcher_of_a_task(timeout_seconds: float) -> int | None:
+        with ended_when_hung(timeout_seconds):
+            assert os.getpid() not in _resting
+        return _resting[os.getpid()].pid
+
+    first = watcher_of_a_task(60.0)
+    assert first is not None and watcher_of_a_task(60.0) == first
+    second = watcher_of_a_task(50.0)
+    assert second not in (None, first) and not is_there(first)
+    assert second is not None
+    os.kill(second, signal.SIGKILL)
+    soon(lambda: not is_there(second))
+    assert watcher_of_a_task(50.0) not in (None, second)
+    with ended_when_hung(50.0), ended_when_hung(50.0):
+        pass
+    assert watcher_of_a_task(50.0) is not None
 
 
 def has_child(pid: int) -> bool:

@@ -124,6 +124,10 @@ def required(kind: Any) -> set[str]:
     }
 
 
+_LISTS = (tuple, Sequence)
+"""Types that a list of a job file becomes."""
+
+
 def convert(value: Any, hint: Any, name: str) -> Any:
     """``value`` as the type ``hint``; ``name`` is its place for messages; raises ConfigError.
 
@@ -138,7 +142,7 @@ def convert(value: Any, hint: Any, name: str) -> Any:
     if isinstance(kind, type) and is_dataclass(kind):
         return build(kind, value, name)
     inner = get_args(kind)
-    if get_origin(kind) is tuple:
+    if get_origin(kind) in _LISTS:
         return tuple(convert(item, inner[0], f"{name}[{i}]") for i, item in enumerate(value))
     if get_origin(kind) is Mapping:
         return {key: convert(item, inner[1], f"{name}.{key}") for key, item in value.items()}
@@ -149,7 +153,7 @@ def _fits(value: Any, hint: Any) -> bool:
     origin = get_origin(hint)
     if origin is Literal:
         return value in get_args(hint)
-    if origin is tuple:
+    if origin in _LISTS:
         return isinstance(value, list)
     if is_dataclass(hint) or origin is Mapping:
         return isinstance(value, Mapping)
@@ -165,7 +169,7 @@ def describe(hint: Any) -> str:
         return " or ".join(describe(part) for part in parts if part is not type(None))
     if origin is Literal:
         return "one of " * (len(get_args(hint)) > 1) + _listed(get_args(hint))
-    if origin is tuple:
+    if origin in _LISTS:
         return f"a list (each {describe(get_args(hint)[0])})"
     if is_dataclass(hint):
         return f"a table with {_listed([item.name for item in fields(hint)])}"

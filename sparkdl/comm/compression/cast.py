@@ -14,12 +14,14 @@ import torch
 from sparkdl.comm.communicator import Communicator, Pending
 from sparkdl.comm.compression.compression import (
     After,
+    Codec,
     Compression,
     Compressor,
     Shapes,
     all_reduce_bytes,
     count,
 )
+from sparkdl.comm.compression.dense_reduce_scatter import cut
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,6 +37,12 @@ class Cast(Compression):
     def wire_bytes(self, shapes: Shapes, element_size: int, world_size: int) -> int:
         return all_reduce_bytes(count(shapes) * self.dtype.itemsize, world_size)
 
+    def codecs_of(
+        self, shape: tuple[int, ...], num_slices: int, dtype: torch.dtype
+    ) -> Sequence[Codec]:
+        lengths = [stop - start for start, stop in cut(count([shape]), num_slices)]
+        return [CastCodec(self.dtype, length) for length in lengths]
+
 
 @dataclass(frozen=True, kw_only=True)
 class FP16Compression(Cast):
@@ -48,6 +56,20 @@ class BF16Compression(Cast):
     """Send bf16: 8 bits of precision, and the range of float32."""
 
     dtype: ClassVar[torch.dtype] = torch.bfloat16
+
+
+class CastCodec(Codec):
+    """The numbers of one slice in a smaller type; what that loses is not kept."""
+
+    def __init__(self, dtype: torch.dtype, length: int) -> None:
+        self._dtype = dtype
+        self.message_bytes = length * dtype.itemsize
+
+    def encode(self, values: torch.Tensor, residual: torch.Tensor, message: torch.Tensor) -> None:
+        message.view(self._dtype).copy_(values)
+
+    def decode_add(self, message: torch.Tensor, out: torch.Tensor) -> None:
+        out.add_(message.view(self._dtype))
 
 
 class CastCompressor(Compressor):

@@ -16,8 +16,8 @@ from dataclasses import dataclass
 import torch
 
 from sparkdl.comm.compression.bit_packing import packed_size
-from sparkdl.comm.compression.compression import Shapes, count
-from sparkdl.comm.compression.dense_reduce_scatter import BLOCK, Codec, cut
+from sparkdl.comm.compression.compression import Codec, Shapes, count
+from sparkdl.comm.compression.dense_reduce_scatter import BLOCK, cut
 
 MIN_COLUMN = 16
 """The scales of shorter columns would take more bytes than their values save."""

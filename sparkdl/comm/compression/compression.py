@@ -83,6 +83,35 @@ class Compression(ABC):
             None where it depends on the data.
         """
 
+    def codecs_of(
+        self, shape: tuple[int, ...], num_slices: int, dtype: torch.dtype
+    ) -> Sequence[Codec] | None:
+        """Codecs of a tensor's slices, as `dense_reduce_scatter.cut` has them, without a residual.
+
+        Rounds on plain Spark stages, which keep no residual, use them for changes of weights. None:
+        it would not work without.
+        """
+        return None
+
+
+class Codec(ABC):
+    """How the values of one slice become bytes, and what that loses."""
+
+    message_bytes: int
+    """Size of every message; a multiple of 8, and equal for all slices of a bucket."""
+
+    @abstractmethod
+    def encode(self, values: torch.Tensor, residual: torch.Tensor, message: torch.Tensor) -> None:
+        """Write ``values + residual``, ``(numel,)`` each, as well as the message can.
+
+        ``residual`` is what earlier messages left out, then what this one leaves out; ``message``
+        is uint8, ``(message_bytes,)``, and overwritten.
+        """
+
+    @abstractmethod
+    def decode_add(self, message: torch.Tensor, out: torch.Tensor) -> None:
+        """Add what a message says to ``out``, ``(numel,)``."""
+
 
 class Compressor(Stateful, ABC):
     """A compression at work on one bucket of one rank."""

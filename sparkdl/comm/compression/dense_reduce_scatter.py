@@ -10,7 +10,7 @@ Speech DNNs", Interspeech 2014).
 from __future__ import annotations
 
 import functools
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
@@ -20,6 +20,7 @@ import torch
 from sparkdl.comm.communicator import Communicator, Pending
 from sparkdl.comm.compression.compression import (
     After,
+    Codec,
     Compression,
     Compressor,
     Shapes,
@@ -30,25 +31,6 @@ from sparkdl.comm.compression.compression import (
 BLOCK = 1 << 20
 """Values that are worked on at a time. All passes but the first meet them in the cache; in fewer,
 the time that torch takes to begin a pass would count."""
-
-
-class Codec(ABC):
-    """How the values of one slice become bytes, and what that loses."""
-
-    message_bytes: int
-    """Size of every message; a multiple of 8, and equal for all slices of a bucket."""
-
-    @abstractmethod
-    def encode(self, values: torch.Tensor, residual: torch.Tensor, message: torch.Tensor) -> None:
-        """Write ``values + residual``, ``(numel,)`` each, as well as the message can.
-
-        ``residual`` is what earlier messages left out, then what this one leaves out; ``message``
-        is uint8, ``(message_bytes,)``, and overwritten.
-        """
-
-    @abstractmethod
-    def decode_add(self, message: torch.Tensor, out: torch.Tensor) -> None:
-        """Add what a message says to ``out``, ``(numel,)``."""
 
 
 def cut(numel: int, world_size: int) -> list[tuple[int, int]]:

@@ -13,8 +13,8 @@ from typing import Literal
 import torch
 
 from sparkdl.comm.compression.column_scales import ColumnCodec, Scratch
-from sparkdl.comm.compression.compression import Shapes
-from sparkdl.comm.compression.dense_reduce_scatter import Codec, ScatterCompression
+from sparkdl.comm.compression.compression import Codec, Shapes
+from sparkdl.comm.compression.dense_reduce_scatter import ScatterCompression
 from sparkdl.config import require
 
 LARGEST = 127
@@ -35,6 +35,11 @@ class Int8Compression(ScatterCompression):
     ) -> tuple[Sequence[Codec], Sequence[Codec]]:
         codecs = Int8Codec.of_slices(shapes, world_size, dtype, per_row=self.scale == "row")
         return codecs, codecs
+
+    def codecs_of(
+        self, shape: tuple[int, ...], num_slices: int, dtype: torch.dtype
+    ) -> Sequence[Codec]:
+        return Int8Codec.of_slices([shape], num_slices, dtype, per_row=self.scale == "row")
 
 
 class Int8Codec(ColumnCodec):

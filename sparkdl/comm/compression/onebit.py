@@ -15,8 +15,8 @@ import torch
 
 from sparkdl.comm.compression.bit_packing import pack, unpack
 from sparkdl.comm.compression.column_scales import ColumnCodec, Scratch
-from sparkdl.comm.compression.compression import Shapes
-from sparkdl.comm.compression.dense_reduce_scatter import Codec, ScatterCompression
+from sparkdl.comm.compression.compression import Codec, Shapes
+from sparkdl.comm.compression.dense_reduce_scatter import ScatterCompression
 from sparkdl.config import require
 
 

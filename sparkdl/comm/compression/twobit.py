@@ -21,8 +21,8 @@ from sparkdl.comm.compression.bit_packing import (
     packed_size,
     unpack,
 )
-from sparkdl.comm.compression.compression import Shapes, count
-from sparkdl.comm.compression.dense_reduce_scatter import Codec, ScatterCompression, blocks_of, cut
+from sparkdl.comm.compression.compression import Codec, Shapes, count
+from sparkdl.comm.compression.dense_reduce_scatter import ScatterCompression, blocks_of, cut
 from sparkdl.config import require
 
 FLAG_BYTES = 8

@@ -43,7 +43,7 @@ def arrange(comm: Communicator, topology: str, *, device: torch.device) -> Commu
             arranged.topology = Shared(SharedSum(comm, comm, ranks=range(comm.world_size)))
         elif chosen == "hierarchical":
             inside, between = hierarchical.groups_of(comm.nodes)
-            local, across = comm.split(inside), comm.split(between)
+            local, across = arranged.split(inside), arranged.split(between)
             is_even = hierarchical.is_even(comm.nodes)
             arranged.topology = hierarchical.HierarchicalMessages(local, across, is_even=is_even)
             if device.type == "cpu":

@@ -14,7 +14,8 @@ import torch
 
 from sparkdl.comm.communicator import Communicator, Pending, ProcessGroupCommunicator, counting_anew
 from sparkdl.comm.topology.shared_sum import Shared, SharedSum, is_summable
-from sparkdl.comm.topology.tree import DeferredTopology, spread_from_first, sum_at_first
+from sparkdl.comm.topology.tree import DeferredTopology
+from sparkdl.comm.tree_sums import spread_from_first, sum_at_first
 
 
 def ranks_by_node(nodes: Sequence[int]) -> list[list[int]]:
@@ -43,7 +44,7 @@ def is_even(nodes: Sequence[int]) -> bool:
 class HierarchicalShared(Shared):
     """Sums inside the nodes in shared memory; between ``M`` nodes as `HierarchicalMessages`."""
 
-    def __init__(self, node: SharedSum, across: Communicator) -> None:
+    def __init__(self, node: SharedSum, across: ProcessGroupCommunicator) -> None:
         """``across`` holds this rank's peers on the other nodes, see `groups_of`."""
         super().__init__(node)
         self._across = across
@@ -55,9 +56,24 @@ class HierarchicalShared(Shared):
 
     def _sum_across(self, comm: Communicator, share: torch.Tensor) -> Pending:
         across = counting_anew(self._across)
+        if self._across.sums_along_tree(share):
+            return _LaterSum(comm, across, share)
         pending = across.all_reduce_async(share)
         comm.bytes_sent += across.bytes_sent
         return pending
+
+
+class _LaterSum:
+    """A small sum between nodes, which is made in ``wait()``; `SharedSum` waits in order."""
+
+    def __init__(self, comm: Communicator, across: Communicator, share: torch.Tensor) -> None:
+        self._comm = comm
+        self._across = across
+        self._share = share
+
+    def wait(self) -> None:
+        self._across.all_reduce(self._share)
+        self._comm.bytes_sent += self._across.bytes_sent
 
 
 class HierarchicalMessages(DeferredTopology):

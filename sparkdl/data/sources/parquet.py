@@ -75,7 +75,8 @@ class ParquetSource:
     def contents(self, wanted: Wanted) -> Contents:
         if wanted.validation is not None and self.validation_fraction:
             raise ConfigError("set either validation_fraction or validationIndicatorCol, not both")
-        listing = list_files(str(self.path), wanted.spread)
+        names = [name for column in wanted.columns for name in column.kind.columns]
+        listing = list_files(str(self.path), names, wanted.spread)
         groups = listing.row_groups()
         paths = tuple(
             tuple(path_of(listing.schema, name) for name in column.kind.columns)

@@ -6,15 +6,18 @@ import contextlib
 import errno
 import hashlib
 import json
+import math
 import os
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
+import numpy as np
+import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.dataset as ds
 import pyarrow.parquet as pq
@@ -90,6 +93,41 @@ class RowGroup:
         return f"row group {self.number} of {self.file.name}"
 
 
+class Chunk(NamedTuple):
+    """A leaf of a column in a row group, without reading it."""
+
+    num_values: int
+    num_nulls: int
+    """0 if it is not known."""
+    minimum: float
+    """Infinite if it is not known, or no number."""
+    maximum: float
+    """Likewise, below all numbers."""
+    stored_units: int
+    """What is stored: bytes of strings and binary, else values."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Footer:
+    """What is kept of a file's footer: 24 bytes a row group, and 40 for each of its leaves."""
+
+    digest: str
+    """See `DataFile.digest`."""
+    schema: pa.Schema
+    """The columns of the file as they are read."""
+    leaves: tuple[str, ...]
+    """Paths of the leaves of columns that were asked for."""
+    groups: npt.NDArray[np.int64]
+    """``(row groups, 3)``: rows, the first byte, and one past the last."""
+    chunks: npt.NDArray[np.float64]
+    """``(row groups, leaves, 5)``: see `Chunk`."""
+
+    @property
+    def num_rows(self) -> int:
+        """Of all row groups."""
+        return int(self.groups[:, 0].sum())
+
+
 @dataclass(frozen=True, kw_only=True)
 class Listing:
     """All files under a path, in the order of their paths."""
@@ -98,7 +136,7 @@ class Listing:
     schema: pa.Schema
     """Of the first file that has rows, and the folders' names; see `require_alike`."""
     files: tuple[DataFile, ...]
-    footers: Mapping[str, pq.FileMetaData]
+    footers: Mapping[str, Footer]
     """By the path of the file."""
 
     def row_groups(self) -> list[RowGroup]:
@@ -108,25 +146,26 @@ class Listing:
             DataError: there are none.
         """
         groups = [
-            RowGroup(file, number, footer.row_group(number).num_rows)
+            RowGroup(file, number, num_rows)
             for file in self.files
-            for footer in [self.footers[file.path]]
-            for number in range(footer.num_row_groups)
+            for number, num_rows in enumerate(self.footers[file.path].groups[:, 0].tolist())
         ]
         groups = [group for group in groups if group.num_rows]
         if not groups:
             raise DataError(f"the files under {without_password(self.url)} have no rows")
         return groups
 
-    def footer(self, group: RowGroup) -> pq.RowGroupMetaData:
-        """What the footer of its file says of a row group."""
-        return self.footers[group.file.path].row_group(group.number)
+    def chunk(self, group: RowGroup, leaf: int) -> Chunk:
+        """What the footer says of a leaf, by its number in `Footer.leaves`, in a row group."""
+        values, nulls, minimum, maximum, stored = (
+            self.footers[group.file.path].chunks[group.number, leaf].tolist()
+        )
+        return Chunk(int(values), int(nulls), minimum, maximum, int(stored))
 
     def byte_range(self, group: RowGroup) -> tuple[int, int]:
         """Where a row group lies in its file: the first byte, and one past the last."""
-        footer = self.footer(group)
-        first, last = footer.column(0), footer.column(footer.num_columns - 1)
-        return _start_of(first), _start_of(last) + int(last.total_compressed_size)
+        _, start, stop = self.footers[group.file.path].groups[group.number].tolist()
+        return start, stop
 
     def content(self, about: object) -> int:
         """Fingerprint of all files, and of what else decides, 64 bits."""
@@ -148,9 +187,8 @@ class Listing:
         wanted = {path: _type_at(self.schema, path) for path in paths}
         for file in self.files:
             footer = self.footers[file.path]
-            schema = _schema(footer)
             for path, kind in wanted.items():
-                found = _type_at(schema, path)
+                found = _type_at(footer.schema, path)
                 if footer.num_rows and found != kind and path[0] not in file.constants:
                     has = "no such column" if found is None else f"type {found}"
                     raise DataError(
@@ -184,34 +222,38 @@ def schema_under(url: str) -> pa.Schema:
         DataError: there is no Parquet file under it.
     """
     paths, constants = _found(url)
-    read = Footers(url)
-    footers = (read(path)[0] for path in paths)
+    footers = map(Footers(url, ()), paths)
     first = next(footers)
     full = first if first.num_rows else next((f for f in footers if f.num_rows), first)
-    return _whole_schema(full, constants[0])
+    return _whole_schema(full.schema, constants[0])
 
 
-def list_files(url: str, spread: Spread = in_threads) -> Listing:
+def list_files(url: str, names: Iterable[str], spread: Spread = in_threads) -> Listing:
     """Find the Parquet files and read their footers, by ``spread`` on executors if they are many.
 
     Files and folders whose names begin with ``.`` or ``_`` are passed over, as Spark does, and
-    files without a byte.
+    files without a byte. Statistics are kept of columns ``names``, also of fields of structs.
 
     Raises:
         StorageError: there is no such path, or it cannot be read.
         DataError: there is no Parquet file under it.
     """
     paths, constants = _found(url)
-    footers = spread(Footers(url), paths)
-    full = next((footer for footer, _ in footers if footer.num_rows), footers[0][0])
+    read = Footers(url, tuple(sorted(set(names))))
+    schemas: dict[tuple[bytes, tuple[str, ...]], Footer] = {}
+    footers = []
+    for footer in spread(read, paths):
+        like = schemas.setdefault((footer.schema.serialize().to_pybytes(), footer.leaves), footer)
+        footers.append(replace(footer, schema=like.schema, leaves=like.leaves))
+    full = next((footer for footer in footers if footer.num_rows), footers[0])
     return Listing(
         url=url,
-        schema=_whole_schema(full, constants[0]),
+        schema=_whole_schema(full.schema, constants[0]),
         files=tuple(
-            DataFile(path=path, digest=digest, constants=told)
-            for path, (_, digest), told in zip(paths, footers, constants, strict=True)
+            DataFile(path=path, digest=footer.digest, constants=told)
+            for path, footer, told in zip(paths, footers, constants, strict=True)
         ),
-        footers={path: footer for path, (footer, _) in zip(paths, footers, strict=True)},
+        footers=dict(zip(paths, footers, strict=True)),
     )
 
 
@@ -220,16 +262,47 @@ class Footers:
     """Reads footers of files under a URL, on the driver or on executors."""
 
     url: str
+    names: tuple[str, ...]
+    """Columns of which statistics are kept; upper and lower case are the same."""
 
     @cached_property
     def _files(self) -> fs.FileSystem:
         return open_files(self.url)[0]
 
-    def __call__(self, path: str) -> tuple[pq.FileMetaData, str]:
-        """A footer, and its digest; raises StorageError."""
+    def __call__(self, path: str) -> Footer:
+        """What is kept of a footer; raises StorageError."""
         with _read_failures(self.url), self._files.open_input_file(path) as file:
             footer = pq.read_metadata(file)
-        return footer, digest_of(footer)
+        leaves = [footer.schema.column(number).path for number in range(len(footer.schema))]
+        own = tuple(name.lower() for name in self.names)
+        below = tuple(f"{name}." for name in own)
+        kept = [n for n, p in enumerate(map(str.lower, leaves)) if p in own or p.startswith(below)]
+        groups = np.zeros((footer.num_row_groups, 3), dtype=np.int64)
+        chunks = np.zeros((footer.num_row_groups, len(kept), 5))
+        for number in range(footer.num_row_groups):
+            group = footer.row_group(number)
+            first, last = group.column(0), group.column(group.num_columns - 1)
+            stop = _start_of(last) + int(last.total_compressed_size)
+            groups[number] = group.num_rows, _start_of(first), stop
+            for place, leaf in enumerate(kept):
+                chunks[number, place] = _chunk(group.column(leaf))
+        return Footer(
+            digest=digest_of(footer),
+            schema=_schema(footer),
+            leaves=tuple(leaves[leaf] for leaf in kept),
+            groups=groups,
+            chunks=chunks,
+        )
+
+
+def _chunk(column: pq.ColumnChunkMetaData) -> Chunk:
+    found, count = column.statistics, column.num_values
+    stored = column.total_uncompressed_size if column.physical_type == "BYTE_ARRAY" else count
+    if found is None:
+        return Chunk(count, 0, math.inf, -math.inf, stored)
+    is_known = found.has_min_max and isinstance(found.min, (int, float))
+    low, high = (found.min, found.max) if is_known else (math.inf, -math.inf)
+    return Chunk(count, found.null_count or 0, low, high, stored)
 
 
 def _found(url: str) -> tuple[list[str], list[dict[str, pa.Scalar]]]:
@@ -242,9 +315,8 @@ def _found(url: str) -> tuple[list[str], list[dict[str, pa.Scalar]]]:
         return paths, _folder_values(files, path, paths)
 
 
-def _whole_schema(footer: pq.FileMetaData, constants: Mapping[str, pa.Scalar]) -> pa.Schema:
+def _whole_schema(schema: pa.Schema, constants: Mapping[str, pa.Scalar]) -> pa.Schema:
     """The columns of a file, and those that the folders' names give it."""
-    schema = _schema(footer)
     for name, value in constants.items():  # also of a column of the files: Spark takes this one
         index, own = schema.get_field_index(name), pa.field(name, value.type)
         schema = schema.append(own) if index < 0 else schema.set(index, own)

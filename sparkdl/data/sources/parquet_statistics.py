@@ -10,12 +10,10 @@ import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
-import pyarrow.parquet as pq
 
 from sparkdl.data.arrow_arrays import BINARY_TYPES, is_list
 from sparkdl.data.column_readers import BadRows
@@ -25,7 +23,14 @@ from sparkdl.data.kinds import Rows
 from sparkdl.data.plan import Column, SpoolColumn
 from sparkdl.data.ragged import Ragged
 from sparkdl.data.sources.column_conversion import found_rows
-from sparkdl.data.sources.parquet_files import ColumnPath, DataFile, Listing, Reader, RowGroup
+from sparkdl.data.sources.parquet_files import (
+    Chunk,
+    ColumnPath,
+    DataFile,
+    Listing,
+    Reader,
+    RowGroup,
+)
 from sparkdl.data.sources.row_groups import Piece
 from sparkdl.errors import DataError
 from sparkdl.inputs import Tensor
@@ -42,8 +47,8 @@ def row_size(column: Column, rows: Rows, arrays: Sequence[pa.Array]) -> tuple[in
         arrays: the columns of which they were made.
 
     Returns:
-        About the bytes of a row; those of what is stored, see `stored_units`, 0 if all rows need
-        the same.
+        About the bytes of a row; those of what is stored, see `Chunk.stored_units`, 0 if all
+        rows need the same.
     """
     itemsize = np.dtype(column.dtype).itemsize
     if not isinstance(rows, Ragged):
@@ -54,22 +59,8 @@ def row_size(column: Column, rows: Rows, arrays: Sequence[pa.Array]) -> tuple[in
     return row_bytes, num_bytes / max(1, sum(map(_units, arrays)))
 
 
-def stored_units(row_group: pq.RowGroupMetaData, leaves: Sequence[int]) -> int:
-    """What a row group stores of a column: bytes of strings and binary, else values.
-
-    Args:
-        row_group: its footer.
-        leaves: numbers of the column's leaves in it.
-    """
-    columns = [row_group.column(leaf) for leaf in leaves]
-    return sum(
-        c.total_uncompressed_size if c.physical_type == "BYTE_ARRAY" else c.num_values
-        for c in columns
-    )
-
-
 def _units(array: pa.Array) -> int:
-    """The same of an array."""
+    """What is stored of an array: bytes of strings and binary, else values."""
     kind = array.type
     if pa.types.is_dictionary(kind):
         return _units(array.dictionary_decode())
@@ -152,11 +143,12 @@ class ColumnSurvey:
         Not less than rows need that were seen: of what is cut off behind ``max_length``, or comes
         from a transform, what is stored does not tell.
         """
-        footer = self.listing.footer(piece.group)
-        num_rows, found = int(footer.num_rows), 0
+        group = piece.group
+        num_rows, found = int(self.listing.footers[group.file.path].groups[group.number, 0]), 0
         for (row_bytes, unit_bytes), paths in zip(self._sizes, self.paths, strict=True):
-            leaves = [leaf for path in paths for leaf in self._leaves(piece.group.file, path)]
-            ragged = math.ceil(stored_units(footer, leaves) * unit_bytes)
+            leaves = [leaf for path in paths for leaf in self._leaves(group.file, path)]
+            stored = sum(self.listing.chunk(group, leaf).stored_units for leaf in leaves)
+            ragged = math.ceil(stored * unit_bytes)
             ragged += num_rows * _OFFSET_BYTES * (unit_bytes > 0)
             found += max(num_rows * row_bytes, ragged)
         return -(-found * piece.num_rows // num_rows)
@@ -220,28 +212,24 @@ class ColumnSurvey:
         stats.bad_values += count
         stats.first_bad = stats.first_bad or first or None
 
-    def _about(self, group: RowGroup, index: int) -> _About | None:
+    def _about(self, group: RowGroup, index: int) -> Chunk | None:
         """What footer or folder tell of a column's only leaf in a row group."""
         (path,) = self.paths[index]
         if path[0] in group.file.constants:
             value = group.file.constants[path[0]].as_py()
-            return _about(group.num_rows, group.num_rows * (value is None), value, value)
+            is_known = isinstance(value, (int, float))
+            low, high = (value, value) if is_known else (math.inf, -math.inf)
+            num_rows = group.num_rows
+            return Chunk(num_rows, num_rows * (value is None), low, high, num_rows)
         leaves = self._leaves(group.file, path)
-        if len(leaves) != 1:
-            return None
-        column = self.listing.footer(group).column(leaves[0])
-        found = column.statistics
-        if found is None:
-            return _about(column.num_values, 0, None, None)
-        return _about(column.num_values, found.null_count or 0, found.min, found.max)
+        return self.listing.chunk(group, leaves[0]) if len(leaves) == 1 else None
 
     def _leaves(self, file: DataFile, path: ColumnPath) -> tuple[int, ...]:
-        """Numbers of a column's leaves in the footer of a file; none of what its folder tells."""
+        """Numbers of a column's leaves in `Footer.leaves`; none of what the file's folder tells."""
         if path[0] in file.constants:
             return ()
         if (file.path, path) not in self._known:
-            schema, own = self.listing.footers[file.path].schema, ".".join(path)
-            names = enumerate(schema.column(number).path for number in range(len(schema)))
+            own, names = ".".join(path), enumerate(self.listing.footers[file.path].leaves)
             found = [number for number, n in names if n == own or n.startswith(f"{own}.")]
             self._known[file.path, path] = tuple(found)
         return self._known[file.path, path]
@@ -259,21 +247,3 @@ class ColumnSurvey:
             count += len(outside)
             first = first or f"row {int(outside[0])} of {group}"
         return (count, first) if count else None
-
-
-@dataclass(frozen=True)
-class _About:
-    """What is known of a column in a row group without reading it."""
-
-    num_values: int
-    num_nulls: int
-    minimum: float
-    """Infinite if it is not known, or no number."""
-    maximum: float
-    """Likewise, below all numbers."""
-
-
-def _about(num_values: int, num_nulls: int, minimum: Any, maximum: Any) -> _About:
-    is_known = isinstance(minimum, (int, float))
-    bounds = (minimum, maximum) if is_known else (math.inf, -math.inf)
-    return _About(num_values, num_nulls, *bounds)

@@ -16,7 +16,6 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 import pyarrow as pa
-import pyarrow.parquet as pq
 
 from sparkdl.data.plan import Split, TrainPlan
 from sparkdl.data.source import Contents, Wanted, with_shapes
@@ -87,7 +86,7 @@ class PetastormSource:
         check_options(self.buffer_bytes, self.validation_fraction)
 
     def schema(self) -> pa.Schema:
-        return schema_of(self._first(list_files(self.url), None))
+        return schema_of(self._first(list_files(self.url, ()), None))
 
     def contents(self, wanted: Wanted) -> Contents:
         if wanted.validation is not None:
@@ -96,9 +95,9 @@ class PetastormSource:
                 "PetastormSource(validation_fraction=...)"
             )
         check_kinds(wanted.columns)
-        listing = list_files(self.url, wanted.spread)
-        places = Places.of(listing, wanted.locate)
         names = [column.name for column in wanted.columns]
+        listing = list_files(self.url, names, wanted.spread)
+        places = Places.of(listing, wanted.locate)
         if self.transform_spec is None:
             _refuse_nulls(listing, names)
         pieces, homes = deal_both(
@@ -166,7 +165,7 @@ class PetastormShards(PieceShards):
 
 
 def _counts(listing: Listing) -> dict[str, int]:
-    return {path: footer.num_row_groups for path, footer in listing.footers.items()}
+    return {path: len(footer.groups) for path, footer in listing.footers.items()}
 
 
 def _refuse_nulls(listing: Listing, names: Sequence[str]) -> None:
@@ -178,7 +177,7 @@ def _refuse_nulls(listing: Listing, names: Sequence[str]) -> None:
     for name in names:
         count, first = 0, ""
         for group in listing.row_groups():
-            nulls = _num_nulls(listing.footer(group), name)
+            nulls = _num_nulls(listing, group, name)
             count += nulls
             first = first or str(group) * bool(nulls)
         if count:
@@ -188,13 +187,10 @@ def _refuse_nulls(listing: Listing, names: Sequence[str]) -> None:
             )
 
 
-def _num_nulls(row_group: pq.RowGroupMetaData, name: str) -> int:
-    columns = [row_group.column(number) for number in range(row_group.num_columns)]
-    return sum(
-        column.statistics.null_count or 0
-        for column in columns
-        if column.path_in_schema.split(".")[0] == name and column.statistics is not None
-    )
+def _num_nulls(listing: Listing, group: RowGroup, name: str) -> int:
+    leaves = enumerate(listing.footers[group.file.path].leaves)
+    own = [leaf for leaf, path in leaves if path.split(".")[0] == name]
+    return sum(listing.chunk(group, leaf).num_nulls for leaf in own)
 
 
 @contextlib.contextmanager

@@ -108,8 +108,8 @@ class View:
     def log(self, rank: int, line: str, level: int) -> None:
         """A rank logged or printed a line; ``level`` is that of the module logging."""
 
-    def done(self, steps: int) -> None:
-        """Training succeeded after ``steps`` steps in all."""
+    def done(self, steps: int, *, stopped_early: bool) -> None:
+        """Training succeeded after ``steps`` steps in all, maybe before its last epoch ended."""
 
     def failed(self, reason: str) -> None:
         """The run ended with an error, whose message begins with ``reason``; `close` follows."""
@@ -243,10 +243,9 @@ class RunView(View):
         self._time_left.take(now, self.step)
         return True
 
-    def done(self, steps: int) -> None:
-        """Training may have ended before its last planned step."""
+    def done(self, steps: int, *, stopped_early: bool) -> None:
         self.has_ended, self.is_training = True, False
-        self.state = ("stopped early" if steps < self.total_steps else "trained") + self._restart
+        self.state = ("stopped early" if stopped_early else "trained") + self._restart
         self.step = self.total_steps = steps
 
     def time_left(self) -> str:
@@ -427,10 +426,14 @@ class ConsoleView(RunView):
         if level >= self._least_level:
             self._write(f"[rank {rank}] {line}")
 
-    def done(self, steps: int) -> None:
-        """Fill the bar, or print whether training ended before its last planned step."""
+    def done(self, steps: int, *, stopped_early: bool) -> None:
+        """Fill the bar, or print the last line.
+
+        Not as many steps as planned may be all of them: epochs before a fit went on had others if
+        it had other workers then.
+        """
         planned = self.total_steps
-        super().done(steps)
+        super().done(steps, stopped_early=stopped_early)
         if self._bar is not None and planned:
             self._bar.total = steps
             self._bar.update(steps - self._bar.n)
@@ -438,8 +441,8 @@ class ConsoleView(RunView):
             self._bar.set_description_str(self._prefix() + self.state)
             self._end_line()
         elif self.epochs:
-            state = "stopped early" if steps < planned else "trained"
-            self._write(f"{state}: {steps}/{planned} steps")
+            early = f"stopped early: {steps}/{planned} steps"
+            self._write(early if stopped_early else f"trained: {steps} steps")
 
     def close(self) -> None:
         self._open.discard(self)

@@ -15,7 +15,7 @@ from sparkdl.report.record.module_graph import condensed
 from sparkdl.report.record.run_record import RunRecord, curve_names, curve_panels
 
 _FACTS = {
-    "mode": "mode", "strategy": "strategy", "workers": "workers", "slots": "slots",
+    "mode": "mode", "strategy": "strategy", "workers": "workers", "mesh": "mesh", "slots": "slots",
     "rows": "training rows", "validation_rows": "validation rows", "epochs": "epochs",
     "shards": "parts of the rows",
     "steps_per_epoch": "steps per epoch", "steps": "steps", 
@@ -125,8 +125,7 @@ def _tiles(record: RunRecord) -> Markup:
         tiles.append(_tile("workers", _workers(record), record.facts.get("mode")))
     steps = record.steps[-1][1] if record.steps else None
     if steps is not None and record.facts.get("steps"):
-        planned = record.facts.get("first_step", 0) + record.facts["steps"]
-        tiles.append(_tile("steps", html.value(steps), f"of {planned:,} planned"))
+        tiles.append(_tile("steps", html.value(steps), _planned_steps(record, steps)))
     if record.restarts or record.attempts:
         tiles.append(_tile("restarts", str(record.restarts), None))
     return tag("div", *tiles, class_="tiles")
@@ -137,6 +136,17 @@ def _tile(name: str, value: Content, small: Content) -> Markup:
         "div", tag("span", name), tag("b", value), tag("small", small) if small else None,
         class_="tile",
     )  # fmt: skip
+
+
+def _planned_steps(record: RunRecord, steps: float) -> str | None:
+    """None where the last epoch is over with another number of steps.
+
+    Epochs before a fit went on had others if it had other workers then.
+    """
+    planned = record.facts.get("first_step", 0) + record.facts["steps"]
+    last_epoch = record.facts.get("first_epoch", 0) + record.facts["epochs"]
+    is_over = bool(record.history) and record.history[-1].get("epoch", 0) >= last_epoch
+    return None if is_over and steps != planned else f"of {planned:,} planned"
 
 
 def _workers(record: RunRecord) -> str:

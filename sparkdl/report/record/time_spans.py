@@ -13,7 +13,7 @@ from sparkdl.report.record.run_record import Event
 
 SHORTEST_SECONDS = 1.0
 """Of a span of a short run with few ranks."""
-_SPANS_OF_ALL = 20_000
+_SPANS_OF_ALL = 5_000
 _SPANS_OF_A_RANK = 200
 
 
@@ -31,7 +31,7 @@ class Spans:
     """What each rank of an attempt has spent the time from ``begin`` to ``end`` on."""
 
     def __init__(self, world_size: int) -> None:
-        self._share = max(20, min(_SPANS_OF_A_RANK, _SPANS_OF_ALL // world_size))
+        self._share = max(5, min(_SPANS_OF_A_RANK, _SPANS_OF_ALL // world_size))
         self._ranks: dict[int, _Rank] = {}
 
     def take(self, rank: int, totals: Mapping[str, float], now: float) -> Iterator[Event]:

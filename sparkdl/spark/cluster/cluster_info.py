@@ -17,6 +17,7 @@ from pyspark.resource import ResourceProfile
 from pyspark.sql import SparkSession
 
 from sparkdl.errors import ClusterError
+from sparkdl.mesh import Mesh
 from sparkdl.runtime.activity import doing
 from sparkdl.spark.session.compat import conf, is_connect, num_slots, scala_context
 from sparkdl.spark.session.failures import raise_if_ended
@@ -51,6 +52,11 @@ class ClusterInfo:
     def is_local(self) -> bool:
         """True if driver and executor are one process, or run on one machine for tests."""
         return self.master.startswith("local")
+
+    @property
+    def is_one_process(self) -> bool:
+        """True if tasks run in the driver's JVM."""
+        return self.master == "local" or self.master.startswith("local[")
 
     @property
     def task_threads(self) -> int:
@@ -166,8 +172,12 @@ def choose_num_workers(
     *,
     cpus_per_worker: int | None = None,
     gpus_per_worker: float | None = None,
+    mesh: Mesh | None = None,
 ) -> int:
-    """Workers as requested, else one per GPU or per executor; raises ClusterError."""
+    """Workers as requested, else one per GPU or per executor; raises ClusterError.
+
+    The error names ``mesh`` in place of numWorkers if the request comes from it.
+    """
     if info.num_executors is None or info.cores_per_executor is None or info.dynamic_allocation:
         if requested is None and info.dynamic_allocation:
             raise ClusterError(
@@ -186,23 +196,28 @@ def choose_num_workers(
             return max(1, info.num_executors)
         return max(1, min(slots, info.num_executors * info.gpus_per_executor))
     if requested > slots and info.is_complete:
-        raise ClusterError(_too_few(requested, slots, info, cpus_per_worker, gpus_per_worker))
+        raise ClusterError(_too_few(requested, slots, info, cpus_per_worker, gpus_per_worker, mesh))
     return requested
 
 
 def _too_few(
-    workers: int, slots: int, info: ClusterInfo, cpus: int | None, gpus: float | None
-) -> str:
+    workers: int, slots: int, info: ClusterInfo, cpus: int | None, gpus: float | None,
+    mesh: Mesh | None,
+) -> str:  # fmt: skip
     needs = f"{cpus or info.task_cpus:g} cpu"
     task_gpus = gpus if gpus is not None else info.gpus_per_task
     if task_gpus:
         needs += f" and {task_gpus:g} gpu"
     executors = "executor" if info.num_executors == 1 else "executors"
+    asked, remedy = f"numWorkers={workers}", f"set numWorkers to at most {slots}"
+    if mesh is not None:
+        asked = f"parallelism=Mesh({mesh})"
+        remedy = f"choose axes whose product is at most {slots}"
     return (
-        f"numWorkers={workers} needs {workers} free slots of {needs} at the same time, but "
+        f"{asked} needs {workers} free slots of {needs} at the same time, but "
         f"{info.master} has {slots} ({info.num_executors} {executors} with "
         f"{info.cores_per_executor} cores and {info.gpus_per_executor} gpus each); "
-        f"set numWorkers to at most {slots} or give Spark more executors or cores"
+        f"{remedy} or give Spark more executors or cores"
     )
 
 
@@ -360,7 +375,7 @@ def worker_memory(info: ClusterInfo, get: Get, num_workers: int) -> int | None:
     own = get("spark.executor.pyspark.memory")
     if info.master.startswith(("yarn", "k8s")):
         granted = overhead_bytes(get)
-    elif own and not info.master.startswith("local"):
+    elif own and not info.is_one_process:
         granted = parse_bytes(own, unit=2**20)
     else:
         return None

@@ -71,21 +71,42 @@ class GangTask:
     def _environment(self, context: TaskContext, stack: contextlib.ExitStack) -> WorkerEnvironment:
         if self.num_tasks is None:
             assert isinstance(context, BarrierTaskContext)
-            addresses = [_host(info.address) for info in context.getTaskInfos()]
-            world_size, address = len(addresses), addresses[context.partitionId()]
-            channel = self.channel or _host_channel(context, stack, self.attempt)
-        else:
-            assert self.channel is not None
-            world_size, channel = self.num_tasks, self.channel
-            address = _address_towards(channel)
-        gpu = context.resources().get("gpu")
-        return WorkerEnvironment(
-            rank=context.partitionId(),
-            world_size=world_size,
-            address=address,
-            gpu_addresses=tuple(gpu.addresses) if gpu is not None else (),
-            channel=channel.of_rank(context.partitionId()),
-        )
+            return barrier_environment(context, stack, self.channel, self.attempt)
+        assert self.channel is not None
+        address = _address_towards(self.channel)
+        return _environment(context, self.num_tasks, address, self.channel)
+
+
+def barrier_environment(
+    context: BarrierTaskContext,
+    stack: contextlib.ExitStack,
+    channel: Address | None = None,
+    attempt: int = 0,
+) -> WorkerEnvironment:
+    """Who a task of a barrier stage is.
+
+    Args:
+        context: of the task.
+        stack: closes the channel if this task hosts it.
+        channel: None: rank 0 hosts one and announces it.
+        attempt: number of the submission.
+    """
+    addresses = [_host(info.address) for info in context.getTaskInfos()]
+    channel = channel or _host_channel(context, stack, attempt)
+    return _environment(context, len(addresses), addresses[context.partitionId()], channel)
+
+
+def _environment(
+    context: TaskContext, world_size: int, address: str, channel: Address
+) -> WorkerEnvironment:
+    gpu = context.resources().get("gpu")
+    return WorkerEnvironment(
+        rank=context.partitionId(),
+        world_size=world_size,
+        address=address,
+        gpu_addresses=tuple(gpu.addresses) if gpu is not None else (),
+        channel=channel.of_rank(context.partitionId()),
+    )
 
 
 def launch(

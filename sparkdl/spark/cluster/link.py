@@ -8,14 +8,14 @@ import logging
 import shutil
 import tempfile
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 
-import pyarrow as pa
 from pyspark.sql import SparkSession
 
 from sparkdl.comm.access import Address
 from sparkdl.comm.channel import ChannelServer, Hub
+from sparkdl.comm.file_chunks import gathered
 from sparkdl.errors import ClusterError, StorageError
 from sparkdl.runtime.activity import doing
 from sparkdl.spark.cluster.cluster_info import mib
@@ -60,10 +60,18 @@ class Link:
         return replace(self.channel, secret=self.hub.access.secret)
 
     def send(
-        self, name: str, data: bytes, *, what: str, remedy: str, in_task: bool = False
+        self,
+        name: str,
+        data: bytes,
+        *,
+        what: str,
+        remedy: str,
+        in_task: bool = False,
+        pieces: Callable[[], Iterable[bytes | memoryview]] | None = None,
     ) -> bytes | None:
         """Make bytes available to all workers of a run, through the channel if there is one.
 
+        ``pieces``, if given, make them one after the other in place of ``data``.
         ``what`` and ``remedy`` are for the error. With ``in_task`` small ones travel in the task
         also where there is a channel.
 
@@ -73,6 +81,12 @@ class Link:
         Raises:
             ClusterError: there is no channel, and they are too large for the task.
         """
+        if pieces is not None:
+            if self.channel is not None:
+                if not self.files.exists(name):
+                    self.files.write(name, pieces())
+                return None
+            data = gathered(pieces())
         is_small = len(data) <= _MAX_TASK_BYTES
         if is_small and (in_task or self.channel is None):
             return data
@@ -94,8 +108,12 @@ def open_link(
     checkpoint_dir: str | None,
     run_id: str,
     stack: contextlib.ExitStack,
+    once_submitted: Callable[[], None] | None = None,
 ) -> Link:
-    """Open the channel and the place for checkpoints, and try both from the executors."""
+    """Open the channel and the place for checkpoints, and try both from the executors.
+
+    ``once_submitted`` is called when executors are asked to: it may submit what comes next.
+    """
     files = stack.enter_context(driver_folder())
     url, place = None, None
     checkpoints: Storage | None = None
@@ -117,7 +135,8 @@ def open_link(
     # In rounds the driver alone writes checkpoints, so executors need not see where.
     found = probe(
         spark,
-        num_tasks=slots.num_workers,
+        # One process answers once, and another slot is left for what comes next.
+        num_tasks=1 if slots.cluster.is_one_process else slots.num_workers,
         profile=slots.profile,
         channel=address,
         needs_channel=needs_channel,
@@ -125,6 +144,7 @@ def open_link(
         checkpoints=checkpoints if slots.is_gang else None,
         run_id=run_id,
         settings=settings,
+        once_submitted=once_submitted,
     )
     if address is not None and not found.reaches_driver:
         if needs_channel:
@@ -173,7 +193,7 @@ def _serve(spark: SparkSession, hub: Hub, files: Mounted, settings: Settings) ->
     port = settings.channel_port
     try:
         return ChannelServer(hub, bind=bind, announce=announce, port=port, files=files)
-    except (pa.ArrowException, OSError) as error:
+    except OSError as error:
         raise ClusterError(
             f"cannot open the channel to the workers on {bind}:{port or 'any port'}: {error}; "
             "choose another spark.sparkdl.channel.port (0 takes a free one; two fits at a time "

@@ -1,11 +1,11 @@
-"""A small job that asks the executors, before any data is read, for what a run needs of them."""
+"""A small job that asks the executors, before they read data, for what a run needs of them."""
 
 from __future__ import annotations
 
 import contextlib
 import json
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -113,11 +113,13 @@ def probe(
     checkpoints: Storage | None,
     run_id: str,
     settings: Settings,
+    once_submitted: Callable[[], None] | None = None,
 ) -> Findings:
     """Compare versions and reach the storage on the executors.
 
     The driver writes a file to ``checkpoints``, which executors must find under ``storage_url``;
     None: they need not. Where training ``needs_channel``, they try longer to reach it.
+    ``once_submitted`` is called when they are asked: answers take seconds where Python begins.
 
     Raises:
         ClusterError: an executor has no Python or no sparkdl, runs other versions than the driver,
@@ -146,7 +148,9 @@ def probe(
         )
         try:
             rows = job.watched(
-                settings.start_timeout_seconds, queue_seconds=settings.queue_timeout_seconds
+                settings.start_timeout_seconds,
+                queue_seconds=settings.queue_timeout_seconds,
+                once_submitted=once_submitted,
             )
         except PythonException as error:
             # The task itself raises nothing, so its executor could not even begin it.

@@ -85,7 +85,8 @@ class Resize:
 
     def _without_the_missing(self, attempt: Attempt, there: int, what: str) -> str | None:
         now, least = time.monotonic(), self._run.slots.min_workers
-        if self._seen is None or self._seen[0] != there:
+        # As long as scouts keep slots, the missing may have had none.
+        if self._seen is None or self._seen[0] != there or not self._scouts.have_left():
             self._seen = (there, now)
         waits = self._run.settings.elastic_wait_seconds
         if least is None or there < least or now - self._seen[1] < waits:

@@ -11,8 +11,8 @@ import pyarrow as pa
 
 from sparkdl.spark.cluster.cluster_info import slots_per_executor
 from sparkdl.spark.cluster.supervisor import Launch
-from sparkdl.spark.session.background_job import BackgroundJob
-from sparkdl.spark.session.compat import conf
+from sparkdl.spark.session.background_job import BackgroundJob, TaskProgress
+from sparkdl.spark.session.compat import conf, is_connect
 
 logger = logging.getLogger(__name__)
 
@@ -47,6 +47,8 @@ class Scouts:
         """None are sent yet."""
         self._run = run
         self._job: BackgroundJob[object] | None = None
+        self._leaving: TaskProgress | None = None
+        """Of those that were called back: Spark ends a task of Python's seconds later."""
         self._times_sent = 0
         self._next = 0.0
         """When to decide again."""
@@ -108,11 +110,20 @@ class Scouts:
         if self._job is not None:
             self._job.cancel()
 
+    def have_left(self) -> bool:
+        """Whether the slots of those that were called back are free; Spark Connect cannot tell."""
+        if self._leaving is not None:
+            self._leaving.seconds_without()  # asks Spark
+            if not self._leaving.num_running or is_connect(self._run.spark):
+                self._leaving = None
+        return self._leaving is None
+
     def end(self) -> None:
-        """Wait until they have gone, whoever has called them back."""
+        """Call them back for good, and wait until Spark knows it."""
         job, self._job, self._next = self._job, None, 0.0
         if job is None:
             return
         job.end()
+        self._leaving = job.progress
         if job.error is not None and not job.is_cancelled:
             logger.info("Spark has ended the tasks that asked for more slots: %s", job.error)

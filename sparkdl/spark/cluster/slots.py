@@ -13,6 +13,7 @@ from pyspark.resource import ResourceProfile, ResourceProfileBuilder, TaskResour
 from pyspark.sql import SparkSession
 
 from sparkdl.errors import ClusterError, ConfigError
+from sparkdl.mesh import Mesh
 from sparkdl.runtime.activity import doing
 from sparkdl.spark.cluster.cluster_info import (
     ClusterInfo,
@@ -135,13 +136,14 @@ def plan_slots(
     is_gang: bool = True,
     most_workers: int | None = None,
     min_workers: int | None = None,
+    mesh: Mesh | None = None,
 ) -> Slots:
     """Decide for a gang, and wait until all its slots are free; or for rounds.
 
     If the user leaves the number of workers open, it is at most ``most_workers``. A gang may begin
     with fewer workers than it should have, if there are ``min_workers``. The shards of rounds need
-    no slots of their own, so none are waited for. Raises ClusterError, or ConfigError if
-    ``min_workers`` is more than an open number comes to.
+    no slots of their own, so none are waited for. If ``mesh`` asks for ``num_workers``, errors name
+    it. Raises ClusterError, or ConfigError if ``min_workers`` is more than an open number comes to.
     """
     info = await_executors(spark, settings) if num_workers is None else inspect_cluster(spark)
     is_plain = False
@@ -152,7 +154,11 @@ def plan_slots(
     is_open = num_workers is None
     if num_workers is None or (is_gang and min_workers is None):
         num_workers = choose_num_workers(
-            info, num_workers, cpus_per_worker=cpus_per_worker, gpus_per_worker=gpus_per_worker
+            info,
+            num_workers,
+            cpus_per_worker=cpus_per_worker,
+            gpus_per_worker=gpus_per_worker,
+            mesh=mesh,
         )
     if is_open and most_workers is not None:
         num_workers = min(num_workers, most_workers)

@@ -359,7 +359,7 @@ def _check_start(attempt: Attempt, now: float, run: Launch, job: BackgroundJob[R
         return
     silence, started = job.progress.seconds_without(), "since Spark runs their tasks"
     if not num_there:
-        left = f"; restarts left after this one: {attempt.restarts_left}"
+        left = f"; restarts left after this one: {attempt.restarts_left}" if attempt.number else ""
         waited = now - attempt.submitted
         job.check_queue("worker", waited, settings.queue_timeout_seconds, left)
     elif reaches_driver:

@@ -34,6 +34,7 @@ from sparkdl.spark.session.compat import conf
 from sparkdl.spark.session.interrupts import Cleanup, interruptible
 from sparkdl.spark.session.stage_progress import working
 from sparkdl.sync.exchange_pattern import ModelSize
+from sparkdl.sync.gradients.allreduce import AllReduce
 from sparkdl.sync.gradients.shard_tree import tree_pattern
 
 
@@ -101,12 +102,13 @@ def _along_meshes(found: Found) -> Explanation:
     checked = found.checked
     mesh, slots = checked.config.parallelism, checked.slots
     limit = worker_memory(slots.cluster, partial(conf, checked.spark), slots.num_workers)
-    is_known = limit is not None and checked.config.device != "cuda"
+    has_limit = limit is not None and checked.config.device != "cuda"
     most = max(slots.total or 0, slots.num_workers)
-    rows = table_of(checked.module, checked.config, most, limit if is_known else None)
+    rows = table_of(checked.module, checked.config, most, limit if has_limit else None)
     own = next(row for row in rows if row.mesh == str(mesh))
     facts = _facts(found, model_size(checked.module, None), None)
-    sent = None if own.sends_activations else own.data_bytes + own.shard_bytes
+    is_known = not own.sends_activations and checked.strategy == AllReduce()
+    sent = own.data_bytes + own.shard_bytes if is_known else None
     facts = replace(
         facts,
         optimizer_bytes=own.optimizer_bytes,
@@ -253,6 +255,9 @@ def _measured(calibration: Calibration) -> Iterator[tuple[str, str]]:
         f"{seconds_text(stages.fixed_seconds)} and {1e6 * stages.byte_seconds:.2g} s per MB of "
         "each task's state",
     )
-    yield "start and end", seconds_text(calibration.start_seconds(in_rounds=False))
+    gang = calibration.gang
+    num_ranks = 1 if gang is None else gang.num_ranks
+    start_seconds = calibration.start_seconds(in_rounds=False, world_size=num_ranks)
+    yield "start and end", seconds_text(start_seconds)
     spool, row = calibration.spool_seconds, calibration.spool_row_seconds
     yield "spool", f"{seconds_text(spool)} + {seconds_text(row)} per row and slot"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
@@ -18,13 +19,16 @@ from sparkdl.explain.mesh_memory import (
 from sparkdl.mesh import Mesh
 from sparkdl.report.page.html import size
 from sparkdl.runtime.process import borrowed_generator
-from sparkdl.spark.cluster.cluster_info import Get, parse_bytes
+from sparkdl.spark.cluster.cluster_info import INTERPRETER_BYTES, ClusterInfo, Get, parse_bytes
 from sparkdl.spark.run.run import FitRequest
+from sparkdl.sync.collective import CollectiveStrategy
 from sparkdl.sync.gradients.allreduce import AllReduce
 
 if TYPE_CHECKING:
     import torch
     from torch import nn
+
+logger = logging.getLogger(__name__)
 
 _ELEMENTWISE = (
     "ASGD", "Adadelta", "Adagrad", "Adam", "AdamW", "Adamax", "NAdam", "RAdam", "RMSprop", "Rprop",
@@ -38,12 +42,16 @@ def check_mesh(request: FitRequest, module: nn.Module, mode: str, *, has_logs: b
 
     ``has_logs``: the module is a LightningModule.
     """
-    from sparkdl.sync.divided.dividing import recomputed
-    from sparkdl.sync.divided.layout import divided_layers
-
     mesh, config = request.config.parallelism, request.config
     if mesh is None:
         return
+    # Later: they import torch's compiler, which takes seconds.
+    from torch.nn.modules.batchnorm import _NormBase
+
+    from sparkdl.sync.divided.dividing import recomputed
+    from sparkdl.sync.divided.layout import divided_layers
+    from sparkdl.sync.divided.stages import cut_layers
+
     if not isinstance(mesh, Mesh):
         raise ConfigError(f"parallelism must be a sparkdl.Mesh or None; received {mesh!r}")
     workers = request.num_workers
@@ -53,24 +61,27 @@ def check_mesh(request: FitRequest, module: nn.Module, mode: str, *, has_logs: b
             f"{workers}; leave numWorkers unset, or choose axes whose product it is"
         )
     strategy = config.sync_strategy
-    plain = isinstance(strategy, AllReduce) and not (
-        strategy.double_buffering or strategy.num_backup_workers or strategy.work_shares
-    )
+    obstacle = strategy.why_not_divided(mesh)
+    summed = isinstance(strategy, CollectiveStrategy)
     remedies = {
         "executionMode must be 'gang': the workers of a mesh need each other at every step": (
             mode != "gang"
         ),
-        f"syncStrategy must be AllReduce() without double_buffering, num_backup_workers and "
-        f"work_shares; received {strategy!r}": not plain,
+        f"syncStrategy cannot be {strategy!r}: {obstacle}": obstacle is not None,
         "topology must be 'auto' or 'ring': sums are formed between parts of the mesh": (
-            plain and strategy.topology not in ("auto", "ring")
+            summed and strategy.topology not in ("auto", "ring")
         ),
         "minWorkers must be unset: the product of the axes is the number of workers": (
             request.min_workers is not None
         ),
         "elasticity must be 'rounding'": config.elasticity != "rounding",
         "the module must not be a LightningModule, whose hooks see whole parameters": has_logs,
-        "compile must be False: compiled code of divided layers has not been tried": config.compile,
+        "compile must be False: the stages of a pipeline leave the forward pass where they end": (
+            mesh.pipeline > 1 and config.compile
+        ),
+        "compile must be False: torch.compile cannot follow layers that are divided along tensor": (
+            mesh.tensor > 1 and config.compile
+        ),
         "syncBatchNorm must be False": config.sync_batch_norm,
         "precision must be 'fp32' or 'bf16': no rank sees whether the gradients of all overflow": (
             config.precision == "fp16"
@@ -78,6 +89,17 @@ def check_mesh(request: FitRequest, module: nn.Module, mode: str, *, has_logs: b
         "memoryFormat must be 'contiguous': parameters are cut along their first dimension": (
             config.memory_format != "contiguous"
         ),
+        "trainingStep must be unset: along a pipeline no worker computes the whole module": (
+            mesh.pipeline > 1 and config.training_step is not None
+        ),
+        "augmentation must be unset: the workers of a pipeline would draw other numbers": (
+            mesh.pipeline > 1 and config.augmentation is not None
+        ),
+        "the module must have no BatchNorm, which would count the rows that fill up the parts of a "
+        "batch along a pipeline; use GroupNorm or LayerNorm": (
+            mesh.pipeline > 1 and any(isinstance(part, _NormBase) for part in module.modules())
+        ),
+        "numWorkers cannot be 'auto'; leave it unset": "numWorkers" in request.automatic,
         f"Params cannot be 'auto'; set {', '.join(request.automatic)}": bool(request.automatic),
         "initialState and keepTrainingState must be unset": (
             request.initial_state is not None or request.keep_training_state
@@ -97,7 +119,11 @@ def check_mesh(request: FitRequest, module: nn.Module, mode: str, *, has_logs: b
             f"parallelism=Mesh({mesh}): activation_checkpointing needs layers that are made of "
             "layers, without BatchNorm, and the module has none; leave it False"
         )
-    divided_layers(mesh, module)
+    if mesh.pipeline > 1:
+        logger.info("Mesh: stages begin with the layers %s", ", ".join(cut_layers(mesh, module)))
+    layers = divided_layers(mesh, module)
+    if layers:
+        logger.info("Mesh: layers divided along tensor=%d: %s", mesh.tensor, layers)
 
 
 def check_mesh_optimizer(mesh: Mesh | None, optimizer: torch.optim.Optimizer) -> None:
@@ -145,13 +171,14 @@ def table_of(
 
 
 def check_worker_memory(
-    module: nn.Module, config: TrainConfig, master: str, get: Get, most_workers: int
+    module: nn.Module, config: TrainConfig, cluster: ClusterInfo, get: Get, most_workers: int
 ) -> None:
     """Refuse what cannot fit into the memory that Spark grants a Python worker.
 
     Only where that is a limit which the kernel keeps: ``spark.executor.pyspark.memory``, of
     executors that are processes of their own, on CPUs. Spark divides it among an executor's cores;
-    here a worker may have all of it. Counted are parameters, gradients and optimizer state only.
+    here a worker may have all of it. Counted are Python with torch, parameters, gradients and
+    optimizer state.
 
     Raises:
         ClusterError: these do not fit, with the mesh along which they do.
@@ -161,19 +188,22 @@ def check_worker_memory(
     granted = get("spark.executor.pyspark.memory")
     is_lazy = any(nn.parameter.is_lazy(parameter) for parameter in module.parameters())
     is_plain = config.parallelism is not None or isinstance(config.sync_strategy, AllReduce)
-    if not granted or master.startswith("local") or config.device != "cpu":
+    on_cpus = config.device == "cpu" or (config.device == "auto" and not cluster.gpus_per_executor)
+    if not granted or cluster.is_one_process or not on_cpus:
         return
     limit = parse_bytes(granted, unit=2**20)
     if not limit or is_lazy or not is_plain:
         return
+    room = limit - INTERPRETER_BYTES
     now = mesh_memory(module, kept_state(module, config), config.parallelism)
-    if now.kept_bytes <= limit:
+    if now.kept_bytes <= room:
         return
-    best = smallest_that_fits(table_of(module, config, most_workers, limit))
-    remedy = "no mesh of as many workers as there are slots would fit"
+    best = smallest_that_fits(table_of(module, config, most_workers, room))
+    remedy = f"with the {most_workers} slots there are, no mesh would fit: raise that entry"
     if best is not None:
-        remedy = f"set parallelism=Mesh({best.mesh})"
+        remedy = f"set parallelism=Mesh({best.mesh}), or raise that entry"
     raise ClusterError(
-        f"parameters, gradients and optimizer state take {size(now.kept_bytes)} of a worker, and "
-        f"spark.executor.pyspark.memory is {granted}; {remedy}, or raise that entry"
+        f"parameters, gradients and optimizer state take {size(now.kept_bytes)} of a worker, "
+        f"besides {size(INTERPRETER_BYTES)} for Python and torch, and "
+        f"spark.executor.pyspark.memory is {granted}; {remedy}"
     )

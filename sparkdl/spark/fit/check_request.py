@@ -24,6 +24,7 @@ from sparkdl.config import TrainConfig
 from sparkdl.data.plan import Column, Shard, SpoolColumn, TrainPlan, make_plan
 from sparkdl.errors import ClusterError, ConfigError
 from sparkdl.inputs import Named
+from sparkdl.mesh import Mesh
 from sparkdl.runtime.process import borrowed_generator
 from sparkdl.serialization.identity import identity
 from sparkdl.serialization.initial_weights import InitialWeights, load_initial_weights
@@ -55,6 +56,7 @@ from sparkdl.sync.strategy import SyncStrategy
 if TYPE_CHECKING:
     from torch import nn
 
+    from sparkdl.serialization.recorded.recipe import RecordedWeights
     from sparkdl.train.objective.loss import LossFunction
     from sparkdl.train.training_state import TrainingMethod, TrainingState
 
@@ -74,6 +76,8 @@ class CheckedValues:
     mode: Literal["gang", "rounds"]
     module: nn.Module
     """Of our own, on the CPU; what does not train is frozen."""
+    weights: RecordedWeights | None
+    """Those of its parameters if they are on the meta device; None: they are there."""
     float_dtype: str
     """Of floating features."""
     frozen: Items[str]
@@ -241,11 +245,10 @@ def check_request(data: UserData, request: FitRequest) -> CheckedRequest:
         is_gang=values.mode == "gang",
         most_workers=request.num_shards if mesh is None else None,
         min_workers=request.min_workers,
+        mesh=mesh,
     )
     most = slots.total or slots.num_workers
-    check_worker_memory(
-        module, config, slots.cluster.master, partial(compat.conf, data.spark), most
-    )
+    check_worker_memory(module, config, slots.cluster, partial(compat.conf, data.spark), most)
     if config.elasticity == "bits":  # those that a gang of any size has
         slots = replace(slots, threads=request.cpus_per_worker or slots.cluster.task_threads)
     if request.num_workers is None and mesh is None and "numWorkers" not in request.automatic:
@@ -256,15 +259,17 @@ def check_request(data: UserData, request: FitRequest) -> CheckedRequest:
             slots.num_workers,
             f", on {request.num_shards} shards" if some_have_several else "",
         )
-    strategy.check(config, slots.num_workers)
+    strategy.check(config, slots.num_workers if mesh is None else mesh.num_replicas)
     readers = (slots.max_workers or slots.num_workers) if mesh is None else mesh.num_readers
     check_shards(request.num_shards, strategy, readers)
-    if not slots.is_gang and isinstance(strategy, AveragingStrategy):
+    if not slots.is_gang:
+        keeps_optimizer, num_members = True, slots.num_workers
+        if isinstance(strategy, AveragingStrategy):
+            keeps_optimizer, num_members = strategy.optimizer_state == "average", 1
         check_driver_memory(
             partial(compat.conf, data.spark),
-            state_bytes=round_state_bytes(module, config, strategy),
-            num_shards=slots.num_workers,
-            strategy=strategy,
+            state_bytes=round_state_bytes(module, config, keeps_optimizer=keeps_optimizer),
+            num_members=num_members,
             heap_bytes=compat.driver_heap_bytes(data.spark),
             is_local=compat.shares_console(data.spark),
         )
@@ -425,12 +430,15 @@ def check_values(request: FitRequest) -> CheckedValues:
     check_travels({**travelling_values, "inputs": request.specified, "labels": request.labels})
     config = replace(config, sync_strategy=sync.resolve(config.sync_strategy))
     request = replace(request, config=config)
-    mode = choose_mode(request.execution_mode, config.sync_strategy)
+    asked = request.execution_mode
+    if asked == "auto" and config.parallelism is not None:
+        asked = "gang"
+    mode = choose_mode(asked, config.sync_strategy)
     if request.shards not in SHARDS:
         raise ConfigError(f"shards must be one of {SHARDS}; received {request.shards!r}")
     if request.cache_dir is not None:
         check_cache_dir(request.cache_dir)
-    module, float_dtype = make_module(request)
+    module, weights, float_dtype = begin_module(request)
     frozen = freeze(module, config.frozen_layers)
     has_logs = check_lightning(module, config, in_rounds=mode == "rounds")
     check_elasticity(config, config.sync_strategy, has_logs=has_logs)
@@ -439,6 +447,7 @@ def check_values(request: FitRequest) -> CheckedValues:
         request=request,
         mode=mode,
         module=module,
+        weights=weights,
         float_dtype=float_dtype,
         frozen=frozen,
         objective=check_training(module, request, in_rounds=mode == "rounds"),
@@ -490,6 +499,40 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc] # cloudpickle has no 
         if is_session or isinstance(value, DataFrame):
             raise pickle.PicklingError(f"a {type(value).__name__} lives on the driver")
         return super().reducer_override(value)
+
+
+def begin_module(request: FitRequest) -> tuple[nn.Module, RecordedWeights | None, str]:
+    """The module to start from, and the dtype of its floating features; see `make_module`.
+
+    Where a mesh divides what a factory makes, its parameters are on the meta device, and their
+    weights beside it: the driver never has all of them.
+    """
+    import torch
+    from torch import nn
+
+    from sparkdl.serialization.recorded.recipe import NotRecorded
+    from sparkdl.serialization.recorded.recording import recorded
+
+    mesh, reason = request.config.parallelism, None
+    is_factory = not isinstance(request.module, nn.Module) and callable(request.module)
+    if is_factory and isinstance(mesh, Mesh) and mesh.is_divided:
+        try:
+            with borrowed_generator(request.config.seed):
+                module, weights = recorded(request.module)
+        except Exception as error:  # also what the factory raises only here
+            reason = f"{type(error).__name__}: {error}"
+        else:
+            try:
+                if request.initial_weights is not None:
+                    load_initial_weights(module, request.initial_weights, weights=weights)
+                is_double = any(p.dtype == torch.float64 for p in module.parameters())
+                return module, weights, "float64" if is_double else "float32"
+            except NotRecorded as error:
+                reason = str(error)
+    whole, float_dtype = make_module(request)
+    if reason is not None:
+        logger.info("the driver makes the whole module before it is divided: %s", reason)
+    return whole, None, float_dtype
 
 
 def make_module(request: FitRequest) -> tuple[nn.Module, str]:
@@ -577,7 +620,7 @@ def check_training(
     config = request.config
     strategy: SyncStrategy = config.sync_strategy
     steps_between(config.callbacks)
-    with borrowed_generator(config.seed):
+    with borrowed_generator(config.seed), optimizers.without_compiler():
         objective = objective_of(config, module)
         check_metrics(config, objective)
         is_lazy = any(nn.parameter.is_lazy(parameter) for parameter in module.parameters())

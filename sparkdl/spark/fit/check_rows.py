@@ -10,6 +10,7 @@ import re
 import traceback
 from collections.abc import Callable, Mapping
 from collections.abc import Sequence as Items
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -19,6 +20,7 @@ from sparkdl.data.column_stats import SpooledShard
 from sparkdl.data.plan import Column, TrainPlan
 from sparkdl.errors import ConfigError, DataError
 from sparkdl.inputs import Sequence, Tensor
+from sparkdl.mesh import Mesh
 from sparkdl.report.record.module_graph import traced
 from sparkdl.runtime.process import borrowed_generator
 from sparkdl.spark.cluster.cluster_info import check_memory
@@ -32,6 +34,7 @@ if TYPE_CHECKING:
     import torch
     from torch import nn
 
+    from sparkdl.serialization.recorded.recipe import RecordedWeights
     from sparkdl.train.objective.loss import LossFunction, ModuleLoss
 
 logger = logging.getLogger(__name__)
@@ -66,16 +69,49 @@ def check_rows(
     """
     request = checked.request
     columns = shaped(table.columns(shards), request.input_shapes)
-    run = partial(dry_run, checked.module, columns, request, checked.objective)
-    if sink is None:
-        num_classes, key, metrics = run()
-    else:
-        num_classes, key, metrics = traced_run(run, checked.module, sink)
+    objective = checked.objective
+
+    def run(seen: AbstractContextManager[None] | None = None) -> DryRun:
+        return dry_run(checked.module, columns, request, objective, checked.weights, seen=seen)
+
+    try:
+        found = run() if sink is None else traced_run(run, checked.module, sink)
+    except ConfigError as error:
+        weights, cause = checked.weights, error.__cause__
+        if weights is None or "meta" not in str(cause):
+            raise
+        # Code beside torch's operations has met a parameter that is not there.
+        logger.info("the driver makes the whole module to run it: %s", cause)
+        weights.fill(checked.module)
+        found = run()
+    num_classes, key, metrics = found
+    check_stages(checked.module, request.config.parallelism, columns)
     if num_classes is not None and request.label_col is not None:
         check_labels(table, request.label_col, num_classes, request.num_inputs, shards)
     return CheckedRows(
         columns=columns, num_classes=num_classes, prediction_key=key, metrics=metrics
     )
+
+
+def check_stages(module: nn.Module, mesh: Mesh | None, columns: Items[Column]) -> None:
+    """See that a module can be computed in the stages of a mesh; raises ConfigError."""
+    import torch
+
+    from sparkdl.data.collate import example_arguments
+    from sparkdl.sync.divided.stages import Skeleton, cut_layers
+
+    if mesh is not None and mesh.pipeline > 1:
+        example = example_arguments([column for column in columns if column.role == "feature"])
+        cuts = cut_layers(mesh, module)
+        try:
+            Skeleton(module, torch.device("cpu")).stages(example, cuts)
+        except ConfigError as error:
+            if mesh.stages != "auto":
+                raise
+            raise ConfigError(
+                f'{error}; stages="auto" let stages begin with {", ".join(cuts)}, by the sizes of '
+                "layers: name the layers of each stage"
+            ) from error
 
 
 def check_labels(
@@ -99,8 +135,6 @@ def check_plan(checked: CheckedRequest, plan: TrainPlan, *, has_validation: bool
             batches that the plan has.
         ClusterError: the replicas do not fit into the executors' containers.
     """
-    from sparkdl.sync.divided.layout import trained_bytes
-
     try:
         check_monitored(checked.config, has_validation=has_validation, has_logs=checked.has_logs)
     except ConfigError as error:
@@ -110,18 +144,23 @@ def check_plan(checked: CheckedRequest, plan: TrainPlan, *, has_validation: bool
             f"{none_for_validation(checked.request, plan.num_rows)}: earlyStopping, metrics and "
             "validationInterval need some"
         ) from error
-    check_empty_batches(checked.module, plan, checked.config)
+    check_empty_batches(checked.module, plan, checked.config, checked.weights)
     if checked.has_logs:
         check_manual_plan(checked.module, plan, apart=checked.strategy.trains_apart)
     module, slots = checked.module, checked.slots
-    trained = trained_bytes(checked.config.parallelism, module)
-    copied = replica_bytes(module) if checked.config.parallelism is None else trained
+    mesh = checked.config.parallelism
+    trained = sum(p.nbytes for p in module.parameters() if p.requires_grad)
+    if mesh is not None:
+        from sparkdl.sync.divided.dividing import trained_bytes
+
+        trained = trained_bytes(mesh, module)
+    copied = 2 * trained + (replica_bytes(module) if mesh is None else trained)
     check_memory(
         slots.cluster,
         partial(conf, checked.spark),
         replica_bytes=replica_bytes(module),
-        # gradients, two moments as Adam keeps them, and a checkpoint's copy of it all
-        state_bytes=trained + 2 * trained + copied + 2 * trained,
+        # gradients, two moments as Adam keeps them, and a checkpoint's copy where there is one
+        state_bytes=3 * trained + (0 if mesh is not None and mesh.divides_model else copied),
         spool_bytes=plan.largest_spool_bytes,
         num_workers=slots.num_workers,
     )
@@ -177,12 +216,13 @@ def shaped(
 
 
 def traced_run(
-    run: Callable[[], T], module: nn.Module, sink: Callable[[Mapping[str, Any]], None]
+    run: Callable[[AbstractContextManager[None] | None], T],
+    module: nn.Module,
+    sink: Callable[[Mapping[str, Any]], None],
 ) -> T:
-    """What ``run`` gives; ``sink`` gets the graph of what the module did meanwhile."""
+    """What ``run`` gives; ``sink`` gets the graph of what the module did in the given block."""
     try:
-        with traced(module, sink):
-            return run()
+        return run(traced(module, sink))
     except ConfigError as error:
         # A compiled module, for one, may fail only because it is looked at; a layer of torch's
         # does not, nor does code that raises errors of its own.
@@ -190,15 +230,24 @@ def traced_run(
         failed = None if cause is None else failed_layer(cause, module)
         if not isinstance(cause, RuntimeError) or (failed is not None and failed.is_torchs):
             raise
-        return run()
+        return run(None)
+
+
+DryRun = tuple[int | None, str | None, Mapping[str, Any] | None]
 
 
 def dry_run(
-    module: nn.Module, columns: Items[Column], request: FitRequest, objective: LossFunction
-) -> tuple[int | None, str | None, Mapping[str, Any] | None]:
+    module: nn.Module,
+    columns: Items[Column],
+    request: FitRequest,
+    objective: LossFunction,
+    weights: RecordedWeights | None = None,
+    seen: AbstractContextManager[None] | None = None,
+) -> DryRun:
     """Run the module on two rows of zeros: it must take the features, and the loss its output.
 
-    This also initializes lazy modules.
+    This also initializes lazy modules. ``weights`` are those of parameters on the meta device;
+    the module runs in the block of ``seen``.
 
     Returns:
         The number of classes, if it is a classifier; where its output has the tensor that loss
@@ -215,22 +264,41 @@ def dry_run(
     from sparkdl.train.objective.training_step import StepLoss, taken
 
     features = [column for column in columns if column.role == "feature"]
-    was_training = module.training
+    was_training, config = module.training, request.config
+    uses = None
+    if config.parallelism is not None:
+        from sparkdl.sync.divided.outside_uses import OutsideUses
+
+        uses = OutsideUses(module, config.parallelism)
     try:
         # Lazy modules get their weights now.
-        with torch.no_grad(), borrowed_generator(request.config.seed):
+        with (
+            torch.no_grad(),
+            borrowed_generator(config.seed),
+            _there(weights),
+            uses or nullcontext(),
+            seen or nullcontext(),  # after the layout was found: that passes by layers with hooks
+        ):
             output = example_arguments(features).call(module.eval())
     except Exception as error:
         raise ConfigError(refusal(error, module, features)) from error
     finally:
         module.train(was_training)
-    config = request.config
+    if uses is not None:
+        uses.check()
     meant = taken(objective.shown if isinstance(objective, StepLoss) else objective, output)
     num_classes = _num_classes(meant) if config.task == "classification" else None
     if not isinstance(objective, StepLoss) and (config.task != "custom" or request.labels):
         _try_loss(objective, meant, columns)
     metrics = resolved(config.metrics, objective, meant)
     return num_classes, None if meant is output else "logits", metrics
+
+
+def _there(weights: RecordedWeights | None) -> AbstractContextManager[None]:
+    """Lets a module compute whose parameters may be on the meta device."""
+    from sparkdl.serialization.recorded.lending import lent
+
+    return nullcontext() if weights is None else lent(weights)
 
 
 def _try_loss(loss: LossFunction, output: Any, columns: Items[Column]) -> None:
@@ -297,7 +365,12 @@ def _num_classes(output: Any) -> int:
     return 2 if output.ndim == 1 or output.shape[1] == 1 else int(output.shape[1])
 
 
-def check_empty_batches(module: nn.Module, plan: TrainPlan, config: TrainConfig) -> None:
+def check_empty_batches(
+    module: nn.Module,
+    plan: TrainPlan,
+    config: TrainConfig,
+    weights: RecordedWeights | None = None,
+) -> None:
     """Refuse batches without rows that the module does not take; raises ConfigError."""
     import torch
 
@@ -311,7 +384,7 @@ def check_empty_batches(module: nn.Module, plan: TrainPlan, config: TrainConfig)
         return
     features = [column for column in plan.columns if column.role == "feature"]
     try:
-        with torch.no_grad(), borrowed_generator(), evaluation_mode(module):
+        with torch.no_grad(), borrowed_generator(), evaluation_mode(module), _there(weights):
             example_arguments(features, 0).call(module)
     except Exception as error:
         what = f"parallelism=Mesh({config.parallelism})" if gathers else "syncBatchNorm"

@@ -11,8 +11,11 @@ import logging
 import time
 import uuid
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from dataclasses import replace
-from functools import partial
+from functools import cache, partial
+
+from torch import nn
 
 from sparkdl.config import EarlyStopping
 from sparkdl.data.column_stats import SpooledShard
@@ -21,9 +24,10 @@ from sparkdl.report.listeners.listener import wanted_looks
 from sparkdl.report.live.progress import EpochCallback
 from sparkdl.report.live.views import shows_lines
 from sparkdl.report.recorder import Recorder
-from sparkdl.report.summary import TrainingSummary, WeightsOf
+from sparkdl.report.summary import WeightsOf
 from sparkdl.runtime.activity import doing
 from sparkdl.serialization.packed_module import pack
+from sparkdl.serialization.stored_module import StoredModule
 from sparkdl.spark.cluster.link import Link, open_link
 from sparkdl.spark.cluster.slots import Slots, wait_again
 from sparkdl.spark.cluster.supervisor import persistently
@@ -40,6 +44,7 @@ from sparkdl.spark.run.run import FitRequest, FitResult, Run, Trained
 from sparkdl.spark.run.run_facts import facts, record_run
 from sparkdl.spark.session.compat import shares_console
 from sparkdl.spark.session.interrupts import Cleanup, interruptible
+from sparkdl.storage.hadoop_storage import open_on_driver
 from sparkdl.sync.averaging.averaging import AveragingStrategy
 from sparkdl.sync.frozen_layers import thaw
 from sparkdl.sync.population.population import PopulationStrategy
@@ -92,7 +97,11 @@ def fit(
             recorder.phase("preflight")
         result = _fit(given, run_id, request, spools, recorder)
         made = result.summary
-        recorder.succeeded(made.history, result.module, str(made.weights_of or ""))
+        module = result.module
+        if isinstance(module, StoredModule) and request.listeners:  # who get it whole
+            module = module.module
+        whole = module if isinstance(module, nn.Module) else None
+        recorder.succeeded(made.history, whole, str(made.weights_of or ""))
     seconds = time.perf_counter() - began
     other = {"fit: other": seconds - made.seconds}  # what is before and after the phases
     summary = replace(
@@ -120,6 +129,7 @@ def _fit(
             slots = checked.slots
             stack.enter_context(spools.queue.slots(slots.num_workers, slots.total))
             recorder.phase("preflight")
+        table_of = cache(partial(_table, checked, run_id, spools, stack))
         link = open_link(
             checked.spark,
             checked.slots,
@@ -127,14 +137,10 @@ def _fit(
             checkpoint_dir=checked.config.checkpoint.directory,
             run_id=run_id,
             stack=stack,
+            once_submitted=lambda: table_of().begin(),  # while Python starts on the executors
         )
         recorder.phase("spool")
-        make = partial(checked.data.table, checked.fit_spec, run_id)
-        if spools is not None:
-            table = spools.take(checked.fit_spec, checked.slots, make)
-        else:
-            table = make()
-            stack.callback(table.close)
+        table = table_of()
         shards = persistently(
             table.collect,
             max_restarts=request.max_restarts,
@@ -150,7 +156,7 @@ def _fit(
             logger.warning("training goes on without %d row(s): %s", num_skipped, causes)
         mode, train = _mode(checked)
         content = content_of(shards) + mode + checked.begins_from_text
-        key = run_key(checked.module, found.columns, checked.config, content)
+        key = run_key(checked.module, found.columns, checked.config, content, checked.weights)
         if isinstance(table, SourceTable):
             table = table_to_go_on(link.checkpoints, key, table)
             shards = table.known
@@ -169,7 +175,7 @@ def _fit(
             config=checked.config,
             module=checked.module,
             objective=checked.objective,
-            packed=pack(checked.module),
+            packed=pack(checked.module, checked.weights),
             table=table,
             slots=checked.slots,
             link=link,
@@ -184,7 +190,9 @@ def _fit(
         recorder.facts(**known)
         recorder.phase("train")
         trained = train(run)
-        recorder.done(trained.summary.steps)
+        weights_of = _weights_of(trained, plan, checked.config.early_stopping)
+        is_short = weights_of is not None and weights_of.stopped_early
+        recorder.done(trained.summary.steps, stopped_early=is_short)
         recorder.phase("clean up")
     thaw(checked.module, checked.frozen)  # a choice of this training, not of the module
     laps = recorder.end_phase()
@@ -196,18 +204,29 @@ def _fit(
         validation_rows=plan.num_validation_rows,
         skipped_rows=num_skipped,
         shards=known["shards"],
+        mesh=known["mesh"] or "",
         run_name=request.run_name,
         world_size=trained.summary.world_size if checked.slots.is_gang else plan.world_size,
         seconds=sum(laps.values()),
-        weights_of=_weights_of(trained.summary, plan, checked.config.early_stopping),
+        weights_of=weights_of,
         chosen={name: dict(choice) for name, choice in request.chosen.items()},
     )
     state = None
     if trained.left is not None:
         assert checked.method is not None
         state = TrainingState(**trained.left, method=checked.method)
+    module: nn.Module | StoredModule = checked.module.eval()
+    if trained.stored_at is not None:
+        assert link.url is not None
+        module = StoredModule.of(
+            checked.module,
+            open_on_driver(checked.spark, link.url),
+            trained.stored_at,
+            mesh=checked.config.parallelism,
+            is_reached=True,
+        )
     return FitResult(
-        module=checked.module.eval(),
+        module=module,
         columns=tuple(column for column in found.columns if column.role == "feature"),
         num_classes=found.num_classes,
         prediction_key=found.prediction_key,
@@ -216,11 +235,24 @@ def _fit(
     )
 
 
+def _table(
+    checked: CheckedRequest, run_id: str, spools: Spools | None, stack: ExitStack
+) -> RowTable:
+    """The table of the run's rows, which the stack closes unless other fits share it."""
+    make = partial(checked.data.table, checked.fit_spec, run_id)
+    if spools is not None:
+        return spools.take(checked.fit_spec, checked.slots, make)
+    table = make()
+    stack.callback(table.close)
+    return table
+
+
 def _weights_of(
-    trained: TrainingSummary, plan: TrainPlan, stopping: EarlyStopping | None
+    trained: Trained, plan: TrainPlan, stopping: EarlyStopping | None
 ) -> WeightsOf | None:
     """Which weights the module has; None where no epoch has a record."""
-    found = record_of_weights(trained.history, stopping)
+    history = trained.summary.history
+    found = record_of_weights(history, stopping)
     if found is None:
         return None
     values, best = found
@@ -228,8 +260,8 @@ def _weights_of(
         values=dict(values),
         best=best,
         planned_epochs=plan.end_epoch,
-        last_epoch=trained.history[-1]["epoch"],
-        stopped_early=trained.steps < plan.first_step + plan.total_steps,
+        last_epoch=history[-1]["epoch"],
+        stopped_early=trained.was_stopped and history[-1]["epoch"] < plan.end_epoch,
     )
 
 

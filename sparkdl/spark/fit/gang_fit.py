@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 import json
+import logging
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
 from typing import Any
 
 import cloudpickle
+import torch
 
 from sparkdl.comm.file_chunks import gathered
 from sparkdl.data.plan import assign_near, assign_shards
 from sparkdl.data.spool.spool_source import SpoolSource
+from sparkdl.errors import StorageError
 from sparkdl.report.summary import TrainingSummary
+from sparkdl.serialization.recorded.recipe import give_memory
+from sparkdl.serialization.stored_module import can_be_stored
 from sparkdl.spark.cluster.attempt import Attempt, Rows
 from sparkdl.spark.cluster.resize import Resize
 from sparkdl.spark.cluster.supervisor import GangResult, supervise
@@ -26,6 +31,10 @@ from sparkdl.sync.strategy import SyncStrategy
 from sparkdl.worker import training
 from sparkdl.worker.held_shards import differing
 
+logger = logging.getLogger(__name__)
+
+_WEIGHTS = "weights"
+"""Folder of the storage of checkpoints that has a folder of weights for each fit that left some."""
 _WORTH = 2.0
 """A gang starts again, to be faster, if that saves so many times what it costs."""
 
@@ -37,17 +46,63 @@ def train_in_gang(run: Run) -> Trained:
     state = None  # safetensors of what an earlier fit has left, if training goes on from there
     if run.begins_from is not None:
         state = gathered(encode(Snapshot(*pack(run.begins_from.shared()))))
+    place = _WEIGHTS if _stores_weights(run) else None
+    stored_at = None
     with gang_attempts(run, run.run_key, partial(_rebuild, run)) as attempts:
-        submit = partial(_submit, run, attempts, payload, state)
+        submit = partial(_submit, run, attempts, payload, state, place)
         changes = Redeal(run, attempts), Resize(run, partial(_pays, run), attempts.take_at_most)
-        result = supervise(run, submit, heal=attempts.heal, changes=changes)
-    run.module.load_state_dict(_sent(run, result, "weights", training.FINAL))
+        try:
+            result = supervise(run, submit, heal=attempts.heal, changes=changes)
+            stored = [payload for _, kind, payload in result.rows if kind == "stored"]
+            stored_at = stored[0].decode() if stored else None
+        finally:
+            if place is not None:
+                _remove_others(run, stored_at)
+    if stored_at is None:
+        if any(parameter.is_meta for parameter in run.module.parameters()):
+            give_memory(run.module, torch.device("cpu"))
+        run.module.load_state_dict(_sent(run, result, "weights", training.FINAL))
     left = _sent(run, result, "left", training.LEFT) if run.keeps_state else None
-    return Trained(summary=_trained(result), left=left)
+    reports = {rank: json.loads(payload) for rank, kind, payload in result.rows if kind == "result"}
+    return Trained(
+        summary=_summary(result, reports),
+        was_stopped=reports[0]["was_stopped"],
+        left=left,
+        stored_at=stored_at,
+    )
+
+
+def _stores_weights(run: Run) -> bool:
+    """True if ranks write the weights to the storage of checkpoints, and nobody sends them.
+
+    That is so where a model is divided, executors open the storage by themselves, and files of
+    weights can hold all that the model's state dict has.
+    """
+    mesh, link = run.config.parallelism, run.link
+    is_divided = mesh is not None and mesh.divides_model
+    return is_divided and link.url is not None and not link.relays and can_be_stored(run.module)
+
+
+def _remove_others(run: Run, kept: str | None) -> None:
+    """Remove what attempts of this run have left that are not the one that ended well."""
+    storage = run.link.checkpoints
+    assert storage is not None
+    try:
+        for name in storage.list(_WEIGHTS):
+            path = f"{_WEIGHTS}/{name}"
+            if name.startswith(f"{run.run_id}-") and path != kept:
+                storage.remove(path)
+    except StorageError as error:
+        logger.warning("weights that nobody needs stay in %s/%s: %s", storage, _WEIGHTS, error)
 
 
 def _submit(
-    run: Run, attempts: Attempts, payload: bytes, state: bytes | None, attempt: Attempt
+    run: Run,
+    attempts: Attempts,
+    payload: bytes,
+    state: bytes | None,
+    weights_in: str | None,
+    attempt: Attempt,
 ) -> Callable[[], Rows]:
     """Prepare a submission: lost shards are rebuilt, the newest checkpoint is found.
 
@@ -80,7 +135,8 @@ def _submit(
         device=run.config.device,
         plan=plan.held_by(attempt.held),
         payload=payload,
-        weights=send(training.INITIAL, tensors, what=what),
+        weights=send(training.INITIAL, tensors, what=what, pieces=run.packed.pieces),
+        recipe=run.packed.recipe,
         begins_from_state=run.begins_from is not None,
         state=state and send(training.STATE, state, what="the training state has"),
         keeps_state=run.keeps_state,
@@ -90,6 +146,8 @@ def _submit(
         is_placed=not (may_move or has_speeds) and isinstance(run.table.reader, SpoolSource),
         is_assigned=is_kept and not (run.slots.may_move or own or has_speeds),
         looks=run.looks,
+        spares_memory=mesh is not None and mesh.is_divided,
+        stored_at=weights_in and f"{weights_in}/{run.run_id}-{attempt.number}",
     )
     return run.gang_job(df, training.run, order, num_workers=world_size)
 
@@ -97,7 +155,7 @@ def _submit(
 def _finds_shards(run: Run) -> bool:
     """True if workers look for their shards, which lie in other numbers than theirs."""
     mesh = run.config.parallelism
-    return run.table.owns_partitions or (mesh is not None and mesh.tensor > 1)
+    return run.table.owns_partitions or (mesh is not None and mesh.num_readers < mesh.size)
 
 
 def _rebuild(run: Run, missing: Collection[int]) -> None:
@@ -214,8 +272,8 @@ def _sent(run: Run, result: GangResult, kind: str, name: str) -> Any:
     return decode(data, name)
 
 
-def _trained(result: GangResult) -> TrainingSummary:
-    reports = {rank: json.loads(payload) for rank, kind, payload in result.rows if kind == "result"}
+def _summary(result: GangResult, reports: Mapping[int, Any]) -> TrainingSummary:
+    """``reports``: rank -> what it has said of its training."""
     first = reports[0]
     return TrainingSummary(
         history=first["history"],

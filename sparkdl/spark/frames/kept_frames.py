@@ -33,7 +33,7 @@ from sparkdl.storage.storage import scheme_of, without_password
 _PASSES = 4
 """Tasks per slot that remove what is kept, so that every executor has some."""
 _REMEDY = "write the DataFrame as Parquet, and fit on these files"
-_FORMAT = 1
+_FORMAT = 2
 """Of the key and of what it leads to."""
 _PLANS = "org.apache.spark.sql.catalyst.plans.logical."
 _CACHED = "org.apache.spark.sql.execution.columnar.InMemoryRelation"

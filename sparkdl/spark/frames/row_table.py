@@ -96,6 +96,10 @@ class RowTable(Protocol):
         """True if an earlier run has left the shards: ranks find them where they lie."""
         return False
 
+    def begin(self) -> None:
+        """Have Spark begin to make the shards, if it needs a job; `collect` waits for that."""
+        return
+
     def collect(self) -> tuple[SpooledShard, ...]:
         """Make what is not there (everything at first, then what was lost), and list it.
 

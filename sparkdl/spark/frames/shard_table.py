@@ -21,7 +21,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from pyspark.sql import DataFrame, SparkSession
+from pyspark.sql import DataFrame, Row, SparkSession
 from pyspark.sql import functions as F
 
 from sparkdl import errors
@@ -98,6 +98,8 @@ class SpoolTable:
         self._queue_timeout_seconds = math.inf
         self._for_others: dict[int, DataFrame] = {}
         """The same shards in other numbers of places; persisted."""
+        self._begun: BackgroundJob[list[Row]] | None = None
+        """The job that `begin` has begun, and nobody waits for yet."""
         self._is_followed = False
         """Whether the gang that began again last runs where the table's rows are."""
 
@@ -109,6 +111,14 @@ class SpoolTable:
         )
         self.df = table.persist()
         self._queue_timeout_seconds = spec.queue_timeout_seconds
+
+    def begin(self) -> None:
+        """See `RowTable.begin`. Of several runs that share a table the first begins."""
+        if self._spooling.acquire(blocking=False):
+            if self._keep is None and self._begun is None and not self._seen:
+                self._begun = self._job(self.df)
+                self._begun.begin()
+            self._spooling.release()
 
     def _made_anew(self, missing: Collection[int]) -> list[tuple[SpooledShard, ...]]:
         """Have a plain stage read all rows, and write those of some shards of every data set."""
@@ -171,13 +181,9 @@ class SpoolTable:
         One thread at a time: two jobs would both write what they find missing.
         """
         with self._spooling:
-            job = BackgroundJob(
-                self._spark,
-                # A new query each time: one that has failed gives its failure again, from memory.
-                lambda: (table or self.df).select("shard_id", "payload").collect(),
-                tag=f"sparkdl-{self._run_id}-spool-{uuid.uuid4().hex[:4]}",
-                name=f"sparkdl {self._run_id}: spool",
-            )
+            job = self._begun if table is None else None
+            self._begun = None if table is None else self._begun
+            job = job or self._job(table or self.df)
             try:
                 rows = job.watched(math.inf, queue_seconds=self._queue_timeout_seconds)
             except BaseException:
@@ -188,6 +194,15 @@ class SpoolTable:
         # Spark runs no task at all if it finds that there is nothing to do.
         found = [shard for payload in payloads for shard in parse_shards(payload)]
         return [tuple(found[number::num_sets]) for number in range(num_sets)]
+
+    def _job(self, table: DataFrame) -> BackgroundJob[list[Row]]:
+        return BackgroundJob(
+            self._spark,
+            # A new query each time: one that has failed gives its failure again, from memory.
+            lambda: table.select("shard_id", "payload").collect(),
+            tag=f"sparkdl-{self._run_id}-spool-{uuid.uuid4().hex[:4]}",
+            name=f"sparkdl {self._run_id}: spool",
+        )
 
     def rebuild(self) -> None:
         for table in (self.df, *self._for_others.values()):
@@ -207,6 +222,9 @@ class SpoolTable:
         While other jobs hold all slots, the job that does so waits in the background. Raises
         nothing: it must not hide what went wrong before, nor spoil what went well.
         """
+        if self._begun is not None:
+            self._begun.end()
+            self._begun, self._stragglers = None, True
         # What is here needs no job, but for what the driver has not heard of.
         self._seen -= {path for path in self._seen if remove_spool(Path(path))}
         if has_ended(self._spark):
@@ -715,8 +733,7 @@ def host_loads(spooled: Sequence[SpooledShard], info: ClusterInfo, get: Get) -> 
     by_host: dict[str, list[SpooledShard]] = defaultdict(list)
     for part in spooled:
         by_host[part.shard.host].append(part)
-    is_one_process = info.master == "local" or info.master.startswith("local[")
-    heap = get("spark.driver.memory" if is_one_process else "spark.executor.memory") or "1g"
+    heap = get("spark.driver.memory" if info.is_one_process else "spark.executor.memory") or "1g"
     executors = -(-(info.num_executors or len(by_host)) // len(by_host))
     heaps = executors * parse_bytes(heap, unit=2**20)
     return [

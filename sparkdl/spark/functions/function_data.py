@@ -108,11 +108,19 @@ class DataSets(shard_table.SpoolTable):
         run_id: str,
         slots: Slots,
         num_shards: int | None = None,
+        num_readers: int | None = None,
     ) -> None:
-        """Describe them; nothing is read yet. ``num_shards`` is None for one of each worker."""
-        super().__init__(spark, run_id=run_id, num_places=slots.num_workers)
+        """Describe them; nothing is read yet.
+
+        ``num_readers`` workers read different rows, each of them a shard if ``num_shards`` is None;
+        None: all do.
+        """
+        places = num_readers or slots.num_workers
+        super().__init__(spark, run_id=run_id, num_places=places)
         self._slots = slots
-        self._num_shards = num_shards or slots.max_workers or slots.num_workers
+        self.are_found = slots.may_move or places < slots.num_workers
+        """Whether workers must look for their shards, wherever these are."""
+        self._num_shards = num_shards or slots.max_workers or places
         self._windows: dict[str, Windows | None] = {}
         settings = session_settings(spark)
         seconds = settings.heartbeat_timeout_seconds
@@ -120,9 +128,9 @@ class DataSets(shard_table.SpoolTable):
             name: TableSpec(
                 columns=columns,
                 num_shards=self._num_shards,
-                num_places=slots.num_workers,
+                num_places=places,
                 # Where workers come and go shards move to them, and no stage may need all slots.
-                is_gang=not slots.may_move,
+                is_gang=not self.are_found,
                 is_barrier=slots.is_barrier,
                 profile=slots.profile,
                 heartbeat_timeout_seconds=seconds,
@@ -138,7 +146,7 @@ class DataSets(shard_table.SpoolTable):
         self._sources = {
             name: SourceTable(spark, source, specs[name]) for name, source in sources.items()
         }
-        self.df = spark.range(0, slots.num_workers, 1, slots.num_workers)
+        self.df = slots_for(spark, slots.num_workers)
         if frames:
             spec = next(iter(specs.values()))  # equal but for the columns
             task = SpoolTask(
@@ -148,6 +156,11 @@ class DataSets(shard_table.SpoolTable):
                 heartbeat_timeout_seconds=seconds,
             )
             self._describe(partial(_spread, frames, specs), task, spec)
+
+    def begin(self) -> None:
+        """Have Spark begin to spool the DataFrames, if there are any."""
+        if self._spools:
+            super().begin()
 
     def collect(self) -> dict[str, DataSet]:
         """Spool what is not there, and list it, as `RowTable.collect` does."""
@@ -169,7 +182,7 @@ class DataSets(shard_table.SpoolTable):
             with naming(name):
                 data = data_set(name, rows, rows.known, warns=name not in self._windows)
                 if name not in self._windows:  # the order of rows stays, whoever goes on
-                    plan = data.plan(self._slots.num_workers, batch_size=1)
+                    plan = data.plan(self.num_places, batch_size=1)
                     self._windows[name] = shard_table.windows_of_spool(
                         plan, rows.known, self._slots.cluster, get, None
                     )
@@ -196,7 +209,7 @@ class DataSets(shard_table.SpoolTable):
         """
         if not self._spools:
             return
-        if self._is_followed or not self._slots.may_move:
+        if self._is_followed or not self.are_found:
             self.rebuild()
             return
         made_anew = self._made_anew(missing or range(self._num_shards))

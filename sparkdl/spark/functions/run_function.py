@@ -11,7 +11,7 @@ import logging
 import os
 import tempfile
 import uuid
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -22,6 +22,7 @@ from pyspark.sql import SparkSession
 from sparkdl.comm.channel import Hub
 from sparkdl.errors import ConfigError
 from sparkdl.inputs import Specification
+from sparkdl.mesh import Mesh
 from sparkdl.report.live.views import shows_lines
 from sparkdl.report.recorder import Recorder
 from sparkdl.runtime.activity import doing
@@ -32,6 +33,7 @@ from sparkdl.spark.cluster.resize import Resize
 from sparkdl.spark.cluster.slots import plan_slots, wait_again
 from sparkdl.spark.cluster.supervisor import GangResult, Launch, persistently, supervise
 from sparkdl.spark.fit.check_request import travelling
+from sparkdl.spark.frames.row_table import slots_for
 from sparkdl.spark.frames.user_data import Data, user_data
 from sparkdl.spark.functions.function_data import DataSets, local_data_sets, prepare_sets
 from sparkdl.spark.run.resume import Attempts, gang_attempts, newest, patiently
@@ -54,7 +56,15 @@ from sparkdl.storage.retried import Retried
 from sparkdl.storage.storage import Storage, check_writable, open_storage
 from sparkdl.worker import function_rank
 from sparkdl.worker.context import Context, entered
-from sparkdl.worker.function_rank import called, checkpoints, default_group, environment_variables
+from sparkdl.worker.function_mesh import device_mesh
+from sparkdl.worker.function_rank import (
+    called,
+    checkpoints,
+    default_group,
+    environment_variables,
+    in_turn,
+    load_part,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -75,6 +85,8 @@ class FunctionRequest(Request):
     resume: bool
     min_workers: int | None = None
     """Fewest workers that run it; None: as many as `num_workers`."""
+    parallelism: Mesh | None = None
+    """Of which the workers are; `num_workers` is its size, or 0."""
     num_shards: int | None = None
     """Fixed parts of the rows; None: one for each worker."""
     grow_after_seconds: float = 60.0
@@ -131,8 +143,13 @@ def on_workers(
         gpus_per_worker=request.gpus_per_worker,
         most_workers=request.num_shards,
         min_workers=request.min_workers,
+        mesh=request.parallelism,
     )
     with Cleanup() as stack:
+        mesh = request.parallelism
+        readers = None if mesh is None else mesh.num_readers
+        sets = DataSets(spark, data, prepared, run_id, slots, request.num_shards, readers)
+        stack.callback(sets.close)
         link = open_link(
             spark,
             slots,
@@ -140,11 +157,10 @@ def on_workers(
             checkpoint_dir=request.checkpoint_dir,
             run_id=run_id,
             stack=stack,
+            once_submitted=sets.begin,
         )
         check_folder(link.checkpoints, request)
         recorder.phase("spool")
-        sets = DataSets(spark, data, prepared, run_id, slots, request.num_shards)
-        stack.callback(sets.close)
         persistently(
             sets.collect,
             max_restarts=request.max_restarts,
@@ -233,10 +249,12 @@ class FunctionJob(Launch):
         path = attempts.begin(attempt, partial(self._newest, attempts))
         request, world_size = self.request, attempt.world_size
         self.sizes.append(world_size)
-        if attempt.number > 0 and self.slots.may_move:
+        if attempt.number > 0 and self.sets.are_found:
             sets, df = self.sets.restore(world_size)
         else:
             df, sets = self.sets.df, self.sets.collect()
+        if self.sets.num_places < world_size:  # the table has no row for each worker
+            df = slots_for(self.spark, world_size)
         in_task = self.link.send(
             function_rank.FUNCTION,
             self.payload,
@@ -251,7 +269,8 @@ class FunctionJob(Launch):
             device=request.device,
             payload=in_task or b"",
             sets=sets,
-            is_placed=not self.slots.may_move,
+            is_placed=not self.sets.are_found,
+            mesh=request.parallelism,
             results=request.results,
             keep=request.keep_checkpoints,
             resume_path=path,
@@ -338,8 +357,11 @@ def in_driver(
             num_restarts=0,
             sets=sets,
             resumed=None if found is None else patiently(partial(load_shared, found)),
-            save=lambda number, state: manager.save(number, state, {}),
+            save=lambda number, shared, part: manager.save(number, shared, part or {}),
             show=recorder.epoch,
+            parts=None if found is None else partial(_parts, found),
+            # All axes are of size 1, as there is but one rank.
+            mesh=None if request.parallelism is None else device_mesh(Mesh(), device, _SECONDS),
         )
         recorder.facts(world_size=1, mode="the driver's own process")
         recorder.fact(0, {"kind": "hardware", "hardware": hardware(device)})
@@ -348,6 +370,10 @@ def in_driver(
         with environment_variables(place), entered(place):
             value = called(request.function)
         return FunctionResult(values=[value], history=place.history)
+
+
+def _parts(info: CheckpointInfo) -> Iterator[Any]:
+    return (patiently(partial(load_part, info, rank)) for rank in in_turn(info, 0))
 
 
 def _storage(spark: SparkSession | None, request: FunctionRequest, folder: str) -> Storage:

@@ -473,6 +473,11 @@ class ModelArguments(InputArguments, total=False):
     device: Annotated[str, Option(
         "where tasks predict: 'auto' (a GPU if the task has one), 'cpu' or 'cuda'.",
         default="auto", fills="nothing")]
+    parallelism: Annotated[Mesh | Literal["auto"] | None, Option(
+        "sparkdl.Mesh(...): along which axes the tasks of transform divide a model whose weights "
+        "lie in a storage; None: each has all of it; 'auto': that along which it was trained, if "
+        "Spark grants a Python worker less memory than the weights take, else None.",
+        default="auto", fills="nothing")]
 
 
 class ClassifierModelArguments(ModelArguments, ClassArguments, total=False):

@@ -56,6 +56,14 @@ class CheckedParams(
                 raise ParamError(message) from None
         return self
 
+    def hasParam(self, paramName: str) -> bool:
+        """True if there is a Param of this name.
+
+        Spark would compute a property of that name, such as the module of a model, which may be
+        large.
+        """
+        return isinstance(getattr(type(self), paramName, None), Param)
+
     def _names(self) -> list[str]:
         return [param.name for param in self.params]
 

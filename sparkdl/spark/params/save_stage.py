@@ -28,8 +28,10 @@ from sparkdl.serialization.saved_module import (
     PreparedModule,
     open_module,
     prepare_module,
+    prepare_stored,
     prepare_weights,
 )
+from sparkdl.serialization.stored_module import StoredModule
 from sparkdl.serialization.trust import Trust, trusting
 from sparkdl.spark.params import stage_metadata
 from sparkdl.spark.params.param_table import UNKNOWN_LOSS
@@ -170,13 +172,19 @@ class ModelWriter(ParamsWriter):
             others[_SUMMARY] = json.dumps(model.summary.to_dict(), allow_nan=False).encode()
         if model.trainingState is not None:
             folders[initial_state.STATE] = prepare_weights(model.trainingState.tree())
-        folders[_MODEL] = prepare_module(
-            model.module,
-            model.module_factory,
-            example_inputs=example_of(model.columns),
-            extra=extra,
-            others=others,
-        )
+        module, example = model._module, example_of(model.columns)
+        if isinstance(module, StoredModule):
+            folders[_MODEL] = prepare_stored(
+                module,
+                model.module_factory,
+                example_inputs=example,
+                extra={**extra, "mesh": module.mesh},
+                others=others,
+            )
+        else:
+            folders[_MODEL] = prepare_module(
+                module, model.module_factory, example_inputs=example, extra=extra, others=others
+            )
         return super()._describe(folders)
 
 
@@ -265,12 +273,17 @@ class ModelReader(ParamsReader[M]):
     def _make(self, path: str) -> M:
         storage = stage_metadata.place_of(path, self.sparkSession)
         trust = self._trust
-        saved = open_module(storage, _MODEL, trust)
+        saved = open_module(storage, _MODEL, trust, is_lazy=True)
         data = saved.files.get(_SUMMARY)
         if saved.index["version"] == 1 and storage.exists(f"{_MODEL}/{_SUMMARY}"):
             data = storage.read(f"{_MODEL}/{_SUMMARY}")  # not in the list of files then
         summary = None if data is None else TrainingSummary.from_dict(json.loads(data))
-        module, extra = saved.make(), saved.extra()
+        extra = saved.extra()
+        module: nn.Module | StoredModule
+        if saved.sharded is None:
+            module = saved.make()
+        else:
+            module = StoredModule.of(saved.make_blank(), storage, _MODEL, mesh=extra["mesh"])
         columns = [column_from_json(column, trust) for column in extra["columns"]]
         make: Any = self.cls
         model = make(module, columns, num_classes=extra["num_classes"], summary=summary)

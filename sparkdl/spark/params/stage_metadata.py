@@ -27,7 +27,7 @@ from sparkdl.spark.session.settings import session_settings
 from sparkdl.storage.atomic_folder import digest
 from sparkdl.storage.hadoop_storage import HadoopStorage, knows_scheme, open_on_driver
 from sparkdl.storage.storage import (
-    Storage,
+    Folder,
     check_writable,
     open_storage,
     scheme_of,
@@ -107,7 +107,7 @@ def take_place(aside: str, spark: SparkSession) -> None:
 
 def write_metadata(
     instance: Params, path: str, spark: SparkSession, extra: dict[str, Any]
-) -> Storage:
+) -> Folder:
     """Write ``<path>/metadata``; returns the folder ``path``. Raises StorageError."""
     if _is_ours(path, spark):
         text = DefaultParamsWriter._get_metadata_to_save(instance, spark, extra)
@@ -203,7 +203,7 @@ def load_instance(path: str, spark: SparkSession) -> Any:
     return import_object(f"{module}:{cls}").load(path)
 
 
-def place_of(path: str, spark: SparkSession) -> Storage:
+def place_of(path: str, spark: SparkSession) -> Folder:
     """The folder ``path``, as this process reaches it."""
     return (
         open_storage(path)

@@ -1,7 +1,8 @@
 """Parameter averaging in rounds: one plain Spark job per round, and the driver merges in between.
 
 Deeplearning4j's shape: the state goes to every shard, each shard trains a round of steps from it,
-the states come back as their weighted mean, in the order of shards. Slots may be fewer than shards,
+the states come back as their weighted mean, in the order of shards. The driver holds the state of
+the round's beginning, and the mean. Slots may be fewer than shards,
 come and go, and run a task twice: a lost task gives the same bits when it is run again.
 """
 
@@ -10,15 +11,20 @@ from __future__ import annotations
 import copy
 import json
 import math
+from functools import partial
 from typing import Any, ClassVar
 
+import torch
+
 from sparkdl.data.plan import RoundPart
+from sparkdl.spark.rounds.driver_memory import round_state_bytes
 from sparkdl.spark.rounds.round_driver import RoundDone, run_rounds
-from sparkdl.spark.rounds.round_jobs import Evaluation, RoundJobs
-from sparkdl.spark.rounds.round_stages import STATE, merge_states
+from sparkdl.spark.rounds.round_jobs import Evaluation, RoundJobs, encoded
+from sparkdl.spark.rounds.round_stages import Merge, is_of_state, num_merge_tasks
 from sparkdl.spark.run.run import Run, Trained
 from sparkdl.storage.stateful import Stateful
 from sparkdl.sync.averaging.averaging import AveragingStrategy
+from sparkdl.sync.averaging.state_pieces import CHANGES
 from sparkdl.sync.population.hyperparameters import rescaled, set_present_rate
 from sparkdl.train.state import Record, TrainState
 
@@ -36,7 +42,12 @@ class Averaged(Stateful):
     def __init__(self, run: Run, strategy: AveragingStrategy, jobs: RoundJobs) -> None:
         self._strategy = strategy
         self._jobs = jobs
-        self._num_shards = run.plan.world_size
+        self._num_shards = shards = run.plan.world_size
+        state_bytes = round_state_bytes(
+            run.module, run.config, keeps_optimizer=strategy.optimizer_state == "average"
+        )
+        num_tasks = num_merge_tasks(shards, state_bytes)
+        self._merge = Merge(pieces=strategy.pieces(shards), num_tasks=num_tasks)
         self._outer = strategy.make_outer(run.plan.world_size)
         self._round: dict[str, Any] = {"model": copy.deepcopy(run.module.state_dict())}
         self._trained = [n for n, p in run.module.named_parameters() if p.requires_grad]
@@ -55,20 +66,27 @@ class Averaged(Stateful):
             self._round["scheduler"] = rescaled(schedule, factor)
 
     def train(self, part: RoundPart) -> RoundDone:
-        state = self._jobs.encoded(self._round)
-        rows = self._jobs.run_on_all(part, state, depth=self._strategy.merge_depth)
+        rows = self._jobs.run_on_all(part, partial(encoded, self._round), merge=self._merge)
         reports = {rank: json.loads(data) for rank, kind, data in rows if kind == "result"}
         assert len(reports) == self._num_shards
-        payloads = {rank: data for rank, kind, data in rows if kind == STATE}
-        if payloads:
-            self._merge(list(payloads.values()))
-        return RoundDone(
-            reports=reports, bytes_sent={rank: len(data) for rank, data in payloads.items()}
-        )
+        found: dict[str, list[bytes]] = {}
+        for _, kind, data in rows:
+            if is_of_state(kind):
+                found.setdefault(kind, []).append(data)
+        if found:
+            pieces = self._merge.pieces
+            means = ((name, pieces.mean(name, parts)) for name, parts in found.items())
+            self._go_on_from(pieces.put_together(means))
+        sent = {rank: report["bytes_sent"] for rank, report in reports.items()}
+        return RoundDone(reports=reports, bytes_sent=sent)
 
-    def _merge(self, payloads: list[bytes]) -> None:
-        """Take the mean of the replicas, and what the strategy makes of it."""
-        _, mean = merge_states(payloads)
+    def _go_on_from(self, mean: dict[str, Any]) -> None:
+        """Begin the next round from what the strategy makes of the mean of the replicas."""
+        made: dict[int, torch.Tensor] = {}
+        for name, change in mean.pop(CHANGES, {}).items():
+            if id(change) not in made:  # tied weights stay tied
+                made[id(change)] = self._round["model"][name] + change
+            mean["model"][name] = made[id(change)]
         # What does not train was not sent back.
         mean["model"] = {n: mean["model"].get(n, value) for n, value in self.model().items()}
         if self._outer is not None:

@@ -14,6 +14,7 @@ import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, ClassVar
 
 import torch
@@ -143,8 +144,8 @@ class Population:
         models = [member.model for member in self.members]
         records: dict[int, Record] = {}
         for group in grouped([len(model) for model in models], _MEASURED_BYTES):
-            data = pack_parts({str(number): models[number] for number in group})
-            rows = self._jobs.run_on_all(None, data, work=population_member.work)
+            pack = partial(pack_parts, {str(number): models[number] for number in group})
+            rows = self._jobs.run_on_all(None, pack, work=population_member.work)
             reports = [json.loads(data) for _, kind, data in rows if kind == "result"]
             for number in group:
                 records[number] = self._jobs.evaluation(

@@ -215,7 +215,7 @@ class _Rounds:
             population=self.replicas.notes(),
         )
         left = left_by(self._shared_state()) if run.keeps_state else None
-        return Trained(summary=summary, left=left)
+        return Trained(summary=summary, was_stopped=book.state.stopped_early, left=left)
 
     def _train_round(self) -> None:
         state, totals = self.book.state, self.totals

@@ -18,15 +18,16 @@ from sparkdl.runtime.versions import versions
 from sparkdl.serialization.packed_module import pack_blank
 from sparkdl.spark.cluster.attempt import Attempt
 from sparkdl.spark.cluster.supervisor import supervise
-from sparkdl.spark.rounds.round_stages import PATH, Rows, run_stage
+from sparkdl.spark.rounds.round_stages import PATH, Merge, Rows, run_stage
 from sparkdl.spark.run.run import Run
 from sparkdl.storage.checkpoint_format import encode
-from sparkdl.storage.tensor_tree import Snapshot, snapshot
+from sparkdl.storage.tensor_tree import snapshot
 from sparkdl.train.objective.label_losses import part_names
 from sparkdl.train.objective.logs import fill, from_text
 from sparkdl.train.objective.metrics import Metrics
 from sparkdl.train.state import EpochBook, Record
 from sparkdl.train.validation import record as evaluation_record
+from sparkdl.worker import population_member
 from sparkdl.worker.round_task import RoundOrder, RoundWork, pack_payload, train_or_evaluate
 
 logger = logging.getLogger(__name__)
@@ -53,6 +54,11 @@ def logged(reports: Iterable[Any]) -> list[bytes]:
     return [from_text(report["logs"]) for report in reports if report.get("logs")]
 
 
+def encoded(state: Any) -> bytes:
+    """A state that all shards share, as `train_or_evaluate` takes it."""
+    return gathered(encode(snapshot(state, copies=False)))
+
+
 class RoundJobs:
     """Runs the jobs of one run."""
 
@@ -63,7 +69,6 @@ class RoundJobs:
         self._run = run
         self._book = book
         self._next_attempt = first_attempt
-        self._sent: Snapshot | None = None
         self.labels = part_names(run.objective)
         """Those whose losses are kept apart."""
         blank = pack_blank(run.module)
@@ -92,22 +97,19 @@ class RoundJobs:
     def run_on_all(
         self,
         part: RoundPart | None,
-        state: bytes,
+        state: Callable[[], bytes],
         *,
         work: RoundWork = train_or_evaluate,
-        depth: int = 1,
+        merge: Merge | None = None,
     ) -> Rows:
-        """Run one job in which all shards get the same ``state``; see `run` and `run_stage`."""
-        return self.run(part, work, lambda order: run_stage(self._run, order, state, depth=depth))
-
-    def encoded(self, state: Any) -> bytes:
-        """A state that all shards share, as `train_or_evaluate` takes it."""
-        self._sent = snapshot(state, self._sent)
-        return gathered(encode(self._sent))
+        """Run one job in which all shards get the same state; see `run` and `run_stage`."""
+        if merge is not None:
+            work = partial(train_or_evaluate, pieces=merge.pieces)
+        return self.run(part, work, lambda order: run_stage(self._run, order, state, merge))
 
     def measure(self, model: dict[str, Any]) -> Evaluation:
         """Measure one model on the validation rows of all shards."""
-        rows = self.run_on_all(None, self.encoded({"model": model}))
+        rows = self.run_on_all(None, partial(encoded, {"model": model}))
         reports = [json.loads(data) for _, kind, data in rows if kind == "result"]
         return self.evaluation(reports, [data for _, kind, data in rows if kind == "metrics"])
 
@@ -145,6 +147,6 @@ class RoundJobs:
             heartbeat_timeout_seconds=run.settings.heartbeat_timeout_seconds,
             source=run.table.reader,
             # Of a population every round has another member on the first shard.
-            looks=run.looks if work is train_or_evaluate else None,
+            looks=run.looks if work is not population_member.work else None,
         )
         return partial(stage, order)

@@ -1,17 +1,20 @@
-"""A round as a Spark job: a plain stage over the shard table, and a tree of stages that merge.
+"""A round as a Spark job: a plain stage over the shard table, and one that takes the mean.
 
 Spark may run tasks one after the other, twice, or again after a loss. The state travels as a
-broadcast variable, and on Spark Connect, which has none, as a broadcast join.
+broadcast variable, and on Spark Connect, which has none, as a broadcast join. States come back in
+pieces. Each task of the second stage takes the mean of some pieces of all shards, in the order of
+shards, so that no process holds several states, and the driver gets one.
 """
 
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import reduce
-from typing import Any
+from typing import NamedTuple
 
 import pyarrow as pa
 from pyspark import TaskContext
@@ -27,13 +30,18 @@ from sparkdl.spark.frames.shard_table import parse_shards
 from sparkdl.spark.run.run import Run
 from sparkdl.spark.session.compat import is_connect
 from sparkdl.spark.session.failures import TaskLost, spark_message
+from sparkdl.sync.averaging.state_pieces import FRAME, Pieces
 from sparkdl.worker import round_task
 from sparkdl.worker.population_member import pack_parts
 from sparkdl.worker.round_task import RoundOrder, RoundPlace
 
 Rows = list[tuple[int, str, bytes]]
 
-STATE = "state"
+AT_ONCE_BYTES = 8 << 20
+"""States that are not larger than this all together come to the driver as they are: one more stage
+would cost more."""
+_MERGED_BYTES = 64 << 20
+"""What a task that takes means gets, where there are enough shards."""
 PATH = "path"
 """Kind of the row that says where a task has found its shard."""
 
@@ -82,60 +90,89 @@ class RoundTask:
             return files.read(f"{self.state}/{shard_id}")
 
 
-def merge_groups(batches: Iterable[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
-    """Merge each group's states, under its first shard's number; pass on the rest. On executors."""
-    rows: list[dict[str, Any]] = [row for batch in batches for row in batch.to_pylist()]
-    groups: dict[int, list[tuple[int, bytes]]] = {}
-    group_of = {row["rank"]: row["group"] for row in rows}
-    for rank, kind, payload in sorted(file_chunks.joined_results(rows)):
-        if kind == STATE:
-            groups.setdefault(group_of[rank], []).append((rank, payload))
-        else:
-            yield from file_chunks.result_batches(rank, kind, payload)
-    for members in groups.values():
-        merged = merge_payloads([payload for _, payload in members])
-        yield from file_chunks.result_batches(members[0][0], STATE, merged)
+@dataclass(frozen=True, kw_only=True)
+class Merge:
+    """How executors take the mean of the replicas' states."""
+
+    pieces: Pieces
+    num_tasks: int
+    """See `num_merge_tasks`."""
 
 
-def merge_payloads(payloads: Sequence[bytes]) -> bytes:
-    """The weighted mean of states that `round_task.run` gave, with the sum of their weights."""
-    from sparkdl.storage.checkpoint_format import encode
-    from sparkdl.storage.tensor_tree import snapshot
+@dataclass(frozen=True, kw_only=True)
+class MeanOfPieces:
+    """Takes the mean of the states' pieces, and passes on all other results. Runs on executors.
 
-    if len(payloads) == 1:
-        return payloads[0]
-    weight, state = merge_states(payloads)
-    return file_chunks.gathered(encode(snapshot({"weight": weight, "state": state})))
+    Spark gives it the results of several names, and of each name those of all shards in their
+    order, whatever the order in which they were made.
+    """
+
+    pieces: Pieces
+
+    def __call__(self, batches: Iterable[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
+        """Yield one row for all replicas' pieces of a name, under the first replica's number."""
+        for kind, group in itertools.groupby(_rows(batches), key=lambda row: row.kind):
+            found = _by_rank(group)
+            if is_of_state(kind):
+                found = {min(found): self.pieces.mean(kind, list(found.values()))}
+            for rank, data in found.items():
+                yield from file_chunks.result_batches(rank, kind, data)
 
 
-def merge_states(payloads: Sequence[bytes]) -> tuple[float, Any]:
-    """As `merge_payloads`, decoded: the sum of weights, and the mean."""
-    from sparkdl.storage.checkpoint_format import decode
-    from sparkdl.sync.averaging.mean import merge
-
-    parts = [decode(payload, "a replica's state") for payload in payloads]
-    weights = [part["weight"] for part in parts]
-    return sum(weights), merge([part["state"] for part in parts], weights)
+class _Row(NamedTuple):
+    kind: str
+    rank: int
+    payload: bytes
 
 
-def run_stage(run: Run, order: RoundOrder, state: bytes, *, depth: int) -> Rows:
+def _rows(batches: Iterable[pa.RecordBatch]) -> Iterator[_Row]:
+    """One row at a time, without copies of the others."""
+    for batch in batches:
+        columns = [batch.column(batch.schema.get_field_index(name)) for name in _Row._fields]
+        for values in zip(*columns, strict=True):
+            yield _Row(*(value.as_py() for value in values))
+
+
+def _by_rank(rows: Iterable[_Row]) -> dict[int, bytes]:
+    """Rank -> what its rows, which follow each other, say together."""
+    by_rank = itertools.groupby(rows, key=lambda row: row.rank)
+    return {rank: b"".join(row.payload for row in own) for rank, own in by_rank}
+
+
+def is_of_state(kind: str) -> bool:
+    """True for a row with a part of a replica's state."""
+    return kind == FRAME or kind.startswith(f"{FRAME}/")
+
+
+def num_merge_tasks(num_shards: int, state_bytes: int) -> int:
+    """Tasks that take the mean of the states on executors; 0: the driver gets them as they are."""
+    together = num_shards * state_bytes
+    if num_shards == 1 or together <= AT_ONCE_BYTES:
+        return 0
+    return min(num_shards, -(-together // _MERGED_BYTES))
+
+
+def run_stage(
+    run: Run, order: RoundOrder, state: Callable[[], bytes], merge: Merge | None = None
+) -> Rows:
     """Run one round's job; raises TaskLost if a task cannot find its shard, or Spark's own errors.
 
-    ``depth`` counts the levels of the tree that merges states; 1: the driver merges all of them.
+    ``state`` makes what all tasks get. With ``merge`` executors take the mean of what they return.
     Returns what the tasks yielded, (shard id, kind, payload), in the order of shards.
     """
-    table, num_shards, broadcast = run.table.df, order.plan.world_size, None
+    table, broadcast = run.table.df, None
     if is_connect(run.spark):
-        table = table.crossJoin(F.broadcast(_as_rows(table, state)))
+        table = table.crossJoin(F.broadcast(_as_rows(table, state())))
     else:
-        broadcast = run.spark.sparkContext.broadcast(state)
+        broadcast = run.spark.sparkContext.broadcast(state())
     task = RoundTask(order=order, channel=run.link.address(), state=broadcast)
     try:
         results = table.mapInArrow(task, file_chunks.RESULT_COLUMNS, profile=run.slots.profile)
-        for num_groups in tree_levels(num_shards, depth):
-            group = F.floor(F.col("rank") * num_groups / num_shards).cast("int").alias("group")
-            results = results.select("*", group).repartition(num_groups, "group")
-            results = results.mapInArrow(merge_groups, file_chunks.RESULT_COLUMNS)
+        if merge is not None and merge.num_tasks:
+            results = results.repartition(merge.num_tasks, "kind")
+            results = results.sortWithinPartitions("kind", "rank", "seq")
+            mean = MeanOfPieces(pieces=merge.pieces)
+            results = results.mapInArrow(mean, file_chunks.RESULT_COLUMNS)
         return collected(results)
     finally:
         if broadcast is not None:
@@ -149,16 +186,6 @@ def collected(results: DataFrame) -> Rows:
     except PythonException as error:
         # Tasks report what the user's code does; they raise for lost shards only.
         raise TaskLost(spark_message(error)) from error
-
-
-def tree_levels(num_shards: int, depth: int) -> list[int]:
-    """Groups at each level below the driver, as Spark's treeAggregate chooses them."""
-    scale = max(2, round(num_shards ** (1 / depth) + 0.499))
-    levels, count = [], num_shards
-    while depth > 1 and count > scale + -(-count // scale):
-        count = -(-count // scale)
-        levels.append(count)
-    return levels
 
 
 def _as_rows(table: DataFrame, state: bytes) -> DataFrame:

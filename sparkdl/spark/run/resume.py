@@ -24,6 +24,7 @@ from sparkdl.data.plan import HOMES, Column
 from sparkdl.data.shuffle_windows import WINDOWS, Windows, from_text
 from sparkdl.errors import CheckpointError, CheckpointLost, ShardLost, StorageError
 from sparkdl.serialization.identity import identity
+from sparkdl.serialization.recorded.recipe import RecordedWeights
 from sparkdl.spark.cluster.attempt import Attempt
 from sparkdl.spark.cluster.slots import wait_again
 from sparkdl.spark.cluster.supervisor import Launch
@@ -54,7 +55,13 @@ _LEFT_OUT = ("epochs", "max_steps", "checkpoint", "callbacks", "device", "parall
 """What changes nothing of what is learnt: how long to train, how to watch it, and where."""
 
 
-def run_key(module: nn.Module, columns: Sequence[Column], config: TrainConfig, content: str) -> str:
+def run_key(
+    module: nn.Module,
+    columns: Sequence[Column],
+    config: TrainConfig,
+    content: str,
+    weights: RecordedWeights | None = None,
+) -> str:
     """Name of a run's checkpoints, 16 hexadecimal digits.
 
     Args:
@@ -63,6 +70,7 @@ def run_key(module: nn.Module, columns: Sequence[Column], config: TrainConfig, c
         columns: those of the plan; the number of workers does not count.
         config: all but the number of epochs and steps, checkpoints, callbacks and device.
         content: fingerprint of the rows.
+        weights: those of the module's parameters that are on the meta device.
     """
     described = [
         [c.name, c.role, c.dtype, list(c.shape), c.argument, identity(c.specification)]
@@ -76,7 +84,8 @@ def run_key(module: nn.Module, columns: Sequence[Column], config: TrainConfig, c
         for name in config.__dataclass_fields__
         if name not in _LEFT_OUT
     }
-    text = json.dumps([identity(module), described, options, content], sort_keys=True)
+    described_module = identity(module, None if weights is None else weights.digest)
+    text = json.dumps([described_module, described, options, content], sort_keys=True)
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 

@@ -20,6 +20,7 @@ from sparkdl.spark.frames.row_table import RowTable
 if TYPE_CHECKING:
     from torch import nn
 
+    from sparkdl.serialization.stored_module import StoredModule
     from sparkdl.train.objective.loss import LossFunction
     from sparkdl.train.training_state import TrainingState
 
@@ -48,11 +49,15 @@ class Run(Launch):
 
 @dataclass(frozen=True, kw_only=True)
 class Trained:
-    """What came of a run besides the weights, which the run's module has."""
+    """What came of a run besides the weights."""
 
     summary: TrainingSummary
+    was_stopped: bool
+    """True if a callback or `EarlyStopping` ended it."""
     left: Mapping[str, Any] | None
     """What `training_state.left_by` gave; None if it is not kept."""
+    stored_at: str | None = None
+    """Folder of the link's storage that has the weights; None: the run's module has them."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -141,8 +146,8 @@ class FitRequest(Request):
 class FitResult:
     """What the estimator gets."""
 
-    module: nn.Module
-    """Trained, on the CPU, in eval mode."""
+    module: nn.Module | StoredModule
+    """Trained, on the CPU, in eval mode; or where its weights lie."""
     columns: tuple[Column, ...]
     """The feature columns, as the module takes them."""
     num_classes: int | None

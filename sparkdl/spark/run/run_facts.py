@@ -88,10 +88,12 @@ def facts(run: Run) -> dict[str, Any]:
     """What is known before training begins, for `Recorder.facts`."""
     plan, module = run.plan, run.module
     parameters = list(module.parameters())
+    mesh = run.config.parallelism
     return {
         "world_size": plan.world_size,
         "mode": "gang" if run.slots.is_gang else "rounds",
         "strategy": shown(run.config.sync_strategy),
+        "mesh": None if mesh is None else str(mesh),
         "shards": _shards_text(run),
         "rows": plan.num_rows,
         "validation_rows": plan.num_validation_rows,

@@ -27,6 +27,8 @@ T = TypeVar("T")
 _LOOK_SECONDS = 0.05
 _ASK_SECONDS = 1.0
 """How often Spark is asked about the tasks of a job."""
+_SUBMIT_SECONDS = 0.02
+"""How often Spark is asked whether it has the job, where somebody waits for that."""
 _SAY_SECONDS = 60.0
 """How often a wait for slots is mentioned."""
 _MOST_TASKS = 1000
@@ -74,6 +76,8 @@ class BackgroundJob(Generic[T]):
         self.is_cancelled = False
         """True if we ended it, so that Spark's error says nothing new; work that has not begun by
         then never does."""
+        self.is_started = False
+        """True once `begin` was called."""
         self.progress = TaskProgress(spark, tag)
         """How its tasks get on."""
         self._spark, self._work, self._tag = spark, work, tag
@@ -85,6 +89,7 @@ class BackgroundJob(Generic[T]):
 
     def begin(self) -> None:
         """Start the thread; called in a ``try`` that ends in `end`, since users interrupt."""
+        self.is_started = True
         take_properties = None if self._cleans_up else compat.thread_properties(self._spark)
         threading.Thread(
             target=self._run, args=(take_properties,), name=self._tag, daemon=True
@@ -133,16 +138,28 @@ class BackgroundJob(Generic[T]):
             raise self.error
         return self.values[0]
 
-    def watched(self, timeout_seconds: float, *, queue_seconds: float = math.inf) -> T:
+    def watched(
+        self,
+        timeout_seconds: float,
+        *,
+        queue_seconds: float = math.inf,
+        once_submitted: Callable[[], None] | None = None,
+    ) -> T:
         """Run it to its end; each of its tasks takes little time once it runs.
 
         ``timeout_seconds`` (``spark.sparkdl.startTimeout``) is the longest time in which tasks run,
         and none ends; ``queue_seconds`` (``spark.sparkdl.queueTimeout``) the longest wait for the
-        first one. Raises ClusterError when they are over, and what the work raised.
+        first one. ``once_submitted`` is called when Spark has the job: jobs that it submits come
+        after this one. Raises ClusterError when they are over, and what the work raised.
         """
         began = time.monotonic()
         try:
-            self.begin()
+            if not self.is_started:
+                self.begin()
+            while once_submitted is not None and not self.wait(_SUBMIT_SECONDS):
+                if self.progress.is_submitted():
+                    once_submitted()
+                    break
             while not self.wait(_ASK_SECONDS):
                 silence, waited = self.progress.seconds_without(), time.monotonic() - began
                 if not self.progress.num_begun:
@@ -240,6 +257,12 @@ class TaskProgress:
                 self._ended, self._since = ended, now
         return self._asked - self._since
 
+    def is_submitted(self) -> bool:
+        """True if Spark has the job; Spark Connect tells when a task of it runs."""
+        if compat.is_connect(self._spark):
+            return self._told != (0, 0)
+        return bool(len(self._tracker().getJobIdsForTag(self._tag)))
+
     def _tasks(self) -> tuple[int, int]:
         """Tasks that run, and those that have ended, well or not."""
         if compat.is_connect(self._spark):
@@ -251,11 +274,14 @@ class TaskProgress:
         return running, ended
 
     def _stages(self) -> list[Any]:
-        tracker = compat.scala_context(self._spark).statusTracker()
+        tracker = self._tracker()
         jobs = [tracker.getJobInfo(number) for number in tracker.getJobIdsForTag(self._tag)]
         numbers = [n for job in jobs if job.isDefined() for n in job.get().stageIds()]
         found = [tracker.getStageInfo(number) for number in numbers]
         return [stage.get() for stage in found if stage.isDefined()]
+
+    def _tracker(self) -> Any:
+        return compat.scala_context(self._spark).statusTracker()
 
     def hosts(self) -> list[str]:
         """Where tasks run now; Spark Connect does not say it."""

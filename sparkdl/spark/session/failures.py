@@ -41,8 +41,7 @@ _WAITED = "Exception thrown in awaitResult"
 _TOO_LARGE = {
     "spark.driver.maxResultSize": (
         "the results of a job do not fit into the driver; raise spark.driver.maxResultSize, and "
-        "spark.driver.memory with it; in rounds ParameterAveraging(aggregation_depth=2) merges "
-        "states on the executors, and fewer shards (numWorkers) send fewer of them"
+        "spark.driver.memory with it"
     ),
     "spark.rpc.message.maxSize": (
         "a task is larger than Spark sends; raise spark.rpc.message.maxSize, or make smaller what "

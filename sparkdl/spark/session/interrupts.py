@@ -31,8 +31,9 @@ from sparkdl.spark.session.failures import raise_if_ended
 
 logger = logging.getLogger(__name__)
 
-_CALLS = ("py4j", "grpc", "pyspark.sql.connect")
-"""Modules that call Spark; such a call must not be interrupted."""
+_CALLS = ("py4j", "grpc", "pyspark.sql.connect", "pyspark.util")
+"""Modules that call Spark; such a call must not be interrupted. The last one opens the sockets that
+answers come through, and leaves them open where it is cut off."""
 _IMPORTS = ("importlib._bootstrap", "_frozen_importlib")
 """Names of the module that imports modules."""
 _AGAIN_SECONDS = 0.1
@@ -225,7 +226,10 @@ def _message(checkpoint_dir: str | None) -> str:
     text = "interrupted; its Spark jobs are cancelled, and the files that it needed are removed"
     if checkpoint_dir is None:
         return text
-    return f"{text}; asked for the same again, it goes on from its checkpoints in {checkpoint_dir}"
+    return (
+        f"{text}; asked for the same again, it goes on from the newest whole checkpoint in "
+        f"{checkpoint_dir}, or begins anew if there is none yet (checkpointInterval)"
+    )
 
 
 def _must_raise(work: Interruptible) -> bool:

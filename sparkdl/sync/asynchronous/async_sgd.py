@@ -1,8 +1,9 @@
 """Asynchronous SGD: replicas train through a sharded parameter server, without waiting.
 
-Every rank serves a slice of the parameters with its optimizer, and trains on all of them: after
-each step it pushes its gradient to all slices and pulls what the pushes of all ranks have made of
-the weights meanwhile (Dean et al., "Large Scale Distributed Deep Networks", NIPS 2012, "Downpour").
+Every rank, or each of 64 if there are more, serves a slice of the parameters with its optimizer.
+All train on all parameters: after each step a rank pushes its gradient to all slices and pulls
+what the pushes of all ranks have made of the weights meanwhile (Dean et al., "Large Scale
+Distributed Deep Networks", NIPS 2012, "Downpour").
 """
 
 from __future__ import annotations
@@ -16,10 +17,15 @@ import torch
 from sparkdl.comm.communicator import Communicator
 from sparkdl.config import require
 from sparkdl.errors import ConfigError
+from sparkdl.mesh import Mesh
 from sparkdl.sync.asynchronous.batch_share import BatchShare
 from sparkdl.sync.asynchronous.parameter_client import SliceExchange
 from sparkdl.sync.asynchronous.parameter_server import Push, ServerRules
-from sparkdl.sync.asynchronous.parameter_slices import ServedOptimizer, check_learning_rates
+from sparkdl.sync.asynchronous.parameter_slices import (
+    MOST_SERVERS,
+    ServedOptimizer,
+    check_learning_rates,
+)
 from sparkdl.sync.averaging.period import check_period
 from sparkdl.sync.exchange_pattern import ModelSize, Pattern
 from sparkdl.sync.strategy import Reduced, SetupArguments, Synchronizer, SyncStrategy
@@ -92,22 +98,26 @@ class AsyncSGD(SyncStrategy):
     def examples(cls) -> tuple[AsyncSGD, ...]:
         return cls(), cls(staleness_bound=4)
 
+    def why_not_divided(self, mesh: Mesh) -> str | None:
+        return "each worker of a replica would take weights of another time"
+
     def pattern(self, size: ModelSize, world_size: int) -> Pattern:
         """See `SyncStrategy.pattern`: a push to all slices, and now and then a pull from them.
 
-        Every rank serves a ``W``-th, so each way carries ``(W - 1) / W`` of the bytes in and as
-        many out; the messages of a push start together. A push is answered before the pull is
-        sent, so the link is used in one direction at a time. At the end of a round one more pull
-        travels, and the optimizer's state.
+        Each of ``S`` ranks serves an ``S``-th, so each way carries ``(W - 1) / S`` of the bytes
+        into a server, and ``(W - 1) / W`` out of every rank; the messages of a push start together.
+        A push is answered before the pull is sent, so the link is used in one direction at a time.
+        At the end of a round one more pull travels, and the optimizer's state.
         """
         ways = 1 + 1 / self.pull_period
         sent = ways * (world_size - 1) / world_size * size.gradient_bytes
+        ranks_per_server = world_size / min(world_size, MOST_SERVERS)
         return Pattern(
             kind="messages",
             num_bytes=size.gradient_bytes,
-            copies=2,
+            copies=1 + ranks_per_server,
             latency_rounds=2 * ways,
-            exchanged_bytes=2 * sent,
+            exchanged_bytes=(1 + ranks_per_server) * sent,
             sent_bytes=sent,
             lead=math.inf if self.staleness_bound is None else self.staleness_bound,
         )

@@ -19,6 +19,7 @@ from sparkdl.comm.topology.hierarchical import groups_of
 from sparkdl.comm.topology.shared_memory import NoSharedMemory, map_together
 from sparkdl.config import TrainConfig
 from sparkdl.errors import ClusterError, ConfigError
+from sparkdl.mesh import Mesh
 from sparkdl.sync.apart import ApartSynchronizer
 from sparkdl.sync.asynchronous.batch_share import BatchShare
 from sparkdl.sync.asynchronous.parameter_slices import check_learning_rates
@@ -59,6 +60,9 @@ class Hogwild(SyncStrategy):
             raise ConfigError(
                 "Hogwild shares weights in the CPU's memory; use device='cpu' or another strategy"
             )
+
+    def why_not_divided(self, mesh: Mesh) -> str | None:
+        return "the workers of a node would share the weights of which each has a part"
 
     def pattern(self, size: ModelSize, world_size: int) -> Pattern:
         """See `SyncStrategy.pattern`: a sum over machines, along a ring; none inside one."""

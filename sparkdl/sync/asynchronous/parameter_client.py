@@ -17,7 +17,7 @@ from sparkdl.comm.communicator import Communicator
 from sparkdl.errors import CommunicationError
 from sparkdl.storage.tensor_tree import unpack
 from sparkdl.sync.asynchronous.parameter_server import Push, ServerRules, ServerSlice, merge_states
-from sparkdl.sync.asynchronous.parameter_slices import cut
+from sparkdl.sync.asynchronous.parameter_slices import cut, server_ranks
 from sparkdl.sync.asynchronous.slice_link import SliceAddress, SliceLink, SliceServer, flats
 from sparkdl.sync.gradient_buckets import Bucket, FlatGradients, make_buckets, zeros
 from sparkdl.sync.strategy import MakeOptimizer
@@ -65,17 +65,18 @@ class SliceExchange:
     ) -> None:
         self._comm = comm
         self._is_bulk = rules.is_bulk
-        slices = cut([p.nbytes for p in parameters], comm.world_size)
-        self._served = ServerSlice(parameters, slices[comm.rank], make_optimizer, rules)
+        servers = server_ranks(comm.nodes)
+        slices = dict(zip(servers, cut([p.nbytes for p in parameters], len(servers)), strict=True))
+        self._served = ServerSlice(parameters, slices.get(comm.rank, ()), make_optimizer, rules)
         self._served.load_state(state)
         self._parts = {
             rank: _Part([parameters[place] for place in places])
-            for rank, places in enumerate(slices)
+            for rank, places in slices.items()
             if places
         }
         self._links: dict[int, SliceLink] = {}
         self.server: SliceServer | None = None
-        """This rank's; None in a gang of one."""
+        """This rank's; None in a gang of one, and if this rank serves nothing."""
         self._pool: ThreadPoolExecutor | None = None
         if comm.world_size > 1:
             try:
@@ -141,18 +142,22 @@ class SliceExchange:
     def _connect(self) -> None:
         comm = self._comm
         assert comm.certificate is not None, "this communicator has no certificate"
-        self.server = SliceServer(
-            self._served,
-            host=comm.address,
-            certificate=comm.certificate,
-            on_leave=self._peer_has_left,
-        )
-        self._pool = ThreadPoolExecutor(comm.world_size - 1, "push and pull")
-        found = comm.all_gather_bytes(json.dumps(asdict(self.server.address)).encode())
-        for rank, address in enumerate(found):
+        own = b""
+        if comm.rank in self._parts:
+            self.server = SliceServer(
+                self._served,
+                host=comm.address,
+                certificate=comm.certificate,
+                on_leave=self._peer_has_left,
+            )
+            own = json.dumps(asdict(self.server.address)).encode()
+        found = comm.all_gather_bytes(own)
+        for rank in self._parts:
             if rank != comm.rank:
-                where = SliceAddress(**json.loads(address))
+                where = SliceAddress(**json.loads(found[rank]))
                 self._links[rank] = SliceLink(where, comm.rank, comm.certificate)
+        if self._links:
+            self._pool = ThreadPoolExecutor(len(self._links), "push and pull")
 
     def _step_with(self, link: SliceLink, part: _Part, push: Push | None, is_pulling: bool) -> None:
         buckets = part.gradients.buckets if push is not None else []
@@ -173,11 +178,7 @@ class SliceExchange:
         if self._pool is None:
             return []
         parts = self._parts
-        return [
-            self._pool.submit(ask, link, parts[rank])
-            for rank, link in self._links.items()
-            if rank in parts
-        ]
+        return [self._pool.submit(ask, link, parts[rank]) for rank, link in self._links.items()]
 
     def _wait(self, futures: Sequence[Future[Any]]) -> None:
         if not futures:

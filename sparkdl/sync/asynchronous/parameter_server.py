@@ -165,7 +165,8 @@ class ServerSlice:
                     old = self._outboxes[rank]
                     self._compensation.apply(self._inboxes[rank], self._weights, old)
                 self._step(self._inboxes[rank], push.options, push.share)
-            self._changed.notify_all()
+            if self._sets_free(rank):
+                self._changed.notify_all()
 
     def pull(self, rank: int) -> list[Bucket]:
         """The weights, as soon as they are as fresh as the rules want; valid until a push."""
@@ -243,8 +244,18 @@ class ServerSlice:
             return rank not in self._pending
         if self._rules.lead is None:
             return True
-        behind = [c for other, c in enumerate(self._clocks) if other not in self._closing]
-        return min(behind) >= self._clocks[rank] - self._rules.lead
+        return self._slowest >= self._clocks[rank] - self._rules.lead
+
+    def _sets_free(self, rank: int) -> bool:
+        """Whether the push of ``rank`` is what others may have waited for: there are many."""
+        if self._rules.is_bulk:
+            return not self._pending
+        return self._rules.lead is not None and self._slowest == self._clocks[rank]
+
+    @property
+    def _slowest(self) -> int:
+        """The clock of the slowest rank that others wait for."""
+        return min(c for other, c in enumerate(self._clocks) if other not in self._closing)
 
     def _agree(self) -> None:
         """All ranks have closed the round and none can push before it has what it ended with."""

@@ -7,6 +7,7 @@ optimizers such as LARS, LAMB, Muon or Adafactor look at whole ones.
 from __future__ import annotations
 
 import copy
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -18,6 +19,29 @@ from sparkdl.sync.strategy import MakeOptimizer
 
 Options = list[dict[str, Any]]
 """Numbers of each parameter group of an optimizer, such as its learning rate, by their names."""
+
+
+MOST_SERVERS = 64
+"""Ranks that serve parameters, at most: every rank has a connection, and a thread, to each of them.
+
+Of ``W`` ranks a server gets ``W / 64`` times the bytes that it would get if all of them served, and
+keeps two copies of its slice for each: for 1,000 ranks and as many weights in each slice, 32 times
+the bytes of all weights in 64 places, instead of twice those in each of 1,000.
+"""
+
+
+def server_ranks(nodes: Sequence[int]) -> list[int]:
+    """The ranks that serve, in rank order: all, or `MOST_SERVERS`, spread over the nodes.
+
+    Args:
+        nodes: the node of each rank.
+    """
+    before: Counter[int] = Counter()
+    turns = []
+    for rank, node in enumerate(nodes):
+        turns.append((before[node], rank))
+        before[node] += 1
+    return sorted(rank for _, rank in sorted(turns)[:MOST_SERVERS])
 
 
 def cut(sizes: Sequence[int], num_slices: int) -> list[list[int]]:

@@ -1,9 +1,9 @@
-"""Connections between ranks and the slices that others serve: one TCP server per rank.
+"""Connections between ranks and the slices that others serve: one TCP server per slice.
 
-Each rank keeps one connection open to each other rank's server; its end, orderly or not, tells the
-server at once that the rank has gone. Connections are TLS, both ends show the certificate of the
-run's workers, and the first message has the server's secret. A message is a header and the bytes of
-tensors behind it, which are sent from where they lie and received where they belong.
+Each rank keeps one connection open to each server of another rank; its end, orderly or not, tells
+the server at once that the rank has gone. Connections are TLS, both ends show the certificate of
+the run's workers, and the first message has the server's secret. A message is a header and the
+bytes of tensors behind it, which are sent from where they lie and received where they belong.
 """
 
 from __future__ import annotations
@@ -113,7 +113,9 @@ class SliceServer:
     ) -> None:
         try:
             family, _, _, _, place = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0]
-            self._listener = socket.create_server(place[:2], family=family)
+            self._listener = socket.create_server(
+                place[:2], family=family, backlog=socket.SOMAXCONN
+            )
         except OSError as error:
             raise ClusterError(
                 f"cannot serve parameters at {host}, which Spark uses for this host ({error}); set "
@@ -188,7 +190,8 @@ class SliceServer:
         except OSError as error:
             logger.debug("a connection to this slice ended: %s", error)
         finally:
-            self._connections.difference_update({c for c in self._connections if c.fileno() < 0})
+            ended = {c for c in tuple(self._connections) if c.fileno() < 0}  # others may add some
+            self._connections.difference_update(ended)
 
     def _admitted(self, messages: Messages) -> int:
         """The rank that has connected; ConnectionAbortedError if it may not, or has before."""

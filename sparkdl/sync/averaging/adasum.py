@@ -22,6 +22,7 @@ import torch
 
 from sparkdl.comm.communicator import Communicator
 from sparkdl.comm.compression.compression import count
+from sparkdl.mesh import Mesh
 from sparkdl.sync.apart import ApartSynchronizer
 from sparkdl.sync.averaging.mean import by_kind, fill, flat_of
 from sparkdl.sync.averaging.period import check_period
@@ -56,6 +57,9 @@ class Adasum(SyncStrategy):
             "each replica keeps an optimizer state of its own, without which a lost task could not "
             "be run again"
         )
+
+    def why_not_divided(self, mesh: Mesh) -> str | None:
+        return "its coefficients follow from the norms of whole weights, in parts they are others"
 
     def pattern(self, size: ModelSize, world_size: int) -> Pattern:
         """See `SyncStrategy.pattern`; bytes are means over ranks, if these are no power of two."""
@@ -103,6 +107,10 @@ class AdasumSynchronizer(ApartSynchronizer):
                 anchor += moved
                 fill(parameters, anchor)
         super().close_round()
+
+    def begin(self) -> None:
+        super().begin()
+        self._set_anchors()
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Begin a round where the model, which was restored before, is."""

@@ -16,11 +16,13 @@ from typing import Any, ClassVar, Literal, get_args
 import torch
 
 from sparkdl.config import require
+from sparkdl.mesh import Mesh
 from sparkdl.storage.stateful import Stateful
-from sparkdl.sync.apart import ApartSynchronizer
+from sparkdl.sync.apart import ApartSynchronizer, why_not_apart
 from sparkdl.sync.averaging.mean import MeanOfReplicas
 from sparkdl.sync.averaging.outer_step import OuterRule
 from sparkdl.sync.averaging.period import FixedPeriod, Period, RoundReport
+from sparkdl.sync.averaging.state_pieces import Pieces
 from sparkdl.sync.collective import CollectiveStrategy
 from sparkdl.sync.exchange_pattern import ModelSize, Pattern
 from sparkdl.sync.gradient_buckets import Changes
@@ -48,20 +50,31 @@ class AveragingStrategy(CollectiveStrategy):
         """What becomes of the optimizers' states at the end of a round."""
         return "average"
 
-    @property
-    def merge_depth(self) -> int:
-        """Levels of the tree by which plain Spark stages merge replicas; 1: all on the driver."""
-        return 1
+    def pieces(self, num_replicas: int) -> Pieces:
+        """How plain Spark stages cut the replicas' states; one replica compresses nothing."""
+        return Pieces.of(
+            num_replicas,
+            compression=self.resolved_compression() if num_replicas > 1 else None,
+            count_equally=self.weighting == "equal",
+        )
 
     def why_not_rounds(self) -> str | None:
-        if self.compression is not None:
-            return "compression acts between the workers of a gang only"
+        compression = self.resolved_compression()
+        if compression and compression.codecs_of((1,), 1, torch.float32) is None:
+            return (
+                f"{type(compression).__name__} adds what a message leaves out to the next one, and "
+                "no task keeps anything of its shard until the next round; use compression 'fp16', "
+                "'bf16' or 'int8'"
+            )
         if self.optimizer_state == "keep":
             return (
                 "a lost task could not be run again if each replica kept an optimizer state of "
                 "its own; average or reset it"
             )
         return None
+
+    def why_not_divided(self, mesh: Mesh) -> str | None:
+        return why_not_apart(mesh)
 
     def make_period(self) -> Period:
         """The lengths of rounds."""
@@ -136,7 +149,8 @@ class AveragingSynchronizer(ApartSynchronizer):
             self._round_began = time.perf_counter()
 
     def begin(self) -> None:
-        """Begin to train apart where the model is; buffers differ until the first round ends."""
+        """See `Synchronizer.begin`; buffers differ until the first round ends."""
+        super().begin()
         self._set_anchor()
         self.buffers_agree = False
 

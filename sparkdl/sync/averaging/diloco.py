@@ -21,6 +21,7 @@ from sparkdl.comm.communicator import Communicator
 from sparkdl.comm.compression.compression import Shapes
 from sparkdl.config import require
 from sparkdl.errors import ConfigError
+from sparkdl.mesh import Mesh
 from sparkdl.storage.stateful import Stateful
 from sparkdl.sync.apart import OwnWeightsSynchronizer
 from sparkdl.sync.averaging.averaging import AveragingStrategy, OptimizerState
@@ -104,6 +105,14 @@ class DiLoCo(AveragingStrategy):
             raise ConfigError("outer_params holds 'lr'; set outer_learning_rate instead")
         return OuterOptimizer(self.outer_optimizer, {"lr": self.outer_learning_rate, **options})
 
+    def why_not_divided(self, mesh: Mesh) -> str | None:
+        if self.is_streaming and mesh.pipeline > 1:
+            return (
+                "fragments are made of the layers of the whole model, of which a stage has some; "
+                "use num_fragments=1 without overlap_steps and mixing"
+            )
+        return super().why_not_divided(mesh)
+
     def messages(self, shapes: Shapes, element_size: int) -> Sequence[Shapes]:
         fragments = fragments_of(shapes, self.num_fragments)
         return [[shapes[place] for place in places] for places in fragments]
@@ -173,6 +182,10 @@ class StreamingSynchronizer(OwnWeightsSynchronizer):
         shares = self._mean.shares(self.round_sums[1].item())
         if any(shares):
             self._mean.tensors(self.parameters, shares)
+
+    def begin(self) -> None:
+        super().begin()
+        self._fragments = self._make_fragments()
 
     def _send(self, fragment: _Fragment, done: int) -> None:
         """Start to sum what the fragment has moved since all replicas agreed on it."""

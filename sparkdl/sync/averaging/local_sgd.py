@@ -16,6 +16,7 @@ from sparkdl.comm.communicator import Communicator
 from sparkdl.comm.topology import arrange
 from sparkdl.comm.topology.hierarchical import ranks_by_node
 from sparkdl.config import require
+from sparkdl.mesh import Mesh
 from sparkdl.sync.averaging.averaging import (
     AveragingStrategy,
     AveragingSynchronizer,
@@ -81,6 +82,14 @@ class LocalSGD(AveragingStrategy):
         if self.periods()[0] is not None:
             return "the ranks of a node agree inside a gang only; use one period"
         return super().why_not_rounds()
+
+    def why_not_divided(self, mesh: Mesh) -> str | None:
+        if self.periods()[0] is not None:
+            return (
+                "workers of one node belong to one replica there, whose parts have no mean; use "
+                "one averaging_period"
+            )
+        return super().why_not_divided(mesh)
 
     @classmethod
     def examples(cls) -> tuple[LocalSGD, ...]:
@@ -225,6 +234,9 @@ class WarmUp(Synchronizer):
     @property
     def _is_warming_up(self) -> bool:
         return self._present is self._first
+
+    def begin(self) -> None:
+        self._present.begin()
 
     def _take_over(self) -> None:
         self._first.close()

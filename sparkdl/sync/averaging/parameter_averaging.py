@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import ClassVar, Literal
 
 from sparkdl.config import require
+from sparkdl.mesh import Mesh
 from sparkdl.sync.averaging.averaging import (
     AveragingStrategy,
     OptimizerState,
@@ -31,8 +32,6 @@ class ParameterAveraging(AveragingStrategy):
     """Steps of a round; ``"auto"`` holds agreeing near ``target_share`` of the time."""
     average_optimizer_state: bool = True
     """Whether optimizer states are averaged too; otherwise each round begins with new ones."""
-    aggregation_depth: int = 2
-    """Levels of the tree by which plain Spark stages sum the replicas (1: all on the driver)."""
     weighting: Weighting = "examples"
     """A replica counts by its samples of the round (their weights), or ``"equal"``: as others."""
     target_share: float = 0.05
@@ -40,10 +39,8 @@ class ParameterAveraging(AveragingStrategy):
 
     def __post_init__(self) -> None:
         check_period(self.averaging_period, "auto")
-        depth, share = self.aggregation_depth, self.target_share
-        require(depth >= 1, "aggregation_depth must be at least 1", depth)
         check_choices(weighting=self.weighting)
-        require(0 < share < 1, "target_share must be in (0, 1)", share)
+        require(0 < self.target_share < 1, "target_share must be in (0, 1)", self.target_share)
 
     @property
     def deterministic(self) -> bool:
@@ -54,9 +51,13 @@ class ParameterAveraging(AveragingStrategy):
     def optimizer_state(self) -> OptimizerState:
         return "average" if self.average_optimizer_state else "reset"
 
-    @property
-    def merge_depth(self) -> int:
-        return self.aggregation_depth
+    def why_not_divided(self, mesh: Mesh) -> str | None:
+        if self.averaging_period == "auto":
+            return (
+                "averaging_period='auto' follows the clock of each worker, so that those of one "
+                "replica would disagree; give a number of steps"
+            )
+        return super().why_not_divided(mesh)
 
     @classmethod
     def examples(cls) -> tuple[ParameterAveraging, ...]:

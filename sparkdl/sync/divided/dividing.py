@@ -3,32 +3,45 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
+from typing import Any
 
 import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
+    ParallelStyle,
     RowwiseParallel,
+    SequenceParallel,
     parallelize_module,
 )
 from torch.nn.modules.batchnorm import _NormBase
+from torch.utils import _pytree as pytree
 from torch.utils.checkpoint import checkpoint
 
+from sparkdl.mesh import Mesh
 from sparkdl.storage.checkpoint_format import encode
 from sparkdl.storage.tensor_tree import Snapshot, pack
+from sparkdl.sync.divided.channels import ConvolutionByColumns, ConvolutionByRows, NormByChannels
 from sparkdl.sync.divided.layout import cut_parameters, divided_layers
 from sparkdl.sync.divided.mesh_ranks import MeshRanks
+from sparkdl.sync.divided.pipeline import Pipeline
+from sparkdl.sync.divided.sequence import SEQUENCE, divide_sequence, stacks
+from sparkdl.sync.divided.stages import stages_by_order
 from sparkdl.sync.regions import Region
+from sparkdl.sync.strategy import Pipelined
 
 _CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
 
 
 def divide(
-    module: nn.Module, ranks: MeshRanks, compute_dtype: torch.dtype | None = None
+    module: nn.Module,
+    ranks: MeshRanks,
+    compute_dtype: torch.dtype | None = None,
+    pipeline: Pipeline | None = None,
 ) -> dict[str, Region]:
     """Divide the parameters of ``module`` in place. Collective; all ranks have equal weights.
 
@@ -37,9 +50,10 @@ def divide(
         ranks: the mesh.
         compute_dtype: of gathered parameters; None: that which they have. Gradients are summed in
             that of the parameters.
+        pipeline: whose stages this rank has, where there is one.
 
     Returns:
-        Which part of each parameter is here, by its name.
+        Which part of each parameter is here, by the names of those of which there is one.
 
     Raises:
         ConfigError: the layout does not fit the module.
@@ -49,14 +63,24 @@ def divide(
     cuts = cut_parameters(layers, module)
     if layers:
         assert ranks.tensor_mesh is not None
-        styles = {"columns": ColwiseParallel, "rows": RowwiseParallel}
-        plan = {name: styles[cut]() for name, cut in layers.items()}
+        within = stacks(ranks.mesh, module, layers)
+        plan = {
+            name: _style(module.get_submodule(name), cut, any(s.has(name) for s in within))
+            for name, cut in layers.items()
+            if pipeline is None or pipeline.has(f"{name}.weight")
+        }
+        for stack in within:
+            divide_sequence(stack, module, ranks.tensor_mesh)
         parallelize_module(module, ranks.tensor_mesh, plan)
+    cut = () if pipeline is None else pipeline.stages.cuts
     if ranks.mesh.activation_checkpointing:
-        for layer in recomputed(module):
+        for layer in recomputed(module, cut):
             layer.forward = partial(checkpoint, layer.forward, use_reentrant=False)
+    if pipeline is not None:
+        pipeline.take()
     if ranks.mesh.num_shards > 1:
-        _shard(module, ranks, compute_dtype)
+        root = module if pipeline is None else pipeline.roots[0]
+        _shard(root, units(module, ranks.mesh.smallest_unit, cut), ranks, compute_dtype)
     regions: dict[str, Region] = {}
     for name, parameter in module.named_parameters():
         region = Region.whole(shapes[name])
@@ -69,6 +93,36 @@ def divide(
     return regions
 
 
+def _style(layer: nn.Module, cut: str, is_in_stack: bool) -> ParallelStyle:
+    """How a layer is divided; in a `Stack` one by rows gives a part of the sequence."""
+    if cut == "sequence":
+        return SequenceParallel(sequence_dim=SEQUENCE, use_local_output=True)
+    if is_in_stack and cut == "rows":
+        return RowwiseParallel(output_layouts=Shard(SEQUENCE))
+    if cut == "channels":
+        return NormByChannels()
+    if not isinstance(layer, nn.Linear | nn.Embedding):
+        return ConvolutionByRows() if cut == "rows" else ConvolutionByColumns()
+    if cut == "rows":
+        # ids are whole on each rank, and inputs of a Linear layer are divided
+        is_embedding = isinstance(layer, nn.Embedding)
+        return RowwiseParallel(input_layouts=Replicate() if is_embedding else Shard(-1))
+    return ColwiseParallel(output_layouts=Replicate() if cut == "gathered" else Shard(-1))
+
+
+def trained_bytes(mesh: Mesh | None, module: nn.Module) -> int:
+    """Bytes of what trains of ``module`` on the fullest rank of ``mesh``; None: each has all."""
+    mesh = mesh or Mesh()
+    cuts = cut_parameters(divided_layers(mesh, module), module)
+    stages = stages_by_order(mesh, module)
+    totals = [0] * mesh.pipeline
+    for name, parameter in module.named_parameters():
+        if parameter.requires_grad:
+            parts = mesh.num_shards * (mesh.tensor if name in cuts else 1)
+            totals[stages[name] % mesh.pipeline] += -(-parameter.nbytes // parts)
+    return max(totals)
+
+
 def is_divided(parameter: torch.Tensor) -> bool:
     """True of a parameter whose layer is divided, though this part of it may be the whole."""
     return isinstance(parameter, DTensor)
@@ -79,31 +133,49 @@ def local(parameter: torch.Tensor) -> torch.Tensor:
     return parameter.to_local() if isinstance(parameter, DTensor) else parameter.detach()
 
 
-def whole_weights(module: nn.Module) -> Iterator[bytes | memoryview]:
+def whole_weights(
+    module: nn.Module, pipeline: Pipelined | None = None
+) -> Iterator[bytes | memoryview]:
     """The state dict of a divided module as the pieces of a file, see `encode`.
 
     Collective: all ranks take all pieces, and have one parameter at a time.
     """
     state = module.state_dict()
-    divided = {name: value for name, value in state.items() if isinstance(value, DTensor)}
-    value, tensors = pack(state | {name: torch.empty(0) for name in divided})
-    yield from encode(Snapshot(value, tensors | divided), _whole)
+    gather: Callable[[torch.Tensor], torch.Tensor]
+    apart: dict[str, torch.Tensor]
+    if pipeline is None:
+        apart = {name: value for name, value in state.items() if isinstance(value, DTensor)}
+        gather = whole
+    else:
+        state = pipeline.of_all_ranks(state)
+        apart = {name: value for name, value in state.items() if isinstance(value, torch.Tensor)}
+        gather = pipeline.broadcast_by(apart)
+    value, tensors = pack(state | {name: torch.empty(0) for name in apart})
+    yield from encode(Snapshot(value, tensors | apart), gather)
 
 
-def _whole(tensor: torch.Tensor) -> torch.Tensor:
+def whole(tensor: torch.Tensor) -> torch.Tensor:
+    """A tensor that may be divided, on the CPU. Collective: all ranks of the replica call it."""
     found = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
     return found.detach().cpu()
 
 
-def _shard(module: nn.Module, ranks: MeshRanks, compute_dtype: torch.dtype | None) -> None:
+def _shard(
+    module: nn.Module,
+    layers: Sequence[nn.Module],
+    ranks: MeshRanks,
+    compute_dtype: torch.dtype | None,
+) -> None:
     mesh = ranks.shard_mesh
     assert mesh is not None
     policy = MixedPrecisionPolicy()
     if compute_dtype is not None:
         policy = MixedPrecisionPolicy(param_dtype=compute_dtype, reduce_dtype=torch.float32)
     frees = not ranks.mesh.shard_optimizer
+    for unit in (*layers, module) if frees else (module,):
+        unit.register_forward_hook(_out_of_views)
     if frees:
-        for unit in units(module, ranks.mesh.smallest_unit):
+        for unit in layers:
             fully_shard(unit, mesh=mesh, mp_policy=policy, reshard_after_forward=True)
     fully_shard(module, mesh=mesh, mp_policy=policy, reshard_after_forward=frees)
     for part in module.modules():
@@ -112,29 +184,53 @@ def _shard(module: nn.Module, ranks: MeshRanks, compute_dtype: torch.dtype | Non
             part.set_force_sum_reduction_for_comms(True)  # gloo has no scaled sum
 
 
-def units(module: nn.Module, smallest: int) -> list[nn.Module]:
+def _out_of_views(_: nn.Module, __: Any, output: Any) -> Any:
+    """Copy what a layer returns if it is a view, such as of a transposition.
+
+    FSDP2 watches the tensors that a layer returns, to gather it for the backward pass. A loss that
+    changes a view in place would take it from its sight, and gradients would be wrong.
+    """
+
+    def own(value: torch.Tensor) -> torch.Tensor:
+        return value.clone() if value.requires_grad and value._is_view() else value
+
+    return pytree.tree_map_only(torch.Tensor, own, output)
+
+
+def units(module: nn.Module, smallest: int, cuts: Sequence[str] = ()) -> list[nn.Module]:
     """Layers of ``module`` that are gathered one by one, in the order of registration.
 
     These are the members of its lists and sequences, and its own layers, from ``smallest`` numbers
-    in their parameters on. What shares parameters with other layers is none.
+    in their parameters on. What shares parameters with other layers is none, nor what has one of
+    the layers ``cuts``, with which a stage begins, within it.
     """
     names = Counter(id(p) for _, p in module.named_parameters(remove_duplicate=False))
     shared = {number for number, count in names.items() if count > 1}
 
-    def within(parent: nn.Module) -> Iterator[nn.Module]:
-        for child in parent.children():
-            parameters = list(child.parameters())
-            if isinstance(child, _CONTAINERS):
-                yield from within(child)
+    def within(parent: nn.Module, prefix: str) -> Iterator[nn.Module]:
+        for name, child in parent.named_children():
+            parameters, path = list(child.parameters()), f"{prefix}{name}."
+            if isinstance(child, _CONTAINERS) or any(cut.startswith(path) for cut in cuts):
+                yield from within(child, path)
             elif sum(p.numel() for p in parameters) >= smallest and not any(
                 id(p) in shared for p in parameters
             ):
                 yield child
 
-    return list(within(module))
+    return list(within(module, ""))
 
 
-def recomputed(module: nn.Module) -> list[nn.Module]:
+def compiled_layers(module: nn.Module) -> list[nn.Module]:
+    """Layers of a divided module that are compiled one by one, between exchanges of weights.
+
+    These are the `units` that are made of layers, such as the blocks of a Transformer. Where there
+    are none, it is all units.
+    """
+    blocks = [unit for unit in units(module, 0) if any(unit.children())]
+    return blocks or units(module, 1)
+
+
+def recomputed(module: nn.Module, cuts: Sequence[str] = ()) -> list[nn.Module]:
     """Layers whose forward can be computed again in the backward pass, and is worth it.
 
     These are the `units` that are made of layers. One with a BatchNorm is none, because that would
@@ -142,6 +238,6 @@ def recomputed(module: nn.Module) -> list[nn.Module]:
     """
     return [
         unit
-        for unit in units(module, 0)
+        for unit in units(module, 0, cuts)
         if any(unit.children()) and not any(isinstance(part, _NormBase) for part in unit.modules())
     ]

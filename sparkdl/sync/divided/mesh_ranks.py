@@ -10,7 +10,7 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 
 from sparkdl.comm.communicator import Communicator, LocalCommunicator, ProcessGroupCommunicator
-from sparkdl.mesh import Mesh
+from sparkdl.mesh import Mesh, Place
 
 _NUMBERS = count()
 """Of the meshes that this process has made."""
@@ -26,7 +26,9 @@ class MeshRanks:
     shards: Communicator
     """Those among which the state of a replica is divided, besides ``tensors``."""
     tensors: Communicator
-    """Those that train on the same rows."""
+    """Those that compute the same layers on the same rows."""
+    stages: Communicator
+    """Those that compute the stages of the same rows, in the order of the stages."""
     readers: Communicator
     """One of each that train on different rows: ``replicas`` times ``shards``."""
     shard_mesh: DeviceMesh | None
@@ -34,13 +36,19 @@ class MeshRanks:
     tensor_mesh: DeviceMesh | None
     """That of ``tensors``, likewise."""
 
+    @property
+    def together(self) -> range:
+        """Which of ``readers`` train the same replica as this rank."""
+        first = self.readers.rank - self.shards.rank
+        return range(first, first + self.shards.world_size)
+
     @classmethod
     def of(cls, mesh: Mesh, comm: Communicator, device: torch.device) -> MeshRanks:
         """Arrange the ranks of a gang. Collective."""
         assert comm.world_size == mesh.size, (comm.world_size, mesh)
         where = [mesh.coordinates(rank) for rank in range(mesh.size)]
 
-        def alike(key: Callable[[tuple[int, int, int]], Hashable]) -> Communicator:
+        def alike(key: Callable[[Place], Hashable]) -> Communicator:
             """The ranks of which ``key`` gives the same."""
             groups: dict[Hashable, list[int]] = {}
             for rank, place in enumerate(where):
@@ -49,9 +57,10 @@ class MeshRanks:
                 return LocalCommunicator()
             return comm if len(groups) == 1 else comm.split(list(groups.values()))
 
-        shards = alike(lambda place: (place[0], place[2]))
-        tensors = alike(lambda place: place[:2])
-        replica = [rank for rank in range(mesh.size) if where[rank][0] == where[comm.rank][0]]
+        shards = alike(lambda place: (place.replica, place.stage, place.tensor))
+        tensors = alike(lambda place: (place.replica, place.stage, place.shard))
+        own = where[comm.rank][:2]
+        together = [rank for rank in range(mesh.size) if where[rank][:2] == own]
         # Torch caches what it finds of a mesh, and takes one of equal names and ranks for the same,
         # also that of an earlier fit of this process, whose groups are gone.
         number = next(_NUMBERS)
@@ -65,7 +74,7 @@ class MeshRanks:
             both = DeviceMesh.from_group(
                 [group for _, group in axes],
                 device.type,
-                mesh=torch.tensor(replica).view(
+                mesh=torch.tensor(together).view(
                     [size for size in (mesh.num_shards, mesh.tensor) if size > 1]
                 ),
                 mesh_dim_names=tuple(name for name, _ in axes),
@@ -76,7 +85,8 @@ class MeshRanks:
             replicas=alike(lambda place: place[1:]),
             shards=shards,
             tensors=tensors,
-            readers=alike(lambda place: place[2]),
+            stages=alike(lambda place: (place.replica, place.shard, place.tensor)),
+            readers=alike(lambda place: (place.stage, place.tensor)),
             shard_mesh=meshes.get("shard"),
             tensor_mesh=meshes.get("tensor"),
         )

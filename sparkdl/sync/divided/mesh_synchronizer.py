@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -10,10 +10,13 @@ import torch
 from torch import nn
 
 from sparkdl.comm.communicator import counting_anew
+from sparkdl.data.collate import Arguments
+from sparkdl.sync.divided.channels import share_statistics
 from sparkdl.sync.divided.dividing import divide
 from sparkdl.sync.divided.layout import cut_parameters, divided_layers
 from sparkdl.sync.divided.local_view import LocalGradients, local_view
 from sparkdl.sync.divided.mesh_ranks import MeshRanks
+from sparkdl.sync.divided.pipeline import Pipeline
 from sparkdl.sync.divided_state import DividedState
 from sparkdl.sync.regions import Region
 from sparkdl.sync.strategy import MakeOptimizer, Reduced, Synchronizer, SyncStrategy
@@ -30,6 +33,8 @@ class MeshSynchronizer(Synchronizer):
     treat each number by itself, see `check_mesh`.
     """
 
+    pipeline: Pipeline | None = None
+
     def __init__(
         self,
         model: nn.Module,
@@ -38,49 +43,68 @@ class MeshSynchronizer(Synchronizer):
         ranks: MeshRanks,
         strategy: SyncStrategy,
         compute_dtype: torch.dtype | None,
-        watch: Callable[[nn.Module], Callable[[], None]],
+        check: Callable[[nn.Module, Mapping[str, str], MeshRanks, Pipeline | None], None],
+        example: Arguments | None = None,
         fill: Fill | None = None,
     ) -> None:
         """Divide ``model`` in place; collective.
 
         Args:
-            model: on the device where it computes, with equal weights on all ranks.
+            model: on the device where it computes, with equal weights on all ranks; or with
+                parameters on the meta device.
             make_optimizer: of the parameters on this rank.
             ranks: the mesh.
             strategy: at work between replicas.
             compute_dtype: see `divide`.
-            watch: gets the whole model where layers are divided by a layout; what it returns is
-                called once they are, and raises if the model computes something else.
+            check: gets the divided model where a layout divides layers, with these, the mesh and
+                the pipeline; raises if the model computes something else.
+            example: inputs of some rows, where the model computes; a pipeline needs them.
             fill: gives the model its weights if its parameters are on the meta device.
         """
-        cut = cut_parameters(divided_layers(ranks.mesh, model), model)
-        compare = watch(model) if cut else None
-        regions = divide(model, ranks, compute_dtype)
+        layers = divided_layers(ranks.mesh, model)
+        cut = cut_parameters(layers, model)
+        if ranks.mesh.pipeline > 1:
+            assert example is not None
+            self.pipeline = Pipeline(model, ranks.mesh, ranks.stages, example)
+            make_optimizer = OfOwn(make_optimizer, list(model.named_parameters()))
+            has = self.pipeline.has
+            layers = {name: how for name, how in layers.items() if has(f"{name}.weight")}
+        regions = divide(model, ranks, compute_dtype, self.pipeline)
         if fill is not None:
             fill(model, regions)
-        if compare is not None:
-            compare()
+        if layers:
+            check(model, layers, ranks, self.pipeline)
         self.model = model
         self._view = local_view(model)
+        if isinstance(make_optimizer, OfOwn):
+            make_optimizer.names = [name for name, _ in self._view.named_parameters()]
         self._inner = strategy.setup(self._view, make_optimizer, ranks.replicas)
         self.optimizer = self._inner.optimizer
+        has_rows = self.pipeline is None or self.pipeline.is_last
         self.divided = DividedState(
             self._view,
             self.optimizer,
             regions,
             is_kept=ranks.replicas.rank == 0,
-            has_own_rows=ranks.tensors.rank == 0,
+            has_own_rows=ranks.tensors.rank == 0 and has_rows,
+            stepped=make_optimizer.stepped if isinstance(make_optimizer, OfOwn) else None,
         )
         self._gradients = LocalGradients(model, self._view)
         self._shards = counting_anew(ranks.shards)
         self._tensors = counting_anew(ranks.tensors)
         named = dict(self._view.named_parameters())
-        self._cut_along_tensor = {id(named[name]) for name in cut}
+        self._cut_along_tensor = {id(named[name]) for name in cut if name in named}
+        self._by_channels = [
+            model.get_submodule(name) for name, how in layers.items() if how == "channels"
+        ]
         self._device = next(iter(named.values())).device
+        self.keeps_optimizer = self._inner.keeps_optimizer
+        self._note_agreement()
 
     @property
     def bytes_sent(self) -> int:
-        return self._inner.bytes_sent + self._shards.bytes_sent + self._tensors.bytes_sent
+        sent = self._inner.bytes_sent + self._shards.bytes_sent + self._tensors.bytes_sent
+        return sent + (0 if self.pipeline is None else self.pipeline.comm.bytes_sent)
 
     def trained_parameters(self) -> list[nn.Parameter]:
         return self._inner.trained_parameters()
@@ -111,26 +135,83 @@ class MeshSynchronizer(Synchronizer):
         self._shards.all_reduce(squares)
         cut = squares[1:].clone()
         self._tensors.all_reduce(cut)
-        return (squares[0] + cut[0]).sqrt()
+        total = squares[0] + cut[0]
+        if self.pipeline is not None:
+            self.pipeline.comm.all_reduce(total)
+        return total.sqrt()
 
     def after_step(self, step: int) -> bool:
-        return self._inner.after_step(step)
+        is_closed = self._inner.after_step(step)
+        self._note_agreement()
+        return is_closed
 
     def close_round(self) -> None:
         self._inner.close_round()
+        share_statistics(self._by_channels, self._tensors)
+        if self.pipeline is not None:
+            self.pipeline.share_buffers()
+        self._note_agreement()
 
     def state_dict(self) -> dict[str, Any]:
-        return self._inner.state_dict()
+        """Nothing: what the strategy remembers is of this rank's part, see `rank_state_dict`."""
+        return {}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        self._inner.load_state_dict(state)
+        self.begin()
+
+    def begin(self) -> None:
+        self._inner.begin()
+        self._note_agreement()
 
     def rank_state_dict(self) -> dict[str, Any]:
-        return self._inner.rank_state_dict()
+        return {"shared": self._inner.state_dict(), "own": self._inner.rank_state_dict()}
 
     def load_rank_state_dict(self, state: dict[str, Any]) -> None:
-        self._inner.load_rank_state_dict(state)
+        self._inner.load_state_dict(state["shared"])
+        self._inner.load_rank_state_dict(state["own"])
+        self._note_agreement()
+
+    def _note_agreement(self) -> None:
+        self.trains_apart = self._inner.trains_apart
+        # the strategy does not know those of the ranks along shard
+        self.buffers_agree = self._inner.buffers_agree and self._shards.world_size == 1
 
     def close(self) -> None:
         self._gradients.release()
         self._inner.close()
+
+
+class OfOwn:
+    """Makes the optimizer of those parameters of a model that are on this rank.
+
+    Groups are those of all parameters, since patterns of names may mean parameters elsewhere.
+    """
+
+    def __init__(self, make: MakeOptimizer, parameters: Sequence[tuple[str, nn.Parameter]]) -> None:
+        """Of ``make``, for the whole model's ``parameters``, whose values are not looked at."""
+        self._make = make
+        self._all = {name: p.shape for name, p in parameters if p.requires_grad}
+        self.names: Sequence[str] = ()
+        """Of the parameters on this rank."""
+        self.stepped: list[str] = []
+        """Names of all parameters by the numbers that they would have in an optimizer of all."""
+
+    def __call__(self, parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
+        own = dict(zip(self._trained(), parameters, strict=True))
+        every = {
+            name: own[name] if name in own else nn.Parameter(torch.zeros((1,) * len(shape)))
+            for name, shape in self._all.items()
+        }
+        optimizer = self._make(every.values())
+        names = {id(parameter): name for name, parameter in every.items()}
+        self.stepped = [
+            names[id(parameter)]
+            for group in optimizer.param_groups
+            for parameter in group["params"]
+        ]
+        for group in optimizer.param_groups:
+            group["params"] = [p for p in group["params"] if names[id(p)] in own]
+        return optimizer
+
+    def _trained(self) -> list[str]:
+        return [name for name in self.names if name in self._all]

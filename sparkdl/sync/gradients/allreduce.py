@@ -10,6 +10,7 @@ from functools import partial
 from sparkdl.comm.compression.compression import Shapes
 from sparkdl.config import TrainConfig, require
 from sparkdl.errors import ConfigError
+from sparkdl.mesh import Mesh
 from sparkdl.sync.collective import CollectiveStrategy
 from sparkdl.sync.exchange_pattern import ModelSize, Pattern
 from sparkdl.sync.gradient_buckets import bucket_shapes
@@ -72,6 +73,19 @@ class AllReduce(CollectiveStrategy):
     def is_elastic(self) -> bool:
         """See `SyncStrategy.is_elastic`: unless something is left out, or kept for later."""
         return self.compression is None and self.num_backup_workers == 0
+
+    def why_not_divided(self, mesh: Mesh) -> str | None:
+        if self.num_backup_workers:
+            return (
+                "each worker of a replica would tell by its own clock who comes too late; leave "
+                "num_backup_workers at 0"
+            )
+        if self.work_shares is not None:
+            return (
+                "the workers of a replica wait for each other, whatever their speeds; leave "
+                "work_shares out"
+            )
+        return None
 
     def check(self, config: TrainConfig, world_size: int) -> None:
         super().check(config, world_size)

@@ -13,7 +13,8 @@ import torch
 
 from sparkdl.config import TrainConfig, require
 from sparkdl.errors import ConfigError
-from sparkdl.sync.apart import OWN_WEIGHTS, OwnWeightsSynchronizer
+from sparkdl.mesh import Mesh
+from sparkdl.sync.apart import OWN_WEIGHTS, OwnWeightsSynchronizer, why_not_apart
 from sparkdl.sync.averaging.period import check_period
 from sparkdl.sync.collective import CollectiveStrategy
 from sparkdl.sync.exchange_pattern import ModelSize, Pattern
@@ -48,6 +49,9 @@ class ElasticAveraging(CollectiveStrategy):
     def why_not_rounds(self) -> str | None:
         return OWN_WEIGHTS
 
+    def why_not_divided(self, mesh: Mesh) -> str | None:
+        return why_not_apart(mesh)
+
     def check(self, config: TrainConfig, world_size: int) -> None:
         super().check(config, world_size)
         pull = self.elasticity_of(world_size) * world_size
@@ -81,6 +85,10 @@ class ElasticSynchronizer(OwnWeightsSynchronizer):
         self._elasticity = strategy.elasticity_of(self._comm.world_size)
         self._center = [parameter.detach().clone() for parameter in self.parameters]
         self._pulls = Changes(self.parameters, self._comm, strategy.resolved_compression())
+
+    def begin(self) -> None:
+        super().begin()
+        self._center = [parameter.detach().clone() for parameter in self.parameters]
 
     def after_step(self, step: int) -> bool:
         if (step + 1) % self._period == 0:

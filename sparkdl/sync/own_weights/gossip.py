@@ -15,7 +15,8 @@ import numpy as np
 import torch
 
 from sparkdl.config import require
-from sparkdl.sync.apart import OWN_WEIGHTS, OwnWeightsSynchronizer
+from sparkdl.mesh import Mesh
+from sparkdl.sync.apart import OWN_WEIGHTS, OwnWeightsSynchronizer, why_not_apart
 from sparkdl.sync.averaging.mean import MeanOfReplicas, by_kind, fill, flat_of
 from sparkdl.sync.exchange_pattern import ModelSize, Pattern
 from sparkdl.sync.strategy import SetupArguments, SyncStrategy
@@ -44,6 +45,9 @@ class Gossip(SyncStrategy):
 
     def why_not_rounds(self) -> str | None:
         return OWN_WEIGHTS
+
+    def why_not_divided(self, mesh: Mesh) -> str | None:
+        return why_not_apart(mesh)
 
     def pairs(self, step: int, world_size: int) -> list[tuple[int, int]]:
         """The ranks that meet after ``step``; the same wherever it is asked. No rank is twice."""

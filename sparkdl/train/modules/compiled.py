@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import random
 import sysconfig
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,12 @@ from sparkdl.data.collate import Arguments
 from sparkdl.errors import ClusterError
 
 
-def compile_in_place(module: nn.Module, device: torch.device, example: Arguments | None) -> None:
+def compile_in_place(
+    module: nn.Module,
+    device: torch.device,
+    example: Arguments | None,
+    parts: Sequence[nn.Module] | None = None,
+) -> None:
     """Have calls of ``module`` run compiled code; it is compiled when it is first called.
 
     Copies of the module are not compiled, nor is what unpickles it.
@@ -33,14 +39,20 @@ def compile_in_place(module: nn.Module, device: torch.device, example: Arguments
             The module is called on them before its first training batch; its buffers and random
             numbers are then as before. None: a training step calls the module or its children, one
             by one; all of these are compiled, for what they are first called with.
+        parts: layers of ``module``, which are compiled one by one in place of the whole.
 
     Raises:
         ClusterError: torch has nothing here to compile for CPUs with.
     """
     if device.type == "cpu":
         require_compiler()
-    for part in (module, *(module.children() if example is None else ())):
-        part._compiled_call_impl = _Compiled(part, example)  # torch's own place for it
+    if parts is not None:
+        for part in parts:  # without hooks, in which torch gathers weights
+            part.forward = _Compiled(part, None, part.forward)
+        module._compiled_call_impl = _Compiled(module, example, is_compiled=False)
+    else:
+        for part in (module, *(module.children() if example is None else ())):
+            part._compiled_call_impl = _Compiled(part, example)  # torch's own place for it
     if example is not None:  # torch's caches would give code for other examples
         sizes = [tuple(value.shape) for value in example.values]
         torch.compiler.config.cache_key_tag = f"sparkdl {sizes}"
@@ -69,18 +81,34 @@ class _Compiled:
     """Calls a module's compiled code."""
 
     # Not `nn.Module.compile`: it compiles nothing of torch's own containers, such as Sequential.
-    def __init__(self, part: nn.Module, example: Arguments | None) -> None:
+    def __init__(
+        self,
+        part: nn.Module,
+        example: Arguments | None,
+        call: Callable[..., Any] | None = None,
+        *,
+        is_compiled: bool = True,
+    ) -> None:
+        """Of ``part``; ``call`` computes it, by default with its hooks.
+
+        Without ``is_compiled`` only layers of ``part`` have compiled code.
+        """
+        call = call or part._call_impl
+
         def forward(*args: Any, **kwargs: Any) -> Any:
-            return part._call_impl(*args, **kwargs)  # type: ignore[no-untyped-call]
+            return call(*args, **kwargs)
 
         # torch keeps what it has compiled by code objects, for each a few: none is shared.
         forward.__code__ = forward.__code__.replace()
-        self._compiled = torch.compile(forward, options={"fallback_random": True})
+        self._call: Callable[..., Any] = forward
+        if is_compiled:
+            self._call = torch.compile(forward, options={"fallback_random": True})
+        self._is_compiled = is_compiled
         self._part, self._example = part, example
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if torch.compiler.is_compiling():  # it is a part of a module that is compiled
-            return self._compiled(*args, **kwargs)
+            return self._call(*args, **kwargs)
         if self._example is not None and self._part.training and torch.is_grad_enabled():
             example, self._example = self._example, None
             buffers = [buffer.clone() for buffer in self._part.buffers()]
@@ -92,7 +120,8 @@ class _Compiled:
             with torch.no_grad():
                 for buffer, before in zip(self._part.buffers(), buffers, strict=True):
                     buffer.copy_(before)
-        for value in (*args, *kwargs.values()):
-            if isinstance(value, torch.Tensor) and value.layout == torch.strided:
-                torch._dynamo.maybe_mark_dynamic(value, [*range(min(2, value.dim()))])
-        return self._compiled(*args, **kwargs)
+        if self._is_compiled:
+            for value in (*args, *kwargs.values()):
+                if isinstance(value, torch.Tensor) and value.layout == torch.strided:
+                    torch._dynamo.maybe_mark_dynamic(value, [*range(min(2, value.dim()))])
+        return self._call(*args, **kwargs)

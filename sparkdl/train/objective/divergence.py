@@ -34,7 +34,7 @@ class LossWatch(Stateful):
     def look(self, loss: float, step: int) -> None:
         """Take note of the loss of step ``step``, from 1; TrainingDiverged if it has run away."""
         if not math.isfinite(loss):
-            raise diverged(loss, f"at step {step}")
+            raise diverged(loss, f"at step {step}", has_learnt=step > 1)
         if self._factor is None:
             return
         if len(self._first) < WINDOW:
@@ -47,11 +47,13 @@ class LossWatch(Stateful):
             raise diverged(newest, f"at step {step}, {newest / first:.0f} times that of the start")
 
 
-def diverged(loss: float, where: str) -> TrainingDiverged:
-    """The error for a loss that has run away."""
+def diverged(loss: float, where: str, *, has_learnt: bool = True) -> TrainingDiverged:
+    """The error for a loss that has run away; before a first update it was not the rate."""
+    first = "" if has_learnt else "nothing was learnt yet, so look at the rows first: "
     return TrainingDiverged(
-        f"the loss is {loss:.4g} {where}; lower the learning rate, set gradientClipNorm, check the "
-        "features for NaN, infinite or very large values, or use a wider precision"
+        f"the loss is {loss:.4g} {where}; {first}check the features and labels for NaN, infinite "
+        "or very large values, lower the learning rate, set gradientClipNorm, or use a wider "
+        "precision"
     )
 
 

@@ -7,6 +7,7 @@ the rank's own.
 
 from __future__ import annotations
 
+import weakref
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
@@ -117,7 +118,8 @@ class ManualBackward:
         self._module = module
         self._call = call
         self._share = 1.0
-        self._summed: set[int] = set()
+        self._summed: list[weakref.ref[torch.Tensor]] = []
+        """Gradients of all ranks. Not their ids, which those that follow freed ones may get."""
         self.comm: Communicator = LocalCommunicator()
         self._loss: torch.Tensor | None = None
 
@@ -155,7 +157,8 @@ class ManualBackward:
                 parameter.grad = old
             elif old is not None:
                 parameter.grad += old
-        self._summed = {id(p.grad) for p in self._module.parameters() if p.grad is not None}
+        gradients = [p.grad for p in self._module.parameters()]
+        self._summed = [weakref.ref(g) for g in gradients if g is not None]
 
     def loss_of_step(self) -> torch.Tensor:
         """Sum of the losses of this step's backward passes; ConfigError if there was none."""
@@ -169,8 +172,9 @@ class ManualBackward:
     def _check(self, optimizer: torch.optim.Optimizer, *unused: Any) -> None:
         """Refuse to step with gradients of one rank's samples."""
         gradients = [p.grad for group in optimizer.param_groups for p in group["params"]]
+        summed = {id(gradient) for known in self._summed if (gradient := known()) is not None}
         if self.comm.world_size > 1 and any(
-            gradient is not None and id(gradient) not in self._summed for gradient in gradients
+            gradient is not None and id(gradient) not in summed for gradient in gradients
         ):
             raise ConfigError(
                 "an optimizer was stepped with gradients that were not summed over the ranks; call "

@@ -5,7 +5,9 @@ The learning rate is what the user set, on any number of ranks: it is never scal
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+import sys
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -23,8 +25,28 @@ from sparkdl.train.objective.lightning import OwnOptimizer, is_lightning
 from sparkdl.train.objective.manual import SeveralSchedules
 from sparkdl.train.optimizers.large_batch import LAMB, LARS
 
+_OF_COMPILER = "__dynamo_disable"
+"""Attribute of a function that has what is called in its place."""
 Groups = list[dict[str, Any]]
 """What torch's optimizers take: ``params`` and options of each group."""
+
+
+@contextmanager
+def without_compiler() -> Iterator[None]:
+    """Let torch make optimizers within without importing its compiler, which takes 2 s.
+
+    It is imported to tell it that it shall not look into one function (torch/_compile.py). For
+    processes that take no step, since a step imports it too.
+    """
+    add: Any = getattr(torch.optim.Optimizer.add_param_group, "__wrapped__", None)
+    if add is None or hasattr(add, _OF_COMPILER) or "torch._dynamo" in sys.modules:
+        yield
+        return
+    setattr(add, _OF_COMPILER, add)
+    try:
+        yield
+    finally:
+        vars(add).pop(_OF_COMPILER, None)  # another thread may have been here
 
 
 def parameter_groups(

@@ -170,6 +170,21 @@ def test_a_folder_of_bad_files_only(spark: SparkSession, tmp_path: Path) -> None
     assert (report.rows, report.files, len(report.bad)) == ({}, {}, 1)
 
 
+IN_PARTS: dict[str, Any] = {"split": SPLIT, "output_rows_per_file": 8}
+
+
+@pytest.fixture(scope="module")
+def whole(
+    spark: SparkSession,
+    digits: tuple[Path, dict[str, int]],
+    tmp_path_factory: pytest.TempPathFactory,
+) -> Path:
+    """What an undisturbed run leaves."""
+    output = tmp_path_factory.mktemp("prepared") / "whole"
+    run(spark, digits[0], output, **IN_PARTS)
+    return output
+
+
 class Killed(BaseException):
     """As `kill -9` ends a driver: nothing is cleaned up."""
 
@@ -179,12 +194,11 @@ class Killed(BaseException):
 def test_a_run_that_was_cut_off_ends_as_an_undisturbed_one(
     spark: SparkSession,
     digits: tuple[Path, dict[str, int]],
+    whole: Path,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     when: str,
 ) -> None:
-    options: dict[str, Any] = {"split": SPLIT, "output_rows_per_file": 8}
-    run(spark, digits[0], tmp_path / "whole", **options)
     calls = []
     original = getattr(PartWriter, when)
 
@@ -198,7 +212,7 @@ def test_a_run_that_was_cut_off_ends_as_an_undisturbed_one(
     with monkeypatch.context() as patch:
         patch.setattr(PartWriter, when, dies)
         with pytest.raises(Killed):
-            run(spark, digits[0], tmp_path / "cut", **options)
+            run(spark, digits[0], tmp_path / "cut", **IN_PARTS)
     assert not (tmp_path / "cut" / "prepare.json").exists()
     written: list[str] = []
     original_write = PartWriter.write
@@ -211,11 +225,11 @@ def test_a_run_that_was_cut_off_ends_as_an_undisturbed_one(
     assert done
     with monkeypatch.context() as patch:
         patch.setattr(PartWriter, "write", notes)
-        run(spark, digits[0], tmp_path / "cut", **options)
+        run(spark, digits[0], tmp_path / "cut", **IN_PARTS)
     assert not done & set(written)
-    assert files_in(tmp_path / "cut") == files_in(tmp_path / "whole")
+    assert files_in(tmp_path / "cut") == files_in(whole)
     before = files_in(tmp_path / "cut")
-    again = run(spark, digits[0], tmp_path / "cut", **options)
+    again = run(spark, digits[0], tmp_path / "cut", **IN_PARTS)
     assert again.rows == {"train": 47, "validation": 9, "test": 4}
     assert files_in(tmp_path / "cut") == before
 

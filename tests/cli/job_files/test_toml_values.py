@@ -9,6 +9,7 @@ import pytest
 
 from sparkdl.cli.job_files.toml_values import apply_settings, build, parse_value, read_toml
 from sparkdl.errors import ConfigError
+from sparkdl.mesh import Mesh
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -152,3 +153,13 @@ def test_a_choice_may_be_left_out() -> None:
     assert build(Outer, {"name": "n"}).chosen is None
     with pytest.raises(ConfigError, match=r"chosen must be one of 'x', 'y'; received 'z'"):
         build(Outer, {"name": "n", "chosen": "z"})
+
+
+def test_a_mesh_is_a_table() -> None:
+    stages = {"pipeline": 2, "stages": ["blocks.0-1", "blocks.2-3"], "micro_batches": 4}
+    assert build(Mesh, stages) == Mesh(**stages)
+    assert build(Mesh, {"tensor": 2, "layout": {"a": "rows"}}) == Mesh(
+        tensor=2, layout={"a": "rows"}
+    )
+    with pytest.raises(ConfigError, match=r"parallelism\.stages must be a list"):
+        build(Mesh, {"pipeline": 2, "stages": 3}, "estimator.parallelism")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import pickle
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -280,12 +281,21 @@ CONVERGES: dict[str, tuple[Compression, float]] = {
 }
 
 
+@pytest.fixture(scope="module")
+def plain(gangs: Callable[[int], Gang]) -> float:
+    """The loss without compression."""
+    (loss, _), _ = gangs(2).run(least_squares, None)
+    assert isinstance(loss, float)
+    return loss
+
+
 @pytest.mark.slow
 @pytest.mark.gang
 @pytest.mark.parametrize("name", CONVERGES)
-def test_least_squares_reach_the_loss_without_compression(gang: Gang, name: str) -> None:
+def test_least_squares_reach_the_loss_without_compression(
+    gang: Gang, plain: float, name: str
+) -> None:
     compression, tolerance = CONVERGES[name]
-    (plain, _), _ = gang.run(least_squares, None)
     (loss, weights), (_, others) = gang.run(least_squares, compression)
     assert_same(weights, others)
     assert loss < tolerance * plain

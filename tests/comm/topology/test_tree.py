@@ -1,13 +1,14 @@
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from sparkdl.comm.topology.tree import children, parent
+from sparkdl.comm.tree_sums import children, parent
 from tests.comm.topology.placing import arranged
-from tests.gang import Gang
+from tests.gang import Gang, started_gang
 
 
 def sent_bytes(num_bytes: int, rank: int, world_size: int) -> int:
@@ -74,3 +75,33 @@ def sum_some(comm: Any) -> tuple[list[torch.Tensor], bool, int, int]:
     assert whole.eq(sum(range(1, comm.world_size + 1))).all()
     topology.close()
     return totals, torch.allclose(totals[0], expected, atol=1e-6), sent, 4004
+
+
+@pytest.mark.gang
+def test_many_ranks_sum_little_along_a_tree(tmp_path: Path) -> None:
+    """Also the first ranks of nodes among each other; what is large goes along a ring."""
+    with started_gang(tmp_path, 8) as gang:
+        results = gang.run(sum_small_and_large)
+    for rank, (totals, small, later, large) in enumerate(results):
+        assert all(torch.equal(total, results[0][0][0]) for total in totals)
+        assert small == sent_bytes(4004, rank, 8)
+        assert later == 2 * 7 * 4004 // 8
+        assert large == 2 * 7 * 400_000 // 8
+
+
+def sum_small_and_large(comm: Any) -> tuple[list[torch.Tensor], int, int, int]:
+    mine = torch.randn(1001, generator=torch.Generator().manual_seed(comm.rank))
+    nodes = arranged(comm, "hierarchical", range(8))
+    totals = [mine.clone() for _ in range(3)]
+    for one, total in zip((comm, comm, nodes), totals, strict=True):
+        one.bytes_sent = 0
+        one.all_reduce(total)
+    small = nodes.bytes_sent
+    assert comm.bytes_sent == small
+    comm.bytes_sent = 0
+    comm.all_reduce_async(mine).wait()
+    later, comm.bytes_sent = comm.bytes_sent, 0
+    assert torch.allclose(mine, totals[0], atol=1e-5)
+    comm.all_reduce(torch.ones(100_000))
+    nodes.close()
+    return totals, small, later, comm.bytes_sent

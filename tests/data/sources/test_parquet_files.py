@@ -13,7 +13,7 @@ from sparkdl.data.batches import Batches
 from sparkdl.data.plan import SpoolColumn
 from sparkdl.data.source import Contents, open_shards
 from sparkdl.data.sources.parquet import ParquetSource
-from sparkdl.data.sources.parquet_files import digest_of
+from sparkdl.data.sources.parquet_files import digest_of, list_files
 from sparkdl.errors import DataError, StorageError
 from sparkdl.inputs import Tensor
 from tests.data.sources.test_parquet import FEATURES, LABEL, epoch_of, joined, plan_of, wanted
@@ -48,6 +48,29 @@ def test_values_that_change_between_epochs_are_noticed(tmp_path: Path, is_replac
     assert digest_of(pq.read_metadata(folder / "a.parquet")) == digest_of(before)
     with pytest.raises(DataError, match="has changed since fit has listed it"):
         epoch(2)
+
+
+def test_footers_are_read_once_and_little_is_kept_of_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    places: list[str] = []
+    read = pq.read_metadata
+    monkeypatch.setattr(pq, "read_metadata", lambda file: places.append(file) or read(file))
+    table = pa.table({f"c{number}": range(1000) for number in range(30)})
+    table = table.append_column("user", pa.array([{"age": 7.5, "name": "x"}] * 1000))
+    for number in range(3):
+        pq.write_table(table, tmp_path / f"{number}.parquet", row_group_size=10)
+    listing = list_files(str(tmp_path), ["c4", "User.age"])
+    assert len(places) == 3
+    groups = listing.row_groups()
+    assert [group.num_rows for group in groups] == [10] * 300
+    assert all(footer.leaves == ("c4", "user.age") for footer in listing.footers.values())
+    kept = [footer.groups.nbytes + footer.chunks.nbytes for footer in listing.footers.values()]
+    assert sum(kept) == 300 * (24 + 2 * 40)
+    assert listing.chunk(groups[101], 0) == (10, 0, 10, 19, 10)
+    assert listing.chunk(groups[101], 1)[2:4] == (7.5, 7.5)
+    start, stop = listing.byte_range(groups[101])
+    assert stop == listing.byte_range(groups[102])[0] > start
 
 
 def write_all(folder: Path, tables: Sequence[pa.Table]) -> Path:

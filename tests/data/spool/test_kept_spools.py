@@ -290,7 +290,7 @@ def test_what_is_not_ours_stays(tmp_path: Path) -> None:
 
 def _race(directory: str, number: int) -> None:
     """Keep and find shards, and have two keys push each other out."""
-    for turn in range(1, 61):
+    for turn in range(1, 31):
         own = Keep(directory=directory, key=str(turn % 2), limit_bytes=4 * NUM_BYTES)
         run_id = f"{number}-{turn}"
         with held(Path(directory) / f"sparkdl-{run_id}"):

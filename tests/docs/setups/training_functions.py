@@ -17,3 +17,4 @@ def prepare(spark: SparkSession) -> dict[str, Any]:
 def check(names: dict[str, Any]) -> None:
     assert set(names["weights"]) == {"weight", "bias"}
     assert names["size"] in (1, 2)
+    assert names["divided"]["0.weight"].shape == (64, 3)

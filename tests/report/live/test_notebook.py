@@ -83,7 +83,7 @@ def test_a_fit_from_start_to_end(board: Board, cell: FakeCell, clock: Clock) -> 
     assert "5 of 20 steps, 01:00 left" in cell.text("progress")
     assert "<progress value='5' max='20'></progress>" in cell.outputs["progress"]["text/html"]
     view.epoch(RECORD)
-    view.done(20)
+    view.done(20, stopped_early=False)
     view.close()
     assert cell.text("progress").startswith("fit 1: trained · 20 of 20 steps · loss 0.2500")
     assert cell.text("progress").endswith("epoch 1: loss 0.5")
@@ -165,7 +165,7 @@ def test_a_restart_and_an_early_stop_are_told(board: Board, cell: FakeCell, cloc
     clock.now += 1
     view.progress(0, at(11, 10))
     assert cell.text("progress").startswith("fit 1: epoch 2 of 2, restart 1 · 11 of 20 steps")
-    view.done(14)
+    view.done(14, stopped_early=True)
     view.close()
     assert cell.text("progress").startswith("fit 1: stopped early, restart 1 · 14 of 14 steps")
 
@@ -185,7 +185,7 @@ def test_fits_of_a_search_share_the_outputs(cell: FakeCell, clock: Clock) -> Non
             view.attempt(0, 0)
             view.progress(0, at(5, 50))
             view.epoch(RECORD)
-            view.done(20)
+            view.done(20, stopped_early=False)
             view.close()
 
     threads = [threading.Thread(target=search, args=(number,)) for number in range(4)]

@@ -147,7 +147,7 @@ def test_the_bar_ends_full(console: Console, clock: Clock, steps: int, shown: st
     view = console_view(has_bar=True, shows_logs=True)
     view.attempt(0, 0)
     view.progress(0, at(11, 110))
-    view.done(steps)
+    view.done(steps, stopped_early=steps < 20)
     view.close()
     assert f"{shown} |" in console.bar()
     assert f"{steps}/{steps} [" in console.bar()
@@ -159,7 +159,7 @@ def test_the_silent_view_shows_nothing(console: Console) -> None:
     view.progress(0, at(1, 1))
     view.epoch({"epoch": 1})
     view.log(0, "line", logging.INFO)
-    view.done(1)
+    view.done(1, stopped_early=False)
     view.close()
     assert console.text() == ""
 
@@ -192,7 +192,7 @@ def test_a_function_has_a_line_for_each_report_and_for_restarts(console: Console
 
 
 @pytest.mark.parametrize(
-    ("steps", "last"), [(20, "trained: 20/20 steps"), (14, "stopped early: 14/20 steps")]
+    ("steps", "last"), [(20, "trained: 20 steps"), (14, "stopped early: 14/20 steps")]
 )
 def test_without_a_terminal_there_is_a_line_for_each_epoch(
     console: Console, steps: int, last: str
@@ -206,7 +206,7 @@ def test_without_a_terminal_there_is_a_line_for_each_epoch(
     view.log(0, "hello", logging.INFO)
     view.log(1, "beware", logging.WARNING)
     view.epoch({"epoch": 2, "steps": 20, "seconds": 3.0, "learning_rate": 0.1, "loss": 0.25})
-    view.done(steps)
+    view.done(steps, stopped_early=steps < 20)
     view.close()
     assert console.text().splitlines() == [
         "epoch 1: loss 0.5",
@@ -296,7 +296,7 @@ def test_phases_stand_in_one_line_of_a_terminal(console: Console, clock: Clock) 
     view.activity(STOPPING, "")
     assert "stopping |" in console.bar()
     view.progress(0, at(3, 30))
-    view.done(20)
+    view.done(20, stopped_early=False)
     view.activity("cleaning up", "")
     assert console.bar().strip() == "cleaning up"
     view.close()

@@ -60,7 +60,7 @@ def run(*views: Callable[[], View]) -> Any:
         recorder.phase("train")
         recorder.epoch(RECORD)
         recorder.log(1, "beware", logging.WARNING)
-        recorder.done(4)
+        recorder.done(4, stopped_early=False)
     return recorder.record()
 
 

@@ -62,6 +62,16 @@ def test_the_page_shows_all_and_loads_nothing() -> None:
     assert "url(" not in page(record()) and "@import" not in page(record())
 
 
+@pytest.mark.parametrize(("epochs", "last", "shown"), [(2, 9, False), (3, 9, True), (2, 10, True)])
+def test_an_end_with_other_steps_than_planned_is_not_measured_by_them(
+    epochs: int, last: int, shown: bool
+) -> None:
+    facts = {**record().facts, "epochs": epochs, "first_step": 0, "steps": 10}
+    history = [{"epoch": 2, "loss": 1.0}]
+    changed = replace(record(), facts=facts, history=history, steps=[[1.0, last, 1.0, None]])
+    assert ("of 10 planned" in page(changed)) == shown
+
+
 def test_what_a_run_says_cannot_become_markup() -> None:
     nasty = "<script>alert(1)</script>\"' onload=x &amp;"
     changed = replace(

@@ -48,6 +48,7 @@ def test_many_ranks_have_fewer_spans_each() -> None:
         )
 
     assert number_of(1000) < number_of(4) / 3
+    assert number_of(1000) < 40  # of 130 bytes each: 5 MB of a thousand ranks
 
 
 def test_nothing_new_is_no_span() -> None:

@@ -11,6 +11,7 @@ from unittest.mock import MagicMock
 import pytest
 
 from sparkdl.errors import ClusterError
+from sparkdl.mesh import Mesh
 from sparkdl.spark.cluster import cluster_info
 from sparkdl.spark.cluster.cluster_info import (
     ClusterInfo,
@@ -194,6 +195,7 @@ def test_requested_workers() -> None:
             r"numWorkers=5 needs 5 free slots of 1 cpu at the same time, but spark://h:7077 has 4 "
             r"\(2 executors with 2 cores and 0 gpus each\); set numWorkers to at most 4 or give",
         ),
+        (info(2, 2), 8, {"mesh": Mesh(shard=8)}, r"=Mesh\(.*shard=8.* product is at most 4 or"),
         (info(2, 4, task_cpus=2), 5, {}, "slots of 2 cpu .* has 4 "),
         (info(2, 4), 3, {"cpus_per_worker": 4}, "slots of 4 cpu .* at most 2 "),
         (info(2, 4, **GPUS), 5, {}, "slots of 1 cpu and 1 gpu .* has 4 "),

@@ -197,6 +197,29 @@ def test_scouts_look_for_slots_while_more_workers_would_pay(clock: Clock, alone:
     assert grows(whole) is None and len(clock.jobs) == 2
 
 
+def test_a_gang_waits_for_scouts_that_still_leave(clock: Clock, alone: Attempt) -> None:
+    """Spark ends a task of Python's seconds after it was told to."""
+    limits = list[int]()
+    grows = Resize(elastic(), lambda *_: "it pays", limits.append)
+    grows(alone)
+    clock.jobs[0].found = 2
+    clock.now += 11
+    assert grows(alone) is None
+    clock.now += 11
+    assert grows(alone) is not None
+    grows.end()
+    begins = attempt(3, there=2)
+    clock.jobs[0].found = 1
+    for _ in range(3):
+        clock.now += 11
+        assert grows(begins) is None, "the third has no slot as long as a scout keeps one"
+    clock.jobs[0].found = 0
+    clock.now += 9
+    assert grows(begins) is None
+    clock.now += 2
+    assert grows(begins) == "2 of 3 workers have come; the gang starts with these"
+
+
 def test_scouts_leave_slots_of_which_nothing_comes(clock: Clock, alone: Attempt) -> None:
     would = True
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
@@ -15,6 +16,7 @@ from sparkdl.data.column_stats import ColumnStats, SpooledShard
 from sparkdl.data.plan import Column, Shard, TrainPlan, make_plan
 from sparkdl.errors import ConfigError, DataError
 from sparkdl.inputs import Sequence
+from sparkdl.mesh import Mesh
 from sparkdl.spark.fit.check_rows import (
     check_empty_batches,
     check_labels,
@@ -53,9 +55,14 @@ def test_rows_for_validation_that_were_asked_for_and_are_not_there() -> None:
         check()
 
 
-def num_classes(module: nn.Module, columns: list[Column], asked: FitRequest) -> int | None:
+def num_classes(
+    module: nn.Module,
+    columns: list[Column],
+    asked: FitRequest,
+    seen: AbstractContextManager[None] | None = None,
+) -> int | None:
     """What a run on zeros shows."""
-    return dry_run(module, columns, asked, objective_of(asked.config, module))[0]
+    return dry_run(module, columns, asked, objective_of(asked.config, module), seen=seen)[0]
 
 
 class Shy(nn.Linear):
@@ -71,7 +78,9 @@ def test_a_module_that_cannot_be_looked_at_trains_without_a_graph() -> None:
     graphs: list[Any] = []
 
     def traced(module: nn.Module) -> int | None:
-        return traced_run(lambda: num_classes(module, [X, Y], request()), module, graphs.append)
+        return traced_run(
+            lambda seen: num_classes(module, [X, Y], request(), seen), module, graphs.append
+        )
 
     assert traced(Shy(4, 3)) == 3
     assert graphs == []
@@ -79,6 +88,16 @@ def test_a_module_that_cannot_be_looked_at_trains_without_a_graph() -> None:
     assert [node["op"] for node in graphs[0]["nodes"]] == ["input", "Linear", "output"]
     with pytest.raises(ConfigError, match="cannot take the features"):
         traced(nn.Linear(5, 3))
+
+
+def test_layers_are_found_to_divide_in_a_module_that_is_looked_at() -> None:
+    """Layers with hooks are passed by, and whoever draws the graph has hooks on all."""
+    module = nn.Sequential(nn.Linear(4, 6), nn.ReLU(), nn.Linear(6, 3))
+    asked = request(parallelism=Mesh(tensor=2))
+    graphs: list[Any] = []
+    found = traced_run(lambda seen: num_classes(module, [X, Y], asked, seen), module, graphs.append)
+    assert found == 3
+    assert [node["op"] for node in graphs[0]["nodes"][1:-1]] == ["Linear", "ReLU", "Linear"]
 
 
 def test_dry_run_counts_the_classes() -> None:
@@ -212,7 +231,9 @@ class Broken(nn.Module):
 def test_a_mistake_in_forward_is_no_matter_of_shapes() -> None:
     graphs: list[Any] = []
     with pytest.raises(ConfigError, match=r"AttributeError: .*'nothing'; correct forward$"):
-        traced_run(lambda: num_classes(Broken(), [X, Y], request()), Broken(), graphs.append)
+        traced_run(
+            lambda seen: num_classes(Broken(), [X, Y], request(), seen), Broken(), graphs.append
+        )
     assert Broken.calls == 1  # what it prints is printed once
 
 

@@ -24,7 +24,7 @@ from torchmetrics.classification import BinaryAccuracy
 from sparkdl.config import CheckpointConfig, EarlyStopping, TrainConfig
 from sparkdl.data.shuffle_windows import HostLoad
 from sparkdl.errors import ClusterError, ConfigError, DataError, StorageError, WorkerError
-from sparkdl.spark.cluster import cluster_info, slots
+from sparkdl.spark.cluster import cluster_info, probe, slots
 from sparkdl.spark.fit.check_request import check_request
 from sparkdl.spark.fit.fit import fit
 from sparkdl.spark.frames import spool_task
@@ -104,6 +104,32 @@ def local_dirs(spark: SparkSession) -> list[Path]:
     """Where executors keep their files."""
     rows = spark.range(1).mapInArrow(tell_local_dirs, "folder string").collect()
     return [Path(row["folder"]) for row in rows]
+
+
+def wait_a_minute(batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
+    time.sleep(60)
+    yield from batches
+
+
+def test_executors_that_are_refused_do_not_read_the_rows_to_their_end(
+    df: DataFrame, local_dirs: list[Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tracker = df.sparkSession.sparkContext.statusTracker()
+
+    def refuse(*_: object) -> str:
+        deadline = time.monotonic() + 20
+        while not tracker.getActiveJobsIds():
+            assert time.monotonic() < deadline, "the spool did not begin beside the probe"
+            time.sleep(0.05)
+        return "the executor has another torch"
+
+    monkeypatch.setattr(probe, "difference", refuse)
+    began = time.monotonic()
+    with pytest.raises(ClusterError, match="the executor has another torch"):
+        fit(df.mapInArrow(wait_a_minute, df.schema), request())
+    assert time.monotonic() - began < 40
+    assert not tracker.getActiveJobsIds()
+    assert not [path for folder in local_dirs for path in folder.glob("sparkdl-*")]
 
 
 def python_workers() -> set[int]:
@@ -466,6 +492,18 @@ def test_interrupting_a_gang_that_is_about_to_begin_ends_it(df: DataFrame, expec
     finger.join(timeout=10)
     assert time.monotonic() - pressed[0] < 20
     assert digest(fit(df, request())) == expected
+
+
+def test_other_workers_and_their_other_steps_are_no_early_end(
+    df: DataFrame, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    fit(df, request(directory=str(tmp_path), epochs=1))
+    asked = request(directory=str(tmp_path), num_workers=1, verbose=1)
+    summary = fit(df, asked).summary
+    assert [record["epoch"] for record in summary.history] == [1, 2]
+    assert summary.steps == 5 + 8  # where two epochs of the second fit have 16
+    assert summary.weights_of is not None and not summary.weights_of.stopped_early
+    assert "stopped early" not in capsys.readouterr().err
 
 
 @pytest.mark.slow

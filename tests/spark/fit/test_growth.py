@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import time
 from collections.abc import Collection
 from dataclasses import replace
@@ -120,7 +119,7 @@ def gang_run(*, most: int | None, owns: bool, kept: bool = False, wish: Any = No
         slots=Slots(num_workers=2, threads=1, cluster=cluster, max_workers=most),
         spark=SimpleNamespace(range=lambda *rows: rows),
         link=SimpleNamespace(send=lambda *_, **__: b""),
-        packed=SimpleNamespace(tensors={}), config=SimpleNamespace(
+        packed=SimpleNamespace(pieces=None, recipe=b"", tensors={}), config=SimpleNamespace(
             parallelism=None,
             device="cpu", sync_strategy=AllReduce(work_shares=wish)
         ),
@@ -154,7 +153,7 @@ def test_a_submission_finds_the_shards_where_they_are(
         begin=lambda *_: None, passed_over=set(), lease=None, speeds=speeds
     )
     job: Any = gang_fit._submit(
-        run, attempts, b"", None, Attempt(number=number, world_size=workers, submitted=0)
+        run, attempts, b"", None, None, Attempt(number=number, world_size=workers, submitted=0)
     )
     rows, order, num_workers = job
     assert (rows, num_workers, run.table.asked) == (df, workers, asked)
@@ -173,7 +172,7 @@ def test_scattered_shards_are_restored_before_the_first_submission() -> None:
     run.table.spare = True
     attempts: Any = SimpleNamespace(begin=lambda *_: None, passed_over=set(), lease=None, speeds={})
     attempt = Attempt(number=0, world_size=2, submitted=0)
-    rows, order, _ = cast(Any, gang_fit._submit(run, attempts, b"", None, attempt))
+    rows, order, _ = cast(Any, gang_fit._submit(run, attempts, b"", None, None, attempt))
     assert (rows, {one.path for one in order.plan.shards}) == ("restored table", {"restored"})
 
 
@@ -195,7 +194,7 @@ def test_ranks_of_equal_speed_keep_the_shards_that_the_plan_gives_them(
         run.table.reader = object()
     attempts: Any = SimpleNamespace(begin=lambda *_: None, passed_over=set(), lease=None, speeds={})
     job: Any = gang_fit._submit(
-        run, attempts, b"", None, Attempt(number=0, world_size=workers, submitted=0)
+        run, attempts, b"", None, None, Attempt(number=0, world_size=workers, submitted=0)
     )
     is_placed, is_assigned = job[1].is_placed, job[1].is_assigned
     assert (is_placed, is_assigned) == (keep and in_tasks and not kept, keep and kept)
@@ -220,8 +219,8 @@ def test_lost_shards_are_written_anew(
 
 def test_the_summary_tells_the_last_gang() -> None:
     said = {"history": [], "steps": 9, "seconds": {}, "rows_per_second": 1.0, "bytes_sent": 0}
-    rows = [(0, "result", json.dumps(said).encode())]
-    summary = gang_fit._trained(GangResult(rows=rows, restarts=1, sizes=[(0, 2), (5, 3)]))
+    result = GangResult(rows=[], restarts=1, sizes=[(0, 2), (5, 3)])
+    summary = gang_fit._summary(result, {0: said})
     assert (summary.world_size, summary.gang_sizes) == (3, [[0, 2], [5, 3]])
 
 

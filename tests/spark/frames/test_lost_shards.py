@@ -42,7 +42,7 @@ class Table(ShardTable):
         self._keep, self.is_kept, self._is_followed, self._for_others = None, False, False, {}
         self.owns_partitions = pieces is not None
         self._spark, self._profile, self._run_id = MagicMock(), None, "r"
-        self._seen, self._stragglers = set(), False
+        self._seen, self._stragglers, self._begun = set(), False, None
         self._queue_timeout_seconds = 1.0
         self.rows, self.dealt = MagicMock(), list[Any]()
         self._dealt = lambda ids: (self.dealt.append(ids), self.rows)[1]

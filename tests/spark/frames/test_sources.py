@@ -178,14 +178,11 @@ def test_populations_compete_on_the_validation_rows_of_a_source(folder: Path) ->
 @pytest.mark.slow
 def test_one_shot_averaging_needs_no_rows_set_aside(folder: Path) -> None:
     config = replace(request().config, sync_strategy=OneShotAveraging())
-    fitted = {}
     for mode in ("rounds", "gang"):
         wanted = replace(request(execution_mode=mode, validation_col="held"), config=config)
-        fitted[mode] = fit(ParquetSource(folder), wanted)
-        assert fitted[mode].summary.rows == 135
-        assert fitted[mode].summary.history[-1]["val_loss"] > 0
-    again = replace(request(execution_mode="rounds", validation_col="held"), config=config)
-    assert digest(fit(ParquetSource(folder), again)) == digest(fitted["rounds"])
+        summary = fit(ParquetSource(folder), wanted).summary
+        assert summary.rows == 135
+        assert summary.history[-1]["val_loss"] > 0
 
 
 def collected(spark: SparkSession, source: Any, wanted: FitRequest) -> SourceTable:

@@ -16,6 +16,7 @@ from sparkdl.errors import ConfigError, TrainingDiverged, WorkerError
 from sparkdl.inputs import Tensor, named
 from sparkdl.spark.fit.check_request import choose_mode
 from sparkdl.spark.fit.fit import fit
+from sparkdl.spark.rounds import round_stages
 from sparkdl.spark.run.run import FitRequest, FitResult
 from sparkdl.sync.averaging.parameter_averaging import ParameterAveraging
 from sparkdl.sync.gradients.allreduce import AllReduce
@@ -35,6 +36,11 @@ def make_net() -> nn.Module:
     return nn.Sequential(
         nn.Linear(3, 8, bias=False), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, 3)
     ).double()
+
+
+def make_wide_net() -> nn.Module:
+    torch.manual_seed(5)
+    return nn.Sequential(nn.Linear(3, 64, bias=False), nn.BatchNorm1d(64), nn.Linear(64, 3))
 
 
 @pytest.fixture(scope="module")
@@ -147,10 +153,24 @@ def test_rounds_read_windows_as_a_gang_does(df: DataFrame, whole: FitResult) -> 
 
 
 @pytest.mark.slow
-def test_more_shards_than_slots_give_the_same_bits_each_time(df: DataFrame) -> None:
-    wanted = request(num_workers=7, epochs=1)  # seven are merged in three groups
-    first, second = fit(df, wanted), fit(df, wanted)
+def test_executors_take_the_mean_with_the_bits_of_the_driver(
+    df: DataFrame, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With more shards than slots."""
+    wanted = request(module=make_wide_net, num_workers=7, epochs=1)
+    first = fit(df, wanted)
+    monkeypatch.setattr(round_stages, "AT_ONCE_BYTES", 0)
+    monkeypatch.setattr(round_stages, "_MERGED_BYTES", 1 << 14)
+    assert round_stages.num_merge_tasks(7, 1 << 13) == 4
+    second = fit(df, wanted)
     assert equal(first, second)
+    averaging = ParameterAveraging(averaging_period=3, compression="int8")
+    compressed = fit(df, dataclasses.replace(wanted, config=dataclasses.replace(
+        wanted.config, sync_strategy=averaging
+    )))  # fmt: skip
+    assert not equal(first, compressed)
+    for mine, theirs in zip(states(first), states(compressed), strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=0, atol=1e-3)
     assert first.summary.world_size == 7
     assert all(rate > 0 for rate in first.summary.throughput_by_rank)
 
@@ -270,7 +290,9 @@ def test_modes() -> None:
     assert choose_mode("auto", AllReduce()) == "gang"
     with pytest.raises(ConfigError, match="AllReduce cannot run with executionMode='rounds': it"):
         choose_mode("rounds", AllReduce())
-    with pytest.raises(ConfigError, match="compression acts between the workers of a gang"):
-        choose_mode("rounds", ParameterAveraging(compression="fp16"))
+    assert choose_mode("rounds", ParameterAveraging(compression="int8")) == "rounds"
+    for name in ("topk", "onebit", "powersgd"):
+        with pytest.raises(ConfigError, match="no task keeps anything of its shard"):
+            choose_mode("rounds", ParameterAveraging(compression=name))
     with pytest.raises(ConfigError, match="executionMode must be one of"):
         choose_mode("both", AllReduce())

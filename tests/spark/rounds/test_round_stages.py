@@ -1,4 +1,4 @@
-"""How states of shards are merged on the way to the driver."""
+"""How executors take the mean of what shards return."""
 
 from __future__ import annotations
 
@@ -8,54 +8,37 @@ import torch
 
 from sparkdl.comm import file_chunks
 from sparkdl.comm.file_chunks import joined_results, result_batches
-from sparkdl.spark.rounds import round_stages
-from sparkdl.spark.rounds.round_stages import merge_groups, merge_states, tree_levels
-from sparkdl.storage.checkpoint_format import decode, encode
-from sparkdl.storage.tensor_tree import snapshot
+from sparkdl.spark.rounds.round_stages import MeanOfPieces, num_merge_tasks
+from sparkdl.sync.averaging.state_pieces import FRAME, Pieces
 
-
-def payload(weight: float, value: float, size: int = 3) -> bytes:
-    state = {"w": torch.full((size,), value, dtype=torch.float64)}
-    return b"".join(encode(snapshot({"weight": weight, "state": state})))
+MIB = 2**20
 
 
 @pytest.mark.parametrize(
-    ("shards", "depth", "levels"),
-    [(1, 2, []), (2, 2, []), (4, 2, []), (5, 2, []), (7, 2, [3]), (16, 2, [4]),
-     (100, 2, [10]), (100, 1, []), (100, 3, [20, 4]), (1000, 3, [100, 10])],
-)  # fmt: skip
-def test_levels_of_the_tree(shards: int, depth: int, levels: list[int]) -> None:
-    assert tree_levels(shards, depth) == levels
+    ("shards", "mib", "tasks"),
+    [(1, 1000, 0), (2, 4, 0), (2, 5, 1), (8, 344, 8), (64, 10, 10), (1000, 31, 485)],
+)
+def test_how_many_tasks_take_the_mean(shards: int, mib: int, tasks: int) -> None:
+    assert num_merge_tasks(shards, mib * MIB) == tasks
 
 
-def test_a_group_is_merged_in_the_order_of_shards(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_mean_is_taken_in_the_order_of_shards(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(file_chunks, "CHUNK_BYTES", 64)  # so that results come in several chunks
-    rows = []
-    for rank, weight, value in ((3, 1.0, 8.0), (2, 3.0, 4.0), (7, 2.0, 1.0)):
-        for batch in result_batches(rank, "state", payload(weight, value)):
-            rows += batch.append_column("group", pa.array([rank // 4])).to_pylist()
-    for batch in result_batches(2, "result", b"{}"):
-        rows += batch.append_column("group", pa.array([0])).to_pylist()
-    rows.reverse()
-    merged = joined_results(
-        [
-            row
-            for batch in merge_groups([pa.RecordBatch.from_pylist(rows)])
-            for row in batch.to_pylist()
-        ]
-    )
-    by_key = {(rank, kind): data for rank, kind, data in merged}
-    assert by_key.keys() == {(2, "state"), (7, "state"), (2, "result")}
-    first = decode(by_key[2, "state"], "a state")
-    assert first["weight"] == 4.0
-    assert first["state"]["w"].tolist() == [5.0] * 3
-    assert by_key[7, "state"] == payload(2.0, 1.0)
-
-
-def test_merging_in_levels_is_merging_at_once() -> None:
-    payloads = [payload(weight, value) for weight, value in ((1, 0.1), (2, 0.7), (5, -3), (4, 9))]
-    weight, at_once = merge_states(payloads)
-    halves = [round_stages.merge_payloads(payloads[:2]), round_stages.merge_payloads(payloads[2:])]
-    again, in_levels = merge_states(halves)
-    assert weight == again == 12
-    torch.testing.assert_close(at_once["w"], in_levels["w"], rtol=0, atol=1e-15)
+    pieces = Pieces(piece_bytes=1 << 20)
+    values = {3: 1e16, 2: 1.0, 7: -1e16, 5: 1.0}  # whose sum depends on their order
+    rows = [row for batch in result_batches(2, "result", b"{}") for row in batch.to_pylist()]
+    for rank, value in values.items():
+        state = {"w": torch.full((300,), value, dtype=torch.float64), "step": rank}
+        for name, data in pieces.cut(state, 1.0):
+            rows += [row for batch in result_batches(rank, name, data) for row in batch.to_pylist()]
+    rows.sort(key=lambda row: (row["kind"], row["rank"], row["seq"]))  # as Spark sorts them
+    batches = [pa.RecordBatch.from_pylist(rows[at : at + 3]) for at in range(0, len(rows), 3)]
+    merged = [row for batch in MeanOfPieces(pieces=pieces)(batches) for row in batch.to_pylist()]
+    found = {kind: (rank, data) for rank, kind, data in joined_results(merged)}
+    assert found.pop("result") == (2, b"{}")
+    assert {rank for rank, _ in found.values()} == {2}
+    state = pieces.put_together((kind, data) for kind, (_, data) in found.items())
+    expected = sum(0.25 * values[rank] for rank in sorted(values))
+    assert state["w"].tolist() == [expected] * 300
+    assert state["step"] == 7
+    assert set(found) == {FRAME, f"{FRAME}/w#0"}

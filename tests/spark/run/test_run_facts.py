@@ -196,16 +196,6 @@ def test_a_fit_leaves_its_record_and_page(
 
 
 @pytest.mark.slow
-def test_the_record_is_in_memory_without_a_directory(df: DataFrame, tmp_path: Path) -> None:
-    model = classifier(None).fit(df)
-    assert model.summary.report_path is None
-    path = model.summary.write_report(tmp_path / "deep" / "report.html")
-    assert "Learning curves" in path.read_text(encoding="utf-8")
-    with pytest.raises(StorageError, match="choose another path"):
-        model.summary.write_report(tmp_path)
-
-
-@pytest.mark.slow
 def test_a_fit_that_fails_leaves_its_record_too(df: DataFrame, tmp_path: Path) -> None:
     with pytest.raises(WorkerError):
         classifier(tmp_path, callbacks=[Failing()]).fit(df)
@@ -225,11 +215,19 @@ def test_a_fit_that_never_began_says_why(df: DataFrame, tmp_path: Path) -> None:
     assert found.spent == {}
 
 
+@pytest.fixture(scope="module")
+def plain(df: DataFrame) -> Any:
+    """A fit that nobody listens to, and that writes nothing."""
+    return classifier(None).fit(df)
+
+
 @pytest.mark.slow
-def test_the_weights_are_the_same_with_and_without(df: DataFrame, tmp_path: Path) -> None:
-    plain = classifier(None).fit(df).module.state_dict()
-    watched = classifier(tmp_path, listeners=[Ear()]).fit(df).module.state_dict()
-    assert all(torch.equal(plain[name], watched[name]) for name in plain)
+def test_the_record_is_in_memory_without_a_directory(plain: Any, tmp_path: Path) -> None:
+    assert plain.summary.report_path is None
+    path = plain.summary.write_report(tmp_path / "deep" / "report.html")
+    assert "Learning curves" in path.read_text(encoding="utf-8")
+    with pytest.raises(StorageError, match="choose another path"):
+        plain.summary.write_report(tmp_path)
 
 
 def test_a_directory_that_cannot_be_written_ends_the_fit_at_once(
@@ -252,8 +250,10 @@ def test_the_kept_epoch_is_the_one_whose_mistakes_are_shown(df: DataFrame, tmp_p
 
 
 @pytest.mark.slow
-def test_listeners_are_told_in_order(df: DataFrame) -> None:
-    classifier(None, listeners=[Ear()], callbacks=[Slow()]).fit(df)
+def test_listeners_are_told_in_order_and_change_no_weights(
+    df: DataFrame, tmp_path: Path, plain: Any
+) -> None:
+    model = classifier(tmp_path, listeners=[Ear()], callbacks=[Slow()]).fit(df)
     kinds = [kind for kind, _ in TOLD]
     assert kinds[:2] == ["start", "facts"]
     assert kinds[-1] == "end"
@@ -265,6 +265,9 @@ def test_listeners_are_told_in_order(df: DataFrame) -> None:
     record, module = told("end")[0]
     assert record.status == "succeeded"
     assert isinstance(module, nn.Module)
+    expected = plain.module.state_dict()
+    watched = model.module.state_dict()
+    assert all(torch.equal(expected[name], watched[name]) for name in expected)
 
 
 @pytest.mark.slow

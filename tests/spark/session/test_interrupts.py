@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import signal
+import socket
 import sys
 import threading
 import time
@@ -15,6 +16,7 @@ from unittest.mock import MagicMock
 
 import pyarrow as pa
 import pytest
+from pyspark.util import local_connect_and_auth
 
 from sparkdl.errors import ClusterError, DataError, TrainingFailed
 from sparkdl.spark.session import interrupts
@@ -101,7 +103,7 @@ def test_a_press_ends_the_block_and_cancels_its_jobs(session: Any) -> None:
 
 
 def test_the_message_says_where_it_can_go_on(session: Any) -> None:
-    told = "from its checkpoints in here"
+    told = "from the newest whole checkpoint in here"
     with pytest.raises(KeyboardInterrupt, match=told), interruptible(session, "here"):
         press()
 
@@ -358,6 +360,31 @@ def test_a_spark_that_is_gone_hides_nothing(
 
     with pytest.raises(KeyboardInterrupt), interruptible(session):
         in_py4j(call)
+
+
+def test_the_socket_of_an_answer_is_not_left_open(session: Any) -> None:
+    """pyspark opens one to fetch what a job has collected; cut off there, it never closes it."""
+    opened: list[Any] = []
+
+    def answer(server: socket.socket) -> None:
+        connection, _ = server.accept()
+        with connection:
+            connection.recv(100)
+            signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
+            assert session.sparkContext.cancelled.wait(10)
+            time.sleep(0.3)  # reminders come meanwhile
+            connection.sendall(b"\0\0\0\x02ok")
+
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        thread = threading.Thread(target=answer, args=[server])
+        thread.start()
+        with pytest.raises(KeyboardInterrupt), interruptible(session):
+            opened += local_connect_and_auth(server.getsockname()[1], "secret")
+            time.sleep(10)
+        thread.join()
+    assert len(opened) == 2  # it came to its end
+    for file in opened:
+        file.close()
 
 
 def test_a_call_is_seen_from_within() -> None:

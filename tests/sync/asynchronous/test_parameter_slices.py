@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+from collections import Counter
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ from sparkdl.sync.asynchronous.parameter_slices import (
     check_learning_rates,
     cut,
     group_options,
+    server_ranks,
 )
 from sparkdl.train.optimizers.optimizers import OPTIMIZERS
 
@@ -26,6 +28,17 @@ def test_slices_are_even_and_hold_every_tensor_once() -> None:
         assert max(loads) <= 4 / 3 * max(sum(sizes) / num_slices, max(sizes))
     assert cut([5, 5], 3) == [[0], [1], []]
     assert cut([], 2) == [[], []]
+
+
+def test_few_of_many_ranks_serve_and_nodes_share_the_work() -> None:
+    for world_size in (1, 2, 16, 64):
+        assert server_ranks((0,) * world_size) == list(range(world_size))
+    nodes = [0] * 500 + [rank // 10 for rank in range(10, 510)]
+    servers = server_ranks(nodes)
+    assert servers == sorted(set(servers)) and len(servers) == 64
+    on_node = Counter(nodes[rank] for rank in servers)
+    assert len(on_node) == 51 and max(on_node.values()) == 2
+    assert len(server_ranks(range(1000))) == 64
 
 
 def make_parameters() -> list[nn.Parameter]:

@@ -146,7 +146,6 @@ def test_auto_period_runs_and_is_the_same_on_all_ranks(gang: Gang) -> None:
         {"averaging_period": 0},
         {"averaging_period": "often"},
         {"averaging_period": True},
-        {"aggregation_depth": 0},
         {"weighting": "rows"},
         {"target_share": 1.0},
     ],

@@ -10,8 +10,8 @@ from torch import nn
 
 from sparkdl.errors import CheckpointError, ConfigError
 from sparkdl.mesh import Mesh
-from sparkdl.sync.divided.dividing import units
-from sparkdl.sync.divided.layout import cut_parameters, divided_layers, spread, trained_bytes
+from sparkdl.sync.divided.dividing import trained_bytes, units
+from sparkdl.sync.divided.layout import cut_parameters, divided_layers, spread
 from sparkdl.sync.divided_state import DividedState, whole_part
 from sparkdl.sync.regions import Region
 
@@ -27,12 +27,15 @@ class Net(nn.Module):
         super().__init__()
         self.blocks = nn.ModuleList(Attention() for _ in range(2))
         self.head = nn.Linear(4, 3)
+        self.tokens = nn.Embedding(4, 3)
+        self.padded = nn.Embedding(4, 3, padding_idx=0)
 
 
 LAYOUT = {"*.q|k": "columns", "*.out": "rows"}
 
 
 def test_a_pattern_has_alternatives_in_its_parts() -> None:
+    assert spread("a.9-11") == ["a.9", "a.10", "a.11"]
     assert spread("a|b.*.c|d") == ["a.*.c", "a.*.d", "b.*.c", "b.*.d"]
 
 
@@ -48,6 +51,10 @@ def test_layers_are_divided_by_their_names() -> None:
                            "blocks.1.out": "rows"}, Net())  # fmt: skip
     assert cuts == {"blocks.0.q.weight": 0, "blocks.0.q.bias": 0, "blocks.0.k.weight": 0,
                     "blocks.1.out.weight": 1}  # fmt: skip
+    whole = {"tokens": "rows", "padded": "gathered", "blocks.0.q": "gathered"}
+    cuts = cut_parameters(whole, Net())
+    assert cuts == {"tokens.weight": 0, "padded.weight": 1, "blocks.0.q.weight": 0,
+                    "blocks.0.q.bias": 0}  # fmt: skip
 
 
 @pytest.mark.parametrize(
@@ -57,6 +64,9 @@ def test_layers_are_divided_by_their_names() -> None:
         ({"haed": "columns"}, "did you mean 'head'"),
         ({"blocks": "columns"}, "ModuleList; only Linear"),
         ({"head": "columns"}, "3 outputs, which 2 workers"),
+        ({"head": "gathered"}, "3 outputs, which 2 workers"),
+        ({"padded": "rows"}, "Embedding with padding_idx"),
+        ({"head": "channels"}, "only a BatchNorm"),
         ({"*.q": "columns", "blocks.0.q": "rows"}, "both '\\*.q' and 'blocks.0.q'"),
     ],
 )
@@ -71,10 +81,23 @@ def test_a_layout_that_does_not_fit_is_refused(layout: dict[str, str], remedy: s
         ({"data": 0}, "at least 1"),
         ({"shard": True}, "whole number"),
         ({"shard": 2.0}, "whole number"),
-        ({"tensor": 2}, "set both or neither"),
+        ({"tensor": 2, "layout": {}}, "set both or neither"),
         ({"layout": {"a": "rows"}}, "set both or neither"),
         ({"tensor": 2, "layout": {"a": "columns "}}, "must be one of"),
-        ({"tensor": 2, "layout": "rows"}, "must map patterns"),
+        ({"tensor": 2, "layout": "rows"}, "must be 'auto', or map patterns"),
+        ({"stages": ["a", "b"]}, "those of a pipeline"),
+        ({"micro_batches": 4}, "those of a pipeline"),
+        ({"pipeline": 2, "stages": "a"}, "a list of patterns"),
+        ({"pipeline": 2, "stages": ["a", "b", "c"]}, "give each worker one"),
+        ({"pipeline": 2, "micro_batches": 1}, "fewer than the 2 stages"),
+        ({"pipeline": 2, "micro_batches": 2.5}, "whole number"),
+        ({"pipeline": 2, "schedule": "1f1B"}, "schedule must be one of"),
+        ({"pipeline": 2, "schedule": "interleaved", "stages": ["a", "b"]}, "a multiple of 2"),
+        ({"pipeline": 2, "schedule": "interleaved", "micro_batches": 5}, "a multiple of pipeline"),
+        ({"pipeline": 2, "schedule": "interleaved", "shard": 2}, "cannot share them"),
+        ({"pipeline": 2, "data": 2, "shard_optimizer": True}, "the other axes"),
+        ({"data": 2, "shard_optimizer": "no"}, "shard_optimizer must be True or False"),
+        ({"activation_checkpointing": 1}, "must be True or False"),
         ({"data": 2, "shard": 2, "shard_optimizer": True}, "leave them at 1"),
     ],
 )
@@ -87,11 +110,14 @@ def test_neighbours_differ_in_tensor_first_and_in_data_last() -> None:
     mesh = Mesh(data=2, shard=3, tensor=2, layout={"a": "rows"})
     assert mesh.size == 12 and mesh.num_readers == 6
     assert [mesh.coordinates(rank) for rank in (0, 1, 2, 5, 6, 11)] == [
-        (0, 0, 0), (0, 0, 1), (0, 1, 0), (0, 2, 1), (1, 0, 0), (1, 2, 1),
+        (0, 0, 0, 0), (0, 0, 0, 1), (0, 0, 1, 0), (0, 0, 2, 1), (1, 0, 0, 0), (1, 0, 2, 1),
     ]  # fmt: skip
+    mesh = Mesh(data=2, shard=2, pipeline=2)
+    assert [mesh.coordinates(rank)[:3] for rank in (1, 2, 4)] == [(0, 0, 1), (0, 1, 0), (1, 0, 0)]
+    assert [mesh.reader(rank) for rank in range(mesh.size)] == [0, 1, 0, 1, 2, 3, 2, 3]
     mesh = Mesh(data=4, shard_optimizer=True)
     assert (mesh.size, mesh.num_readers, mesh.num_replicas) == (4, 4, 1)
-    assert mesh.coordinates(3) == (0, 3, 0)
+    assert mesh.coordinates(3) == (0, 0, 3, 0)
 
 
 def test_what_a_rank_trains_is_counted_by_the_axes() -> None:
@@ -100,6 +126,10 @@ def test_what_a_rank_trains_is_counted_by_the_axes() -> None:
     assert trained_bytes(None, net) == 4 * 40
     assert trained_bytes(Mesh(shard=2), net) == 4 * 20
     both = Mesh(shard=2, tensor=2, layout={"0": "columns"})
+    staged = nn.Sequential(nn.Linear(6, 4), nn.Linear(4, 4))  # 28 and 20 numbers
+    assert trained_bytes(Mesh(pipeline=2), staged) == 4 * 28
+    staged.insert(1, nn.Tanh())  # a stage may begin with it
+    assert trained_bytes(Mesh(pipeline=2, stages=["0", "1-2"]), staged) == 4 * 28
     assert trained_bytes(both, net) == 4 * (7 + 6)
 
 

@@ -65,7 +65,7 @@ def test_trains_as_without_and_resumes_with_the_same_bits() -> None:
     torch.testing.assert_close(weights(whole), weights(plain), rtol=1e-4, atol=1e-5)
     for mine, other in zip(got.history, expected.history, strict=True):
         assert mine["val_loss"] == pytest.approx(other["val_loss"], rel=1e-4)
-    for step in (1, 4, 7, 11):
+    for step in (4, 7):  # at the end of an epoch, and within one
         torch._dynamo.reset()  # as in another process
         resumed = seeded(make_net, seed=99)
         run(resumed, config, data, validation=validation, resume=sink.points[step])

@@ -8,11 +8,12 @@ import pytest
 import torch
 from torch import nn
 
+from sparkdl.comm.communicator import LocalCommunicator
 from sparkdl.config import TrainConfig
 from sparkdl.errors import ConfigError
 from sparkdl.sync.averaging.parameter_averaging import ParameterAveraging
 from sparkdl.sync.gradients.allreduce import AllReduce
-from sparkdl.train.objective.manual import SeveralOptimizers, check_manual
+from sparkdl.train.objective.manual import ManualBackward, SeveralOptimizers, check_manual
 from tests.gang import Gang
 from tests.train.runs import NUM_FEATURES, Keeper, but, make_data, run, seeded, weights
 
@@ -126,6 +127,34 @@ def careless(comm: Any) -> str:
     with pytest.raises(ConfigError) as caught:
         run(seeded(Careless), CONFIG, make_data([9, 9]), comm=comm)
     return str(caught.value)
+
+
+class Unmoved(LocalCommunicator):
+    """The communicator of two ranks, one of which adds nothing."""
+
+    world_size = 2
+
+    def all_reduce(self, tensor: torch.Tensor) -> None:
+        pass
+
+
+def test_a_gradient_in_the_memory_of_a_summed_one_is_refused() -> None:
+    net = nn.Linear(3, 1)
+    step = torch.optim.SGD(net.parameters(), lr=0.1)
+    manual = ManualBackward(net, lambda name, optimizer: None)
+    manual.join(SeveralOptimizers([step]), Unmoved())
+    manual.begin(1, 2)
+    manual(net(torch.ones(3)).sum())
+    step.step()
+    summed = id(net.bias.grad)
+    step.zero_grad()
+    others: list[torch.Tensor] = []  # kept, so that each lies elsewhere
+    while id(net.bias.grad) != summed and len(others) < 100_000:
+        others.append(torch.ones(1))
+        net.bias.grad = others[-1]
+    assert id(net.bias.grad) == summed
+    with pytest.raises(ConfigError, match="not summed over the ranks"):
+        step.step()
 
 
 @pytest.mark.slow

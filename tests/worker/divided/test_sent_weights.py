@@ -19,7 +19,7 @@ from sparkdl.storage.checkpoint_format import decode
 from sparkdl.storage.tensor_file import TensorFile, read_header
 from sparkdl.sync.divided.dividing import divide, local, whole_weights
 from sparkdl.sync.divided.mesh_ranks import MeshRanks
-from sparkdl.worker.sent_weights import SentWeights
+from sparkdl.worker.divided.sent_weights import SentWeights
 from tests.gang import Gang
 
 

@@ -1,0 +1,1 @@
+"""Weights that a factory gives a module, made one tensor at a time wherever they are needed."""
