@@ -80,22 +80,26 @@ evaluate: setup data/digits ## measure the trained network on held-out digits
 predict: setup data/digits ## write the trained network's predictions
 	@$(SUBMIT) jobs/predict.py --config conf/predict.toml
 
-# Tests run in parts, JOBS of them at a time and the long ones first; tests/suite.py runs them and
-# says in the end how long each took. make test leaves out what is slow, unless it is the proof of
-# a promise of the README; HDFS=skip leaves out what needs Hadoop's jars.
+# Tests run in parts, JOBS of them at a time and the long ones first; PARTS="cluster faults" names
+# some. tests/suite.py runs them, runs once more what failed, and says how long each took. make test
+# leaves out what is slow, unless it is the proof of a promise of the README; HDFS=skip leaves out
+# what needs Hadoop's jars. LIMIT: seconds for each part.
 JOBS ?= 2
 SELECT ?= not bench and (promise or not slow)
 PYTEST := $(BIN)/python -m pytest
-PARTS := lint spark plain gangs cluster faults pages types notebooks test-hdfs connect docs package
+CHANGE := lint spark plain gangs cluster faults pages types notebooks test-hdfs connect docs package
 ALL := lint spark cluster faults pages notebooks test-hdfs plain gangs connect standalone petastorm \
 	cluster-gpu types docs package
+SUITE = $(BIN)/python -m tests.suite --jobs $(JOBS) $(if $(PARTS),,--proof)
 
-test: archive ## what a change can break; JOBS=1 one part at a time
-	@FAULTS="$(SELECT)" $(BIN)/python -m tests.suite --jobs $(JOBS) $(PARTS)
+test: LIMIT ?= 1200
+test: archive ## what a change can break; what the continuous integration runs
+	@FAULTS="$(SELECT)" $(SUITE) --limit $(LIMIT) $(or $(PARTS),$(CHANGE))
 
-test-all: archive ## every test there is
+test-all: LIMIT ?= 3600
+test-all: archive ## every test there is; PARTS="cluster faults" some of them
 	@-.ci/get_chromium.sh >/dev/null
-	@SELECT="not bench" $(BIN)/python -m tests.suite --jobs $(JOBS) $(ALL)
+	@SELECT="not bench" $(SUITE) --limit $(LIMIT) $(or $(PARTS),$(ALL))
 
 promises: tools ## what the README promises, and the test that proves it
 	@$(BIN)/python -m tests.promises
@@ -177,7 +181,7 @@ petastorm: prerequisites ## the tests with petastorm, in .venv-petastorm
 			&& cp $(PETASTORM_LOCK) $(PETASTORM)/installed.lock || exit 1; \
 	fi; \
 	PYSPARK_PYTHON=$(CURDIR)/$(PETASTORM)/bin/python PYTHONPATH=$(CURDIR) \
-		$(PETASTORM)/bin/python -m pytest -p no:cacheprovider -m "not bench and not slow" \
+		$(PETASTORM)/bin/python -m pytest -m "not bench and not slow" \
 		tests/petastorm tests/data/sources/test_parquet.py tests/data/test_arrow_arrays.py \
 		tests/inference/test_predict.py
 

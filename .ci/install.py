@@ -27,6 +27,7 @@ OPTIONS = {
     "find-links": "--find-links",
     "trusted-host": "--allow-insecure-host",
     "cert": "--cert",
+    "constraint": "--constraints",
 }
 # Settings that do not change what is installed, or that uv needs no option for.
 WITHOUT_EFFECT = {

@@ -1,32 +1,56 @@
-"""The parts of `make test` side by side: who failed, how long each took, the slowest tests.
+"""The parts of `make test` side by side: what failed, how long each took, the slowest tests.
 
-Usage: python -m tests.suite [--jobs N] PART ...
+Usage: python -m tests.suite [--jobs N] [--limit SECONDS] [--proof] PART ...
 
 A part is a target of the Makefile. What it prints comes in one piece when it has ended, and can be
-followed in build/tests/PART.log. A part that fails stops no other, and makes the whole fail; so
-does a promise whose proof was not run.
+followed in build/tests/PART.log. A part that fails stops no other. When all have ended, the tests
+that failed run once more, part by part; a part that did not come to its end runs again as a whole.
+What passes then is unsteady. It is named last, and up to three of these do not fail the run.
+
+pytest loads this module as a plugin, too, which writes down how its session has ended.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import os
 import shlex
 import shutil
+import signal
 import subprocess
 import sys
 import time
 import xml.etree.ElementTree as ElementTree
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 
 from tests.promises import PROMISES
 
 ROOT = Path(__file__).parent.parent
-FOLDER = ROOT / "build" / "tests"
+FOLDER = Path("build", "tests")
 SLOWEST = 20
+MOST_UNSTEADY = 3
+OUT_OF_TIME = 124
+"""Status of a part that took longer than it may; the program timeout has the same."""
+_STATUS_FILE = "SPARKDL_TEST_STATUS"
+_TESTS_FAILED = "1"
+"""pytest's status when it came to its end and some tests failed."""
+_LAST_LINES = 60
+"""Of what an unsteady part said the first time."""
+
+
+@dataclass(frozen=True)
+class Result:
+    """How a test went; its ``outcome`` is passed, skipped or failed, ``text`` tells a failure."""
+
+    name: str
+    outcome: str
+    seconds: float
+    text: str = ""
 
 
 @dataclass(frozen=True)
@@ -36,84 +60,239 @@ class Part:
     name: str
     status: int
     seconds: float
+    tests: Mapping[str, Result] = field(default_factory=dict)
+    """Its tests by their names."""
+    said: str = ""
+    knows_what_failed: bool = False
+    """True if pytest came to its end, so that nothing failed but the tests that it names."""
+
+    @property
+    def failed(self) -> list[str]:
+        """The names of the tests that failed."""
+        return [name for name, test in self.tests.items() if test.outcome == "failed"]
+
+    @property
+    def verdict(self) -> str:
+        """How it went, in a word or a few."""
+        if self.status == OUT_OF_TIME:
+            return f"OUT OF TIME after {self.seconds:.0f} s"
+        return f"FAILED with status {self.status}" if self.status else "ok"
 
 
 @dataclass(frozen=True)
-class Result:
-    """How a test went; its ``outcome`` is passed, skipped or failed."""
+class Outcome:
+    """How a run of parts went."""
 
-    name: str
-    part: str
-    outcome: str
-    seconds: float
+    first: Sequence[Part]
+    again: Sequence[Part]
+    """Parts that failed, the second time."""
+
+    @property
+    def tests(self) -> list[Result]:
+        """The last result of each test of each part."""
+        last = {part.name: dict(part.tests) for part in self.first}
+        for part in self.again:
+            last[part.name] |= part.tests
+        return [test for tests in last.values() for test in tests.values()]
+
+    @property
+    def unsteady(self) -> dict[str, str]:
+        """What failed and then passed, and the text of its first failure."""
+        found: dict[str, str] = {}
+        for before, after in self._twice():
+            if before.knows_what_failed:
+                passed = [name for name in before.failed if _has_passed(after, name)]
+                found |= {name: before.tests[name].text for name in passed}
+            elif not after.status:
+                last = "\n".join(before.said.splitlines()[-_LAST_LINES:])
+                found[f"the whole part {before.name}"] = f"{before.verdict}\n{last}"
+        return found
+
+    @property
+    def failed(self) -> list[str]:
+        """What failed twice: tests, or a part as a whole."""
+        found: list[str] = []
+        for before, after in self._twice():
+            names = before.failed if before.knows_what_failed else after.failed
+            left = [name for name in names if not _has_passed(after, name)]
+            found += left or [f"the whole part {before.name}"] * bool(after.status)
+        return found
+
+    def proofs(self, promises: Mapping[str, str]) -> dict[str, str]:
+        """What became of the proof of each promise: passed, skipped, failed or not run."""
+        outcomes: dict[str, set[str]] = {}
+        for test in self.tests:
+            outcomes.setdefault(test.name, set()).add(test.outcome)
+        worst = ("failed", "passed", "skipped")  # a proof may run in two parts
+        return {
+            promise: next((one for one in worst if one in found), "not run")
+            for promise, proof in promises.items()
+            for found in [outcomes.get(_junit_name(proof), set())]
+        }
+
+    def is_good(self, promises: Mapping[str, str]) -> bool:
+        """True if nothing failed twice, few are unsteady, and all proofs were run.
+
+        Proofs that were left out on purpose are told by `report`, and fail no run.
+        """
+        all_run = "not run" not in self.proofs(promises).values()
+        return all_run and not self.failed and len(self.unsteady) <= MOST_UNSTEADY
+
+    def _twice(self) -> list[tuple[Part, Part]]:
+        first = {part.name: part for part in self.first}
+        return [(first[part.name], part) for part in self.again]
 
 
-def run(name: str, command: Sequence[str], folder: Path) -> Part:
-    """Run a part to its end, then print what it said; log and results lie in ``folder``."""
-    results = shlex.quote(f"--junit-xml={folder / name}.xml")
-    options = " ".join(filter(None, (os.environ.get("PYTEST_ADDOPTS"), results)))
-    environment = {**os.environ, "PYTEST_ADDOPTS": options}
-    for variable in ("MAKEFLAGS", "MFLAGS", "MAKELEVEL"):  # of the make that has started this one
-        environment.pop(variable, None)
-    began = time.monotonic()
-    print(f"==== {name} begins", flush=True)
-    log = folder / f"{name}.log"
-    with log.open("wb") as file:
-        done = subprocess.run(
-            command, cwd=ROOT, env=environment, stdin=subprocess.DEVNULL, stdout=file,
-            stderr=subprocess.STDOUT, check=False,
+def _has_passed(part: Part, name: str) -> bool:
+    return name in part.tests and part.tests[name].outcome == "passed"
+
+
+def pytest_sessionfinish(exitstatus: int) -> None:
+    """Write down pytest's own status; make has the same one for every failure."""
+    if path := os.environ.get(_STATUS_FILE):
+        Path(path).write_text(str(int(exitstatus)), encoding="utf-8")
+
+
+class Runner:
+    """Runs parts in a folder; their logs and results lie in its ``build/tests``."""
+
+    def __init__(
+        self, commands: Mapping[str, Sequence[str]], root: Path, limit_seconds: float
+    ) -> None:
+        """Take the commands, which pass PYTEST_ADDOPTS on to pytest; none may take longer."""
+        self._commands, self._root, self._limit_seconds = commands, root, limit_seconds
+        self._folder = root / FOLDER
+        self._running: set[subprocess.Popen[bytes]] = set()
+
+    def run_all(self, jobs: int) -> Outcome:
+        """Run all parts, ``jobs`` at a time in their order, then what failed, one at a time."""
+        first = self._run_each(list(self._commands), jobs)
+        failed = {part.name: part.knows_what_failed for part in first if part.status}
+        return Outcome(first, self._run_each(list(failed), 1, only_failed=failed))
+
+    def _run_each(
+        self, names: Sequence[str], jobs: int, only_failed: Mapping[str, bool] | None = None
+    ) -> list[Part]:
+        with ThreadPoolExecutor(jobs) as pool:
+            try:
+                return list(pool.map(partial(self._run, only_failed=only_failed), names))
+            except BaseException:  # Ctrl-C does not reach the parts: each has a group of its own
+                pool.shutdown(wait=False, cancel_futures=True)
+                for process in list(self._running):
+                    _end(process)
+                raise
+
+    def _run(self, name: str, only_failed: Mapping[str, bool] | None) -> Part:
+        """Run a part, or once more what failed in it, then print what it said."""
+        label = name if only_failed is None else f"{name}.again"
+        place = self._folder / label
+        options = ["-p", "tests.suite", f"--junit-xml={place}.xml"]
+        options += ["-o", f"cache_dir={self._folder / name}.cache"]
+        if only_failed is not None and only_failed[name]:
+            options += ["--last-failed", "--last-failed-no-failures=none"]
+        environment = {**os.environ, _STATUS_FILE: f"{place}.status"}
+        given = os.environ.get("PYTEST_ADDOPTS")
+        environment["PYTEST_ADDOPTS"] = " ".join(filter(None, (given, shlex.join(options))))
+        for variable in ("MAKEFLAGS", "MFLAGS", "MAKELEVEL"):  # of the make that started this one
+            environment.pop(variable, None)
+        began = time.monotonic()
+        print(f"==== {label} begins", flush=True)
+        log = Path(f"{place}.log")
+        with log.open("wb") as file:
+            status = self._status_of(self._commands[name], environment, file.fileno())
+        seconds = time.monotonic() - began
+        said = log.read_text(encoding="utf-8", errors="replace").rstrip()
+        part = Part(name, status, seconds, results_of(place), said, _tests_failed(place))
+        print(f"==== {label}: {part.verdict}\n{said}", flush=True)
+        return part
+
+    def _status_of(self, command: Sequence[str], environment: Mapping[str, str], log: int) -> int:
+        process = subprocess.Popen(
+            command, cwd=self._root, env=environment, stdin=subprocess.DEVNULL, stdout=log,
+            stderr=subprocess.STDOUT, start_new_session=True,
         )  # fmt: skip
-    part = Part(name, done.returncode, time.monotonic() - began)
-    said = log.read_text(encoding="utf-8", errors="replace").rstrip()
-    print(f"==== {name}: {_verdict(part)}\n{said}", flush=True)
-    return part
+        self._running.add(process)
+        try:
+            return process.wait(self._limit_seconds)
+        except subprocess.TimeoutExpired:
+            return OUT_OF_TIME
+        finally:
+            _end(process)
+            self._running.discard(process)
 
 
-def run_all(commands: Mapping[str, Sequence[str]], jobs: int, folder: Path) -> list[Part]:
-    """Run all parts, ``jobs`` at a time, in the order in which they are given."""
-    with ThreadPoolExecutor(jobs) as pool:
-        return list(pool.map(lambda name: run(name, commands[name], folder), commands))
+def _end(process: subprocess.Popen[bytes]) -> None:
+    """Kill a part with what it has started, unless it has ended."""
+    if process.poll() is None:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
 
 
-def results_of(folder: Path) -> Iterator[Result]:
-    """Every test of every part, as pytest has written it down."""
-    for path in sorted(folder.glob("*.xml")):
-        for case in ElementTree.parse(path).iter("testcase"):
-            kinds = {child.tag for child in case}
-            outcome = "failed" if kinds & {"failure", "error"} else "passed"
-            if "skipped" in kinds:
-                outcome = "skipped"
-            name = f"{case.get('classname')}.{case.get('name')}"
-            yield Result(name, path.stem, outcome, float(case.get("time", 0)))
+def _tests_failed(place: Path) -> bool:
+    status = Path(f"{place}.status")
+    return status.exists() and status.read_text(encoding="utf-8") == _TESTS_FAILED
 
 
-def report(
-    parts: Sequence[Part], tests: Sequence[Result], promises: Mapping[str, str]
-) -> list[str]:
+def results_of(place: Path) -> dict[str, Result]:
+    """Every test of a part, as pytest has written it to ``place``.xml; none if it has not."""
+    path = Path(f"{place}.xml")
+    found: dict[str, Result] = {}
+    for case in ElementTree.parse(path).iter("testcase") if path.exists() else ():
+        failures = [child for child in case if child.tag in ("failure", "error")]
+        outcome = "skipped" if case.find("skipped") is not None else "passed"
+        name = f"{case.get('classname')}.{case.get('name')}"
+        text = "\n".join(child.text or child.get("message", "") for child in failures)
+        result = Result(name, "failed" if failures else outcome, float(case.get("time", 0)), text)
+        if name not in found or failures:  # a test and its teardown may both be there
+            found[name] = result
+    return found
+
+
+def report(outcome: Outcome, promises: Mapping[str, str]) -> list[str]:
     """The lines that end a run, from what is looked at least to what is looked at most."""
-    slowest = sorted(tests, key=lambda test: -test.seconds)[:SLOWEST]
+    slowest = sorted(outcome.tests, key=lambda test: -test.seconds)[:SLOWEST]
     lines = [f"the slowest {len(slowest)} tests"] if slowest else []
     lines += [f"{test.seconds:8.1f} s  {test.name}" for test in slowest]
     lines += ["parts"]
-    for part in parts:
-        count = sum(test.part == part.name for test in tests)
-        counted = f", {count} tests" if count else ""
-        lines.append(f"{part.seconds:8.1f} s  {part.name}: {_verdict(part)}{counted}")
-    outcomes = {test.name: test.outcome for test in tests}
-    shown = {promise: outcomes.get(_junit_name(proof)) for promise, proof in promises.items()}
+    for parts, once_more in ((outcome.first, ""), (outcome.again, ", once more")):
+        for part in parts:
+            counted = f", {len(part.tests)} tests" if part.tests else ""
+            lines.append(f"{part.seconds:8.1f} s  {part.name}{once_more}: {part.verdict}{counted}")
+    proofs = outcome.proofs(promises)
     if promises:
-        lines.append(f"{list(shown.values()).count('passed')} of {len(shown)} promises are proven")
-    for promise, outcome in shown.items():
-        if outcome != "passed":
-            lines.append(f"  {outcome or 'not run'}: {promise} ({promises[promise]})")
+        lines.append(
+            f"{list(proofs.values()).count('passed')} of {len(proofs)} promises are proven"
+        )
+    for promise, result in proofs.items():
+        if result != "passed":
+            lines.append(f"  {result}: {promise} ({promises[promise]})")
+    return lines + [f"failed twice: {name}" for name in outcome.failed]
+
+
+def describe_unsteady(unsteady: Mapping[str, str]) -> list[str]:
+    """The lines about what failed once, with the text of its failure."""
+    if not unsteady:
+        return []
+    lines = [
+        f"{len(unsteady)} unsteady: failed, and passed when run once more; see CONTRIBUTING.md"
+    ]
+    for name, text in unsteady.items():
+        lines += [f"  {name}", *(f"    {line}".rstrip() for line in text.splitlines())]
+    if len(unsteady) > MOST_UNSTEADY:
+        lines.append(f"more than {MOST_UNSTEADY} are unsteady, so the run has FAILED")
     return lines
 
 
-def is_good(parts: Sequence[Part], tests: Sequence[Result], promises: Mapping[str, str]) -> bool:
-    """Whether all parts ended well and every proof was run; those left out on purpose are told."""
-    names = {test.name for test in tests}
-    all_run = all(_junit_name(proof) in names for proof in promises.values())
-    return all_run and not any(part.status for part in parts)
+def clean_commit(folder: Path) -> str | None:
+    """The commit that a checkout holds, with nothing changed and nothing new; None: no such one."""
+    git = ["git", "-C", str(folder)]
+    try:
+        status = subprocess.run([*git, "status", "--porcelain"], capture_output=True, check=True)
+        head = subprocess.run([*git, "rev-parse", "HEAD"], capture_output=True, check=True)
+    except (OSError, subprocess.CalledProcessError):  # no git, or no checkout
+        return None
+    return None if status.stdout else head.stdout.decode().strip()
 
 
 def _junit_name(proof: str) -> str:
@@ -121,27 +300,40 @@ def _junit_name(proof: str) -> str:
     return f"{path.removesuffix('.py').replace('/', '.')}.{name.replace('::', '.')}"
 
 
-def _verdict(part: Part) -> str:
-    return f"FAILED with status {part.status}" if part.status else "ok"
-
-
-def main(arguments: Sequence[str], say: Callable[[str], object] = print) -> int:
+def main(
+    arguments: Sequence[str],
+    say: Callable[[str], object] = print,
+    root: Path = ROOT,
+    promises: Mapping[str, str] = PROMISES,
+) -> int:
     parser = argparse.ArgumentParser()
     parser.add_argument("--jobs", type=int, default=2)
+    parser.add_argument("--limit", type=float, default=3600.0, help="seconds for each part")
+    parser.add_argument("--proof", action="store_true", help="every promise must be proven; if the "
+                        "checkout is clean, its commit goes into build/tests/passed")  # fmt: skip
     parser.add_argument("parts", nargs="+")
     given = parser.parse_args(arguments)
+    asked = promises if given.proof else {}
     commands = {name: ["make", "--no-print-directory", name] for name in given.parts}
-    began = time.monotonic()
-    shutil.rmtree(FOLDER, ignore_errors=True)
-    FOLDER.mkdir(parents=True)
-    parts = run_all(commands, given.jobs, FOLDER)
-    tests = list(results_of(FOLDER))
-    for line in report(parts, tests, PROMISES):
+    folder = root / FOLDER
+    began, commit = time.monotonic(), clean_commit(root)
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir(parents=True)
+    outcome = Runner(commands, root, given.limit).run_all(given.jobs)
+    good = outcome.is_good(asked)
+    for line in report(outcome, asked):
         say(line)
-    good = is_good(parts, tests, PROMISES)
     say(f"{time.monotonic() - began:8.1f} s  in all: {'ok' if good else 'FAILED'}")
+    if good and given.proof and commit is not None and clean_commit(root) == commit:
+        (folder / "passed").write_text(f"{commit}\n", encoding="utf-8")
+        say(f"proven: commit {commit}")
+    unsteady = describe_unsteady(outcome.unsteady)
+    (folder / "unsteady.txt").write_text("".join(f"{line}\n" for line in unsteady), "utf-8")
+    for line in unsteady:
+        say(line)
     return not good
 
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # which ends the parts
     sys.exit(main(sys.argv[1:]))

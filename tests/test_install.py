@@ -84,12 +84,13 @@ def test_uv_is_given_pips_settings() -> None:
         "global.find-links='/wheels'\n"
         ":env:.find-links='/other wheels=1'\n"
         ":env:.default-timeout='180'\n"
+        "global.constraint='/limits.txt'\n"
         "download.no-binary=':all:'\n"
     )
     assert install.uv_options(settings) == [
         "--index-strategy", "unsafe-best-match", "--default-index", "https://two.example/simple",
         "--index", "file:///a/simple", "--index", "file:///b/simple",
-        "--find-links", "/other", "--find-links", "wheels=1",
+        "--find-links", "/other", "--find-links", "wheels=1", "--constraints", "/limits.txt",
     ]  # fmt: skip
     with pytest.raises(ValueError, match="no-binary"):
         install.uv_options({"no-binary": ":all:"})

@@ -1,71 +1,254 @@
-"""The runner of the parts, on parts that take no time; and the table of the promises."""
+"""The runner of the parts, on small test files that fail in each way; the table of the promises."""
 
 from __future__ import annotations
 
+import os
 import re
+import shutil
+import signal
+import subprocess
 import sys
+import threading
+import time
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
 
 from tests.on_connect import AGAIN
 from tests.promises import PROMISES, is_there
-from tests.suite import Part, is_good, report, results_of, run_all
+from tests.suite import FOLDER, OUT_OF_TIME, Outcome, Runner, clean_commit, main, report
 
-SOME = """
-def test_quick(): pass
+PYTEST = [sys.executable, "-m", "pytest", "-q", "-c", os.devnull]
+FIRST = """
+import os, pathlib, time, pytest
+def is_first(name):
+    path = pathlib.Path(__file__).with_name(name)
+    is_new = not path.exists()
+    path.touch()
+    return is_new
+"""
+"""Begins each file: tells whether a name is asked for the first time."""
+
+Run = Callable[..., Outcome]
+
+
+@pytest.fixture
+def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Run:
+    """Write test files in which only `FIRST` stands already, and run each as a part."""
+    monkeypatch.delenv("PYTEST_ADDOPTS", raising=False)  # the options of the part that runs these
+
+    def run(jobs: int = 1, limit_seconds: float = 60, **files: str) -> Outcome:
+        commands: dict[str, Sequence[str]] = {}
+        for name, text in files.items():
+            file = tmp_path / f"test_{name}.py"
+            file.write_text(FIRST + text, encoding="utf-8")
+            commands[name] = [*PYTEST, "--rootdir", str(tmp_path), str(file)]
+        (tmp_path / FOLDER).mkdir(parents=True)
+        return Runner(commands, tmp_path, limit_seconds).run_all(jobs)
+
+    return run
+
+
+def test_what_fails_twice_fails_the_run_and_hides_no_other(
+    run: Run, capsys: pytest.CaptureFixture[str]
+) -> None:
+    outcome = run(
+        jobs=2,
+        broken="""
+def test_quick(): assert is_first("quick")
 def test_skipped(): pytest.skip("left out")
 def test_wrong(): assert False
 @pytest.mark.parametrize("x", [1])
 def test_each(x): pass
+""",
+        fine="def test_fine(): print('I am fine')",
+    )
+    printed = capsys.readouterr().out
+    assert "==== broken: FAILED with status 1\n" in printed and "assert False" in printed
+    assert "==== fine: ok\n" in printed
+    assert "==== broken.again: FAILED with status 1\n" in printed
+    assert outcome.failed == ["test_broken.test_wrong"]
+    assert outcome.unsteady == {}
+    assert not outcome.is_good({})
+    assert [len(part.tests) for part in outcome.again] == [1]  # nothing but what failed
+
+    kept = {"a": "test_broken.py::test_each[1]", "b": "test_broken.py::test_skipped"}
+    lines = report(outcome, kept)
+    assert lines[0] == "the slowest 5 tests"
+    shown = [re.sub(r"^ *[0-9.]+ s", "N s", line) for line in lines[lines.index("parts") :]]
+    assert shown == [
+        "parts",
+        "N s  broken: FAILED with status 1, 4 tests",
+        "N s  fine: ok, 1 tests",
+        "N s  broken, once more: FAILED with status 1, 1 tests",
+        "1 of 2 promises are proven",
+        "  skipped: b (test_broken.py::test_skipped)",
+        "failed twice: test_broken.test_wrong",
+    ]
+
+
+def test_a_test_that_passes_once_more_is_unsteady_and_told(run: Run) -> None:
+    outcome = run(
+        shaky="""
+def test_shaky(): assert not is_first("shaky"), "only the first time"
+def test_steady(): assert is_first("steady")
+@pytest.fixture
+def fixture():
+    yield
+    assert not is_first("fixture"), "in the teardown"
+def test_teardown(fixture): pass
+"""
+    )
+    assert list(outcome.unsteady) == ["test_shaky.test_shaky", "test_shaky.test_teardown"]
+    first, second = outcome.unsteady.values()
+    assert "only the first time" in first and "in the teardown" in second
+    assert outcome.failed == []
+    assert outcome.is_good({"proof": "test_shaky.py::test_shaky"})
+    assert not outcome.is_good({"proof": "test_shaky.py::test_forgotten"})
+    assert "  not run: proof (x.py::test_x)" in report(outcome, {"proof": "x.py::test_x"})
+
+
+def test_a_crash_of_the_interpreter_runs_the_whole_part_once_more(run: Run) -> None:
+    outcome = run(
+        jobs=2,
+        crashed="""
+def test_before(): is_first("before")
+def test_crash():
+    if is_first("crash"):
+        os.abort()
+def test_after(): pass
+""",
+        always="def test_crash(): os.abort()",
+    )
+    assert [len(part.tests) for part in outcome.again] == [3, 0]
+    assert list(outcome.unsteady) == ["the whole part crashed"]
+    text = outcome.unsteady["the whole part crashed"]
+    assert text.startswith("FAILED with status -6\n") and "in test_crash" in text
+    assert outcome.failed == ["the whole part always"]
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "def test_one(): assert not is_first('one')\nif is_first('file'): import absent_module",
+        "def test_one(): assert False\ndef test_two(): raise KeyboardInterrupt",
+        "def test_one(): assert not is_first('one')\n"
+        "def test_two():\n    if is_first('two'): pytest.exit('at once')",
+    ],
+    ids=["collection", "interrupt", "exit"],
+)
+def test_a_part_in_which_not_all_tests_ran_runs_once_more_as_a_whole(run: Run, text: str) -> None:
+    outcome = run(cut=f"{text}\ndef test_last(): pass")
+    assert not outcome.first[0].knows_what_failed
+    names = set(outcome.again[0].tests)
+    if "KeyboardInterrupt" in text:
+        assert outcome.failed == ["test_cut.test_one"]
+    elif "absent_module" in text:  # it is the first time of the test in it
+        assert names == {"test_cut.test_one", "test_cut.test_last"}
+        assert outcome.failed == ["test_cut.test_one"]
+    else:
+        assert names == {"test_cut.test_one", "test_cut.test_two", "test_cut.test_last"}
+        assert list(outcome.unsteady) == ["the whole part cut"]
+        assert outcome.is_good({})
+
+
+def test_a_part_that_is_out_of_time_ends_with_all_that_it_has_started(tmp_path: Path) -> None:
+    hangs = "test -e there && exit; touch there; sleep 600 & echo $! > pid; echo hangs; wait"
+    (tmp_path / FOLDER).mkdir(parents=True)
+    outcome = Runner({"slow": ["sh", "-c", hangs]}, tmp_path, 1.0).run_all(1)
+    assert [part.status for part in outcome.first] == [OUT_OF_TIME]
+    assert list(outcome.unsteady) == ["the whole part slow"]
+    text = outcome.unsteady["the whole part slow"]
+    assert text.startswith("OUT OF TIME after ") and text.endswith("hangs")
+    assert outcome.is_good({})
+    assert not is_alive(int((tmp_path / "pid").read_text()))
+
+
+def test_ctrl_c_ends_the_parts(tmp_path: Path) -> None:
+    (tmp_path / FOLDER).mkdir(parents=True)
+    runner = Runner({"slow": ["sh", "-c", "sleep 600 & echo $! > pid; wait"]}, tmp_path, 600)
+
+    def press() -> None:
+        deadline = time.monotonic() + 30
+        while not written(tmp_path / "pid") and time.monotonic() < deadline:
+            time.sleep(0.02)
+        os.kill(os.getpid(), signal.SIGINT)
+
+    pressing = threading.Thread(target=press)
+    pressing.start()
+    with pytest.raises(KeyboardInterrupt):
+        runner.run_all(2)
+    pressing.join()
+    assert not is_alive(int((tmp_path / "pid").read_text()))
+
+
+def written(path: Path) -> bool:
+    return path.exists() and path.read_text().endswith("\n")
+
+
+def is_alive(pid: int) -> bool:
+    """Whether a process runs; one that nobody has waited for yet does not."""
+    deadline = time.monotonic() + 10
+    while (stat := Path(f"/proc/{pid}/stat")).exists():
+        if stat.read_text().rpartition(")")[2].split()[0] in "ZX":
+            return False
+        if time.monotonic() > deadline:
+            return True
+        time.sleep(0.02)
+    return False
+
+
+MAKEFILE = f"""
+one:
+\t@{" ".join(PYTEST)} --rootdir . test_one.py
+two:
+\t@echo fine
 """
 
 
 @pytest.fixture
-def folder(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Path:
-    """Where the results of two parts lie, the first of which has failed; capsys has the rest."""
-    file = tmp_path / "test_some.py"
-    file.write_text(f"import pytest\n{SOME}")
-    of_pytest = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider"]
-    of_pytest += ["--rootdir", str(tmp_path), "-c", "/dev/null", str(file)]
-    parts = run_all(
-        {"broken": of_pytest, "fine": [sys.executable, "-c", "print('I am fine')"]}, 2, tmp_path
-    )
-    assert [(part.name, bool(part.status)) for part in parts] == [("broken", True), ("fine", False)]
+def checkout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A repository of its own, whose part ``one`` has a promise's proof and shaky tests."""
+    if shutil.which("git") is None:
+        pytest.skip("there is no git")
+    monkeypatch.delenv("PYTEST_ADDOPTS", raising=False)
+    (tmp_path / "Makefile").write_text(MAKEFILE, encoding="utf-8")
+    shaky = "\n".join(f"def test_{n}(): assert not is_first('{n}'), 'round {n}'" for n in range(4))
+    (tmp_path / "test_one.py").write_text(f"{FIRST}\n{shaky}\n", encoding="utf-8")
+    (tmp_path / ".gitignore").write_text("build\n__pycache__\n[0-9]\n", encoding="utf-8")
+    git(tmp_path, "init", "-q")
+    git(tmp_path, "add", ".")
+    git(tmp_path, "-c", "user.name=x", "-c", "user.email=x@y", "commit", "-q", "-m", "first")
     return tmp_path
 
 
-def test_a_part_that_fails_hides_no_other(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    printed = capsys.readouterr().out
-    assert "==== broken: FAILED with status 1\n" in printed and "assert False" in printed
-    assert "==== fine: ok\nI am fine\n" in printed
-    tests = list(results_of(folder))
-    assert [(test.name, test.outcome) for test in tests] == [
-        ("test_some.test_quick", "passed"),
-        ("test_some.test_skipped", "skipped"),
-        ("test_some.test_wrong", "failed"),
-        ("test_some.test_each[1]", "passed"),
-    ]
+def git(folder: Path, *arguments: str) -> str:
+    done = subprocess.run(["git", *arguments], cwd=folder, check=True, capture_output=True)
+    return done.stdout.decode().strip()
 
 
-def test_what_is_reported_and_what_makes_a_run_good(folder: Path) -> None:
-    tests = list(results_of(folder))
-    good, bad = Part("fine", 0, 2.0), Part("broken", 1, 61.04)
-    kept = {"a": "test_some.py::test_each[1]", "b": "test_some.py::test_skipped"}
-    lines = report([good, bad], tests, kept)
-    assert lines[0] == "the slowest 4 tests"
-    assert lines[-5:] == [
-        "parts",
-        "     2.0 s  fine: ok",
-        "    61.0 s  broken: FAILED with status 1, 4 tests",
-        "1 of 2 promises are proven",
-        "  skipped: b (test_some.py::test_skipped)",
-    ]
-    assert is_good([good], tests, kept)
-    assert not is_good([good, bad], tests, kept)
-    forgotten = {"c": "test_some.py::test_each[2]"}
-    assert not is_good([good], tests, forgotten)
-    assert "  not run: c (test_some.py::test_each[2])" in report([good], tests, forgotten)
+def test_a_run_ends_with_what_is_unsteady_and_notes_a_commit_that_is_proven(checkout: Path) -> None:
+    said: list[str] = []
+    promises = {"kept": "test_one.py::test_0"}
+    arguments = ["--proof", "one", "two"]
+    assert main(arguments, said.append, checkout, promises) == 1  # four are unsteady
+    assert said[-1] == "more than 3 are unsteady, so the run has FAILED"
+    assert "  test_one.test_3" in said and any("round 3" in line for line in said)
+    kept = (checkout / FOLDER / "unsteady.txt").read_text(encoding="utf-8")
+    assert kept.splitlines() == said[-len(kept.splitlines()) :]
+    assert not (checkout / FOLDER / "passed").exists()
+
+    (checkout / "0").unlink()  # one is shaky again
+    assert main(arguments, said.append, checkout, promises) == 0
+    commit = git(checkout, "rev-parse", "HEAD")
+    assert (checkout / FOLDER / "passed").read_text(encoding="utf-8") == f"{commit}\n"
+    assert f"proven: commit {commit}" in said
+
+    (checkout / "new").touch()
+    assert clean_commit(checkout) is None
+    assert main(["--proof", "two"], said.append, checkout, {}) == 0
+    assert not (checkout / FOLDER / "passed").exists()
 
 
 def test_every_promise_has_a_proof_of_its_own() -> None:
