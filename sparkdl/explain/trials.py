@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import gc
 import itertools
 import math
 import statistics
@@ -16,7 +17,7 @@ from sparkdl.explain import measure_worker
 from sparkdl.explain.comparison import Choice
 from sparkdl.explain.measure_worker import StepTimer
 from sparkdl.report.page.html import size
-from sparkdl.runtime.process import free_memory_bytes
+from sparkdl.runtime.process import free_memory_bytes, give_back_memory
 
 if TYPE_CHECKING:
     import torch
@@ -157,13 +158,23 @@ class BatchTrial:
         before, last = self.tried[-2:]
         return last.rows_per_second < _FASTER * before.rows_per_second
 
+    def _expected_bytes(self, rows: int) -> float:
+        """What so many rows would take, by the steepest line through the last size and another.
+
+        Memory that is freed and not given back yet adds some tens of MiB to any size, so two sizes
+        alone may seem to take the same.
+        """
+        *before, last = self.tried
+        if not before:
+            return 2 * last.num_bytes
+        row_bytes = max((last.num_bytes - one.num_bytes) / (last.rows - one.rows) for one in before)
+        return last.num_bytes + max(0.0, row_bytes) * (rows - last.rows)
+
     def _why_no_more(self, rows: int) -> str:
         """Why so many rows, twice the last, are not tried; empty if they are."""
         if self.refused:
             return f"{rows} did not fit: {self.refused}"
-        taken = self.tried[-1].num_bytes
-        grown = taken - self.tried[-2].num_bytes if len(self.tried) > 1 else taken / 2
-        expected = taken + 2 * max(0.0, grown)
+        expected = self._expected_bytes(rows)
         if expected > self.limit_bytes:
             return f"{rows} would take about {size(expected)}"
         if self._is_no_faster:
@@ -181,6 +192,9 @@ def try_batches(steps: StepTimer, sizes: BatchSizes, workers_per_machine: int) -
 
     limit = int(_FREE_SHARE * free_bytes(steps.device) / workers_per_machine)
     trial = BatchTrial(sizes=sizes, limit_bytes=limit)
+    steps.warm_up(sizes.first)  # what torch loads once is no batch's
+    gc.collect()  # garbage that goes later would hide what batches take
+    forget_peak(steps.device)
     before = used_bytes(steps.device)
     while (rows := trial.next_rows) is not None:
         forget_peak(steps.device)
@@ -224,12 +238,17 @@ def peak_bytes(device: torch.device) -> int:
 
 
 def forget_peak(device: torch.device) -> None:
-    """Have `peak_bytes` tell of what comes from now on, where the system can."""
+    """Have `peak_bytes` tell of what comes from now on, where the system can.
+
+    A process keeps memory that was freed. That is given back first: batches that are made in it
+    would seem to take none, so that larger ones are expected to take too little.
+    """
     if device.type == "cuda":
         import torch
 
         torch.cuda.reset_peak_memory_stats(device)
         return
+    give_back_memory()
     with contextlib.suppress(OSError):
         _RESET.write_text("5", encoding="utf-8")
 

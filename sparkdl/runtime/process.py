@@ -56,6 +56,13 @@ def tuned_allocator(*, spares_memory: bool = False) -> Iterator[None]:
     finally:
         for parameter in chosen.keys() & _DEFAULTS.keys():
             libc.mallopt(parameter, _DEFAULTS[parameter])
+        give_back_memory()
+
+
+def give_back_memory() -> None:
+    """Give the system the memory that this process has freed and kept (glibc only)."""
+    libc = _glibc()
+    if libc is not None:
         libc.malloc_trim(0)
 
 

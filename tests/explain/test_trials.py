@@ -135,6 +135,19 @@ def test_memory_is_measured_and_never_taken_beyond_the_limit(
     assert "would take about" in trial.choice().reason
 
 
+@pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="Linux tells the peak")
+def test_memory_that_was_free_in_the_process_counts_as_taken() -> None:
+    blocks = [torch.zeros(16 << 10) for _ in range(4000)]  # 64 KiB each, so of the heap
+    kept = blocks[::1000]
+    del blocks
+    sizes = BatchSizes(first=2, least=2, most=2)
+    timer = steps(Hungry(), optimizer="sgd")
+    [one] = trials.try_batches(timer, sizes, workers_per_machine=1).tried
+    num_bytes = sum(parameter.nbytes for parameter in timer.module.parameters())
+    assert one.num_bytes > 2 * num_bytes + one.rows * (4 << 20)  # a copy and its gradients
+    assert len(kept) == 4
+
+
 def test_a_gpu_that_is_full_ends_it(monkeypatch: pytest.MonkeyPatch) -> None:
     real = StepTimer.measure
 
@@ -206,6 +219,15 @@ def test_the_next_size_is_not_begun_if_it_would_take_more_than_it_may() -> None:
     first = tried([1.0, 2.0], row_bytes=1 << 20, limit=8 << 20)
     assert [one.rows for one in first.tried] == [8]
     assert first.best.rows == 8  # smaller than is chosen for speed
+
+
+def test_two_sizes_that_seem_to_take_the_same_hide_no_growth() -> None:
+    trial = BatchTrial(sizes=BatchSizes(first=2, least=64, most=64), limit_bytes=400 << 20)
+    for rows, mebibytes in [(2, 160), (4, 236), (8, 267), (16, 303), (32, 335)]:
+        size = TriedBatch(rows=rows, rows_per_second=float(rows), num_bytes=mebibytes << 20)
+        trial.tried.append(size)
+    assert trial.next_rows is None
+    assert "64 would take about 521.7 MiB" in trial.choice().reason
 
 
 def test_what_has_taken_too_much_is_not_chosen() -> None:
