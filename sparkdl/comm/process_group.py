@@ -107,12 +107,19 @@ def gloo_at(address: str | None) -> Any:
         return [torchs.create_default_device(lazy_init=True)]
 
     class GlooAt(torchs):  # type: ignore[misc]
-        def __init__(self, store: Store, rank: int, size: int, timeout: timedelta) -> None:
+        def __init__(
+            self, store: Store, rank: int, size: int, timeout: timedelta, **others: Any
+        ) -> None:
             options = torchs._Options()
             options._devices = devices()  # of its own: groups that share one hang
             options._threads = 2 * len(options._devices)
             options._timeout = timeout
-            super().__init__(store, rank, size, options)
+            if all(hasattr(options, name) for name in others):
+                for name, value in others.items():  # torch 2.14 has enable_reconfigure
+                    setattr(options, name, value)
+                super().__init__(store, rank, size, options)
+            else:  # of a later torch: it makes the group as it does without us
+                super().__init__(store, rank, size, timeout, **others)
 
     return GlooAt
 
