@@ -39,7 +39,7 @@ EXTRAS = {
     "completion": ["argcomplete>=3.3"],
     "spark": ["pyspark>=4.1,<4.4", "pandas>=2.2,<3"],
     "connect": ["pyspark[connect]>=4.1,<4.4", "pandas>=2.2,<3"],
-    "torch": ["torch>=2.9"],  # torch.export's archives, read without their guards
+    "torch": ["torch>=2.9,<2.15"],  # torch.export's archives, read without their guards
     "onnx": ["onnx>=1.18", "onnxscript>=0.5", "onnxruntime>=1.22"],
     "metrics": ["torchmetrics>=1.4"],
     "images": ["pillow>=10.3"],

@@ -3,15 +3,16 @@ from __future__ import annotations
 import contextlib
 import subprocess
 import sys
+from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
 import torch.distributed as dist
 
 from sparkdl.comm.communicator import LocalCommunicator, ProcessGroupCommunicator
-from sparkdl.comm.process_group import is_own, process_group
+from sparkdl.comm.process_group import gloo_at, is_own, process_group
 from tests.gang import Gang
 
 
@@ -149,6 +150,26 @@ def test_all_groups_have_the_address_and_the_time_out(monkeypatch: pytest.Monkey
             assert backend.options._timeout.total_seconds() == 7
         assert listening() == {"127.0.0.2"}
     assert dist.distributed_c10d.ProcessGroupGloo is before
+
+
+def test_a_group_takes_what_a_newer_torch_gives_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Options that this torch has are set; with others torch makes the group as it knows best."""
+
+    class Newer(dist.ProcessGroupGloo):
+        given: ClassVar[dict[str, object]] = {}
+
+        def __init__(self, store: Any, rank: int, size: int, *rest: Any, **later: object) -> None:
+            super().__init__(store, rank, size, *rest)
+            self.given.update(later)
+
+    monkeypatch.setattr(dist, "ProcessGroupGloo", Newer)
+    group, timeout = gloo_at("127.0.0.2"), timedelta(seconds=7)
+    known = group(dist.HashStore(), 0, 1, timeout=timeout, _threads=3)
+    assert known.options._threads == 3 and listening() == {"127.0.0.2"}
+    assert Newer.given == {}
+    unknown = group(dist.HashStore(), 0, 1, timeout=timeout, of_a_later_torch=True)
+    assert unknown.options._timeout == timeout
+    assert Newer.given == {"of_a_later_torch": True}
 
 
 def test_an_address_of_another_host_is_not_ones_own() -> None:
