@@ -96,12 +96,13 @@ class Judge:
         seconds, self._at = now - self._at, now
         used, self._cpu_seconds = cpu_seconds - self._cpu_seconds, cpu_seconds
         before, self._before = self._before, slices(self._pid)
+        self._first = {**self._before, **self._first}  # threads may have come since
         if state in "TtZX":
             return False
         return used >= max(_SHARE * seconds, _LEAST_SECONDS) or any(
             self._wants_to_run(thread, before[thread], seconds)
             for thread in self._before
-            if thread in before and thread in self._first
+            if thread in before
         )
 
     def _wants_to_run(self, thread: str, before: tuple[float, float, int], seconds: float) -> bool:
