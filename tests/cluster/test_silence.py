@@ -8,6 +8,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -21,6 +22,8 @@ from tests.control_groups import limited, skip_without
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame, SparkSession
+
+    from sparkdl.spark.run.run import FitRequest
 
 pytestmark = [
     pytest.mark.spark,
@@ -64,7 +67,11 @@ def test_executors_that_take_long_to_come(df: DataFrame, tmp_path: Path) -> None
     """Both are lost in a round, and the new ones stand still for 25 s before they are there."""
     from sparkdl.spark.fit.fit import fit
 
-    undisturbed = fit(df, in_rounds())
+    def one_epoch(*callbacks: faults.Fault) -> FitRequest:
+        wanted = in_rounds(*callbacks)
+        return replace(wanted, num_workers=2, config=replace(wanted.config, epochs=1))
+
+    undisturbed = fit(df, one_epoch())
     markers = [tmp_path / "0", tmp_path / "1"]
     first, held = executors(), dict[int, float]()
 
@@ -80,7 +87,7 @@ def test_executors_that_take_long_to_come(df: DataFrame, tmp_path: Path) -> None
     kills = [faults.KillExecutor(str(one), rank, 7) for rank, one in enumerate(markers)]
     began = time.monotonic()
     with beside(hold_new_ones):
-        result = fit(df, in_rounds(*kills))
+        result = fit(df, one_epoch(*kills))
     assert all(one.exists() for one in markers)
     assert len(held) == 2 and time.monotonic() - began > 25
     assert result.summary.restarts == 0
