@@ -76,7 +76,7 @@ def test_executors_that_take_long_to_come(df: DataFrame, tmp_path: Path) -> None
     first, held = executors(), dict[int, float]()
 
     def hold_new_ones(is_over: threading.Event) -> None:
-        while not is_over.wait(0.02):
+        while not is_over.wait(0.2):
             for pid in executors() - first - set(held):
                 os.kill(pid, signal.SIGSTOP)
                 held[pid] = time.monotonic() + 25
