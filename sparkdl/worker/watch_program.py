@@ -99,7 +99,11 @@ class Judge:
         self._first = {**self._before, **self._first}  # threads may have come since
         if state in "TtZX":
             return False
-        return used >= max(_SHARE * seconds, _LEAST_SECONDS) or any(
+        if used >= max(_SHARE * seconds, _LEAST_SECONDS):
+            return True
+        if not self._before:  # the kernel does not count turns
+            return state == "R"
+        return any(
             self._wants_to_run(thread, before[thread], seconds)
             for thread in self._before
             if thread in before
@@ -170,21 +174,19 @@ def watch(pipe: int, order: dict[str, Any]) -> None:
     began = heard = time.monotonic()
     next_look = began + pause
     while True:
-        left = next_look - time.monotonic()
-        if left > 0:
-            if select.select([pipe], [], [], left)[0]:
-                said = os.read(pipe, 65536)
-                if said.endswith(BYE):
-                    return
-                if not said:
-                    tell_of_crash(order, speaker)
-                    return
-                if said.endswith(REST):
-                    while not select.select([pipe], [], [], pause)[0]:
-                        if os.getppid() != pid:  # a process that it has forked keeps the pipe open
-                            return
-                    next_look = time.monotonic() + pause
-                is_silent, heard = False, time.monotonic()
+        if select.select([pipe], [], [], max(0.0, next_look - time.monotonic()))[0]:
+            said = os.read(pipe, 65536)
+            if said.endswith(BYE):
+                return
+            if not said:
+                tell_of_crash(order, speaker)
+                return
+            if said.endswith(REST):
+                while not select.select([pipe], [], [], pause)[0]:
+                    if os.getppid() != pid:  # a process that it has forked keeps the pipe open
+                        return
+                next_look = time.monotonic() + pause
+            is_silent, heard = False, time.monotonic()
             continue
         now = time.monotonic()
         next_look = now + pause  # its own pauses count for one look
