@@ -63,7 +63,9 @@ def beside(action: Callable[[threading.Event], None]) -> Iterator[None]:
         thread.join()
 
 
-def test_executors_that_take_long_to_come(df: DataFrame, tmp_path: Path) -> None:
+def test_executors_that_take_long_to_come(
+    cluster: SparkSession, df: DataFrame, tmp_path: Path
+) -> None:
     """Both are lost in a round, and the new ones stand still for 25 s before they are there."""
     from sparkdl.spark.fit.fit import fit
 
@@ -86,8 +88,12 @@ def test_executors_that_take_long_to_come(df: DataFrame, tmp_path: Path) -> None
 
     kills = [faults.KillExecutor(str(one), rank, 7) for rank, one in enumerate(markers)]
     began = time.monotonic()
-    with beside(hold_new_ones):
-        result = fit(df, one_epoch(*kills))
+    cluster.conf.set("spark.sparkdl.startTimeout", "240")  # for Python where others use the CPU
+    try:
+        with beside(hold_new_ones):
+            result = fit(df, one_epoch(*kills))
+    finally:
+        cluster.conf.unset("spark.sparkdl.startTimeout")
     assert all(one.exists() for one in markers)
     assert len(held) == 2 and time.monotonic() - began > 25
     assert result.summary.restarts == 0
