@@ -101,7 +101,7 @@ def test_executors_that_take_long_to_come(
 
 
 def test_a_worker_that_gets_a_fiftieth_of_a_processor(
-    df: DataFrame, undisturbed: str, tmp_path: Path
+    cluster: SparkSession, df: DataFrame, undisturbed: str, tmp_path: Path
 ) -> None:
     """It shares that with the processes that look after it, and computes in C."""
     from sparkdl.spark.fit.fit import fit
@@ -119,9 +119,13 @@ def test_a_worker_that_gets_a_fiftieth_of_a_processor(
         with limited("cpu", limits[0]):
             is_over.wait(30)
 
-    with beside(limit):
-        # It has lived for some seconds before.
-        result = fit(df, request(faults.Slow(0.2), faults.ComputeInC(str(marker), 1, 12)))
+    cluster.conf.set("spark.sparkdl.heartbeatTimeout", "10")
+    try:
+        with beside(limit):
+            # It has lived for some seconds before.
+            result = fit(df, request(faults.Slow(0.2), faults.ComputeInC(str(marker), 1, 12)))
+    finally:
+        cluster.conf.set("spark.sparkdl.heartbeatTimeout", "5")
     assert [len(pids) > 1 for pids in limits] == [True]
     assert result.summary.restarts == 0
     assert digest(result) == undisturbed
