@@ -51,6 +51,23 @@ def executors() -> set[int]:
 
 
 @contextlib.contextmanager
+def entries(session: SparkSession, **seconds: int) -> Iterator[None]:
+    """Time-outs of the session, which are as before after the block."""
+    keys = {f"spark.sparkdl.{name}": value for name, value in seconds.items()}
+    before = {key: session.conf.get(key, None) for key in keys}
+    try:
+        for key, value in keys.items():
+            session.conf.set(key, str(value))
+        yield
+    finally:
+        for key, old in before.items():
+            if old is None:
+                session.conf.unset(key)
+            else:
+                session.conf.set(key, old)
+
+
+@contextlib.contextmanager
 def beside(action: Callable[[threading.Event], None]) -> Iterator[None]:
     """Do something in another thread, which is told when the block has ended."""
     is_over = threading.Event()
@@ -88,12 +105,9 @@ def test_executors_that_take_long_to_come(
 
     kills = [faults.KillExecutor(str(one), rank, 7) for rank, one in enumerate(markers)]
     began = time.monotonic()
-    cluster.conf.set("spark.sparkdl.startTimeout", "240")  # for Python where others use the CPU
-    try:
-        with beside(hold_new_ones):
-            result = fit(df, one_epoch(*kills))
-    finally:
-        cluster.conf.unset("spark.sparkdl.startTimeout")
+    # Python takes long to start beside other programs.
+    with entries(cluster, startTimeout=240, heartbeatTimeout=8), beside(hold_new_ones):
+        result = fit(df, one_epoch(*kills))
     assert all(one.exists() for one in markers)
     assert len(held) == 2 and time.monotonic() - began > 25
     assert result.summary.restarts == 0
@@ -119,13 +133,9 @@ def test_a_worker_that_gets_a_fiftieth_of_a_processor(
         with limited("cpu", limits[0]):
             is_over.wait(30)
 
-    cluster.conf.set("spark.sparkdl.heartbeatTimeout", "10")
-    try:
-        with beside(limit):
-            # It has lived for some seconds before.
-            result = fit(df, request(faults.Slow(0.2), faults.ComputeInC(str(marker), 1, 12)))
-    finally:
-        cluster.conf.set("spark.sparkdl.heartbeatTimeout", "5")
+    with entries(cluster, heartbeatTimeout=10), beside(limit):
+        # It has lived for some seconds before.
+        result = fit(df, request(faults.Slow(0.2), faults.ComputeInC(str(marker), 1, 12)))
     assert [len(pids) > 1 for pids in limits] == [True]
     assert result.summary.restarts == 0
     assert digest(result) == undisturbed
