@@ -4,17 +4,14 @@ from __future__ import annotations
 
 import io
 from collections.abc import Iterable, Iterator, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import pyarrow as pa
+if TYPE_CHECKING:
+    import pyarrow as pa
 
 RESULT_COLUMNS = "rank int, kind string, seq int, payload binary"
 """The columns of results, as Spark writes a schema."""
 CHUNK_BYTES = 8 * 2**20
-
-_RESULT_SCHEMA = pa.schema(
-    [("rank", pa.int32()), ("kind", pa.string()), ("seq", pa.int32()), ("payload", pa.binary())]
-)
 
 
 def cut(data: Any) -> list[Any]:
@@ -35,9 +32,14 @@ def gathered(pieces: Iterable[Any]) -> bytes:
 
 def result_batches(rank: int, kind: str, payload: bytes) -> Iterator[pa.RecordBatch]:
     """The record batches of what a task has to say, with the columns `RESULT_COLUMNS`."""
+    import pyarrow as pa  # here, since the process beside a worker has no use for it
+
+    schema = pa.schema(
+        [("rank", pa.int32()), ("kind", pa.string()), ("seq", pa.int32()), ("payload", pa.binary())]
+    )
     for number, chunk in enumerate(cut(payload)):
         columns = {"rank": [rank], "kind": [kind], "seq": [number], "payload": [chunk]}
-        yield pa.RecordBatch.from_pydict(columns, schema=_RESULT_SCHEMA)
+        yield pa.RecordBatch.from_pydict(columns, schema=schema)
 
 
 def joined_results(rows: Iterable[Any]) -> list[tuple[int, str, bytes]]:

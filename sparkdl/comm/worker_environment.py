@@ -9,6 +9,16 @@ from sparkdl.comm.access import Address
 
 
 @dataclass(frozen=True, kw_only=True)
+class SparkTask:
+    """A task of Spark's, by its own numbers."""
+
+    stage_id: int
+    partition: int
+    attempt_id: int
+    """No other task of the application has it, nor has the one that replaces this task."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class WorkerEnvironment:
     """A worker's place in the gang, as the launcher found it."""
 
@@ -20,6 +30,8 @@ class WorkerEnvironment:
     """What Spark assigned to this task, such as ``("1",)``; empty without GPU scheduling."""
     channel: Address
     """As this rank calls it."""
+    task: SparkTask | None = None
+    """In which the worker runs; None: in none."""
 
 
 def numbered(hosts: Sequence[object]) -> tuple[int, ...]:

@@ -116,6 +116,7 @@ def live(
         client,
         attempt=order.attempt,
         rank=environment.rank,
+        task=environment.task,
         heartbeat_timeout_seconds=order.heartbeat_timeout_seconds,
     )
     with contextlib.ExitStack() as stack:

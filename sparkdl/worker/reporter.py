@@ -16,9 +16,11 @@ import time
 import traceback
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict
 from typing import Any, TextIO
 
 from sparkdl.comm.channel import ChannelClient, MessageTooLarge
+from sparkdl.comm.worker_environment import SparkTask
 from sparkdl.errors import CommunicationError
 from sparkdl.runtime.json_values import plain
 from sparkdl.worker.watcher import Watcher
@@ -54,9 +56,13 @@ class Reporter:
         *,
         attempt: int,
         rank: int,
+        task: SparkTask | None = None,
         heartbeat_timeout_seconds: float | None = None,
     ) -> None:
         """Of one rank in one attempt; without a client nothing is sent.
+
+        The first report says which ``task`` of Spark's this is: a rank whose task is lost has
+        another process, or none.
 
         After a silence of ``heartbeat_timeout_seconds`` the driver takes this process for hung; a
         watcher reports in its place while it computes and cannot run Python. None: no watcher.
@@ -91,6 +97,8 @@ class Reporter:
         self._stop = threading.Event()
         self._lock = threading.Lock()
         self._thread = threading.Thread(target=self._run, name="sparkdl-reporter", daemon=True)
+        if task is not None:
+            self.send({"kind": "task", "task": asdict(task)})
 
     def __enter__(self) -> Reporter:
         if self._client is not None:

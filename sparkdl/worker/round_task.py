@@ -19,6 +19,7 @@ import cloudpickle
 
 from sparkdl.comm.access import Address
 from sparkdl.comm.channel import ChannelClient
+from sparkdl.comm.worker_environment import SparkTask
 from sparkdl.config import Looks
 from sparkdl.data.plan import RoundPart, Shard, Split, TrainPlan
 from sparkdl.data.source import ShardSource
@@ -79,6 +80,8 @@ class RoundPlace:
     """The shard as the shard table has it: its files are on this host."""
     gpu_addresses: tuple[str, ...]
     channel: Address | None
+    task: SparkTask | None = None
+    """As in `WorkerEnvironment`."""
 
 
 def pack_payload(config: Any, skeleton: bytes, blank_tensors: bytes) -> bytes:
@@ -110,6 +113,7 @@ def run(place: RoundPlace, order: RoundOrder, state: bytes) -> Iterator[tuple[st
             client,
             attempt=order.attempt,
             rank=shard.shard_id,
+            task=place.task,
             heartbeat_timeout_seconds=order.heartbeat_timeout_seconds,
         )
         results = reported(reporter, shard.shard_id, lambda: _work(place, order, state, reporter))

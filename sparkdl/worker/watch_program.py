@@ -1,10 +1,11 @@
 """The program of the small process that looks after one worker: does it still live?
 
-A worker cannot say that it is there while a call into C holds Python's global lock (GIL). So a
-process of its own looks at it from outside, by what the kernel says of it. `watcher.Watcher` starts
-it as ``python -I -S``, without site-packages, which is quick and small; what it needs to reach the
-driver is imported only when there is something to say. It ends with the worker. If that has
-crashed, it tells the driver where, as Python's faulthandler has written it down.
+A worker cannot say that it is there while a call into C holds Python's global lock (GIL), nor while
+it gets no CPU. So a process of its own looks at it from outside, by what the kernel says of it.
+`watcher.Watcher` starts it as ``python -I -S``, without site-packages, which is quick and small;
+what it needs to reach the driver is imported when the worker has lived for a while, since the two
+may share too little of a CPU. It ends with the worker. If that has crashed, it tells the driver
+where, as Python's faulthandler has written it down.
 """
 
 from __future__ import annotations
@@ -30,11 +31,17 @@ _PATIENCE, _LEAST_PATIENCE_SECONDS = 1 / 6, 1.0
 _SHARE, _LEAST_SECONDS = 0.1, 0.035
 """Of a processor that a process must use to count as being at work; to wait takes a little, too:
 each thread that waits for the global lock wakes every 5 ms, which takes about a hundredth."""
+_WANTED = 0.5
+"""Part of the time for which a thread must run, or wait for a processor, for the same."""
+_LEAST_SLICE_SECONDS = 1e-4
+"""A thread that runs for less at a time, on average, only looks for the global lock again and
+again, which takes 10 to 50 microseconds; where there are too few processors, it waits for one each
+time."""
 _USER, _SYSTEM = 10, 11
 """Positions of the process's own time among what follows its name and state."""
 
 
-def seen(pid: int) -> tuple[str, float] | None:
+def seen(pid: int | str) -> tuple[str, float] | None:
     """State and seconds of CPU of a process; None: there is none, or the system does not say."""
     try:
         with open(f"/proc/{pid}/stat", "rb") as file:  # noqa: PTH123 # pathlib is slow to import
@@ -46,22 +53,71 @@ def seen(pid: int) -> tuple[str, float] | None:
     return state.decode(), ticks / os.sysconf("SC_CLK_TCK")
 
 
+def slices(pid: int) -> dict[str, tuple[float, float, int]]:
+    """What each thread got of the CPUs; nothing where the kernel does not say it.
+
+    Seconds for which it ran, and for which it waited for that, and how often it was its turn. What
+    a thread waits for now counts when its turn has come.
+    """
+    found: dict[str, tuple[float, float, int]] = {}
+    try:
+        threads = os.listdir(f"/proc/{pid}/task")  # noqa: PTH208
+    except OSError:
+        return found
+    for thread in threads:
+        try:
+            with open(f"/proc/{pid}/task/{thread}/schedstat", "rb") as file:  # noqa: PTH123
+                ran, waited, turns = map(int, file.read().split())
+        except OSError:  # it has ended meanwhile
+            continue
+        found[thread] = ran / 1e9, waited / 1e9, turns
+    return found
+
+
 class Judge:
-    """Judges from look to look whether a process is at work."""
+    """Judges from look to look whether a process is at work, from when it has fallen silent."""
 
     def __init__(self, pid: int) -> None:
         self._pid = pid
-        self._cpu_seconds = 0.0
+        self.begin()
 
-    def is_at_work(self, seconds: float) -> bool:
-        """True if it has used the CPU in the last ``seconds``, or waits for nothing but a CPU."""
+    def begin(self) -> None:
+        """Take note of the first look."""
         found = seen(self._pid)
+        self._at, self._cpu_seconds = time.monotonic(), 0.0 if found is None else found[1]
+        self._first = self._before = slices(self._pid)
+
+    def is_at_work(self) -> bool:
+        """True if it has used the CPU since the last look, or waited for nothing but a CPU."""
+        found, now = seen(self._pid), time.monotonic()
         if found is None:
             return False
         state, cpu_seconds = found
+        seconds, self._at = now - self._at, now
         used, self._cpu_seconds = cpu_seconds - self._cpu_seconds, cpu_seconds
-        is_used = used >= max(_SHARE * seconds, _LEAST_SECONDS)
-        return state not in "TtZX" and (state == "R" or is_used)
+        before, self._before = self._before, slices(self._pid)
+        self._first = {**self._before, **self._first}  # threads may have come since
+        if state in "TtZX":
+            return False
+        if used >= max(_SHARE * seconds, _LEAST_SECONDS):
+            return True
+        if not self._before:  # the kernel does not count turns
+            return state == "R"
+        return any(
+            self._wants_to_run(thread, before[thread], seconds)
+            for thread in self._before
+            if thread in before
+        )
+
+    def _wants_to_run(self, thread: str, before: tuple[float, float, int], seconds: float) -> bool:
+        ran, waited, turns = self._before[thread]
+        first_ran, _, first_turns = self._first[thread]
+        if turns == before[2]:  # it has slept, or waited, or run, all the while
+            found = seen(f"{self._pid}/task/{thread}")
+            is_wanting = found is not None and found[0] == "R"
+        else:
+            is_wanting = ran + waited - sum(before[:2]) >= _WANTED * seconds
+        return is_wanting and ran - first_ran >= _LEAST_SLICE_SECONDS * (turns - first_turns)
 
 
 class Speaker:
@@ -70,29 +126,38 @@ class Speaker:
     def __init__(self, order: dict[str, Any]) -> None:
         self._order = order
         self._client: Any = None
+        self._has_explained = False
+
+    def prepare(self) -> None:
+        """Import what it needs to reach the driver, once; that takes a tenth of a second of CPU."""
+        if self._client is not None:
+            return
+        import pickle
+
+        sys.path[:] = self._order["path"]  # the worker's own
+        from sparkdl.comm.channel import ChannelClient
+
+        self._client = ChannelClient(pickle.loads(self._order["address"]), timeout_seconds=10.0)
 
     def speak(self, silent_seconds: float) -> None:
         """Tell the driver that the worker is alive; why it is silent, once."""
         events: list[dict[str, Any]] = [{"kind": "alive"}]
-        if self._client is None:
+        if not self._has_explained:
+            self._has_explained = True
             line = (
                 f"Python does not get to run here for {silent_seconds:.0f} s now, although the "
-                "process computes: a call into C holds the global lock (GIL); it counts as alive"
+                "process computes or waits for a CPU: a call into C holds the global lock (GIL), "
+                "or other processes take the CPU; it counts as alive"
             )
             events.append({"kind": "log", "lines": [(20, line)]})
         self.report(events)
 
     def report(self, events: list[dict[str, Any]]) -> None:
         """Send events as the worker would; an absent driver is no error."""
-        import pickle
-
-        order = self._order
-        sys.path[:] = order["path"]  # the worker's own
-        from sparkdl.comm.channel import ChannelClient
+        self.prepare()
         from sparkdl.errors import CommunicationError
 
-        if self._client is None:
-            self._client = ChannelClient(pickle.loads(order["address"]), timeout_seconds=10.0)
+        order = self._order
         try:
             self._client.report(attempt=order["attempt"], rank=order["rank"], events=events)
         except CommunicationError:  # as for the worker itself; a next report is tried
@@ -105,32 +170,37 @@ def watch(pipe: int, order: dict[str, Any]) -> None:
     pause = timeout / LOOKS
     patience = max(_PATIENCE * timeout, _LEAST_PATIENCE_SECONDS)
     judge, speaker = Judge(pid), Speaker(order)
-    unheard = still = 0
-    next_look = time.monotonic() + pause
+    is_silent, still = False, 0
+    began = heard = time.monotonic()
+    next_look = began + pause
     while True:
-        left = next_look - time.monotonic()
-        if left > 0:
-            if select.select([pipe], [], [], left)[0]:
-                said = os.read(pipe, 65536)
-                if said.endswith(BYE):
-                    return
-                if not said:
-                    tell_of_crash(order, speaker)
-                    return
-                if said.endswith(REST):
-                    while not select.select([pipe], [], [], pause)[0]:
-                        if os.getppid() != pid:  # a process that it has forked keeps the pipe open
-                            return
-                    next_look = time.monotonic() + pause
-                unheard = still = 0
+        if select.select([pipe], [], [], max(0.0, next_look - time.monotonic()))[0]:
+            said = os.read(pipe, 65536)
+            if said.endswith(BYE):
+                return
+            if not said:
+                tell_of_crash(order, speaker)
+                return
+            if said.endswith(REST):
+                while not select.select([pipe], [], [], pause)[0]:
+                    if os.getppid() != pid:  # a process that it has forked keeps the pipe open
+                        return
+                next_look = time.monotonic() + pause
+            is_silent, heard = False, time.monotonic()
             continue
-        next_look = time.monotonic() + pause  # its own pauses count for one look
-        is_at_work = judge.is_at_work(pause)
-        unheard += 1
+        now = time.monotonic()
+        next_look = now + pause  # its own pauses count for one look
+        if order["address"] is not None and now - began >= patience:
+            speaker.prepare()
+        if not is_silent:
+            is_silent, still = True, 1
+            judge.begin()
+            continue
+        is_at_work = judge.is_at_work()
         still = 0 if is_at_work else still + 1
         if order["address"] is not None:
-            if is_at_work and unheard * pause >= patience:
-                speaker.speak(unheard * pause)
+            if is_at_work and now - heard >= patience:
+                speaker.speak(now - heard)
         elif still >= LOOKS:
             end(pid, timeout)
             return

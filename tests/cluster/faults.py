@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import signal
+import sys
 import threading
 import time
 from dataclasses import dataclass
@@ -23,7 +25,7 @@ def executor_pid() -> int:
 
 @dataclass
 class Fault(Callback):
-    """Strikes once: a marker file tells later attempts that it has."""
+    """Strikes once: a marker file, with the worker's number, tells later attempts that it has."""
 
     marker: str
     rank: int
@@ -33,7 +35,8 @@ class Fault(Callback):
         if state.rank != self.rank or state.step != self.step:
             return
         try:
-            Path(self.marker).touch(exist_ok=False)
+            with Path(self.marker).open("x") as file:
+                file.write(str(os.getpid()))
         except FileExistsError:
             return
         self.strike()
@@ -71,6 +74,32 @@ class KillWorkerSoon(Fault):
 class Fail(Fault):
     def strike(self) -> None:
         raise ArithmeticError("the user's own mistake")
+
+
+@dataclass
+class ComputeInC(Fault):
+    """Computes in C with Python's global lock held, in another thread than the main one.
+
+    So the worker can say nothing, and its main thread sleeps.
+    """
+
+    seconds: float = 30.0
+
+    def strike(self) -> None:
+        thread = threading.Thread(target=compute_in_c, args=(self.seconds,))
+        thread.start()
+        thread.join()
+
+
+def compute_in_c(seconds: float) -> None:
+    library = ctypes.PyDLL(None)  # whose functions are called with the lock held
+    library.time.argtypes = [ctypes.c_void_p]
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1000.0)  # no other thread gets it between the calls
+    until = time.monotonic() + seconds
+    while time.monotonic() < until:
+        library.time(None)
+    sys.setswitchinterval(interval)
 
 
 class LeaveQuietly(Fault):

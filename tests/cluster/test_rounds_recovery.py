@@ -66,12 +66,10 @@ def test_spark_runs_a_lost_task_alone(
 
 @pytest.mark.timeout(240)
 def test_a_worker_that_stands_still_is_replaced(
-    df: DataFrame, undisturbed: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    df: DataFrame, undisturbed: str, tmp_path: Path
 ) -> None:
     from sparkdl.spark.fit.fit import fit
-    from sparkdl.spark.rounds import round_jobs
 
-    monkeypatch.setattr(round_jobs, "_PATIENCE", 1)
     result = fit(df, in_rounds(faults.StopWorker(str(tmp_path / "struck"), 1, 5)))
     assert result.summary.restarts == 1
     assert digest(result) == undisturbed

@@ -7,12 +7,10 @@ wait for it (see `daemon`). What a fault has changed is as before when its block
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import json
 import os
 import select
 import signal
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -22,6 +20,7 @@ from pathlib import Path
 
 from tests.cluster import faults
 from tests.cluster.processes import descendants, parent_of
+from tests.control_groups import limited
 from tests.faults.hosts import Host
 
 _SECONDS = 20.0
@@ -165,14 +164,7 @@ class HoldGil(faults.Fault):
     """A callback that is in C for 14 s, computes there, and holds Python's global lock."""
 
     def strike(self) -> None:
-        library = ctypes.PyDLL(None)  # whose functions are called with the lock held
-        library.time.argtypes = [ctypes.c_void_p]
-        interval = sys.getswitchinterval()
-        sys.setswitchinterval(1000.0)  # no other thread gets it between the calls
-        until = time.monotonic() + 14
-        while time.monotonic() < until:
-            library.time(None)
-        sys.setswitchinterval(interval)
+        faults.compute_in_c(14)
 
 
 class EatMemory(faults.Fault):
@@ -278,7 +270,7 @@ def freeze(victim: Victim) -> Iterator[None]:
 @contextmanager
 def throttle(victim: Victim) -> Iterator[None]:
     """All processes of the host share a twentieth of a processor."""
-    with limited("cpu", victim.host.pids()):
+    with limited("cpu", victim.host.pids(), percent=5):
         yield
 
 
@@ -287,54 +279,3 @@ def little_memory(victim: Victim) -> Iterator[None]:
     """The executor and its Python processes get 64 MiB besides what they have."""
     with limited("memory", [victim.executor, *descendants(victim.executor)]):
         yield
-
-
-_LIMITS: dict[str, tuple[dict[str, str], dict[str, str]]] = {
-    "freezer": ({"freezer.state": "FROZEN"}, {"cgroup.freeze": "1"}),
-    "cpu": (
-        {"cpu.cfs_period_us": "100000", "cpu.cfs_quota_us": "5000"},
-        {"cpu.max": "5000 100000"},
-    ),
-    "memory": ({"memory.limit_in_bytes": str(64 << 20)}, {"memory.max": str(64 << 20)}),
-}
-"""Files of a control group, and what is written there: in version 1, and in version 2."""
-
-
-@contextmanager
-def limited(controller: str, pids: Sequence[int]) -> Iterator[None]:
-    """Put processes into a control group, below the one in which this process is.
-
-    What they have allocated before does not count there. Who is moved out of it, is frozen no more.
-
-    Raises:
-        OSError: this machine has no such control groups, or lets nobody make one.
-    """
-    version, own = _own_group(controller)
-    group = own / f"sparkdl-faults-{os.getpid()}-{controller}"
-    group.mkdir()
-    try:
-        for name, value in _LIMITS[controller][version - 1].items():
-            (group / name).write_text(value)
-        _move(pids, group)
-        yield
-    finally:
-        _move((group / "cgroup.procs").read_text().split(), own)
-        group.rmdir()
-
-
-def _move(pids: Sequence[int | str], group: Path) -> None:
-    for pid in pids:
-        with contextlib.suppress(ProcessLookupError):
-            (group / "cgroup.procs").write_text(str(pid))
-
-
-def _own_group(controller: str) -> tuple[int, Path]:
-    """Version and place of this process's group."""
-    lines = [line.split(":", 2) for line in Path("/proc/self/cgroup").read_text().splitlines()]
-    own = {name: path for _, names, path in lines for name in names.split(",")}
-    mounts = [line.split() for line in Path("/proc/mounts").read_text().splitlines()]
-    for version, kind, name in ((1, "cgroup", controller), (2, "cgroup2", "")):
-        for _, place, this_kind, options, *_ in mounts:
-            if this_kind == kind and name in own and (not name or name in options.split(",")):
-                return version, Path(place + own[name])
-    raise FileNotFoundError(f"no control groups for {controller!r} are mounted")

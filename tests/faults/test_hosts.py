@@ -12,6 +12,7 @@ import pytest
 
 from sparkdl.config import CheckpointConfig
 from sparkdl.errors import StorageError, TrainingFailed
+from tests.control_groups import skip_without
 from tests.faults.cluster import DEFAULT_PATIENCE, PATIENCE, Cluster, marks
 from tests.faults.faults import (
     EatMemory,
@@ -21,7 +22,6 @@ from tests.faults.faults import (
     fill_disk,
     fill_disk_of,
     freeze,
-    limited,
     little_memory,
     stop_worker,
     throttle,
@@ -35,14 +35,6 @@ pytestmark = marks(300)
 ENTRIES = DEFAULT_PATIENCE
 _SECONDS = 60 * PATIENCE
 _HEARTBEAT = "spark.sparkdl.heartbeatTimeout"
-
-
-def skip_without(controller: str) -> None:
-    try:
-        with limited(controller, []):
-            pass
-    except OSError as error:
-        pytest.skip(f"this test needs control groups ({controller}): {error}")
 
 
 def test_who_stands_still_for_a_while_is_not_lost(

@@ -17,6 +17,7 @@ import pytest
 
 from sparkdl.comm import channel
 from sparkdl.comm.channel import ChannelClient, ChannelServer, Event, Hub
+from sparkdl.comm.worker_environment import SparkTask
 from sparkdl.errors import CommunicationError
 from sparkdl.worker import reporter as module
 from sparkdl.worker.reporter import Reporter, captured_output
@@ -96,7 +97,8 @@ def server(hub: Hub) -> Iterator[ChannelServer]:
 def test_the_driver_hears_a_whole_life(hub: Hub, server: ChannelServer) -> None:
     hub.begin(2)
     client = ChannelClient(server.address.of_rank(1))
-    with Reporter(client, attempt=2, rank=1) as reporter:
+    task = SparkTask(stage_id=3, partition=1, attempt_id=9)
+    with Reporter(client, attempt=2, rank=1, task=task) as reporter:
         first = drain(hub)
         reporter.phase("train")
         reporter.step(epoch=1, step=1, loss=0.5, rows=10)
@@ -105,7 +107,9 @@ def test_the_driver_hears_a_whole_life(hub: Hub, server: ChannelServer) -> None:
         reporter.epoch({"epoch": 1, "loss": 0.25})
         reporter.send({"kind": "done"})
     client.close()
-    assert [event.body["phase"] for event in first] == ["start"]
+    assert [event.body["kind"] for event in first] == ["heartbeat", "task"]
+    assert first[0].body["phase"] == "start"
+    assert SparkTask(**first[1].body["task"]) == task
     events = drain(hub)
     assert {(event.attempt, event.rank) for event in events} == {(2, 1)}
     last = [event.body for event in events if event.body["kind"] == "heartbeat"][-1]

@@ -11,6 +11,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
@@ -18,9 +19,11 @@ from typing import Any
 import pytest
 
 from sparkdl.comm.channel import ChannelClient, ChannelServer, Hub
+from sparkdl.worker import watch_program
 from sparkdl.worker.reporter import Reporter
 from sparkdl.worker.watch_program import Judge, read_order, seen
 from sparkdl.worker.watcher import Watcher, _resting, ended_when_hung
+from tests.control_groups import limited, skip_without
 
 pytestmark = pytest.mark.skipif(
     not Path("/proc/self/stat").exists(), reason="needs a kernel that has /proc"
@@ -66,18 +69,139 @@ def test_what_the_kernel_says() -> None:
     assert seen(2**22 + 1) is None
     sleeper = subprocess.Popen([sys.executable, "-I", "-S", "-c", "import time; time.sleep(60)"])
     try:
-        judge = Judge(sleeper.pid)
         soon(lambda: (seen(sleeper.pid) or "?")[0] == "S")
-        judge.is_at_work(1.0)
-        assert not judge.is_at_work(1.0)  # it sleeps
+        time.sleep(0.1)  # now it has come to its own sleep
+        judge = Judge(sleeper.pid)
+        time.sleep(0.1)
+        assert not judge.is_at_work()  # it sleeps
         sleeper.send_signal(signal.SIGSTOP)
         soon(lambda: (seen(sleeper.pid) or "?")[0] == "T")
-        assert not judge.is_at_work(1.0)
+        assert not judge.is_at_work()
     finally:
         sleeper.kill()
         sleeper.wait()
-    assert not judge.is_at_work(1.0)  # gone
-    assert Judge(os.getpid()).is_at_work(1.0)
+    assert not judge.is_at_work()  # gone
+    own = Judge(os.getpid())
+    sum(range(3_000_000))
+    assert own.is_at_work()
+
+
+LOOK = 0.25
+"""Seconds between two looks."""
+
+
+@dataclass
+class Thread:
+    """What the kernel says of a thread after one look and the next."""
+
+    state: str = "S"
+    ran: float = 0.0
+    waited: float = 0.0
+    turns: int = 0
+
+
+def judged(
+    monkeypatch: pytest.MonkeyPatch, *looks: dict[str, Thread], state: str = "S", cpu: float = 0.0
+) -> list[bool]:
+    """What becomes of looks at a process that has used so much CPU between two of them.
+
+    Each says what its threads have done since the look before.
+    """
+    totals: dict[str, tuple[float, float, int]] = {"1": (9.0, 9.0, 9)}
+    now = 100.0
+    states: dict[str, str] = {}
+
+    def seen(process: int | str) -> tuple[str, float]:
+        name = str(process).rpartition("/")[2]
+        return (states[name], 0.0) if "/" in str(process) else (state, (now - 100) / LOOK * cpu)
+
+    monkeypatch.setattr(watch_program, "seen", seen)
+    monkeypatch.setattr(watch_program, "slices", lambda pid: dict(totals))
+    monkeypatch.setattr(watch_program.time, "monotonic", lambda: now)
+    judge, found = Judge(7), list[bool]()
+    for look in looks:
+        now += LOOK
+        for name, did in look.items():
+            ran, waited, turns = totals.get(name, (0.0, 0.0, 0))
+            totals[name] = ran + did.ran, waited + did.waited, turns + did.turns
+            states[name] = did.state
+        found.append(judge.is_at_work())
+    return found
+
+
+@pytest.mark.parametrize(
+    ("did", "is_at_work"),
+    [
+        (Thread("S"), False),
+        (Thread("D"), False),
+        (Thread("R"), True),  # it has waited all the while, or run
+        (Thread("R", ran=0.005, waited=0.245, turns=3), True),  # a fiftieth of a processor
+        (Thread("S", ran=0.001, waited=0.2, turns=1), True),  # it wanted to say something
+        (Thread("R", ran=0.001, waited=0.02, turns=2), False),
+        # These look for the global lock each 5 ms: with processors enough, and with too few.
+        (Thread("R", ran=0.001, waited=0.002, turns=49), False),
+        (Thread("R", ran=0.00008, waited=0.23, turns=4), False),
+    ],
+)
+def test_who_waits_for_a_cpu_is_at_work_and_who_waits_for_a_lock_is_not(
+    monkeypatch: pytest.MonkeyPatch, did: Thread, is_at_work: bool
+) -> None:
+    assert judged(monkeypatch, {"1": did}, {"1": did}) == [is_at_work] * 2
+    assert judged(monkeypatch, {"1": did}, state="T") == [False]
+
+
+def test_threads_that_come_are_judged_from_their_second_look(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    new = Thread("R", ran=0.005, waited=0.245, turns=3)
+    assert judged(monkeypatch, {"1": Thread()}, {"2": new}, {"2": new}) == [False, False, True]
+
+
+def test_all_of_a_process_may_be_at_work_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert judged(monkeypatch, {"1": Thread()}, cpu=0.04) == [True]
+    assert judged(monkeypatch, {"1": Thread()}, cpu=0.02) == [False]
+
+
+def test_what_it_imports_to_speak_is_little() -> None:
+    """It may have no more than a fiftieth of a processor to share with its worker."""
+    program = (
+        "import sys; sys.path[:] = sys.argv[1:]; import sparkdl.comm.channel; "
+        "sys.exit(bool({'pyarrow', 'numpy', 'torch', 'pyspark'} & set(sys.modules)))"
+    )
+    command = [sys.executable, "-I", "-S", "-c", program, *Watcher(1.0)._order["path"]]
+    assert subprocess.run(command, check=False).returncode == 0
+
+
+@pytest.mark.slow
+def test_a_worker_and_its_watcher_may_share_a_fiftieth_of_a_processor(
+    hub: Hub, server: ChannelServer, started: Callable[..., BaseProcess]
+) -> None:
+    skip_without("cpu")
+    ranks = {1: True, 2: False}
+    workers = {
+        rank: started(reports, pickle.dumps(server.address.of_rank(rank)), holds, 600.0, rank, 4.0)
+        for rank, holds in ranks.items()
+    }
+    soon(lambda: all(hub.seconds_since_report(2, rank) is not None for rank in ranks), 60)
+    time.sleep(3.0)  # the watchers are ready
+    with limited("cpu", [pid for one in workers.values() for pid in family(one.pid or 0)]):
+        time.sleep(1.0 + TIMEOUT)  # one holds the lock and computes, and one waits with it
+        while not hub.events.empty():
+            hub.events.get()
+        last, longest = time.monotonic(), 0.0
+        until = last + 2 * TIMEOUT
+        while time.monotonic() < until:
+            while not hub.events.empty():
+                event = hub.events.get()
+                assert (event.rank, event.body["kind"]) in {(1, "alive"), (1, "log")}
+                longest, last = max(longest, event.received - last), event.received
+            time.sleep(0.05)
+        assert max(longest, time.monotonic() - last) < TIMEOUT
+
+
+def family(pid: int) -> list[int]:
+    """A process and its children."""
+    return [pid, *map(int, Path(f"/proc/{pid}/task/{pid}/children").read_text().split())]
 
 
 def test_an_order_may_come_in_pieces() -> None:
@@ -145,11 +269,12 @@ def server(hub: Hub) -> Iterator[ChannelServer]:
     server.shutdown()
 
 
-def reports(address: bytes, holds: bool, seconds: float, rank: int = 1) -> None:
-    """A worker that falls silent: it holds the GIL, and computes or not."""
+def reports(address: bytes, holds: bool, seconds: float, rank: int = 1, lives: float = 0.0) -> None:
+    """A worker that ``lives`` and then falls silent: it holds the GIL, and computes or not."""
     place = pickle.loads(address)
     client = ChannelClient(place)
     with Reporter(client, attempt=2, rank=rank, heartbeat_timeout_seconds=TIMEOUT):
+        time.sleep(lives)
         library = ctypes.PyDLL(None)  # whose functions are called with the GIL held
         if holds:
             library.time.argtypes = [ctypes.c_void_p]

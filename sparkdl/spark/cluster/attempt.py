@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 from sparkdl import errors
+from sparkdl.comm.worker_environment import SparkTask
 from sparkdl.errors import CollectiveError, CommunicationError, SparkDLError, WorkerError
+from sparkdl.spark.session.background_job import Fate
 from sparkdl.spark.session.failures import (
     SILENT,
     has_crashed,
@@ -21,6 +23,11 @@ _CONSEQUENCES = (CommunicationError.__name__, CollectiveError.__name__)
 """What the peers of a rank report that fell away."""
 
 
+Silence = Literal["hung", "done", "lost", "starting", "stuck"]
+"""Of a rank: its process stands still; it has ended, and its last report was lost; Spark has lost
+its task, and not started it again; its new process has not said a word yet, or not in time."""
+
+
 @dataclass(kw_only=True)
 class Attempt:
     """What is known of one submission of the gang."""
@@ -32,12 +39,17 @@ class Attempt:
     """How often the gang may start again after this attempt, if it makes no progress."""
     start: int = -1
     """Steps (or checkpoints) done when it begins; set by who submits it; -1: not known yet."""
+    needs_all: bool = True
+    """True if its workers need each other, as those of a gang do. The tasks of a round may run one
+    after the other, and Spark alone runs a lost one again."""
     once_there: str = ""
     """What is shown when all workers are there, until they say how far they are."""
     first_event: float = 0.0
     """When the first event of a worker arrived."""
     last_event: dict[int, float] = field(default_factory=dict)
     """When the last event of each rank arrived, by the driver's clock."""
+    tasks: dict[int, SparkTask] = field(default_factory=dict)
+    """Of each rank the task of the newest process that has said a word."""
     done: set[int] = field(default_factory=set)
     failures: list[Mapping[str, Any]] = field(default_factory=list)
     """Failures in the order of their arrival."""
@@ -75,6 +87,35 @@ class Attempt:
             for rank, at in self.last_event.items()
             if rank not in self.done and now - at > timeout_seconds
         )
+
+    def meaning_of_silence(
+        self, rank: int, fates: Mapping[SparkTask, Fate] | None, start_timeout_seconds: float
+    ) -> Silence:
+        """What it means that a rank has not been heard.
+
+        Args:
+            rank: one of `silent`.
+            fates: what Spark says of the tasks of its stage; None: nothing, and the rank counts as
+                hung.
+            start_timeout_seconds: how long a process may take until it says its first word.
+        """
+        own = self.tasks.get(rank)
+        if fates is None or own is None:
+            return "hung"
+        fate = fates.get(own, Fate())
+        if fate.runs_for is not None:
+            return "hung"
+        if fate.has_succeeded:
+            return "done"
+        again = [
+            other.runs_for
+            for task, other in fates.items()
+            if task.partition == own.partition and task.stage_id == own.stage_id
+            if other.runs_for is not None
+        ]
+        if not again:
+            return "lost"
+        return "starting" if min(again) <= start_timeout_seconds else "stuck"
 
     def has_reported(self, kind: type[SparkDLError]) -> bool:
         """True if a rank has failed with an error of this very type."""

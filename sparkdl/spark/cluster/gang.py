@@ -24,7 +24,7 @@ from sparkdl.comm.access import Address
 from sparkdl.comm.certificates import Certificate
 from sparkdl.comm.channel import ChannelServer, Hub
 from sparkdl.comm.file_chunks import RESULT_COLUMNS, joined_results, result_batches
-from sparkdl.comm.worker_environment import WorkerEnvironment
+from sparkdl.comm.worker_environment import SparkTask, WorkerEnvironment
 from sparkdl.spark.session.compat import unbracketed
 
 if TYPE_CHECKING:
@@ -106,6 +106,16 @@ def _environment(
         address=address,
         gpu_addresses=tuple(gpu.addresses) if gpu is not None else (),
         channel=channel.of_rank(context.partitionId()),
+        task=task_of(context),
+    )
+
+
+def task_of(context: TaskContext) -> SparkTask:
+    """The task in which this process runs."""
+    return SparkTask(
+        stage_id=context.stageId(),
+        partition=context.partitionId(),
+        attempt_id=context.taskAttemptId(),
     )
 
 

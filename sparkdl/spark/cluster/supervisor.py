@@ -21,11 +21,12 @@ from typing import Any, Protocol, TypeVar
 from pyspark.sql import DataFrame, SparkSession
 
 from sparkdl.comm.channel import Event
+from sparkdl.comm.worker_environment import SparkTask
 from sparkdl.errors import ClusterError, TrainingFailed
 from sparkdl.report.live.progress import Progress, View
 from sparkdl.runtime.activity import doing
 from sparkdl.runtime.versions import versions
-from sparkdl.spark.cluster.attempt import Attempt, Rows, restart_reason
+from sparkdl.spark.cluster.attempt import Attempt, Rows, Silence, restart_reason
 from sparkdl.spark.cluster.gang import GangTask, Work, launch
 from sparkdl.spark.cluster.link import Link
 from sparkdl.spark.cluster.slots import Slots
@@ -109,6 +110,10 @@ _QUEUED_SECONDS = 3.0
 """After how long without a task a gang is said to wait for slots."""
 _RESIZE_SECONDS = 1.0
 """Between two looks whether the gang can have more workers."""
+_LISTEN_SECONDS = 1.0
+"""Between two looks whether ranks are silent, for which Spark is asked about their tasks."""
+_PAUSE_SECONDS = 1.0
+"""A look at the gang that comes so late shows that the driver itself stood still."""
 _MEASURED_SECONDS = 5.0
 """After so much of a rank's own work its speed is known."""
 _GRACE_SECONDS = 3.0
@@ -143,6 +148,7 @@ def supervise(
     first_attempt: int = 0,
     heal: Callable[[Attempt], None] | None = None,
     changes: Sequence[Change] = (),
+    needs_all: bool = True,
     what: str = "train",
     once_there: str = "waiting for the first step",
 ) -> GangResult:
@@ -159,6 +165,7 @@ def supervise(
         first_attempt: number of the first submission, where a run makes several jobs.
         heal: given a failed attempt, mends what would make the next one fail too.
         changes: who may want to start again with other workers or shards; that is no failure.
+        needs_all: as in `Attempt`.
         what: is done, for Spark's UI.
         once_there: as in `Attempt`.
 
@@ -177,6 +184,7 @@ def supervise(
             world_size=run.slots.num_workers,
             submitted=time.monotonic(),
             restarts_left=run.max_restarts - failed,
+            needs_all=needs_all,
             once_there=once_there,
             on_gpus=bool(run.slots.gpus_per_worker or run.slots.cluster.gpus_per_executor),
         )
@@ -298,16 +306,16 @@ def _watch(
 ) -> None:
     """Return when the job has ended, or when it must be cancelled."""
     reaches_driver = run.link.channel is not None
-    timeout_seconds = run.settings.heartbeat_timeout_seconds
-    before = asked = time.monotonic()
+    before = asked = listened = time.monotonic()
     doomed_since: float | None = None
     while not job.wait(_TICK_SECONDS):
         _receive(run, attempt)
         _say_how_many(attempt, job, reaches_driver=reaches_driver)
         now = time.monotonic()
-        if now - before > timeout_seconds / 2:
-            # The driver itself stood still; silence during that time says nothing.
-            attempt.last_event = dict.fromkeys(attempt.last_event, now)
+        if now - before > _PAUSE_SECONDS:
+            # The driver itself stood still, or got no CPU; silence during that time says nothing.
+            for rank, at in attempt.last_event.items():
+                attempt.last_event[rank] = min(now, at + now - before)
         before = now
         if changes and not attempt.failures and now - asked > _RESIZE_SECONDS:
             asked = now
@@ -320,15 +328,10 @@ def _watch(
             return
         if doomed_since is None:
             _check_start(attempt, now, run, job)
-            silent = attempt.silent(now, timeout_seconds)
-            if silent:
-                ranks = ", ".join(map(str, silent))
-                message = (
-                    f"rank {ranks} has not been heard for {timeout_seconds:g} s "
-                    "(spark.sparkdl.heartbeatTimeout), nor used the CPU"
-                )
-                attempt.failures.append(_failure(silent[0], "Hang", message))
-                return
+            if now - listened > _LISTEN_SECONDS:
+                listened = now
+                if _check_silence(attempt, now, run, job):
+                    return
 
 
 def _say_how_many(attempt: Attempt, job: BackgroundJob[Rows], *, reaches_driver: bool) -> None:
@@ -362,7 +365,9 @@ def _check_start(attempt: Attempt, now: float, run: Launch, job: BackgroundJob[R
         left = f"; restarts left after this one: {attempt.restarts_left}" if attempt.number else ""
         waited = now - attempt.submitted
         job.check_queue("worker", waited, settings.queue_timeout_seconds, left)
-    elif reaches_driver:
+    if not attempt.needs_all:  # they may wait for each other's slots
+        return
+    if num_there and reaches_driver:
         silence, started = now - attempt.first_event, "of the first"
         if not run.slots.is_barrier:
             left = f"; {num_there} of {attempt.world_size} workers are there"
@@ -375,6 +380,47 @@ def _check_start(attempt: Attempt, now: float, run: Launch, job: BackgroundJob[R
             f"{settings.start_timeout_seconds:g} s {started} (spark.sparkdl.startTimeout)"
         )
         attempt.failures.append(_failure(first, "Missing", message))
+
+
+def _check_silence(attempt: Attempt, now: float, run: Launch, job: BackgroundJob[Rows]) -> bool:
+    """Ask Spark about the tasks of silent ranks; True if the attempt has failed by one.
+
+    A rank whose task Spark has lost does not exist until Spark has started it again, and that may
+    take as long as slots do. Raises ClusterError if it takes longer.
+    """
+    settings = run.settings
+    silent = attempt.silent(now, settings.heartbeat_timeout_seconds)
+    if not silent:
+        return False
+    fates = job.progress.fates(
+        {attempt.tasks[rank].stage_id for rank in silent if rank in attempt.tasks}
+    )
+    ranks: dict[Silence, list[int]] = {}
+    for rank in silent:
+        meaning = attempt.meaning_of_silence(rank, fates, settings.start_timeout_seconds)
+        ranks.setdefault(meaning, []).append(rank)
+    if hung := ranks.get("hung"):
+        message = (
+            f"rank {', '.join(map(str, hung))} has not been heard for "
+            f"{settings.heartbeat_timeout_seconds:g} s (spark.sparkdl.heartbeatTimeout), "
+            "nor used the CPU or waited for it"
+        )
+        attempt.failures.append(_failure(hung[0], "Hang", message))
+    elif stuck := ranks.get("stuck"):
+        message = (
+            f"rank {', '.join(map(str, stuck))} was lost, and its new worker did not start within "
+            f"{settings.start_timeout_seconds:g} s since Spark runs its task "
+            "(spark.sparkdl.startTimeout)"
+        )
+        attempt.failures.append(_failure(stuck[0], "Missing", message))
+    elif lost := ranks.get("lost"):
+        if attempt.needs_all:
+            message = "its worker or executor was lost"
+            attempt.failures.append(_failure(lost[0], "WorkerLost", message))
+        else:  # others may hold the slot that it needs
+            waited = now - max(attempt.last_event.values())
+            job.check_queue("worker in place of a lost one", waited, settings.queue_timeout_seconds)
+    return bool(attempt.failures)
 
 
 def _failure(rank: int, kind: str, message: str) -> Mapping[str, Any]:
@@ -416,6 +462,9 @@ def _take(event: Event, attempt: Attempt, run: Launch) -> None:
         attempt.done.add(event.rank)
     elif kind == "done":
         attempt.done.add(event.rank)
+    elif kind == "task":
+        attempt.tasks[event.rank] = SparkTask(**event.body["task"])
+        attempt.done.discard(event.rank)  # Spark does again what the one before has done
     elif kind == "missing":
         attempt.missing.update(event.body["shards"])
     elif kind == "held":

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import logging
-import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -20,6 +19,7 @@ from sparkdl.spark.cluster.attempt import Attempt
 from sparkdl.spark.cluster.supervisor import supervise
 from sparkdl.spark.rounds.round_stages import PATH, Merge, Rows, run_stage
 from sparkdl.spark.run.run import Run
+from sparkdl.spark.session.compat import is_connect
 from sparkdl.storage.checkpoint_format import encode
 from sparkdl.storage.tensor_tree import snapshot
 from sparkdl.train.objective.label_losses import part_names
@@ -33,7 +33,8 @@ from sparkdl.worker.round_task import RoundOrder, RoundWork, pack_payload, train
 logger = logging.getLogger(__name__)
 
 _PATIENCE = 3
-"""How many heartbeat time-outs a task may be silent: Spark itself replaces lost ones meanwhile."""
+"""How many heartbeat time-outs a task may be silent on Spark Connect, which does not say which ones
+Spark has lost: it replaces them meanwhile."""
 
 Stage = Callable[[RoundOrder], Rows]
 """Runs one job, given what all its tasks need to know."""
@@ -76,16 +77,15 @@ class RoundJobs:
 
     def run(self, part: RoundPart | None, work: RoundWork, stage: Stage) -> Rows:
         """Run one job, which measures if there is no part; raises what `supervise` raises."""
-        run = self._run
-        patient = replace(
-            run.settings,
-            heartbeat_timeout_seconds=_PATIENCE * run.settings.heartbeat_timeout_seconds,
-            start_timeout_seconds=math.inf,  # tasks may wait for each other's slots
-        )
+        run, settings = self._run, self._run.settings
+        if is_connect(run.spark):
+            seconds = _PATIENCE * settings.heartbeat_timeout_seconds
+            settings = replace(settings, heartbeat_timeout_seconds=seconds)
         result = supervise(
-            replace(run, settings=patient),
+            replace(run, settings=settings),
             partial(self._submit, part, work, stage),
             first_attempt=self._next_attempt,
+            needs_all=False,
             what="evaluate" if part is None else f"train from step {part.step}",
             once_there="waiting for the first round",
         )

@@ -26,6 +26,7 @@ from pyspark.sql import functions as F
 from sparkdl.comm import file_chunks
 from sparkdl.comm.access import OF_DRIVER, Address
 from sparkdl.comm.channel import ChannelStorage
+from sparkdl.spark.cluster.gang import task_of
 from sparkdl.spark.frames.shard_table import parse_shards
 from sparkdl.spark.run.run import Run
 from sparkdl.spark.session.compat import is_connect
@@ -74,6 +75,7 @@ class RoundTask:
                 shard=spooled.shard,
                 gpu_addresses=tuple(gpu.addresses) if gpu is not None else (),
                 channel=self.channel,
+                task=task_of(context),
             )
             data = self._state_of(shard_id, chunks)
             yield from file_chunks.result_batches(shard_id, PATH, place.shard.path.encode())

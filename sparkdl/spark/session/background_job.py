@@ -10,10 +10,12 @@ import time
 import uuid
 from collections.abc import Callable, Iterable, Iterator
 from contextvars import ContextVar
+from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
 from pyspark.sql import SparkSession
 
+from sparkdl.comm.worker_environment import SparkTask
 from sparkdl.errors import ClusterError
 from sparkdl.runtime.activity import STOPPING, doing
 from sparkdl.spark.session import compat
@@ -33,6 +35,7 @@ _SAY_SECONDS = 60.0
 """How often a wait for slots is mentioned."""
 _MOST_TASKS = 1000
 """Of a stage, that are looked at to find the hosts of those that run."""
+_ALL_TASKS = 2**31 - 1
 
 
 _run_name: ContextVar[str] = ContextVar("run_name", default="")
@@ -210,6 +213,15 @@ def bounded(spark: SparkSession, work: Callable[[], T], seconds: float, name: st
     return job.result()
 
 
+@dataclass(frozen=True, kw_only=True)
+class Fate:
+    """What has become of a task, as Spark says it."""
+
+    runs_for: float | None = None
+    """Seconds since its launch; None: it has ended, or its executor is gone."""
+    has_succeeded: bool = False
+
+
 class TaskProgress:
     """How the tasks of a tagged job get on, as Spark says it."""
 
@@ -287,15 +299,44 @@ class TaskProgress:
         """Where tasks run now; Spark Connect does not say it."""
         if compat.is_connect(self._spark):
             return []
-        found, store = set(), compat.scala_context(self._spark).statusStore()
-        for stage in self._stages():
-            number, attempt = stage.stageId(), stage.currentAttemptId()
-            tasks = store.taskList(number, attempt, _MOST_TASKS)
-            for index in range(tasks.size()):
-                task = tasks.apply(index)
-                if task.status() == "RUNNING":
-                    found.add(str(task.host()))
-        return sorted(found)
+        return sorted(
+            {
+                str(task.host())
+                for stage in self._stages()
+                for task in self._all(stage.stageId(), stage.currentAttemptId(), _MOST_TASKS)
+                if task.status() == "RUNNING"
+            }
+        )
+
+    def fates(self, stage_ids: Iterable[int]) -> dict[SparkTask, Fate] | None:
+        """What has become of the tasks of some stages; asks Spark about each of them.
+
+        None: Spark Connect, which has no status store, does not say it.
+        """
+        if compat.is_connect(self._spark):
+            return None
+        executors = compat.scala_context(self._spark).statusStore().executorList(True)
+        living = {executors.apply(index).id() for index in range(executors.size())}
+        found, now = {}, time.time()
+        for stage_id in stage_ids:
+            stage = self._tracker().getStageInfo(stage_id)
+            # Tasks of an earlier attempt at a stage run on, beside those that it has lost.
+            attempts = range(stage.get().currentAttemptId() + 1) if stage.isDefined() else ()
+            for task in (task for one in attempts for task in self._all(stage_id, one)):
+                number = SparkTask(
+                    stage_id=stage_id, partition=task.partitionId(), attempt_id=task.taskId()
+                )
+                runs = task.status() == "RUNNING" and task.executorId() in living
+                found[number] = Fate(
+                    runs_for=now - task.launchTime().getTime() / 1000 if runs else None,
+                    has_succeeded=task.status() == "SUCCESS",
+                )
+        return found
+
+    def _all(self, stage_id: int, attempt: int, most: int = _ALL_TASKS) -> Iterator[Any]:
+        """The tasks of an attempt at a stage, the newest ``most`` of them."""
+        tasks = compat.scala_context(self._spark).statusStore().taskList(stage_id, attempt, most)
+        return (tasks.apply(index) for index in range(tasks.size()))
 
 
 _AGAIN_SECONDS = 0.5

@@ -47,7 +47,8 @@ Job = Callable[[], Rows]
 class FakeContext:
     """Remembers tags; cancelling ends every job that waits for it.
 
-    It says of each job that ``num_running`` of its tasks run, and none has ended.
+    It says of each job that ``num_running`` of its tasks run, and none has ended; of single tasks
+    what is in ``tasks``.
     """
 
     def __init__(self) -> None:
@@ -56,6 +57,20 @@ class FakeContext:
         self.ended = threading.Event()
         self.properties: dict[str, str | None] = {}
         self.num_running = 0
+        self.tasks: list[Any] = []
+
+    def task(self, number: int, *, partition: int, status: str = "RUNNING", age: float = 0) -> None:
+        """Begin a task on an executor that lives."""
+        launched = SimpleNamespace(getTime=lambda: 1000 * (time.time() - age))
+        self.tasks.append(
+            SimpleNamespace(
+                taskId=lambda: number,
+                partitionId=lambda: partition,
+                status=lambda: status,
+                executorId=lambda: "7",
+                launchTime=lambda: launched,
+            )
+        )
 
     @property
     def _jsc(self) -> Any:
@@ -67,6 +82,10 @@ class FakeContext:
         tracker.getJobIdsForTag.return_value = [0]
         tracker.getJobInfo.return_value.get.return_value.stageIds.return_value = [0]
         tracker.getStageInfo.return_value.get.return_value = stage
+        stage.currentAttemptId.return_value = 0
+        store = context.sc.return_value.statusStore.return_value
+        store.executorList.return_value = seq([SimpleNamespace(id=lambda: "7")])
+        store.taskList.return_value = seq(self.tasks)
         return context
 
     def getLocalProperty(self, key: str) -> str | None:
@@ -82,6 +101,11 @@ class FakeContext:
     def cancelJobsWithTag(self, tag: str) -> None:
         self.cancelled.append(tag)
         self.ended.set()
+
+
+def seq(values: list[Any]) -> Any:
+    """A Scala sequence."""
+    return SimpleNamespace(size=lambda: len(values), apply=lambda index: values[index])
 
 
 class FakeSpark:
@@ -127,6 +151,11 @@ class Stage:
         )
         self.hub.events.put(event)
 
+    def say_task(self, rank: int, number: int, *, attempt: int = 0) -> None:
+        """The first word of a worker in Spark's task of this number."""
+        task = {"stage_id": 0, "partition": rank, "attempt_id": number}
+        self.say(rank, "task", attempt=attempt, task=task)
+
     def fail(self, failure: Mapping[str, Any], *, attempt: int = 0) -> None:
         self.say(failure["rank"], "error", attempt=attempt, failure=failure)
 
@@ -147,6 +176,7 @@ class Stage:
         starts: Sequence[int] = (),
         sizes: Sequence[int] = (),
         resize: Callable[[Attempt], str | None] | None = None,
+        needs_all: bool = True,
     ) -> GangResult:
         def submit(attempt: Attempt) -> Job:
             attempt.world_size = sizes[attempt.number] if sizes else world_size
@@ -178,7 +208,7 @@ class Stage:
         )
         decisions = [] if resize is None else [lambda _: None, resize, lambda _: None]
         self.changes = [Decides(decide) for decide in decisions]
-        return supervise(run, submit, heal=heal, changes=self.changes)
+        return supervise(run, submit, heal=heal, changes=self.changes, needs_all=needs_all)
 
 
 class Decides:
@@ -218,6 +248,7 @@ PEER_1 = failure(1, "gang", "CommunicationError", "connection closed")
 @pytest.fixture
 def stage(monkeypatch: pytest.MonkeyPatch) -> Stage:
     monkeypatch.setattr(module, "_GRACE_SECONDS", 0.3)
+    monkeypatch.setattr(module, "_LISTEN_SECONDS", 0.1)
     return Stage()
 
 
@@ -680,8 +711,122 @@ def test_silence_is_a_hang(stage: Stage, caplog: pytest.LogCaptureFixture) -> No
     found = stage.run(hangs, lambda: result(0, 1), max_restarts=1, heartbeat_timeout=0.6)
     assert found.restarts == 1
     assert stage.spark.sparkContext.cancelled == ["sparkdl-r-0"]
-    told = "rank 1 has not been heard for 0.6 s (spark.sparkdl.heartbeatTimeout), nor used the CPU"
+    told = (
+        "rank 1 has not been heard for 0.6 s (spark.sparkdl.heartbeatTimeout), nor used the CPU or "
+        "waited for it"
+    )
     assert f"{told}; restart 1 of 1" in caplog.text
+
+
+def test_a_rank_that_spark_runs_may_not_be_silent(
+    stage: Stage, caplog: pytest.LogCaptureFixture
+) -> None:
+    """In rounds too."""
+    context = stage.spark.sparkContext
+    context.task(3, partition=0)
+    context.task(4, partition=1)
+
+    def hangs() -> Rows:
+        stage.say_task(1, 4)
+        beating(stage, [0], 8)
+        return stage.until_cancelled()
+
+    began = time.monotonic()
+    found = stage.run(
+        hangs, lambda: result(0, 1), max_restarts=1, heartbeat_timeout=0.6, needs_all=False
+    )
+    assert found.restarts == 1 and time.monotonic() - began < 3
+    assert "rank 1 has not been heard for 0.6 s" in caplog.text
+
+
+def test_a_rank_whose_task_is_lost_is_waited_for_in_rounds(stage: Stage) -> None:
+    """Until Spark has slots for it, and then until its new process has spoken."""
+    context = stage.spark.sparkContext
+    context.task(3, partition=0)
+    context.task(4, partition=1, status="FAILED")
+
+    def job() -> Rows:
+        stage.say_task(0, 3)
+        stage.say_task(1, 4)
+        beating(stage, [0], 0.6)
+        context.task(5, partition=1)
+        beating(stage, [0], 0.6)
+        stage.say_task(1, 5)
+        beating(stage, [0, 1], 0.2)
+        return result(0, 1)
+
+    assert stage.run(job, heartbeat_timeout=0.3, needs_all=False).restarts == 0
+
+
+def test_lost_tasks_are_not_waited_for_without_end(stage: Stage) -> None:
+    context = stage.spark.sparkContext
+    context.task(3, partition=0, status="KILLED")
+
+    def job() -> Rows:
+        stage.say_task(0, 3)
+        return stage.until_cancelled()
+
+    with pytest.raises(ClusterError, match=r"no worker started within 0.9 s.*queueTimeout"):
+        stage.run(job, heartbeat_timeout=0.3, queue_timeout=0.9, needs_all=False, max_restarts=3)
+    assert stage.submitted == [0]
+
+
+def test_a_new_worker_that_says_nothing_is_started_again(
+    stage: Stage, caplog: pytest.LogCaptureFixture
+) -> None:
+    context = stage.spark.sparkContext
+    context.task(4, partition=1, status="FAILED")
+    context.task(5, partition=1, age=60)
+
+    def job() -> Rows:
+        stage.say_task(1, 4)
+        beating(stage, [0], 8)
+        return stage.until_cancelled()
+
+    times: Any = {"heartbeat_timeout": 0.3, "start_timeout": 50.0}
+    assert stage.run(job, lambda: result(0, 1), max_restarts=1, needs_all=False, **times).restarts
+    assert "rank 1 was lost, and its new worker did not start within 50 s" in caplog.text
+
+
+def test_a_gang_does_not_wait_for_a_lost_rank(
+    stage: Stage, caplog: pytest.LogCaptureFixture
+) -> None:
+    stage.spark.sparkContext.task(4, partition=1, status="FAILED")
+
+    def job() -> Rows:
+        stage.say_task(1, 4)
+        beating(stage, [0], 8)
+        return stage.until_cancelled()
+
+    found = stage.run(job, lambda: result(0, 1), max_restarts=1, heartbeat_timeout=0.3)
+    assert found.restarts == 1
+    assert "rank 1 failed with WorkerLost: its worker or executor was lost" in caplog.text
+
+
+def test_a_rank_whose_last_report_was_lost_is_not_silent(stage: Stage) -> None:
+    stage.spark.sparkContext.task(4, partition=1, status="SUCCESS")
+
+    def job() -> Rows:
+        stage.say_task(1, 4)
+        beating(stage, [0], 1)
+        return result(0, 1)
+
+    assert stage.run(job, heartbeat_timeout=0.3).restarts == 0
+
+
+def test_a_rank_that_spark_runs_again_may_not_be_silent_though_it_was_done(stage: Stage) -> None:
+    """An executor that is lost takes with it what Spark keeps of its tasks."""
+    stage.spark.sparkContext.task(5, partition=1)
+
+    def job() -> Rows:
+        stage.say_task(1, 4)
+        stage.say(1, "done")
+        stage.say_task(1, 5)
+        beating(stage, [0], 8)
+        return stage.until_cancelled()
+
+    times: Any = {"max_restarts": 1, "heartbeat_timeout": 0.3}
+    assert stage.run(job, lambda: result(0, 1), needs_all=False, **times).restarts == 1
 
 
 def test_a_watcher_may_speak_for_a_rank(stage: Stage) -> None:
@@ -754,6 +899,22 @@ def test_a_pause_of_the_driver_is_no_hang(stage: Stage) -> None:
         return result(0, 1)
 
     stage.view.on_heartbeat = pause
+    assert stage.run(job, heartbeat_timeout=0.8).restarts == 0
+
+
+def test_short_pauses_of_a_driver_that_gets_no_cpu_are_no_hang(
+    stage: Stage, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "_PAUSE_SECONDS", 0.2)
+    stage.view.on_heartbeat = lambda: time.sleep(0.3)
+
+    def job() -> Rows:
+        stage.say(1, "heartbeat")
+        for _ in range(5):
+            stage.say(0, "heartbeat")
+            time.sleep(0.3)
+        return result(0, 1)
+
     assert stage.run(job, heartbeat_timeout=0.8).restarts == 0
 
 

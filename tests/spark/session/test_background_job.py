@@ -2,18 +2,25 @@
 
 from __future__ import annotations
 
+import json
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import asdict
+from functools import partial
+from pathlib import Path
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import pytest
+from pyspark import TaskContext
 
+from sparkdl.comm.worker_environment import SparkTask
 from sparkdl.errors import ClusterError
 from sparkdl.runtime.activity import shown_by
+from sparkdl.spark.cluster.gang import task_of
 from sparkdl.spark.session import background_job
-from sparkdl.spark.session.background_job import BackgroundJob
+from sparkdl.spark.session.background_job import BackgroundJob, Fate, TaskProgress
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
@@ -185,3 +192,53 @@ def test_jobs_belong_to_the_group_of_the_thread_that_begins_them(spark: SparkSes
         context.clearJobTags()
         for key in (*keys, "spark.job.description", "spark.job.interruptOnCancel"):
             context.setLocalProperty(key, None)  # type: ignore[arg-type]
+
+
+def says_its_task(folder: Path, number: int) -> int:
+    """Runs in a task: the first one ends, and the second waits for a file."""
+    context = TaskContext.get()
+    assert context is not None
+    told = folder / f"{number}.json"
+    told.with_suffix(".new").write_text(json.dumps(asdict(task_of(context))))
+    told.with_suffix(".new").rename(told)
+    while number and not (folder / "end").exists():
+        time.sleep(0.05)
+    return number
+
+
+@pytest.mark.spark
+def test_spark_says_what_has_become_of_a_task(spark: SparkSession, tmp_path: Path) -> None:
+    rows = spark.sparkContext.parallelize([0, 1], 2)
+    going = BackgroundJob(
+        spark, lambda: rows.map(partial(says_its_task, tmp_path)).collect(),
+        tag="sparkdl-t", name="test",
+    )  # fmt: skip
+    told = [tmp_path / "0.json", tmp_path / "1.json"]
+    began = time.monotonic()
+
+    def fates() -> list[Fate]:
+        found = going.progress.fates([tasks[0].stage_id])
+        assert found is not None and set(found) == set(tasks)
+        return [found[task] for task in tasks]
+
+    try:
+        going.begin()
+        while not all(one.exists() for one in told):
+            assert not going.wait(0.05) and time.monotonic() < began + 60
+        tasks = [SparkTask(**json.loads(one.read_text())) for one in told]
+        assert [task.partition for task in tasks] == [0, 1]
+        while not fates()[0].has_succeeded:  # Spark's list is a moment late
+            assert not going.wait(0.05) and time.monotonic() < began + 60
+        first, second = fates()
+        assert first == Fate(has_succeeded=True)
+        assert not second.has_succeeded and second.runs_for is not None
+        assert 0 <= second.runs_for < time.monotonic() - began
+        assert going.progress.fates([2**30]) == {}, "an unknown stage has no tasks"
+    finally:
+        (tmp_path / "end").touch()
+        going.end()
+
+
+def test_spark_connect_does_not_say_what_has_become_of_a_task() -> None:
+    spark: Any = FakeConnect()
+    assert TaskProgress(spark, "sparkdl-t").fates([0]) is None
