@@ -10,7 +10,7 @@ import torch
 from pyspark.ml import Pipeline, PipelineModel
 from pyspark.ml.evaluation import MulticlassClassificationEvaluator, RegressionEvaluator
 from pyspark.ml.feature import VectorAssembler
-from pyspark.ml.tuning import CrossValidator, ParamGridBuilder, TrainValidationSplit
+from pyspark.ml.tuning import CrossValidator, ParamGridBuilder
 from pyspark.sql import DataFrame, SparkSession
 from pyspark.sql import functions as F
 from torch import nn
@@ -84,9 +84,19 @@ def test_a_pandas_frame_is_taken(points: DataFrame) -> None:
 
 
 @pytest.mark.slow
-def test_the_model_takes_over_columns_but_not_the_training_batch(points: DataFrame) -> None:
-    estimator = classifier(epochs=1, predictionCol="p", probabilityCol="", inputCols=["features"])
+def test_the_model_takes_over_columns_but_not_the_training_batch_and_leaves_the_module(
+    points: DataFrame,
+) -> None:
+    torch.manual_seed(0)
+    module = make_classifier()
+    before = {name: value.clone() for name, value in module.state_dict().items()}
+    estimator = classifier(
+        module=module, epochs=1, predictionCol="p", probabilityCol="", inputCols=["features"]
+    )
     model = estimator.fit(points)
+    for name, value in module.state_dict().items():
+        assert torch.equal(value, before[name])
+    assert model.module is not module
     assert model.uid == estimator.uid
     assert model.getInputCols() == ["features"]
     assert model.transform(points).columns == [*points.columns, "p", "rawPrediction"]
@@ -188,20 +198,6 @@ def test_cross_validator_in_parallel(points: DataFrame, tmp_path: Path) -> None:
     gc.collect()  # pyspark's thread pools, while their warning is filtered
 
 
-@pytest.mark.slow
-def test_train_validation_split(points: DataFrame) -> None:
-    estimator = classifier(epochs=3)
-    grid = ParamGridBuilder().addGrid(estimator.epochs, [1, 3]).build()
-    split = TrainValidationSplit(
-        estimator=estimator,
-        estimatorParamMaps=grid,
-        evaluator=MulticlassClassificationEvaluator(metricName="accuracy"),
-        seed=1,
-    )
-    assert len(split.fit(points).validationMetrics) == 2
-    gc.collect()
-
-
 @pytest.mark.classic
 def test_wrong_values_are_refused_before_any_job(spark: SparkSession, points: DataFrame) -> None:
     tracker = spark.sparkContext.statusTracker()
@@ -217,14 +213,3 @@ def test_wrong_values_are_refused_before_any_job(spark: SparkSession, points: Da
     with pytest.raises(ConfigError, match="unknown metric 'aurocc'; did you mean 'auroc'"):
         classifier(metrics=["aurocc"], validationFraction=0.1).fit(points)
     assert tracker.getJobIdsForGroup(None) == before
-
-
-@pytest.mark.slow
-def test_the_users_module_stays_as_it_is(points: DataFrame) -> None:
-    torch.manual_seed(0)
-    module = make_classifier()
-    before = {name: value.clone() for name, value in module.state_dict().items()}
-    model = classifier(module=module, epochs=1).fit(points)
-    for name, value in module.state_dict().items():
-        torch.testing.assert_close(value, before[name], rtol=0, atol=0)
-    assert model.module is not module

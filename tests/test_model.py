@@ -71,8 +71,15 @@ def assert_close(values: Any, expected: torch.Tensor) -> None:
     np.testing.assert_allclose(values, expected.numpy(), rtol=1e-6, atol=1e-6)
 
 
+def columns(df: DataFrame, *names: str) -> list[list[Any]]:
+    """Values of some columns, from one job."""
+    rows = df.orderBy("id").collect()
+    return [[row[name] for row in rows] for name in names]
+
+
 def column(df: DataFrame, name: str) -> list[Any]:
-    return [row[name] for row in df.orderBy("id").collect()]
+    (values,) = columns(df, name)
+    return values
 
 
 def test_classifier_adds_three_columns(arrays: DataFrame) -> None:
@@ -81,13 +88,13 @@ def test_classifier_adds_three_columns(arrays: DataFrame) -> None:
     assert out.columns == [
         *arrays.columns, "prediction", "rawPrediction", "probability",
     ]  # fmt: skip
+    prediction, raw, probability, other = columns(out, *out.columns[-3:], "other")
     logits = direct(module, ROWS).double()
-    assert column(out, "prediction") == logits.argmax(dim=1).double().tolist()
-    raw = np.stack([vector.toArray() for vector in column(out, "rawPrediction")])
-    assert_close(raw, logits)
-    probability = np.stack([vector.toArray() for vector in column(out, "probability")])
-    np.testing.assert_allclose(probability, logits.softmax(dim=1).numpy(), rtol=1e-6)
-    assert column(out, "other") == ["kept"] * 7
+    assert prediction == logits.argmax(dim=1).double().tolist()
+    assert_close(np.stack([vector.toArray() for vector in raw]), logits)
+    found = np.stack([vector.toArray() for vector in probability])
+    np.testing.assert_allclose(found, logits.softmax(dim=1).numpy(), rtol=1e-6)
+    assert other == ["kept"] * 7
 
 
 @pytest.mark.slow
@@ -97,12 +104,12 @@ def test_classifier_with_one_logit_has_two_classes(arrays: DataFrame, squeeze: b
     if squeeze:
         module = nn.Sequential(module, nn.Flatten(0))
     out = TorchClassifierModel(module, [feature("features", "float32", 3)]).transform(arrays)
+    prediction, raw, probability = columns(out, *out.columns[-3:])
     z = direct(module, ROWS).double().reshape(-1)
-    assert column(out, "prediction") == (z > 0).double().tolist()
-    raw = np.stack([vector.toArray() for vector in column(out, "rawPrediction")])
-    assert_close(raw, torch.stack([-z, z], dim=1))
-    probability = np.stack([vector.toArray() for vector in column(out, "probability")])
-    np.testing.assert_allclose(probability[:, 1], torch.sigmoid(z).numpy(), rtol=1e-6)
+    assert prediction == (z > 0).double().tolist()
+    assert_close(np.stack([vector.toArray() for vector in raw]), torch.stack([-z, z], dim=1))
+    found = np.stack([vector.toArray() for vector in probability])
+    np.testing.assert_allclose(found[:, 1], torch.sigmoid(z).numpy(), rtol=1e-6)
 
 
 @pytest.mark.slow
@@ -128,15 +135,23 @@ def test_the_udf_is_evaluated_once_and_sees_only_the_features(arrays: DataFrame)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("outputs", "expected"), [(1, "float"), (2, "array<float>")])
-def test_torch_model_gives_numbers_or_arrays(
-    arrays: DataFrame, outputs: int, expected: str
+def test_torch_model_gives_numbers_or_arrays_and_rows_the_shape_of_training(
+    arrays: DataFrame,
 ) -> None:
-    module = linear(3, outputs)
-    out = TorchModel(module, [feature("features", "float32", 3)]).transform(arrays)
-    assert out.schema["prediction"].dataType.simpleString() == expected
-    values = np.array(column(out, "prediction"), dtype=np.float32).reshape(7, outputs)
-    assert_close(values, direct(module, ROWS))
+    cases: dict[str, tuple[nn.Module, tuple[int, ...], str]] = {
+        "number": (linear(3, 1), (3,), "float"),
+        "array": (linear(3, 2), (3,), "array<float>"),
+        "shaped": (nn.Sequential(nn.Flatten(), linear(3, 1)), (1, 3), "float"),
+        "flattened": (nn.Sequential(linear(3, 4), nn.Unflatten(1, (2, 2))), (3,), "array<float>"),
+    }
+    out = arrays
+    for name, (module, shape, kind) in cases.items():
+        model = TorchModel(module, [feature("features", "float32", *shape)])
+        out = model.setPredictionCol(name).transform(out)
+        assert out.schema[name].dataType.simpleString() == kind
+    for values, (module, shape, _) in zip(columns(out, *cases), cases.values(), strict=True):
+        expected = direct(module, torch.tensor(ROWS).reshape(7, *shape)).flatten(1)
+        assert_close(np.array(values, dtype=np.float32).reshape(7, -1), expected)
 
 
 @pytest.mark.slow
@@ -179,11 +194,11 @@ def test_vectors_beside_and_below_the_prediction_over_columnar_files(
     source.write.parquet(str(tmp_path / "in"))
     df = spark.read.parquet(str(tmp_path / "in"))
     out = TorchClassifierModel(linear(), [feature("features", "float32", 3)]).transform(df)
-    assert column(out, "kept") == [Vectors.dense(9), None]
-    logits = direct(linear(), [[1.0, 2.0, 3.0], [0.0, 4.0, 0.0]]).double()
-    assert column(out, "rawPrediction") == [Vectors.dense(row) for row in logits.tolist()]
     out.write.parquet(str(tmp_path / "out"))
-    assert spark.read.parquet(str(tmp_path / "out")).count() == 2
+    kept, raw = columns(spark.read.parquet(str(tmp_path / "out")), "kept", "rawPrediction")
+    assert kept == [Vectors.dense(9), None]
+    logits = direct(linear(), [[1.0, 2.0, 3.0], [0.0, 4.0, 0.0]]).double()
+    assert raw == [Vectors.dense(row) for row in logits.tolist()]
 
 
 def test_scalar_columns(spark: SparkSession) -> None:
@@ -203,22 +218,6 @@ def test_binary_keeps_bytes_and_integer_outputs(spark: SparkSession) -> None:
     out = TorchModel(Bytes(), [feature("features", "uint8", 2)]).transform(df)
     assert out.schema["prediction"].dataType.simpleString() == "bigint"
     assert column(out, "prediction") == [3, 256]
-
-
-@pytest.mark.slow
-def test_rows_get_the_shape_of_training(arrays: DataFrame) -> None:
-    module = nn.Sequential(nn.Flatten(), linear(3, 1))
-    out = TorchModel(module, [feature("features", "float32", 1, 3)]).transform(arrays)
-    expected = direct(module, torch.tensor(ROWS).reshape(7, 1, 3)).reshape(-1)
-    assert_close(column(out, "prediction"), expected)
-
-
-@pytest.mark.slow
-def test_outputs_with_more_dimensions_are_flattened(arrays: DataFrame) -> None:
-    module = nn.Sequential(linear(3, 4), nn.Unflatten(1, (2, 2)))
-    out = TorchModel(module, [feature("features", "float32", 3)]).transform(arrays)
-    values = np.array(column(out, "prediction"), dtype=np.float32)
-    assert_close(values, direct(module, ROWS).flatten(1))
 
 
 @pytest.mark.slow

@@ -70,16 +70,9 @@ ROWS = {
     "double buffering": Row(AllReduce(double_buffering=True)),
     "backup workers": Row(AllReduce(num_backup_workers=1), gang="gang3"),
     "adasum": Row(Adasum()),
-    "adasum of several steps": Row(Adasum(averaging_period=4)),
     "parameter averaging": Row(ParameterAveraging(averaging_period=8)),
-    "parameter averaging, new optimizers": Row(
-        ParameterAveraging(averaging_period=8, average_optimizer_state=False)
-    ),
     "local sgd": Row(LocalSGD(averaging_period=8)),
-    "local sgd after a warm-up": Row(LocalSGD(averaging_period=16, warmup_steps=45)),
     "adaptive local sgd": Row(LocalSGD(averaging_period="adaptive")),
-    "local sgd with two periods": Row(LocalSGD(averaging_period=(4, 16))),
-    "local sgd, compressed": Row(LocalSGD(averaging_period=8, compression="int8")),
     "block momentum": Row(BlockMomentum(averaging_period=8)),
     "slow momentum": Row(SlowMo(averaging_period=12)),
     "diloco": Row(DiLoCo(averaging_period=15), ADAMW),
@@ -88,14 +81,9 @@ ROWS = {
     "gossip": Row(Gossip(probability=0.2)),
     "one shot": Row(OneShotAveraging()),
     "asynchronous": Row(AsyncSGD(), tolerance=LATE),
-    "asynchronous, adamw": Row(AsyncSGD(), ADAMW, tolerance=LATE),
     "bound 0": Row(AsyncSGD(staleness_bound=0), tolerance=0.003),
     "bound 2": Row(AsyncSGD(staleness_bound=2), tolerance=LATE),
-    "bound 2 on three ranks": Row(AsyncSGD(staleness_bound=2), tolerance=LATE, gang="gang3"),
     "delay compensation": Row(AsyncSGD(delay_compensation=0.04), tolerance=LATE),
-    "adaptive delay compensation": Row(
-        AsyncSGD(delay_compensation=2.0, compensation_decay=0.95), tolerance=LATE
-    ),
     "hogwild": Row(Hogwild(), nodes=(0, 0)),
     "hogwild on two nodes": Row(Hogwild(averaging_period=8), gang="gang4", nodes=(0, 0, 1, 1)),
 }

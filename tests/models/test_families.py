@@ -39,7 +39,6 @@ from sparkdl.models import (
     LSTMNet,
     ResNet20,
     ResNet50,
-    ResNet56,
     TransformerNet,
     gan_step,
 )
@@ -105,14 +104,11 @@ def digits_8(spark: SparkSession) -> tuple[DataFrame, DataFrame]:
 # --- fully connected ----------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("load", "wanted"), [(datasets.load_wine, 0.93), (datasets.load_breast_cancer, 0.93)]
-)
-def test_mlp_tells_classes_apart(spark: SparkSession, load: Any, wanted: float) -> None:
-    train, test = table(spark, load())
-    make = partial(MLP, sizes=(len(train.head().features), 32, 16), num_outputs=3)
+def test_mlp_tells_classes_apart(spark: SparkSession) -> None:
+    train, test = table(spark, datasets.load_wine())
+    make = partial(MLP, sizes=(13, 32, 16), num_outputs=3)
     model = TorchClassifier(module=make, **common(epochs=20, learningRate=0.005)).fit(train)
-    assert model.evaluate(test)["accuracy"] >= wanted
+    assert model.evaluate(test)["accuracy"] >= 0.93
 
 
 def test_mlp_predicts_numbers(spark: SparkSession) -> None:
@@ -145,7 +141,7 @@ def test_alexnet_r(spark: SparkSession) -> None:
 
 @pytest.mark.parametrize(
     ("kind", "width", "wanted"),
-    [(ResNet20, 8, 0.95), (ResNet56, 4, 0.85), (ResNet50, 4, 0.85)],
+    [(ResNet20, 8, 0.95), (ResNet50, 4, 0.85)],
 )
 def test_resnets(
     digits_8: tuple[DataFrame, DataFrame], kind: type[nn.Module], width: int, wanted: float

@@ -147,7 +147,7 @@ def test_a_saved_one_computes_the_same(name: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@exported
+@pytest.mark.parametrize("name", ["CifarResNet", "MLP", "SequenceToSequence"])
 def test_one_can_become_a_program(name: str) -> None:
     batch = NETWORKS[name][1]
     net = shallow(name).eval()

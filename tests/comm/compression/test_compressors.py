@@ -69,32 +69,32 @@ def test_all_ranks_have_equal_bits(compression: Compression, dtype: torch.dtype)
     assert any(estimate.abs().sum() > 0 for estimate in found[0].estimates)
 
 
-@pytest.mark.slow
+@all_compressions
+@pytest.mark.parametrize(("world_size", "dtype"), [(2, torch.float32), (3, torch.float64)])
+@pytest.mark.parametrize("shapes", [SHAPES, [(64, 48)], [(17,)], [(3,)]], ids=str)
+def test_as_much_is_sent_as_the_formula_says(
+    compression: Compression, dtype: torch.dtype, shapes: Shapes, world_size: int
+) -> None:
+    expected = compression.wire_bytes(shapes, dtype.itemsize, world_size)
+    found = Threads(world_size).run(exchange, compression, shapes, dtype)
+    assert_same([one.estimates for one in found], [found[0].estimates] * world_size)
+    if expected is None:
+        assert isinstance(compression, ThresholdCompression)
+    else:
+        assert [one.bytes_sent for one in found] == [expected] * world_size
+
+
 @pytest.mark.gang
 @all_compressions
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-@pytest.mark.parametrize("shapes", [SHAPES, [(64, 48)], [(17,)], [(3,)]], ids=str)
-def test_a_gang_sends_what_the_formula_says(
-    gang: Gang, gang3: Gang, compression: Compression, dtype: torch.dtype, shapes: Shapes
-) -> None:
-    for ranks, world_size in ((gang, 2), (gang3, 3)):
-        expected = compression.wire_bytes(shapes, dtype.itemsize, world_size)
-        found = ranks.run(exchange, compression, shapes, dtype)
-        assert_same([one.estimates for one in found], [found[0].estimates] * world_size)
-        if expected is None:
-            assert isinstance(compression, ThresholdCompression)
-        else:
-            assert [one.bytes_sent for one in found] == [expected] * world_size
-
-
-@pytest.mark.gang
-@those_that_keep
 def test_a_gang_and_threads_agree(gang3: Gang, compression: Compression) -> None:
     for mine, expected in zip(
         gang3.run(exchange, compression), Threads(3).run(exchange, compression), strict=True
     ):
+        assert mine.bytes_sent == expected.bytes_sent
+        # Sums of a cast are rounded, in the order in which ranks are added.
+        tolerance = 1e-12 if compression.keeps_residual else 0.02
         for estimate, other in zip(mine.estimates, expected.estimates, strict=True):
-            torch.testing.assert_close(estimate, other, rtol=0, atol=1e-12)
+            torch.testing.assert_close(estimate, other, rtol=0, atol=tolerance)
 
 
 @pytest.mark.gang

@@ -13,7 +13,7 @@ import pytest
 from pyspark.ml.tuning import CrossValidator
 from torch import nn
 
-from sparkdl import ConfigError, LocalSGD, StorageError, TorchClassifier, TorchRegressor
+from sparkdl import ConfigError, StorageError, TorchClassifier, TorchRegressor
 from sparkdl.explain.comparison import Choice
 from sparkdl.spark.cluster import slots
 from sparkdl.spark.explain import choose_values, measure_gang
@@ -139,15 +139,6 @@ def test_a_choice_comes_back_as_it_was_kept(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_fit_that_goes_on_has_the_strategy_of_the_earlier_one(df: DataFrame) -> None:
-    values = {"batchSize": 32, "learningRate": 0.01, "numWorkers": 1, "keepTrainingState": True}
-    first = classifier(**values, syncStrategy=LocalSGD(averaging_period=6)).fit(df)
-    second = classifier(**values, syncStrategy="auto", initialState=first).fit(df)
-    assert second.summary.chosen["syncStrategy"]["value"] == "LocalSGD(averaging_period=6)"
-    assert second.summary.history[-1]["epoch"] == 2 * first.summary.history[-1]["epoch"]
-
-
-@pytest.mark.slow
 def test_workers_of_rounds(df: DataFrame) -> None:
     model = classifier(
         batchSize=32, learningRate=0.01, syncStrategy="auto", executionMode="rounds"
@@ -160,32 +151,27 @@ def test_workers_of_rounds(df: DataFrame) -> None:
 
 
 @pytest.mark.slow
-def test_the_recommended_estimator_can_be_fitted(df: DataFrame) -> None:
-    estimator = classifier(batchSize=16, learningRate=0.01, numWorkers=1, syncStrategy="local_sgd")
+def test_explain_shows_what_a_fit_would_choose_and_recommends_an_estimator(df: DataFrame) -> None:
+    estimator = classifier(learningRate=0.01)
     found = estimator.explain(df, measure_seconds=0.05)
+    assert set(found.chosen) == {"batchSize", "numWorkers", "syncStrategy"}
+    assert found.plan.batch_size == found.chosen["batchSize"]["value"]
+    assert found.plan.num_workers == found.chosen["numWorkers"]["value"]
+    assert found.plan.strategy == found.chosen["syncStrategy"]["value"]
+    assert "chosen" in str(found)
     best, recommended = found.recommendation, found.recommended
     assert best is not None
     assert type(recommended) is TorchClassifier
     assert recommended.getNumWorkers() == best.num_workers
     assert recommended.getSyncStrategy() == best.sync_strategy
-    assert (recommended.getBatchSize(), recommended.getLearningRate()) == (16, 0.01)
-    assert estimator.getNumWorkers() == 1
-    assert recommended.fit(df).summary.world_size == best.num_workers
+    assert recommended.getBatchSize() == found.plan.batch_size
+    assert recommended.getLearningRate() == 0.01
+    assert estimator.getNumWorkers() == "auto"
+    assert recommended.fit(df.limit(300)).summary.world_size == best.num_workers
     assert "recommended" not in found.to_dict()
     assert "sync_strategy" not in found.to_dict()["recommendation"]
-    assert estimator.explain(df, calibrate=False).recommended is None
-
-
-@pytest.mark.slow
-def test_explain_shows_what_a_fit_would_choose(df: DataFrame) -> None:
-    found = classifier(learningRate=0.01).explain(df, measure_seconds=0.05)
-    assert set(found.chosen) == {"batchSize", "numWorkers", "syncStrategy"}
-    assert found.plan.batch_size == found.chosen["batchSize"]["value"]
-    assert found.plan.num_workers == found.chosen["numWorkers"]["value"]
-    assert found.plan.strategy == found.chosen["syncStrategy"]["value"]
-    assert found.recommended.getBatchSize() == found.plan.batch_size
-    assert "chosen" in str(found)
     unmeasured = classifier().explain(df, calibrate=False)
+    assert unmeasured.recommended is None
     assert "nothing was chosen for learningRate, batchSize" in unmeasured.notes[-1]
 
 

@@ -229,17 +229,6 @@ def test_all_that_was_measured_has_times(explained: Explanation, spark: SparkSes
 
 
 @pytest.mark.slow
-def test_strategies_in_rounds_are_explained_in_rounds(spark: SparkSession) -> None:
-    found = explain(
-        rows(spark, 2000), request(strategy="parameter_averaging", num_workers=3), QUICK
-    )
-    assert found.plan.mode == "rounds"
-    assert [row.workers for row in found.scaling] == [1, 2, 3, 64]
-    assert found.strategies[0].strategy == "ParameterAveraging()"
-    assert found.strategies[0].mode == "rounds"
-
-
-@pytest.mark.slow
 @pytest.mark.classic
 def test_a_cluster_without_gangs(
     df: DataFrame, monkeypatch: pytest.MonkeyPatch, spark: SparkSession
@@ -290,6 +279,8 @@ def test_a_cluster_that_does_not_tell_its_slots(
     assert found.plan.slots is None
     assert any("does not tell how many slots it has" in note for note in found.notes)
     assert [row.workers for row in found.scaling] == [1, 2, 5, 64]
+    assert found.plan.mode == found.strategies[0].mode == "rounds"
+    assert found.strategies[0].strategy == "ParameterAveraging()"
     refused = {row.strategy: row.why_not for row in found.strategies}
     assert refused["AllReduce()"] == "no gang was measured, see the notes"
 

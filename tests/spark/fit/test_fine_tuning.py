@@ -93,13 +93,12 @@ def test_frozen_layers_stay_as_they_came_and_cost_nothing(df: DataFrame, mode: s
 
 
 @pytest.mark.slow
-@mode
-def test_a_frozen_and_grouped_fit_goes_on_from_its_checkpoint_with_the_same_bits(
-    df: DataFrame, tmp_path: Path, mode: str
+def test_a_frozen_and_grouped_fit_in_rounds_goes_on_from_its_checkpoint_with_the_same_bits(
+    df: DataFrame, tmp_path: Path
 ) -> None:
     params: dict[str, Any] = {
         "initialWeights": pretrained(), "frozenLayers": ["0.[0-1]"], "optimizer": "adamw",
-        "parameterGroups": {"2": {"lr": 0.05, "weight_decay": 0.0}}, **MODES[mode],
+        "parameterGroups": {"2": {"lr": 0.05, "weight_decay": 0.0}}, **MODES["rounds"],
     }  # fmt: skip
     whole = estimator(**params).fit(df)
     places = {"checkpointDir": str(tmp_path), "checkpointInterval": 4}

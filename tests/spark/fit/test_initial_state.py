@@ -14,7 +14,6 @@ from sparkdl.errors import ConfigError, StorageError
 from sparkdl.estimator import TorchClassifier
 from sparkdl.model import TorchClassifierModel
 from sparkdl.serialization.load import load_module
-from sparkdl.spark.session.compat import is_connect
 from sparkdl.sync.averaging.slowmo import SlowMo
 
 if TYPE_CHECKING:
@@ -110,8 +109,6 @@ def test_other_rows_other_workers_and_checkpoints(
     trained: Any, df: DataFrame, tmp_path: Path
 ) -> None:
     mode, first, _ = trained
-    if is_connect(df.sparkSession):
-        pytest.skip("what differs on Connect is in the other tests")
     other = df.where("label > 0 or features[0] > 0")
     estimator = classifier(
         **MODES[mode], numWorkers=1, initialState=first, checkpointDir=str(tmp_path / "c")

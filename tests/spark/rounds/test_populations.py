@@ -79,15 +79,19 @@ def test_the_best_member_is_the_result(
 
 
 @pytest.mark.slow
-def test_a_population_goes_on_where_it_stopped(
-    df: DataFrame, tmp_path: Path, based: FitResult
+def test_a_population_goes_on_where_it_stopped_also_without_the_drivers_channel(
+    df: DataFrame, spark: SparkSession, tmp_path: Path, based: FitResult
 ) -> None:
     checkpoint = CheckpointConfig(directory=str(tmp_path), interval=2)
     stopped = fit(df, wanted(BASED, checkpoint=checkpoint, max_steps=4))
     assert stopped.summary.steps == 4
     with pytest.raises(CheckpointError, match=r"a population of 3, and there are 2 .* numW"):
         fit(df, wanted(BASED, checkpoint=checkpoint, num_workers=2))
-    resumed = fit(df, wanted(BASED, checkpoint=checkpoint))
+    spark.conf.set("spark.sparkdl.channel", "workers")
+    try:
+        resumed = fit(df, wanted(BASED, checkpoint=checkpoint))
+    finally:
+        spark.conf.unset("spark.sparkdl.channel")
     assert equal(based, resumed)
     # The stopped run was measured at its end.
     mine, theirs = ([n for n in records(run) if n.get("step") != 4] for run in (resumed, based))
@@ -99,18 +103,15 @@ def test_one_shot_averaging_is_that_of_a_gang_and_goes_on_where_it_stopped(
     df: DataFrame, tmp_path: Path
 ) -> None:
     in_rounds = wanted(OneShotAveraging(), num_workers=2)
-    rounds = fit(df, in_rounds)
-    assert rounds.summary.population == []
     gang = fit(df, dataclasses.replace(in_rounds, execution_mode="gang"))
-    assert_about_equal(rounds, gang)
     checkpoint = CheckpointConfig(directory=str(tmp_path), interval=2)
     kept = wanted(OneShotAveraging(), num_workers=2, checkpoint=checkpoint)
-    stop = rounds.summary.steps // 2
+    stop = gang.summary.steps // 2
     config = dataclasses.replace(kept.config, max_steps=stop)
     assert fit(df, dataclasses.replace(kept, config=config)).summary.steps == stop
     resumed = fit(df, kept)
-    assert equal(rounds, resumed)
-    assert records(rounds) == records(resumed)
+    assert resumed.summary.population == []
+    assert_about_equal(resumed, gang)
 
 
 def measured(module: nn.Module, df: DataFrame) -> tuple[float, float]:
@@ -122,28 +123,6 @@ def measured(module: nn.Module, df: DataFrame) -> tuple[float, float]:
         output = module(features)
     accuracy = (output.argmax(1) == labels).double().mean().item()
     return nn.functional.cross_entropy(output, labels).item(), accuracy
-
-
-@pytest.mark.slow
-def test_a_tournament_is_about_as_good_as_the_best_of_independent_runs(df: DataFrame) -> None:
-    long = {"epochs": 6, "num_workers": 4}
-    apart = fit(df, wanted(Tournament(period=10_000), **long)).summary
-    together = fit(df, wanted(Tournament(period=4), **long)).summary
-    best = apart.history[-1]["val_loss"]
-    worst = best + apart.history[-1]["val_loss_spread"]
-    assert all(record["takeovers"] == 0 for record in apart.history)
-    assert sum(record["takeovers"] for record in together.history) > 0
-    assert together.history[-1]["val_loss"] <= min(worst, 1.1 * best)
-    assert together.history[-1]["val_loss_spread"] < worst - best
-
-
-@pytest.mark.slow
-def test_losers_keep_their_optimizer_if_only_weights_are_exchanged(
-    df: DataFrame, tournament: FitResult
-) -> None:
-    weights = fit(df, wanted(Tournament(period=2, exchange="weights")))
-    assert tournament.summary.history[0]["takeovers"] > 0
-    assert tournament.summary.history[-1]["val_loss"] != weights.summary.history[-1]["val_loss"]
 
 
 @pytest.fixture(scope="module")
@@ -220,12 +199,15 @@ def test_if_all_members_diverge_the_fit_ends(line: DataFrame) -> None:
 
 
 @pytest.mark.slow
-def test_early_stopping_and_callbacks_see_the_best_member(df: DataFrame) -> None:
+def test_early_stopping_and_callbacks_see_the_best_member(
+    df: DataFrame, tournament: FitResult
+) -> None:
+    """In a tournament in which losers keep their optimizer."""
     note = Note()
     result = fit(
         df,
         wanted(
-            TOURNAMENT,
+            Tournament(period=2, exchange="weights"),
             early_stopping=EarlyStopping(monitor="val_loss", patience=1, min_delta=0.1),
             callbacks=(note,),
             epochs=30,
@@ -236,6 +218,9 @@ def test_early_stopping_and_callbacks_see_the_best_member(df: DataFrame) -> None
     assert [name for name, _ in note.seen] == ["begin", *["epoch"] * len(history), "end"]
     loss, _ = measured(result.module, df)
     assert loss == pytest.approx(history[-2]["val_loss"], abs=1e-12)  # the last was no better
+    others = tournament.summary.history
+    assert history[0]["takeovers"] == others[0]["takeovers"] > 0
+    assert history[1]["val_loss"] != others[1]["val_loss"]
 
 
 @pytest.mark.slow
@@ -251,19 +236,6 @@ def test_few_rows_make_few_members(df: DataFrame) -> None:
         fit(
             df.limit(1), wanted(BASED, num_workers=2, module=plain, validation_col=None, metrics={})
         )
-
-
-@pytest.mark.slow
-def test_bits_repeat_also_without_the_drivers_channel(
-    df: DataFrame, spark: SparkSession, tournament: FitResult
-) -> None:
-    spark.conf.set("spark.sparkdl.channel", "workers")
-    try:
-        found = fit(df, wanted(TOURNAMENT))
-    finally:
-        spark.conf.unset("spark.sparkdl.channel")
-    assert equal(tournament, found)
-    assert records(tournament) == records(found)
 
 
 def test_modes() -> None:

@@ -129,11 +129,32 @@ def only_run(folder: Path) -> tuple[RunRecord, str]:
     return found, (folder / name / "report.html").read_text(encoding="utf-8")
 
 
+@pytest.fixture(scope="module")
+def plain(df: DataFrame) -> Any:
+    """A fit that nobody listens to, and that writes nothing."""
+    return classifier(None).fit(df)
+
+
+def assert_told_in_order() -> None:
+    """By the fit of three epochs that `Ear` has heard last."""
+    kinds = [kind for kind, _ in TOLD]
+    assert kinds[:2] == ["start", "facts"]
+    assert kinds[-1] == "end"
+    assert told("start")[0].params["epochs"] == "3"
+    per_epoch = told("facts")[0]["steps_per_epoch"]
+    assert [step for step, _ in told("epoch")] == [per_epoch, 2 * per_epoch, 3 * per_epoch]
+    steps = [step for step, _ in told("step")]
+    assert steps == sorted(set(steps)) and steps
+    record, module = told("end")[0]
+    assert record.status == "succeeded"
+    assert isinstance(module, nn.Module)
+
+
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
 @pytest.mark.parametrize("mode", ["gang", "rounds"])
 def test_a_fit_leaves_its_record_and_page(
-    df: DataFrame, tmp_path: Path, tmp_path_factory: pytest.TempPathFactory, mode: str
+    df: DataFrame, tmp_path: Path, tmp_path_factory: pytest.TempPathFactory, plain: Any, mode: str
 ) -> None:
     strategy = "allreduce" if mode == "gang" else "parameter_averaging"
     events = tmp_path_factory.mktemp("tensorboard")
@@ -143,11 +164,11 @@ def test_a_fit_leaves_its_record_and_page(
         executionMode=mode,
         callbacks=[Slow()],
         runName=f"in a {mode}",
-        listeners=[TensorBoard(log_dir=str(events), layer_interval=6)],
+        listeners=[TensorBoard(log_dir=str(events), layer_interval=6), Ear()],
     )
     began = time.time()
-    summary = estimator.fit(df).summary
-    elapsed = time.time() - began
+    model = estimator.fit(df)
+    elapsed, summary = time.time() - began, model.summary
     found, text = only_run(tmp_path)
 
     assert summary.report_path == str(next(tmp_path.glob("*/report.html")))
@@ -194,16 +215,10 @@ def test_a_fit_leaves_its_record_and_page(
         "input", "Linear", "ReLU", "Linear", "output",
     ]  # fmt: skip
 
-
-@pytest.mark.slow
-def test_a_fit_that_fails_leaves_its_record_too(df: DataFrame, tmp_path: Path) -> None:
-    with pytest.raises(WorkerError):
-        classifier(tmp_path, callbacks=[Failing()]).fit(df)
-    found, text = only_run(tmp_path)
-    assert (found.status, found.error["type"]) == ("failed", "WorkerError")
-    assert "ValueError on rank" in found.error["message"]
-    assert "on_step_end" in found.error["traceback"]
-    assert "&lt;no&gt; more" in text
+    assert_told_in_order()
+    if mode == "gang":  # who listens changes no weights
+        expected, watched = plain.module.state_dict(), model.module.state_dict()
+        assert all(torch.equal(expected[name], watched[name]) for name in expected)
 
 
 def test_a_fit_that_never_began_says_why(df: DataFrame, tmp_path: Path) -> None:
@@ -213,12 +228,6 @@ def test_a_fit_that_never_began_says_why(df: DataFrame, tmp_path: Path) -> None:
     assert found.status == "failed"
     assert "no_such_column" in found.error["message"]
     assert found.spent == {}
-
-
-@pytest.fixture(scope="module")
-def plain(df: DataFrame) -> Any:
-    """A fit that nobody listens to, and that writes nothing."""
-    return classifier(None).fit(df)
 
 
 @pytest.mark.slow
@@ -239,43 +248,16 @@ def test_a_directory_that_cannot_be_written_ends_the_fit_at_once(
 
 
 @pytest.mark.slow
-def test_the_kept_epoch_is_the_one_whose_mistakes_are_shown(df: DataFrame, tmp_path: Path) -> None:
+def test_the_kept_epochs_mistakes_are_shown_and_a_listener_that_fails_ends_no_fit(
+    df: DataFrame, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     stop = EarlyStopping(monitor="val_loss", patience=1, min_delta=100.0)
-    estimator = classifier(tmp_path, epochs=5, earlyStopping=stop)
-    model = estimator.fit(df)
+    deaf = Ear(fails_at="epoch")
+    model = classifier(tmp_path, epochs=5, earlyStopping=stop, listeners=[deaf]).fit(df)
     found, _ = only_run(tmp_path)
     assert len(model.summary.history) == 2
     assert found.confusion is not None
     assert found.confusion["epoch"] == 1
-
-
-@pytest.mark.slow
-def test_listeners_are_told_in_order_and_change_no_weights(
-    df: DataFrame, tmp_path: Path, plain: Any
-) -> None:
-    model = classifier(tmp_path, listeners=[Ear()], callbacks=[Slow()]).fit(df)
-    kinds = [kind for kind, _ in TOLD]
-    assert kinds[:2] == ["start", "facts"]
-    assert kinds[-1] == "end"
-    assert told("start")[0].params["epochs"] == "3"
-    per_epoch = told("facts")[0]["steps_per_epoch"]
-    assert [step for step, _ in told("epoch")] == [per_epoch, 2 * per_epoch, 3 * per_epoch]
-    steps = [step for step, _ in told("step")]
-    assert steps == sorted(set(steps)) and steps
-    record, module = told("end")[0]
-    assert record.status == "succeeded"
-    assert isinstance(module, nn.Module)
-    expected = plain.module.state_dict()
-    watched = model.module.state_dict()
-    assert all(torch.equal(expected[name], watched[name]) for name in expected)
-
-
-@pytest.mark.slow
-def test_a_listener_that_fails_does_not_end_the_fit(
-    df: DataFrame, caplog: pytest.LogCaptureFixture
-) -> None:
-    model = classifier(None, listeners=[Ear(fails_at="epoch")]).fit(df)
-    assert len(model.summary.history) == 3
     assert len(told("epoch")) == 1
     assert len(told("end")) == 1
     assert "deaf" in caplog.text
@@ -355,8 +337,11 @@ def test_presses_while_the_report_is_written_do_not_tear_it(
     with pytest.raises(KeyboardInterrupt) as caught:
         classifier(tmp_path / "bad", callbacks=[Failing()]).fit(df)
     assert isinstance(caught.value.__cause__, WorkerError)
-    found, _ = only_run(tmp_path / "bad")
+    found, text = only_run(tmp_path / "bad")
     assert (found.status, found.error["type"]) == ("failed", "WorkerError")
+    assert "ValueError on rank" in found.error["message"]
+    assert "on_step_end" in found.error["traceback"]
+    assert "&lt;no&gt; more" in text
 
 
 def train_function() -> str:

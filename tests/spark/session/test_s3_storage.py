@@ -86,23 +86,27 @@ def same_weights(one: Any, other: Any) -> bool:
     return all(torch.equal(value, theirs[name]) for name, value in ours.items())
 
 
+@pytest.fixture(scope="module")
+def undisturbed(df: DataFrame) -> TorchClassifierModel:
+    """The model of a gang that keeps nothing."""
+    return fitted(df, "gang")
+
+
 @pytest.mark.gang
 @pytest.mark.slow
-@pytest.mark.parametrize("mode", ["gang", "rounds"])
 def test_checkpoints_and_resume(
-    df: DataFrame, s3_url: str, tmp_path: Path, mode: str, caplog: pytest.LogCaptureFixture
-) -> None:
-    # In rounds Spark runs a lost task again, but not where it is its own executor, as here.
+    df: DataFrame, s3_url: str, tmp_path: Path, undisturbed: TorchClassifierModel,
+    caplog: pytest.LogCaptureFixture,
+) -> None:  # fmt: skip
     strike = faults.KillWorker(marker=str(tmp_path / "struck"), rank=1, step=5)
-    strikes = [strike] if mode == "gang" else []
     params: dict[str, Any] = {"checkpointDir": s3_url, "checkpointInterval": 2}
     with caplog.at_level(logging.INFO, "sparkdl"):
-        model = fitted(df, mode, *strikes, **params)
-        assert (tmp_path / "struck").exists() == bool(strikes)
+        model = fitted(df, "gang", strike, **params)
+        assert (tmp_path / "struck").exists()
         assert "by way of the driver" not in caplog.text  # workers have credentials of their own
-        again = fitted(df, mode, **params)
+        again = fitted(df, "gang", **params)
     assert "going on from the checkpoint of step 12" in caplog.text
-    assert same_weights(model, fitted(df, mode)) and same_weights(again, model)
+    assert same_weights(model, undisturbed) and same_weights(again, model)
     assert len(open_storage(s3_url).list("")) == 1  # no marker, no probe
     assert "a-secret-that-no-log-shows" not in caplog.text
 
@@ -110,7 +114,7 @@ def test_checkpoints_and_resume(
 @pytest.mark.gang
 @pytest.mark.slow
 def test_a_server_that_is_away_for_a_while_changes_no_bit(
-    df: DataFrame, s3_server: Popen[bytes], s3_url: str
+    df: DataFrame, s3_server: Popen[bytes], s3_url: str, undisturbed: TorchClassifierModel
 ) -> None:
     storage = open_storage(s3_url)
 
@@ -128,7 +132,7 @@ def test_a_server_that_is_away_for_a_while_changes_no_bit(
     model = fitted(df, "gang", faults.Slow(0.1), checkpointDir=s3_url, checkpointInterval=2)
     thread.join(30)
     assert paused.is_set() and model.summary.restarts == 0
-    assert same_weights(model, fitted(df, "gang"))
+    assert same_weights(model, undisturbed)
 
 
 @pytest.fixture
@@ -195,12 +199,21 @@ def test_damage_is_found(spark: SparkSession, s3_url: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.gang
-def test_training_starts_from_weights_on_s3(df: DataFrame, s3_url: str) -> None:
+def test_rounds_start_from_weights_and_go_on_from_checkpoints_there(
+    df: DataFrame, s3_url: str, caplog: pytest.LogCaptureFixture
+) -> None:
     source = make_net()
     open_storage(s3_url).write("w.safetensors", save(source.state_dict()))
-    start = {"learningRate": 1e-30, "epochs": 1, "initialWeights": f"{s3_url}/w.safetensors"}
+    start: dict[str, Any] = {
+        "learningRate": 1e-30, "epochs": 1, "initialWeights": f"{s3_url}/w.safetensors",
+        "checkpointDir": f"{s3_url}/kept", "checkpointInterval": 2,
+    }  # fmt: skip
     assert same_weights(fitted(df, "rounds", **start), source)
+    with caplog.at_level(logging.INFO, "sparkdl"):
+        assert same_weights(fitted(df, "rounds", **start), source)
+    assert "going on from the checkpoint of step 4" in caplog.text
+    assert len(open_storage(f"{s3_url}/kept").list("")) == 1
+    assert "a-secret-that-no-log-shows" not in caplog.text
 
 
 @pytest.mark.slow
