@@ -260,7 +260,8 @@ class TwoHeads(nn.Module):
 
 
 @pytest.mark.slow
-def test_several_labels_have_losses_metrics_and_weights(pictures: DataFrame) -> None:
+@pytest.mark.parametrize("mode", ["gang", "rounds"])
+def test_several_labels_have_losses_metrics_and_weights(pictures: DataFrame, mode: str) -> None:
     df = pictures.selectExpr(
         "png", "cast(label as double) AS digit", "cast(label % 2 as double) AS is_odd",
         "id % 5 = 0 AS held_out", "1.0 + id % 2 AS weight",
@@ -274,7 +275,8 @@ def test_several_labels_have_losses_metrics_and_weights(pictures: DataFrame) -> 
             "odd": {"accuracy": BinaryAccuracy},
         },
         weightCol="weight", validationIndicatorCol="held_out", epochs=6, learningRate=0.02,
-        syncStrategy="parameter_averaging", executionMode="rounds", **QUIETLY,
+        syncStrategy="allreduce" if mode == "gang" else "parameter_averaging",
+        executionMode=mode, **QUIETLY,
     )  # fmt: skip
     model = estimator.fit(df)
     last = model.summary.history[-1]
