@@ -36,6 +36,8 @@ SLOWEST = 20
 MOST_UNSTEADY = 3
 OUT_OF_TIME = 124
 """Status of a part that took longer than it may; the program timeout has the same."""
+_PASSED = "passed"
+"""Holds the commit on which everything has passed; a run of some parts says nothing about it."""
 _STATUS_FILE = "SPARKDL_TEST_STATUS"
 _TESTS_FAILED = "1"
 """pytest's status when it came to its end and some tests failed."""
@@ -295,6 +297,15 @@ def clean_commit(folder: Path) -> str | None:
     return None if status.stdout else head.stdout.decode().strip()
 
 
+def _empty(folder: Path, keep: Sequence[str]) -> None:
+    """Remove what an earlier run has left, but not the files to keep."""
+    for path in folder.iterdir():
+        if path.is_dir():
+            shutil.rmtree(path)
+        elif path.name not in keep:
+            path.unlink()
+
+
 def _junit_name(proof: str) -> str:
     path, _, name = proof.partition("::")
     return f"{path.removesuffix('.py').replace('/', '.')}.{name.replace('::', '.')}"
@@ -317,15 +328,15 @@ def main(
     commands = {name: ["make", "--no-print-directory", name] for name in given.parts}
     folder = root / FOLDER
     began, commit = time.monotonic(), clean_commit(root)
-    shutil.rmtree(folder, ignore_errors=True)
-    folder.mkdir(parents=True)
+    folder.mkdir(parents=True, exist_ok=True)
+    _empty(folder, keep=() if given.proof else (_PASSED,))
     outcome = Runner(commands, root, given.limit).run_all(given.jobs)
     good = outcome.is_good(asked)
     for line in report(outcome, asked):
         say(line)
     say(f"{time.monotonic() - began:8.1f} s  in all: {'ok' if good else 'FAILED'}")
     if good and given.proof and commit is not None and clean_commit(root) == commit:
-        (folder / "passed").write_text(f"{commit}\n", encoding="utf-8")
+        (folder / _PASSED).write_text(f"{commit}\n", encoding="utf-8")
         say(f"proven: commit {commit}")
     unsteady = describe_unsteady(outcome.unsteady)
     (folder / "unsteady.txt").write_text("".join(f"{line}\n" for line in unsteady), "utf-8")
