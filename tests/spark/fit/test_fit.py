@@ -106,8 +106,9 @@ def local_dirs(spark: SparkSession) -> list[Path]:
     return [Path(row["folder"]) for row in rows]
 
 
-def wait_a_minute(batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
-    time.sleep(60)
+def wait_long(batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
+    """Take longer than a test may, so who reads these rows to their end is found out."""
+    time.sleep(600)
     yield from batches
 
 
@@ -117,17 +118,13 @@ def test_executors_that_are_refused_do_not_read_the_rows_to_their_end(
     tracker = df.sparkSession.sparkContext.statusTracker()
 
     def refuse(*_: object) -> str:
-        deadline = time.monotonic() + 20
-        while not tracker.getActiveJobsIds():
-            assert time.monotonic() < deadline, "the spool did not begin beside the probe"
+        while not tracker.getActiveJobsIds():  # else the test's time-out says where it waits
             time.sleep(0.05)
         return "the executor has another torch"
 
     monkeypatch.setattr(probe, "difference", refuse)
-    began = time.monotonic()
     with pytest.raises(ClusterError, match="the executor has another torch"):
-        fit(df.mapInArrow(wait_a_minute, df.schema), request())
-    assert time.monotonic() - began < 40
+        fit(df.mapInArrow(wait_long, df.schema), request())
     assert not tracker.getActiveJobsIds()
     assert not [path for folder in local_dirs for path in folder.glob("sparkdl-*")]
 
