@@ -30,7 +30,7 @@ from sparkdl.spark.cluster.gang import task_of
 from sparkdl.spark.frames.shard_table import parse_shards
 from sparkdl.spark.run.run import Run
 from sparkdl.spark.session.compat import is_connect
-from sparkdl.spark.session.failures import TaskLost, spark_message
+from sparkdl.spark.session.failures import TaskLost, is_loss, spark_message
 from sparkdl.sync.averaging.state_pieces import FRAME, Pieces
 from sparkdl.worker import round_task
 from sparkdl.worker.population_member import pack_parts
@@ -186,6 +186,8 @@ def collected(results: DataFrame) -> Rows:
     try:
         return sorted(file_chunks.joined_results(results.toArrow().to_pylist()))
     except PythonException as error:
+        if not is_loss(error):
+            raise  # a stage of the user's, which has made a lost shard anew
         # Tasks report what the user's code does; they raise for lost shards only.
         raise TaskLost(spark_message(error)) from error
 

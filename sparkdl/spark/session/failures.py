@@ -7,37 +7,47 @@ import os
 import re
 import shutil
 import sys
-from typing import Any
+from collections.abc import Sequence
 
-from py4j.java_gateway import is_instance_of
-from pyspark import SparkContext
-from pyspark import errors as spark_errors
+from pyspark.errors import PythonException
 from pyspark.sql import SparkSession
 
+from sparkdl import errors
 from sparkdl.data.spool.local_disk import DISK_REMEDY
 from sparkdl.errors import ClusterError, DataError, SparkDLError, StorageError, TrainingFailed
+from sparkdl.spark.session.causes import Cause, Kind, causes_of, judged, lacks_memory
 from sparkdl.spark.session.compat import has_ended
 
-_WOULD_COME_AGAIN = (
-    spark_errors.AnalysisException,
-    spark_errors.ArithmeticException,
-    spark_errors.ArrayIndexOutOfBoundsException,
-    spark_errors.DateTimeException,
-    spark_errors.IllegalArgumentException,
-    spark_errors.NumberFormatException,
-    spark_errors.PySparkPicklingError,
-    spark_errors.PythonException,
-    spark_errors.SparkNoSuchElementException,
-    spark_errors.SparkRuntimeException,
-    spark_errors.SparkUpgradeException,
-    spark_errors.UnsupportedOperationException,
-)
-"""Errors of Spark that are mistakes in the DataFrame's own query, not the loss of a worker."""
-_CANCELLED = ("SPARK_JOB_CANCELLED", "OPERATION_CANCELED")
 _CANNOT_READ = "FAILED_READ_FILE"
+_UDF = "FAILED_EXECUTE_UDF"
+_OWNER = re.compile(r"User defined function \(`?(?:\w+ \()?([\w.]+)")
+"""The class that has made a function of the JVM, which Scala writes before its ``$$Lambda``."""
+_FRAME = re.compile(r'File "([^"\n]+)", line (\d+), in (\S+)')
+_OF_PACKAGES = re.compile(r"[/\\](?:site|dist)-packages[/\\]|[/\\]lib[/\\]python3|^<")
+_SQLSTATE = re.compile(r"\.? ?\bSQLSTATE: .*", re.DOTALL)
+"""And what follows: an excerpt of the query."""
+_IN_PROGRAM = re.compile(r"== DataFrame ==\n(\"\S+\") was called from\n(\S+)")
+_IN_SQL = re.compile(r"== SQL.* ==\n(.+)")
+"""How Spark shows the expression that failed."""
+_OF_QUERIES = ("0A", "3F", "42")
+"""Classes of SQLSTATEs of what Spark finds before it reads a row."""
+_OF_ROWS = ("21", "22", "23")
+"""Classes of SQLSTATEs that are about values."""
+_LONGEST = 400
+"""Characters of one cause that are shown."""
+_FAILED = "a stage before sparkdl's failed on the rows of the DataFrame"
+_ALONE = "df.write.format('noop').mode('overwrite').save() runs the query alone"
+_HANDLE_INVALID = "drop or fill such rows, or set handleInvalid of that stage"
+_MEMORY = (
+    "give executors more memory (spark.executor.memory) or fewer spark.executor.cores, or have "
+    "the rows in more partitions"
+)
+_INNER = (
+    "Spark calls this an error of its own: write the rows to files first and read those, or try "
+    "another version of Spark"
+)
 _DISK_FULL = (os.strerror(errno.ENOSPC), os.strerror(errno.EDQUOT))
 """Java has no type for a full disk: it hands on what the C library says."""
-_WAITED = "Exception thrown in awaitResult"
 _TOO_LARGE = {
     "spark.driver.maxResultSize": (
         "the results of a job do not fit into the driver; raise spark.driver.maxResultSize, and "
@@ -80,9 +90,14 @@ class TaskLost(Exception):
 def raise_unless_loss(error: Exception) -> None:
     """Return if a job failed for what starting it again may heal; else raise what the user sees.
 
-    That is `TrainingFailed` if somebody cancelled it, an error of ours whose cause Spark names
-    (`_meant_by`), or the error itself, if it would come again.
+    That is `TrainingFailed` if somebody cancelled it, an error of ours with the innermost cause
+    that Spark names, or the error itself if Spark has not raised it, or a task of ours has raised
+    what the user's own module did.
     """
+    if isinstance(error, TaskLost):
+        return
+    if not is_spark_error(error):
+        raise error
     found = _meant_by(error)
     if found is not None:
         raise found from error
@@ -120,15 +135,10 @@ def has_crashed(error: Exception) -> bool:
 
 
 def is_loss(error: Exception) -> bool:
-    """True if a job failed for what starting it again may heal, as far as its type shows.
-
-    A barrier stage that fails, for whatever reason, gives a bare ``Py4JJavaError``, or Connect's.
-    """
+    """True if a job failed for what starting it again may heal; see `causes.judged`."""
     if isinstance(error, TaskLost):
         return True
-    if isinstance(error, _WOULD_COME_AGAIN):
-        return False
-    return is_spark_error(error)
+    return is_spark_error(error) and judged(causes_of(error)) is Kind.LOST
 
 
 def is_spark_error(error: Exception) -> bool:
@@ -137,83 +147,144 @@ def is_spark_error(error: Exception) -> bool:
 
 
 def _meant_by(error: Exception) -> SparkDLError | None:
-    """Our error in place of Spark's, where its condition says what is wrong."""
-    if is_spark_error(error) and any(text in _text_of(error) for text in _DISK_FULL):
+    """Our error in place of one of Spark's, if it is not a loss; None: a loss, or told well."""
+    causes = causes_of(error)
+    kind = judged(causes)
+    for cause in causes:
+        if cause.is_of_users_code:
+            return None if kind is Kind.LOST else _of_users_code(error, cause, causes)
+    if any(text in cause.message for cause in causes for text in _DISK_FULL):
         return StorageError(
             f"a local disk of Spark's is full, where it keeps its own files and the spools "
             f"({spark_message(error)}); {DISK_REMEDY}"
         )
     for entry, told in _TOO_LARGE.items():
-        if is_spark_error(error) and entry in _text_of(error):
+        if any(entry in cause.message for cause in causes):
             return ClusterError(f"{told} ({spark_message(error)})")
-    if isinstance(error, spark_errors.PythonException) and (other := _other_python(error)):
-        return other
-    condition = condition_of(error) or ""
-    if condition in _CANCELLED:
+    if kind is Kind.CANCELLED:
         return TrainingFailed(
             f"the Spark job was cancelled, so it was not started again ({spark_message(error)})"
         )
-    if condition.partition(".")[0] == _CANNOT_READ:
-        return DataError(
-            f"the source of the DataFrame cannot be read ({spark_message(error)}); see that "
-            "its files are of the format that they are read as, restore them, or read the source "
-            "anew if they were replaced"
+    if kind is Kind.CLUSTER:
+        return ClusterError(
+            f"Spark cannot run the DataFrame's query here: {_told(causes)}; {_remedy(causes)}"
         )
-    return None
+    if kind is Kind.LOST:
+        return None
+    if any((cause.condition or "").startswith(_CANNOT_READ) for cause in causes):
+        return DataError(
+            f"the source of the DataFrame cannot be read ({_told(causes)}); see that its files "
+            "are of the format that they are read as, restore them, or read the source anew if "
+            "they were replaced"
+        )
+    if causes[0].state[:2] in _OF_QUERIES or "AnalysisException" in causes[0].type:
+        return DataError(f"Spark refuses the DataFrame's query: {_told(causes)}; mend it")
+    return DataError(f"{_FAILED}: {_told(causes)}{_place(causes)}; {_remedy(causes)}")
 
 
-def python_cause(error: spark_errors.PythonException) -> str:
+def _of_users_code(error: Exception, cause: Cause, causes: Sequence[Cause]) -> SparkDLError | None:
+    """What to say of an exception of a function in the query; None: our task tells it itself."""
+    if not cause.is_python:
+        owner = _OWNER.search(cause.message)
+        stage = f"{owner[1]}: " if owner else ""
+        remedy = _HANDLE_INVALID if "handleInvalid" in _told(causes) else _remedy(causes)
+        return DataError(f"{_FAILED}: {stage}{_told(causes)}{_place(causes)}; {remedy}")
+    if other := _other_python(cause, is_connect="connect" in type(error).__module__):
+        return other
+    if cause.is_ours:
+        name, _, message = cause.raised.partition(": ")
+        own = getattr(errors, name.removeprefix("sparkdl.errors."), None)
+        is_own = isinstance(own, type) and issubclass(own, SparkDLError)
+        if is_own and own is not None and own is not errors.WorkerError:
+            return own(message)
+        if isinstance(error, PythonException):
+            return None  # its traceback shows the user's lines
+    frames = _FRAME.findall(cause.message)
+    frames = [frame for frame in frames if not _OF_PACKAGES.search(frame[0])] or frames
+    where = " ({2}, line {1} of {0})".format(*frames[-1]) if frames else ""
+    told = _shortened(cause.raised, _LONGEST)
+    return DataError(
+        f"a Python function of the DataFrame's query failed on its rows: {told}{where}; mend "
+        f"it, or drop or fill the rows that it does not take; {_ALONE}"
+    )
+
+
+def _told(causes: Sequence[Cause]) -> str:
+    """What Spark says of the rows: the conditions in a chain, and the innermost cause."""
+    told: list[str] = []
+    for cause in causes:
+        is_innermost = cause is causes[-1]
+        is_wrapper = (cause.condition or "").startswith(_UDF) and not is_innermost
+        if is_wrapper or (cause.condition is None and not is_innermost):
+            continue
+        text = " ".join(_SQLSTATE.sub("", cause.message).split())
+        name = cause.type.rpartition(".")[2]
+        if cause.condition is None and name not in ("", "SparkException"):
+            text = f"{name}: {text}" if text else name
+        if not any(text.rpartition(": ")[2] in before for before in told):
+            told.append(_shortened(text, _LONGEST).rstrip("."))
+    return ": ".join(told)
+
+
+def _place(causes: Sequence[Cause]) -> str:
+    """Where in the query an expression is that failed, if Spark says it."""
+    for cause in causes:
+        if found := _IN_PROGRAM.search(cause.message):
+            return f" (in {found[1]}, called at {found[2]})"
+        if found := _IN_SQL.search(cause.message):
+            return f" (in {found[1]})"
+    return ""
+
+
+def _remedy(causes: Sequence[Cause]) -> str:
+    """What to do, by the innermost condition."""
+    if lacks_memory(causes):
+        return _MEMORY
+    state = next((cause.state for cause in reversed(causes) if cause.state), "")
+    if state.startswith("XX"):
+        return _INNER
+    if judged(causes) is Kind.CLUSTER:
+        return "change what Spark names there"
+    if state.startswith(_OF_ROWS):
+        return f"drop, fill or mend such rows, or use a try_ function, such as try_cast; {_ALONE}"
+    return f"mend the query, or drop or fill such rows; {_ALONE}"
+
+
+def python_cause(error: Exception) -> str:
     """The last line of the traceback of a Python worker, which says what was raised."""
-    traceback, _, _ = str(error).partition("\n\nJVM stacktrace:")
-    return traceback.strip().rpartition("\n")[2].strip()
+    return next(cause.raised for cause in causes_of(error) if cause.is_python)
 
 
-def _other_python(error: spark_errors.PythonException) -> ClusterError | None:
+def _other_python(cause: Cause, *, is_connect: bool) -> ClusterError | None:
     """What to say where a function of the user's fails because workers run another Python."""
-    cause, named = python_cause(error), os.environ.get("PYSPARK_PYTHON")
-    if not cause.startswith("ModuleNotFoundError") and "PYTHON_VERSION_MISMATCH" not in cause:
+    raised, named = cause.raised, os.environ.get("PYSPARK_PYTHON")
+    if not raised.startswith("ModuleNotFoundError") and "PYTHON_VERSION_MISMATCH" not in raised:
         return None
     theirs: str = shutil.which(named or "python3") or named or "python3"
     how = "which PYSPARK_PYTHON names" if named else "since PYSPARK_PYTHON was not set"
-    if "connect" in type(error).__module__:
+    if is_connect:
         theirs, how = "the Python", "that PYSPARK_PYTHON named where the server was started"
     elif theirs == sys.executable:
         return None
     return ClusterError(
-        f"a Python function that the DataFrame's rows need fails on a worker: {cause}; its worker "
+        f"a Python function that the DataFrame's rows need fails on a worker: {raised}; its worker "
         f"runs {theirs}, {how}, and this program runs {sys.executable}; set "
         f"PYSPARK_PYTHON={sys.executable} before the session and the function are made, or install "
         "there what is missing"
     )
 
 
-def condition_of(error: Exception) -> str | None:
-    """The name that Spark gives to an error in its list of error conditions, if it has one."""
-    java: Any = getattr(error, "java_exception", None)
-    if java is None:
-        tell = getattr(error, "getCondition", lambda: None)
-        return None if (condition := tell()) is None else str(condition)
-    context: Any = SparkContext
-    if not is_instance_of(context._gateway, java, "org.apache.spark.SparkThrowable"):
-        return None
-    condition = context._jvm.PythonErrorUtils.getCondition(java)
-    return None if condition is None else str(condition)
-
-
-def _message_of(java: Any) -> str:
-    """The message of a Java exception, or of its cause where it only says that it waited for it."""
-    while str(java.getMessage()).startswith(_WAITED) and java.getCause() is not None:
-        java = java.getCause()
-    return str(java.getMessage())
+_OF_STACKS = ("at ", "...", "Driver stacktrace:")
+"""How lines begin that show where in Spark's own code something happened."""
+_WAITED = "Exception thrown in awaitResult"
 
 
 def _text_of(error: Exception) -> str:
-    java = getattr(error, "java_exception", None)
-    return str(error) if java is None else _message_of(java)
-
-
-_OF_STACKS = ("at ", "...", "Driver stacktrace:")
-"""How lines begin that show where in Spark's own code something happened."""
+    """What Spark says first, and if it says only that it waited for something, what of that."""
+    if not is_spark_error(error):
+        return str(error)
+    told = causes_of(error)
+    return "\n".join(cause.message for cause in told if not cause.message.startswith(_WAITED))
 
 
 def spark_message(error: Exception) -> str:

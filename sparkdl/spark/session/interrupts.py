@@ -27,7 +27,7 @@ from pyspark.sql import SparkSession
 
 from sparkdl.errors import SparkDLError, TrainingFailed
 from sparkdl.spark.session.compat import cancel_jobs, tag_jobs, untag_jobs
-from sparkdl.spark.session.failures import raise_if_ended
+from sparkdl.spark.session.failures import is_spark_error, raise_if_ended, raise_unless_loss
 
 logger = logging.getLogger(__name__)
 
@@ -164,7 +164,7 @@ def interruptible(spark: SparkSession, checkpoint_dir: str | None = None) -> Ite
 
     In the main thread the block then ends in KeyboardInterrupt; in others, which run fits for it,
     in TrainingFailed. Cleaning up belongs into a `Cleanup` within. Raises ClusterError if the
-    session has ended.
+    session has ended, and what `raise_unless_loss` makes of an error of Spark's.
     """
     raise_if_ended(spark)
     _await_interrupted()
@@ -176,6 +176,8 @@ def interruptible(spark: SparkSession, checkpoint_dir: str | None = None) -> Ite
             if not _must_raise(work):
                 if isinstance(error, Exception) and not isinstance(error, SparkDLError):
                     raise_if_ended(spark, error)
+                    if is_spark_error(error):
+                        raise_unless_loss(error)
                 raise
             if work.is_late:
                 raise KeyboardInterrupt(_message(checkpoint_dir)) from error

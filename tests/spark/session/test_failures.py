@@ -127,13 +127,13 @@ def test_a_function_of_the_users_on_another_python(
     trace = "Traceback:\n  File \"worker.py\"\nModuleNotFoundError: No module named 'numpy'\n"
     error = PythonException(f"{trace}\n\nJVM stacktrace:\norg.apache.spark")
     theirs = named or f"{tmp_path}/python3"
-    kind = PythonException if named == sys.executable else ClusterError
+    kind = DataError if named == sys.executable else ClusterError
     with pytest.raises(kind, match="No module named 'numpy'") as caught:
         raise_unless_loss(error)
     if kind is ClusterError:
         assert f"its worker runs {theirs}, " in str(caught.value)
         assert f"set PYSPARK_PYTHON={sys.executable} before" in str(caught.value)
-    with pytest.raises(PythonException):  # a mistake in the function itself
+    with pytest.raises(DataError, match="failed on its rows: ValueError: x; mend it"):
         raise_unless_loss(PythonException("Traceback:\nValueError: x"))
 
 
@@ -170,10 +170,10 @@ def test_a_source_that_cannot_be_read_is_an_error_of_the_data(detail: str) -> No
         raise_unless_loss(error)
 
 
-def test_a_loss_is_not_raised_and_the_rest_is_raised_as_it_is() -> None:
-    raise_unless_loss(PySparkException("executor lost", errorClass="SOMETHING_ELSE"))
-    error = ArithmeticException("division by zero")
-    with pytest.raises(ArithmeticException) as caught:
+def test_a_loss_and_what_spark_has_not_raised_stay_as_they_are() -> None:
+    raise_unless_loss(PySparkException("lost", errorClass="INTERNAL_ERROR_SHUFFLE"))
+    error = ConnectionRefusedError("their own service")
+    with pytest.raises(ConnectionRefusedError) as caught:
         raise_unless_loss(error)
     assert caught.value is error
 
@@ -226,24 +226,9 @@ def test_the_telling_lines() -> None:
     assert spark_message(PySparkException("x" * 1000)) == "x" * 597 + "..."
 
 
-class JavaError:
-    """As py4j shows an exception of the JVM."""
-
-    def __init__(self, message: str, cause: JavaError | None = None) -> None:
-        self._said, self._cause = message, cause
-
-    def getMessage(self) -> str:
-        return self._said
-
-    def getCause(self) -> JavaError | None:
-        return self._cause
-
-
 def test_what_was_waited_for_is_told_and_not_the_waiting() -> None:
-    error = PySparkException("py4j's text")
-    error.java_exception = JavaError("Exception thrown in awaitResult: ", JavaError("task lost"))  # type: ignore[attr-defined]
-    assert spark_message(error) == "task lost"
-    error.java_exception = JavaError("Exception thrown in awaitResult: ")  # type: ignore[attr-defined]
-    assert spark_message(error) == "Exception thrown in awaitResult:"
-    error.java_exception = JavaError("job aborted", JavaError("deeper"))  # type: ignore[attr-defined]
-    assert spark_message(error) == "job aborted"
+    waited = "org.apache.spark.SparkException: Exception thrown in awaitResult: "
+    inner = "Caused by: org.apache.spark.SparkException: Failed to connect to host/10.0.0.2:7337"
+    error = PySparkException(f"{waited}\n\tat org.apache.spark.util\n{inner}\n\tat java.lang")
+    assert is_loss(error)
+    assert spark_message(error) == "Failed to connect to host/10.0.0.2:7337"
