@@ -196,7 +196,8 @@ def _of_users_code(error: Exception, cause: Cause, causes: Sequence[Cause]) -> S
         own = getattr(errors, name.removeprefix("sparkdl.errors."), None)
         is_own = isinstance(own, type) and issubclass(own, SparkDLError)
         if is_own and own is not None and own is not errors.WorkerError:
-            return own(message)
+            found: SparkDLError = own(message)
+            return found
         if isinstance(error, PythonException):
             return None  # its traceback shows the user's lines
     frames = _FRAME.findall(cause.message)
