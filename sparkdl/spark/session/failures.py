@@ -9,7 +9,14 @@ import shutil
 import sys
 from collections.abc import Sequence
 
-from pyspark.errors import PythonException
+from pyspark.errors import (
+    PySparkAttributeError,
+    PySparkNotImplementedError,
+    PySparkPicklingError,
+    PySparkTypeError,
+    PySparkValueError,
+    PythonException,
+)
 from pyspark.sql import SparkSession
 
 from sparkdl import errors
@@ -18,6 +25,11 @@ from sparkdl.errors import ClusterError, DataError, SparkDLError, StorageError, 
 from sparkdl.spark.session.causes import Cause, Kind, causes_of, judged, lacks_memory
 from sparkdl.spark.session.compat import has_ended
 
+_OF_THE_DRIVER = (
+    *(PySparkAttributeError, PySparkNotImplementedError, PySparkPicklingError, PySparkTypeError),
+    PySparkValueError,
+)
+"""What pyspark raises of itself about what it is called with; no stage has failed."""
 _CANNOT_READ = "FAILED_READ_FILE"
 _UDF = "FAILED_EXECUTE_UDF"
 _OWNER = re.compile(r"User defined function \(`?(?:\w+ \()?([\w.]+)")
@@ -148,6 +160,8 @@ def is_spark_error(error: Exception) -> bool:
 
 def _meant_by(error: Exception) -> SparkDLError | None:
     """Our error in place of one of Spark's, if it is not a loss; None: a loss, or told well."""
+    if isinstance(error, _OF_THE_DRIVER):
+        return None
     causes = causes_of(error)
     kind = judged(causes)
     for cause in causes:

@@ -665,14 +665,21 @@ def test_a_mistake_of_ours_in_the_job_is_not_taken_for_a_lost_worker(stage: Stag
     assert stage.submitted == [0]
 
 
-@pytest.mark.parametrize("kind", [PythonException, ArithmeticException, PySparkPicklingError])
+@pytest.mark.parametrize(
+    ("kind", "told"),
+    [
+        (PythonException, DataError),
+        (ArithmeticException, DataError),
+        (PySparkPicklingError, PySparkPicklingError),
+    ],
+)
 def test_an_error_of_spark_that_would_come_again_is_raised(
-    stage: Stage, kind: type[Exception]
+    stage: Stage, kind: type[Exception], told: type[Exception]
 ) -> None:
     def job() -> Rows:
         raise kind("always the same")
 
-    with pytest.raises(kind, match="always the same"):
+    with pytest.raises(told, match="always the same"):
         stage.run(job, max_restarts=3)
     assert stage.submitted == [0]
 
@@ -1146,9 +1153,9 @@ def test_spooling_gives_up() -> None:
 )
 def test_spooling_is_not_tried_again_in_vain(error: Exception) -> None:
     spooling = Spooling(error)
-    with pytest.raises(type(error)) as caught:
+    with pytest.raises((DataError, OSError)) as caught:
         spooling.run(3)
-    assert caught.value is error
+    assert error in (caught.value, caught.value.__cause__)
     assert spooling.prepared == 0
 
 

@@ -28,7 +28,13 @@ from sparkdl.runner import TorchRunner
 from sparkdl.spark.session.failures import raise_unless_loss
 from sparkdl.sync.averaging.parameter_averaging import ParameterAveraging
 
-pytestmark = [pytest.mark.spark, pytest.mark.slow, pytest.mark.timeout(300)]
+pytestmark = [
+    pytest.mark.spark,
+    pytest.mark.slow,
+    pytest.mark.timeout(300),
+    # pyspark's tuning leaves its thread pools to the garbage collector
+    pytest.mark.filterwarnings("ignore:.*Pool.__del__:pytest.PytestUnraisableExceptionWarning"),
+]
 
 SCHEMA = "a double, b double, label int"
 
