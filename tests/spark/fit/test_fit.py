@@ -374,7 +374,7 @@ def test_an_error_in_the_users_own_query_comes_once(
     from pyspark.sql import functions as F
 
     bad = df.withColumn("label", F.expr("CAST(text AS int) DIV (CAST(text AS int) - 7)"))
-    with pytest.raises(DataError, match="DIVIDE_BY_ZERO.*try_divide"):
+    with pytest.raises(DataError, match=r"DIVIDE_BY_ZERO.*try_divide"):
         fit(bad, request(max_restarts=3))
     said = [r.getMessage() for r in caplog.records if r.name.startswith("sparkdl")]
     assert not [text for text in said if "DIVIDE_BY_ZERO" in text or "restart" in text], said
