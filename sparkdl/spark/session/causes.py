@@ -79,7 +79,7 @@ _MAY_GO_AWAY = re.compile(
 """Classes that count likewise where Spark gives no condition: disks and pipes fail for a while, a
 session is about to end. Any other class is of code that fails on the same rows again."""
 _SPARKS_WORDS = re.compile(
-    r"worker|executor|fetch|broadcast|block|barrier|connect|coordinator|tracker|reply"
+    r"worker|executor|fetch|get broadcast|block|barrier|connect|coordinator|tracker|reply"
     r"|time[ds]? ?out|acknowledged|killed|shut down|stopped|shuffle",
     re.IGNORECASE,
 )

@@ -126,6 +126,7 @@ DATA = [
     (BARRIER + python_text("/home/u/job.py", "ConnectionError: no"), r"ConnectionError: no \(wo"),
     (JOB + python_text("/home/u/job.py", "json.decoder.JSONDecodeError: x"), "JSONDecodeError: x"),
     (JOB + f"java.lang.reflect.InvocationTargetException{STACK}Caused by: {NPE}", "no name"),
+    (f"org.apache.spark.SparkException: Could not execute broadcast in 300 secs.{STACK}", "in 300"),
     (JOB + f"com.example.reader.BadRow: row 7{STACK}", "BadRow: row 7"),
     (JOB + f"org.apache.spark.SparkException: Vectors of other sizes: 3, 4{STACK}", "sizes: 3, 4"),
     (

@@ -152,7 +152,7 @@ TOLD: dict[Query, str] = {
     divided: r"Division by zero\. Use `try_divide` .* \(in \"__truediv__\", called at .*:\d+\);",
     beyond_the_array: r"The index \d+ is out of bounds\. .* \(in array\(a, b\)\[id\]\); drop, fill",
     # Connect cuts the text of a cause without a condition before the inner one
-    java_method: r"(?:For input string: \"c\d\"|InvocationTargetException); mend the query, or drop",
+    java_method: r"(?:For input string: \"c\d\"|InvocationTargetException); mend the query",
     corrupt_parquet: r"cannot be read \(.*is not a Parquet file.*; see that its files are of the",
     removed_parquet: r"cannot be read \(.* does not exist.* or read the source anew if they were",
     malformed_csv: r"cannot be read \(.*in\.csv: .*\[null,3\.0,1\].*For input string: \"abc\"\);",
