@@ -164,7 +164,7 @@ def same(batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
 
 
 def check(error: BaseException, told: str) -> None:
-    """The error is one sentence, and Python prints few lines of it."""
+    """The error is one sentence of ours, with what is expected of it."""
     assert isinstance(error, DataError), error
     assert re.search(told, str(error)), error
     assert "\n" not in str(error) and "lost" not in str(error)
@@ -194,7 +194,7 @@ def make_net() -> nn.Module:
     return nn.Linear(2, 2)
 
 
-def unseen_stages() -> list[Any]:
+def pipeline_stages() -> list[Any]:
     assembler = VectorAssembler(inputCols=["a", "b"], outputCol="features")
     return [assembler, classifier()]
 
@@ -208,7 +208,7 @@ def fit_in_rounds(df: DataFrame) -> None:
 
 
 def fit_pipeline(df: DataFrame) -> None:
-    Pipeline(stages=unseen_stages()).fit(df.drop("features"))
+    Pipeline(stages=pipeline_stages()).fit(df.drop("features"))
 
 
 def cross_validate(df: DataFrame) -> None:
