@@ -83,6 +83,8 @@ class SpooledShard:
     """Row that messages name, as they do -> its hash."""
     memory_bytes: int = 0
     """Memory of the host or container that holds the shard, as its task has found it."""
+    head: str = ""
+    """Its first rows, see `spool.head`; empty: they were not asked for, or are too large."""
 
     def to_dict(self) -> dict[str, Any]:
         """As plain values; of columns with equal statistics, which are most of many, once."""

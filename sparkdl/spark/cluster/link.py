@@ -19,7 +19,7 @@ from sparkdl.comm.file_chunks import gathered
 from sparkdl.errors import ClusterError, StorageError
 from sparkdl.runtime.activity import doing
 from sparkdl.spark.cluster.cluster_info import mib
-from sparkdl.spark.cluster.probe import probe
+from sparkdl.spark.cluster.probe import NO_NEEDS, Needs, probe
 from sparkdl.spark.cluster.slots import Slots
 from sparkdl.spark.session.compat import driver_address, is_connect
 from sparkdl.spark.session.settings import Settings
@@ -108,11 +108,13 @@ def open_link(
     checkpoint_dir: str | None,
     run_id: str,
     stack: contextlib.ExitStack,
+    needs: Needs = NO_NEEDS,
     once_submitted: Callable[[], None] | None = None,
 ) -> Link:
     """Open the channel and the place for checkpoints, and try both from the executors.
 
-    ``once_submitted`` is called when executors are asked to: it may submit what comes next.
+    ``once_submitted`` is called when executors are asked to, and may submit what comes next; but
+    not if there are ``needs``, which may be missing there.
     """
     files = stack.enter_context(driver_folder())
     url, place = None, None
@@ -144,7 +146,8 @@ def open_link(
         checkpoints=checkpoints if slots.is_gang else None,
         run_id=run_id,
         settings=settings,
-        once_submitted=once_submitted,
+        needs=needs,
+        once_submitted=None if needs else once_submitted,
     )
     if address is not None and not found.reaches_driver:
         if needs_channel:

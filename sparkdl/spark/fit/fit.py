@@ -123,6 +123,7 @@ def _fit(
 ) -> FitResult:
     """See `fit`."""
     checked = check_request(data, request)
+    early = check_rows.check_first_rows(checked, recorder.graph)
     with Cleanup() as stack:
         if spools is not None:
             recorder.phase("wait")
@@ -137,6 +138,7 @@ def _fit(
             checkpoint_dir=checked.config.checkpoint.directory,
             run_id=run_id,
             stack=stack,
+            needs=checked.needs,
             once_submitted=lambda: table_of().begin(),  # while Python starts on the executors
         )
         recorder.phase("spool")
@@ -148,8 +150,8 @@ def _fit(
         )
         checked = replace(checked, slots=checked.slots.asked_again(checked.spark))
         doing("checking the rows")
-        found = check_rows.check_rows(checked, table, shards, recorder.graph)
-        config = replace(checked.config, metrics=found.metrics)
+        found = check_rows.check_rows(checked, table, shards, recorder.graph, early)
+        config = replace(checked.config, metrics=found.trial.metrics)
         checked = replace(checked, request=replace(checked.request, config=config))
         num_skipped, causes = table.skipped(shards)
         if num_skipped:
@@ -228,8 +230,8 @@ def _fit(
     return FitResult(
         module=module,
         columns=tuple(column for column in found.columns if column.role == "feature"),
-        num_classes=found.num_classes,
-        prediction_key=found.prediction_key,
+        num_classes=found.trial.num_classes,
+        prediction_key=found.trial.prediction_key,
         summary=summary,
         training_state=state,
     )
