@@ -100,6 +100,10 @@ class Link:
         return None
 
 
+def _nothing() -> None:
+    return
+
+
 def open_link(
     spark: SparkSession,
     slots: Slots,
@@ -109,12 +113,14 @@ def open_link(
     run_id: str,
     stack: contextlib.ExitStack,
     needs: Needs = NO_NEEDS,
+    before_jobs: Callable[[], object] = _nothing,
     once_submitted: Callable[[], None] | None = None,
 ) -> Link:
     """Open the channel and the place for checkpoints, and try both from the executors.
 
-    ``once_submitted`` is called when executors are asked to, and may submit what comes next; but
-    not if there are ``needs``, which may be missing there.
+    ``before_jobs`` is called when they are open on the driver. ``once_submitted`` is called when
+    executors are asked to try, and may submit what comes next; but not if there are ``needs``,
+    which may be missing there.
     """
     files = stack.enter_context(driver_folder())
     url, place = None, None
@@ -133,6 +139,7 @@ def open_link(
     address = server.address if server is not None else None
     # Spark Connect and rounds do without.
     needs_channel = settings.channel == "driver" or (slots.is_gang and not is_connect(spark))
+    before_jobs()
     doing("checking the executors")
     # In rounds the driver alone writes checkpoints, so executors need not see where.
     found = probe(

@@ -123,7 +123,7 @@ def _fit(
 ) -> FitResult:
     """See `fit`."""
     checked = check_request(data, request)
-    early = check_rows.check_first_rows(checked, recorder.graph)
+    look = cache(partial(check_rows.check_first_rows, checked, recorder.graph))
     with Cleanup() as stack:
         if spools is not None:
             recorder.phase("wait")
@@ -139,6 +139,7 @@ def _fit(
             run_id=run_id,
             stack=stack,
             needs=checked.needs,
+            before_jobs=look,
             once_submitted=lambda: table_of().begin(),  # while Python starts on the executors
         )
         recorder.phase("spool")
@@ -150,7 +151,7 @@ def _fit(
         )
         checked = replace(checked, slots=checked.slots.asked_again(checked.spark))
         doing("checking the rows")
-        found = check_rows.check_rows(checked, table, shards, recorder.graph, early)
+        found = check_rows.check_rows(checked, table, shards, recorder.graph, look())
         config = replace(checked.config, metrics=found.trial.metrics)
         checked = replace(checked, request=replace(checked.request, config=config))
         num_skipped, causes = table.skipped(shards)

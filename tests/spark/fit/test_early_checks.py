@@ -123,7 +123,8 @@ def test_which_plans_answer_a_few_rows_at_once(spark: SparkSession, tmp_path: Pa
         files, numbers, cached, files.where("x > 3").select("x"), files.union(files),
         files.limit(5), files.coalesce(1), files.sample(0.5),
         spark.createDataFrame([(1,)], "a int"),
-        files.selectExpr("explode(array(x, id)) AS y"), files.mapInPandas(lambda parts: parts, files.schema),
+        files.selectExpr("explode(array(x, id)) AS y"),
+        files.mapInPandas(lambda parts: parts, files.schema),
         spark.createDataFrame(numbers.rdd, numbers.schema),
     ]  # fmt: skip
     assert [is_answered_early(df) for df in narrow] == [True] * len(narrow)
