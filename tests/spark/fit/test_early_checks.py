@@ -107,6 +107,8 @@ def test_rows_behind_a_shuffle_are_computed_once(counted: Counted) -> None:
     model = fit(df, Prices)
     assert counted.num_rows.value - before == ROWS
     assert model.summary.steps == 2
+    assert len(model.transform(counted.df).limit(3).collect()) == 3
+    assert 0 <= model.evaluate(counted.df)["accuracy"] <= 1
 
 
 def test_which_plans_answer_a_few_rows_at_once(spark: SparkSession, tmp_path: Path) -> None:
