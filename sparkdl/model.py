@@ -28,7 +28,7 @@ from sparkdl.mesh import Mesh
 from sparkdl.report.summary import TrainingSummary
 from sparkdl.runtime.tracebacks import plainly
 from sparkdl.serialization.stored_module import StoredModule, seen
-from sparkdl.spark.fit.check_request import copied
+from sparkdl.spark.fit.check_request import copied, floating_dtype
 from sparkdl.spark.frames.columns import CaseSensitive, find, quoted, require, schema_of
 from sparkdl.spark.frames.frame_sample import take_look
 from sparkdl.spark.frames.prepare_columns import prepare_labels, prepare_trained, specification_of
@@ -357,7 +357,6 @@ class TorchModel(Model, CheckedParams, MLWritable, MLReadable["TorchModel"], Mod
         if label_col is None and self._task != "custom":
             raise ConfigError("labelCol is not set; name the column to compare predictions with")
         module = self._module.blank if isinstance(self._module, StoredModule) else self._module
-        is_double = any(p.dtype == torch.float64 for p in module.parameters())
         prepared = prepare_labels(
             schema_of(dataset),
             self._task,
@@ -365,7 +364,7 @@ class TorchModel(Model, CheckedParams, MLWritable, MLReadable["TorchModel"], Mod
             labels=labels,
             label_col=label_col,
             weight_col=self.value("weightCol"),
-            float_dtype="float64" if is_double else "float32",
+            float_dtype="float64" if floating_dtype(module) == "float64" else "float32",
             weight_dtype="float64",
         )
         others = spool_columns(prepared)

@@ -12,6 +12,7 @@ import math
 import pickle
 import sys
 import types
+from collections import Counter
 from collections.abc import Mapping
 from collections.abc import Sequence as Items
 from dataclasses import dataclass, fields, replace
@@ -66,6 +67,8 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+_HALF = ("bfloat16", "float16")
+"""dtypes that floating features have in ``forward`` only."""
 _EVERYWHERE = {"cloudpickle", "numpy", "pyarrow", "pyspark", "sparkdl", "torch"}
 """Packages without which no executor gets as far as to be asked for others."""
 MODES = ("auto", "gang", "rounds")
@@ -549,7 +552,6 @@ def begin_module(request: FitRequest) -> tuple[nn.Module, RecordedWeights | None
     Where a mesh divides what a factory makes, its parameters are on the meta device, and their
     weights beside it: the driver never has all of them.
     """
-    import torch
     from torch import nn
 
     from sparkdl.serialization.recorded.recipe import NotRecorded
@@ -567,8 +569,7 @@ def begin_module(request: FitRequest) -> tuple[nn.Module, RecordedWeights | None
             try:
                 if request.initial_weights is not None:
                     load_initial_weights(module, request.initial_weights, weights=weights)
-                is_double = any(p.dtype == torch.float64 for p in module.parameters())
-                return module, weights, "float64" if is_double else "float32"
+                return module, weights, floating_dtype(module)
             except NotRecorded as error:
                 reason = str(error)
     whole, float_dtype = make_module(request)
@@ -584,7 +585,6 @@ def make_module(request: FitRequest) -> tuple[nn.Module, str]:
         ConfigError: it is no module, it cannot be made, or the weights are not of this one.
         StorageError: the weights cannot be read.
     """
-    import torch
     from torch import nn
 
     from sparkdl.serialization.initial_weights import load_initial_weights
@@ -613,8 +613,19 @@ def make_module(request: FitRequest) -> tuple[nn.Module, str]:
     module = module.cpu()
     if request.initial_weights is not None:
         load_initial_weights(module, request.initial_weights)
-    is_double = any(parameter.dtype == torch.float64 for parameter in module.parameters())
-    return module, "float64" if is_double else "float32"
+    return module, floating_dtype(module)
+
+
+def floating_dtype(module: nn.Module) -> str:
+    """The dtype of most of a module's floating values, in which it gets floating features."""
+    from torch import nn
+
+    counts: Counter[str] = Counter()
+    for tensor in [*module.parameters(), *module.buffers()]:
+        if tensor.is_floating_point() and not nn.parameter.is_lazy(tensor):
+            counts[str(tensor.dtype).removeprefix("torch.")] += tensor.numel()
+    found = counts.most_common(1)[0][0] if counts else "float32"
+    return found if found in ("float64", *_HALF) else "float32"
 
 
 def copied(module: nn.Module) -> nn.Module:
@@ -714,7 +725,12 @@ def prepare_columns(
     """Features, labels and weight, and which rows are for validation; raises DataError."""
     schema = schema_of(df)
     inputs: list[str | Named] = [*request.feature_cols, *request.specified]
-    prepared = [prepare(schema, wanted, "feature", float_dtype=float_dtype) for wanted in inputs]
+    cast = float_dtype if float_dtype in _HALF else None
+    float_dtype = "float32" if cast else float_dtype
+    prepared = [
+        replace(prepare(schema, wanted, "feature", float_dtype=float_dtype), cast=cast)
+        for wanted in inputs
+    ]
     prepared += prepare_labels(
         schema,
         request.config.task,

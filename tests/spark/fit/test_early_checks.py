@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import sys
 from functools import partial
 from pathlib import Path
@@ -109,6 +110,27 @@ def test_rows_behind_a_shuffle_are_computed_once(counted: Counted) -> None:
     assert model.summary.steps == 2
     assert len(model.transform(counted.df).limit(3).collect()) == 3
     assert 0 <= model.evaluate(counted.df)["accuracy"] <= 1
+
+
+def test_a_module_of_half_precision_gets_features_of_its_own(counted: Counted) -> None:
+    first = nn.Linear(4, 3).bfloat16()
+    given = {"numWorkers": 1, "optimizer": "sgd", "learningRate": 0.02, "batchSize": 4000}
+    model = fit(counted.df, first, **given)
+    rows = torch.tensor([[number % 7 + 1.0] * 4 for number in range(ROWS)]).bfloat16()
+    labels, own = torch.arange(ROWS) % 3, copy.deepcopy(first)
+    for _ in range(2):
+        loss = nn.functional.cross_entropy(own(rows).float(), labels)
+        grads = torch.autograd.grad(loss, list(own.parameters()))
+        with torch.no_grad():
+            for parameter, grad in zip(own.parameters(), grads, strict=True):
+                parameter -= 0.02 * grad
+    for trained, expected in zip(model.module.parameters(), own.parameters(), strict=True):
+        assert trained.dtype == torch.bfloat16
+        assert torch.allclose(trained.float(), expected.float(), atol=0.02)
+    assert not torch.equal(model.module.weight, first.weight)
+    assert model.transform(counted.df).where("prediction >= 0").count() == ROWS
+    two = fit(counted.df, first, **{**given, "numWorkers": 2})
+    assert torch.allclose(two.module.weight.float(), own.weight.float(), atol=0.02)
 
 
 def test_which_plans_answer_a_few_rows_at_once(spark: SparkSession, tmp_path: Path) -> None:
