@@ -114,7 +114,13 @@ def test_rows_behind_a_shuffle_are_computed_once(counted: Counted) -> None:
 
 def test_a_module_of_half_precision_gets_features_of_its_own(counted: Counted) -> None:
     first = nn.Linear(4, 3).bfloat16()
-    given = {"numWorkers": 1, "optimizer": "sgd", "learningRate": 0.02, "batchSize": 4000}
+    given = {
+        "numWorkers": 1,
+        "optimizer": "sgd",
+        "learningRate": 0.02,
+        "batchSize": 4000,
+        "epochs": 2,
+    }
     model = fit(counted.df, first, **given)
     rows = torch.tensor([[number % 7 + 1.0] * 4 for number in range(ROWS)]).bfloat16()
     labels, own = torch.arange(ROWS) % 3, copy.deepcopy(first)
