@@ -21,7 +21,15 @@ from sparkdl.mesh import Mesh
 from sparkdl.runtime.process import borrowed_generator
 from sparkdl.spark.cluster.cluster_info import check_memory
 from sparkdl.spark.fit.check_request import CheckedRequest
-from sparkdl.spark.fit.trial import Example, Sink, Trial, lent_weights, own_copy, try_module
+from sparkdl.spark.fit.trial import (
+    Example,
+    Sink,
+    Trial,
+    failed_layer,
+    lent_weights,
+    own_copy,
+    try_module,
+)
 from sparkdl.spark.frames.row_table import ShownRows
 from sparkdl.spark.run.run import FitRequest
 from sparkdl.spark.session.compat import conf
@@ -162,6 +170,7 @@ def check_plan(checked: CheckedRequest, plan: TrainPlan, *, has_validation: bool
             "validationInterval need some"
         ) from error
     check_empty_batches(checked.module, plan, checked.config, checked.weights)
+    check_single_rows(checked.module, plan, checked.config, checked.weights)
     if checked.has_logs:
         check_manual_plan(checked.module, plan, apart=checked.strategy.trains_apart)
     module, slots = checked.module, checked.slots
@@ -181,6 +190,40 @@ def check_plan(checked: CheckedRequest, plan: TrainPlan, *, has_validation: bool
         spool_bytes=plan.largest_spool_bytes,
         num_workers=slots.num_workers,
     )
+
+
+def check_single_rows(
+    module: nn.Module,
+    plan: TrainPlan,
+    config: TrainConfig,
+    weights: RecordedWeights | None = None,
+) -> None:
+    """Refuse steps of a single row where BatchNorm has no batch to look at; raises ConfigError."""
+    import torch
+    from torch.nn.modules.batchnorm import _BatchNorm
+
+    from sparkdl.sync.frozen_layers import training_mode
+
+    rows = [count for rank in range(plan.world_size) if (count := plan.rows_of(rank))]
+    parts = plan.steps_per_epoch * config.gradient_accumulation_steps
+    has_norm = any(isinstance(layer, _BatchNorm) for layer in module.modules())
+    if not rows or not has_norm or config.sync_batch_norm or min(rows) // parts > 1:
+        return
+    tried = own_copy(module, weights)
+    training_mode(tried, config.frozen_layers)
+    try:
+        with torch.no_grad(), borrowed_generator(), lent_weights(weights):
+            Example(columns=plan.columns).of("feature", 1).call(tried)
+    except Exception as error:  # others were tried before
+        failed = failed_layer(error, tried)
+        if failed is None or not isinstance(failed.layer, _BatchNorm):
+            return
+        raise ConfigError(
+            f"layer {failed.name} ({type(failed.layer).__name__}) cannot train on a single row, "
+            f"and a worker has {min(rows)} rows for the {parts} batches of an epoch; raise "
+            "batchSize, use fewer workers or a smaller gradientAccumulationSteps, or set "
+            "syncBatchNorm=True"
+        ) from error
 
 
 def none_for_validation(request: FitRequest, num_rows: int) -> str:

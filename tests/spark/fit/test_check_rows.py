@@ -20,6 +20,7 @@ from sparkdl.spark.fit.check_rows import (
     check_empty_batches,
     check_labels,
     check_plan,
+    check_single_rows,
     shaped,
 )
 from sparkdl.spark.fit.trial import Example, Sink, try_module
@@ -29,7 +30,7 @@ from sparkdl.spark.frames.row_table import TableSpec
 from sparkdl.spark.frames.shard_table import ShardTable
 from sparkdl.spark.run.run import FitRequest
 from sparkdl.train.objective.training_step import objective_of
-from tests.spark.fit.requests import request
+from tests.spark.fit.requests import config, request
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
@@ -368,6 +369,39 @@ def test_sync_batch_norm_may_need_modules_that_take_no_rows(
     else:
         check_empty_batches(Viewing(), plan_of(rows), config)
     assert torch.equal(torch.random.get_rng_state(), before)
+
+
+@pytest.mark.parametrize(
+    ("rows", "options", "is_refused"),
+    [
+        ([9], {}, False),
+        ([5], {}, False),
+        ([1], {}, True),
+        ([8, 1], {}, True),
+        ([8, 0], {}, False),
+        ([8, 8], {"gradient_accumulation_steps": 4}, True),
+        ([1], {"sync_batch_norm": True}, False),
+    ],
+)
+def test_batch_norm_gets_no_single_row(
+    rows: list[int], options: dict[str, Any], is_refused: bool
+) -> None:
+    plan, made = plan_of(rows), config(batch_size=4, **options)
+    net = nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3))
+    check_single_rows(nn.Linear(4, 3), plan, made)
+    if is_refused:
+        with pytest.raises(ConfigError, match=r"layer 1 \(BatchNorm1d\) cannot .* raise batchSize"):
+            check_single_rows(net, plan, made)
+    else:
+        check_single_rows(net, plan, made)
+    assert net[1].num_batches_tracked == 0
+
+
+def test_batch_norm_over_places_takes_a_single_row() -> None:
+    image = nn.Sequential(nn.Unflatten(1, (1, 2, 2)), nn.BatchNorm2d(1))
+    check_single_rows(image, plan_of([1]), config(batch_size=4))
+    frozen = nn.Sequential(nn.BatchNorm1d(4), nn.Linear(4, 3))
+    check_single_rows(frozen, plan_of([1]), config(batch_size=4, frozen_layers=("0",)))
 
 
 def test_input_shape_reshapes_the_features() -> None:
