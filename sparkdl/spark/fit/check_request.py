@@ -182,6 +182,7 @@ class CheckedRequest(CheckedValues):
             num_places=self.num_readers,
             validation=self.validation,
             validation_col=self.request.validation_col,
+            seed=0 if self.data.source is None else self.config.seed,
             # Where workers come and go shards move to them, and no stage may need all slots.
             is_gang=self.slots.is_gang
             and not self.slots.may_move

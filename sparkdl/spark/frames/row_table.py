@@ -57,6 +57,8 @@ class TableSpec:
     their number, or what they are packed to. None: all rows are dealt to shards anew."""
     keep: Keep | None = None
     """Where later fits find the shards; None: they are removed when the run ends."""
+    seed: int = 0
+    """The estimator's, for a source that draws; of a DataFrame 0: fits share its spools."""
     is_gang: bool = True
     """True if all shards are spooled at once, as a gang will hold them; otherwise one after the
     other where slots are few."""
@@ -232,6 +234,7 @@ class SourceTable(RowTable):
             # Asked once: blocks that are copied during a fit do not change what its shards hold.
             locate=functools.cache(functools.partial(locate_blocks, spark)),
             homes=homes,
+            seed=spec.seed,
         )
         self._contents: Contents | None = None
         self._df: DataFrame | None = None
