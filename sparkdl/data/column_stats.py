@@ -35,6 +35,8 @@ class ColumnStats:
         """Why rows of the column cannot be used, or None."""
         if self.nulls_and_shapes:
             return self.nulls_and_shapes.message(column.name)
+        if column.role == "weight" and self.maximum == 0:
+            return f'column "{column.name}" is 0 in all rows, so that none counts; correct it'
         if not self.bad_values:
             return None
         return bad_values_message(column, self.bad_values, str(self.first_bad))

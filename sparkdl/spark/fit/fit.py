@@ -8,6 +8,7 @@ Whatever happens, nothing is left behind.
 from __future__ import annotations
 
 import logging
+import math
 import time
 import uuid
 from collections.abc import Callable, Sequence
@@ -20,6 +21,7 @@ from torch import nn
 from sparkdl.config import EarlyStopping
 from sparkdl.data.column_stats import SpooledShard
 from sparkdl.data.plan import TrainPlan
+from sparkdl.errors import DataError
 from sparkdl.report.listeners.listener import wanted_looks
 from sparkdl.report.live.progress import EpochCallback
 from sparkdl.report.live.views import shows_lines
@@ -193,6 +195,7 @@ def _fit(
         recorder.facts(**known)
         recorder.phase("train")
         trained = train(run)
+        _require_learned(trained, plan)
         weights_of = _weights_of(trained, plan, checked.config.early_stopping)
         is_short = weights_of is not None and weights_of.stopped_early
         recorder.done(trained.summary.steps, stopped_early=is_short)
@@ -248,6 +251,18 @@ def _table(
     table = make()
     stack.callback(table.close)
     return table
+
+
+def _require_learned(trained: Trained, plan: TrainPlan) -> None:
+    """Refuse the result of a training in which no row has counted; raises DataError."""
+    history = trained.summary.history
+    why = "all of them have the weight 0, or a label that the loss ignores"
+    # A loss that is no number for another reason ends the training.
+    if history and all(math.isnan(epoch.get("loss", 0.0)) for epoch in history):
+        raise DataError(f"none of the {plan.num_rows} rows has counted in training: {why}")
+    if history and all(math.isnan(epoch.get("val_loss", 0.0)) for epoch in history):
+        rows = plan.num_validation_rows
+        logger.warning("none of the %d rows for validation has counted: %s", rows, why)
 
 
 def _weights_of(

@@ -139,6 +139,22 @@ def test_a_module_of_half_precision_gets_features_of_its_own(counted: Counted) -
     assert torch.allclose(two.module.weight.float(), own.weight.float(), atol=0.02)
 
 
+def test_rows_of_which_none_counts(counted: Counted, caplog: pytest.LogCaptureFixture) -> None:
+    weighted = counted.df.withColumn("w", F.lit(0.5).cast("int"))
+    with pytest.raises(DataError, match=r'column "w" is 0 in all rows'):
+        fit(weighted, nn.Linear(4, 3), weightCol="w")
+    held = counted.df.withColumn("held", F.col("label") == 0).withColumn("one", F.lit(1))
+    loss = nn.CrossEntropyLoss(ignore_index=0)
+    model = fit(held, nn.Linear(4, 3), loss=loss, validationIndicatorCol="held")
+    assert "rows for validation has counted" in caplog.text
+    assert model.summary.history[-1]["loss"] > 0
+    ignored = counted.df.withColumn("label", F.col("label") * 0)
+    for mode in ("gang", "rounds"):
+        strategy = {"executionMode": mode, "syncStrategy": "parameteraveraging"}
+        with pytest.raises(DataError, match=r"none of the 4000 rows has counted in training"):
+            fit(ignored, nn.Linear(4, 3), loss=loss, **strategy)
+
+
 def test_which_plans_answer_a_few_rows_at_once(spark: SparkSession, tmp_path: Path) -> None:
     numbers = spark.range(8).withColumn("x", F.col("id") * 2)
     (numbers.write.parquet(str(tmp_path / "p")))
