@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar, Self, TypeVar
@@ -16,7 +16,7 @@ from pyspark.sql import DataFrame, SparkSession
 from torch import nn
 
 from sparkdl.config import DEVICES, Task
-from sparkdl.data.collate import example_arguments
+from sparkdl.data.collate import Arguments, example_arguments
 from sparkdl.data.plan import Column
 from sparkdl.errors import ConfigError, DataError, SparkDLError
 from sparkdl.inference import predict
@@ -28,7 +28,9 @@ from sparkdl.mesh import Mesh
 from sparkdl.report.summary import TrainingSummary
 from sparkdl.runtime.tracebacks import plainly
 from sparkdl.serialization.stored_module import StoredModule, seen
+from sparkdl.spark.fit.check_request import copied, floating_dtype
 from sparkdl.spark.frames.columns import CaseSensitive, find, quoted, require, schema_of
+from sparkdl.spark.frames.frame_sample import take_look
 from sparkdl.spark.frames.prepare_columns import prepare_labels, prepare_trained, specification_of
 from sparkdl.spark.frames.row_table import spool_columns
 from sparkdl.spark.frames.user_data import rows_of
@@ -44,6 +46,7 @@ from sparkdl.train.training_state import TrainingState
 
 logger = logging.getLogger(__name__)
 M = TypeVar("M", bound="TorchModel")
+T = TypeVar("T")
 
 
 @with_params(param_table.ModelArguments)
@@ -135,15 +138,38 @@ class TorchModel(Model, CheckedParams, MLWritable, MLReadable["TorchModel"], Mod
             return dataset
         self._check_outputs(dataset, [item.column for item in wanted])
         forward = self._forward(item.output.layer for item in wanted)
-        inputs_of_zeros = example_arguments(self._columns)
-        plan = seen(self._module, lambda m: plan_outputs(m, inputs_of_zeros, forward, wanted))
         common, inputs = self._module_task(dataset, forward)
+        plan = self._looked_at(
+            dataset, inputs, lambda module, rows: plan_outputs(module, rows, forward, wanted)
+        )
         task = predict.PredictTask(**common, leaves=plan.leaves)
         mesh = self._checked_mesh(dataset.sparkSession, task)
         if mesh is not None:
             return gang_transform.transform(dataset, self.uid, inputs, task, mesh, plan)
         function = partial(predict.predict, task=task)
         return with_columns(dataset, self.uid, inputs, function, plan.spark_type, plan.columns)
+
+    def _looked_at(
+        self,
+        dataset: DataFrame,
+        inputs: Sequence[SparkColumn],
+        look: Callable[[nn.Module, Arguments], T],
+    ) -> T:
+        """What is found of a copy of the module on zeros; if it fails there, on the first rows."""
+        zeros = example_arguments(self._columns)
+        try:
+            return seen(self._module, lambda module: look(copied(module), zeros))
+        except ConfigError as error:
+            if error.__cause__ is None or dataset.isStreaming:  # no error of the module's, or none
+                raise
+            columns = [column.alias(f"c{number}") for number, column in enumerate(inputs)]
+            rows = take_look(dataset.select(*columns), 2).rows.combine_chunks()
+            arrays = [rows.column(number).combine_chunks() for number in range(len(columns))]
+            runs = predict.runs(arrays, self._columns, 2, torch.device("cpu"))
+            found = next((run.arguments for run in runs if run.arguments is not None), None)
+            if found is None:
+                raise
+            return seen(self._module, lambda module: look(copied(module), found))
 
     def _checked_mesh(self, spark: SparkSession, task: predict.PredictTask) -> Mesh | None:
         """The mesh along which tasks divide the model; None: each has all of it."""
@@ -331,7 +357,6 @@ class TorchModel(Model, CheckedParams, MLWritable, MLReadable["TorchModel"], Mod
         if label_col is None and self._task != "custom":
             raise ConfigError("labelCol is not set; name the column to compare predictions with")
         module = self._module.blank if isinstance(self._module, StoredModule) else self._module
-        is_double = any(p.dtype == torch.float64 for p in module.parameters())
         prepared = prepare_labels(
             schema_of(dataset),
             self._task,
@@ -339,7 +364,7 @@ class TorchModel(Model, CheckedParams, MLWritable, MLReadable["TorchModel"], Mod
             labels=labels,
             label_col=label_col,
             weight_col=self.value("weightCol"),
-            float_dtype="float64" if is_double else "float32",
+            float_dtype="float64" if floating_dtype(module) == "float64" else "float32",
             weight_dtype="float64",
         )
         others = spool_columns(prepared)
@@ -347,15 +372,15 @@ class TorchModel(Model, CheckedParams, MLWritable, MLReadable["TorchModel"], Mod
         measures = Measures(
             task=self._task, loss=loss, loss_weights=param_table.loss_weights(self), metrics=metrics
         )
-        inputs_of_zeros = example_arguments(self._columns)
-        num_classes, metrics = seen(
-            self._module,
-            lambda m: evaluate_model.classes_and_metrics(
-                m, inputs_of_zeros, forward, predicted, measures
+        common, inputs = self._module_task(dataset, forward)
+        num_classes, metrics = self._looked_at(
+            dataset,
+            inputs,
+            lambda module, rows: evaluate_model.classes_and_metrics(
+                module, rows, forward, predicted, measures
             ),
         )
         curved = chosen_curves(curves, num_classes)
-        common, inputs = self._module_task(dataset, forward)
         task = evaluate_task.EvaluateTask(
             **common,
             measures=replace(measures, metrics=metrics, num_classes=num_classes, curves=curved),

@@ -20,6 +20,7 @@ from sparkdl.data.ragged import Ragged
 
 Rows = torch.Tensor | Ragged
 R = TypeVar("R")
+_HALF = {"bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
 @dataclass(frozen=True)
@@ -100,12 +101,23 @@ def split(
     if isinstance(rows, torch.Tensor):
         # Unsafe would be to change the whole column under a batch that has a gradient. Other views
         # would tie a batch that a module changes in place to the buffer, and this to the graph.
-        return [(column.argument, torch.unsafe_split_with_sizes(rows, list(sizes)))]
+        return [(column.argument, torch.unsafe_split_with_sizes(_cast(rows, column), list(sizes)))]
     ends = list(accumulate(sizes))
     pieces = [rows[end - size : end] for size, end in zip(sizes, ends, strict=True)]
     kind = kind_of(column.kind)
-    batches = [kind.batch(piece, column, column.kind) for piece in pieces]
+    batches = [_all_cast(kind.batch(piece, column, column.kind), column) for piece in pieces]
     return list(zip((column.argument, *column.kind.masks), zip(*batches, strict=True), strict=True))
+
+
+def _cast(values: torch.Tensor, column: Column) -> torch.Tensor:
+    """Floating values in the dtype that ``forward`` gets."""
+    if column.cast is None or not values.is_floating_point():
+        return values
+    return values.to(_HALF[column.cast])
+
+
+def _all_cast(values: Sequence[torch.Tensor], column: Column) -> list[torch.Tensor]:
+    return [_cast(value, column) for value in values]
 
 
 def arguments(columns: Sequence[Column], rows: Sequence[Rows]) -> Arguments:
@@ -141,7 +153,7 @@ def example_arguments(columns: Sequence[Column], num_rows: int = 2) -> Arguments
     values: list[torch.Tensor] = []
     names: list[str | None] = []
     for column in columns:
-        values += kind_of(column.kind).example(num_rows, column, column.kind)
+        values += _all_cast(kind_of(column.kind).example(num_rows, column, column.kind), column)
         names += [column.argument, *column.kind.masks]
     return Arguments(tuple(values), tuple(names))
 

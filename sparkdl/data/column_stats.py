@@ -35,6 +35,8 @@ class ColumnStats:
         """Why rows of the column cannot be used, or None."""
         if self.nulls_and_shapes:
             return self.nulls_and_shapes.message(column.name)
+        if column.role == "weight" and self.maximum == 0:
+            return f'column "{column.name}" is 0 in all rows, so that none counts; correct it'
         if not self.bad_values:
             return None
         return bad_values_message(column, self.bad_values, str(self.first_bad))
@@ -83,6 +85,8 @@ class SpooledShard:
     """Row that messages name, as they do -> its hash."""
     memory_bytes: int = 0
     """Memory of the host or container that holds the shard, as its task has found it."""
+    head: str = ""
+    """Its first rows, see `spool.head`; empty: they were not asked for, or are too large."""
 
     def to_dict(self) -> dict[str, Any]:
         """As plain values; of columns with equal statistics, which are most of many, once."""

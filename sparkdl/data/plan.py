@@ -41,6 +41,8 @@ class Column:
     """What the user asked for; None: a tensor, named in the simple way."""
     longest: int = 0
     """Length of the longest sequence of all shards."""
+    cast: str | None = None
+    """dtype in which ``forward`` gets the values, if that is one of torch's alone: ``bfloat16``."""
 
     @property
     def key(self) -> str:
@@ -89,6 +91,8 @@ class SpoolColumn:
     """None: a tensor, named in the simple way."""
     shape: tuple[int, ...] | None = None
     """Of a row as it is stored, which the plan's column may give another; None: not known yet."""
+    cast: str | None = None
+    """See `Column`; of floating values."""
     expression: Any = None
     """On the driver the Spark column that makes it of a DataFrame, casts included."""
 
@@ -107,6 +111,7 @@ class SpoolColumn:
             argument=self.argument,
             specification=self.specification,
             longest=longest,
+            cast=self.cast if (dtype or self.dtype).startswith("float") else None,
         )
 
 

@@ -154,6 +154,8 @@ class Wanted:
     homes: str | None = None
     """Those of an earlier call for equal content: then the shards are equal too. None: there is
     none, or it said nothing."""
+    seed: int = 0
+    """The estimator's."""
 
 
 @runtime_checkable

@@ -66,6 +66,17 @@ def device_index(
     )
 
 
+def require_cuda() -> None:
+    """Refuse to go on without a GPU; raises ClusterError."""
+    import torch
+
+    if not torch.cuda.is_available():
+        raise ClusterError(
+            'device="cuda", but torch finds no CUDA device on this worker; install a CUDA build of '
+            'torch and a driver there, or set device="cpu"'
+        )
+
+
 def choose_device(
     wanted: str, gpu_addresses: Sequence[str], local_rank: int, environ: Mapping[str, str]
 ) -> torch.device:
@@ -78,12 +89,9 @@ def choose_device(
 
     if wanted == "cpu":
         return torch.device("cpu")
-    if not torch.cuda.is_available():
-        if wanted == "cuda":
-            raise ClusterError(
-                'device="cuda", but torch finds no CUDA device on this worker; install a CUDA '
-                'build of torch and a driver there, or set device="cpu"'
-            )
+    if wanted == "cuda":
+        require_cuda()
+    elif not torch.cuda.is_available():
         return torch.device("cpu")
     index = device_index(
         gpu_addresses, environ.get("CUDA_VISIBLE_DEVICES"), torch.cuda.device_count(), local_rank

@@ -114,6 +114,24 @@ def borrowed_generator(seed: int | None = None) -> Iterator[None]:
         yield
 
 
+@contextlib.contextmanager
+def seeded(seed: int) -> Iterator[None]:
+    """Seed the generators of torch's CPU, numpy and Python, then leave them as they were."""
+    import random
+
+    import numpy as np
+
+    states = random.getstate(), np.random.get_state()
+    try:
+        with borrowed_generator(seed):
+            random.seed(seed)
+            np.random.seed(seed % 2**32)
+            yield
+    finally:
+        random.setstate(states[0])
+        np.random.set_state(states[1])
+
+
 def _glibc() -> ctypes.CDLL | None:
     if platform.libc_ver()[0] != "glibc":
         return None

@@ -95,14 +95,19 @@ def _shows_all() -> bool:
 
 def _users_cause(error: BaseException) -> BaseException | None:
     """The first exception below ``error`` that passed through the user's code, with that alone."""
-    below = error.__cause__ or (None if error.__suppress_context__ else error.__context__)
-    while below is not None:
+    below, seen = _below(error), {id(error)}
+    while below is not None and id(below) not in seen:  # chains may end in a circle
+        seen.add(id(below))
         own = _users_frames(below.__traceback__)
         if own is not None and not isinstance(below, SparkDLError):
             below.__cause__, below.__suppress_context__ = None, True
             return below.with_traceback(own)
-        below = below.__cause__ or (None if below.__suppress_context__ else below.__context__)
+        below = _below(below)
     return None
+
+
+def _below(error: BaseException) -> BaseException | None:
+    return error.__cause__ or (None if error.__suppress_context__ else error.__context__)
 
 
 def _users_frames(found: TracebackType | None) -> TracebackType | None:

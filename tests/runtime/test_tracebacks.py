@@ -137,3 +137,13 @@ def test_of_hundreds_of_lines_the_middle_is_left_out(monkeypatch: pytest.MonkeyP
     assert lines[0].startswith("Traceback") and lines[-1].startswith("ZeroDivisionError")
     monkeypatch.setenv("SPARKDL_FULL_TRACEBACKS", "1")
     assert len(formatted(caught.value).splitlines()) > 500
+
+
+def test_causes_may_go_round_in_a_circle() -> None:
+    def fail() -> None:
+        first, second = KeyError("a"), KeyError("b")
+        first.__cause__, second.__cause__ = second, first
+        raise ConfigError("no") from first
+
+    with pytest.raises(ConfigError, match="no"):
+        plainly(fail)()

@@ -6,7 +6,6 @@ and shuffled by sparkdl; an iterable one says itself what a shard holds, and in 
 
 from __future__ import annotations
 
-import functools
 import hashlib
 import inspect
 import json
@@ -33,6 +32,7 @@ from sparkdl.data.sources.dataset_rows import (
     schema_of,
 )
 from sparkdl.errors import ConfigError, DataError
+from sparkdl.runtime.process import seeded
 
 if TYPE_CHECKING:
     from sparkdl.data.source import ShardRows
@@ -80,7 +80,8 @@ class DatasetSource:
     factory: Callable[..., Any]
     """Makes the dataset. Called with a `DatasetShard`, once an epoch, if it takes an argument; an
     iterable dataset needs that, to read another part on each worker. The driver calls it too, to
-    see the length and the first sample."""
+    see the length and the first sample. What it draws at random while it makes the dataset follows
+    from the estimator's seed, so all processes split alike."""
     _: KW_ONLY
     names: tuple[str, ...] = ("features", "label", "weight")
     """What the parts of tuples are called, in their order; of a lone tensor the first."""
@@ -108,7 +109,8 @@ class DatasetSource:
             raise ConfigError("num_validation_rows needs a dataset for validation: validation=...")
 
     def schema(self) -> pa.Schema:
-        return schema_of(self._first(_part(0, 1)))
+        alone = Wanted(columns=(), validation=None, num_shards=1)
+        return schema_of(self._first(_part(0, alone)))
 
     def contents(self, wanted: Wanted) -> Contents:
         if wanted.validation is not None:
@@ -118,12 +120,12 @@ class DatasetSource:
             )
         check_kinds(wanted.columns)
         num_shards = wanted.num_shards
-        train = _cut(self.factory, num_shards, self.num_rows, "num_rows")
+        train = _cut(self.factory, wanted, self.num_rows, "num_rows")
         held = replace(train, sizes=(0,) * num_shards)
         if self.validation is not None:
             option = "num_validation_rows"
-            held = _cut(self.validation, num_shards, self.num_validation_rows, option)
-        sample = self._first(_part(0, wanted.num_shards))
+            held = _cut(self.validation, wanted, self.num_validation_rows, option)
+        sample = self._first(_part(0, wanted))
         columns = tuple(column_of(column, sample) for column in wanted.columns)
         content = self._content(sample, sum(train.sizes), sum(held.sizes))
         return Contents(
@@ -142,6 +144,7 @@ class DatasetSource:
                 splits={"train": train, "validation": held},
                 names=self.names,
                 wanted=with_shapes(wanted.columns, columns),
+                seed=wanted.seed,
             ),
         )
 
@@ -182,13 +185,19 @@ class DatasetShards:
     splits: Mapping[Split, DatasetSplit]
     names: tuple[str, ...]
     wanted: tuple[SpoolColumn, ...]
-    _made: dict[Split, Callable[[], Any]] = field(default_factory=dict, init=False, compare=False)
-    """Gives the dataset of a split that all of a rank's shards have in common."""
+    seed: int = 0
+    """The estimator's."""
+    _made: dict[Split, Any] = field(default_factory=dict, init=False, compare=False)
+    """The dataset of a split that all of a rank's shards have in common."""
 
     def open(self, plan: TrainPlan, shard: Shard, split: Split) -> ShardRows:
         dataset = self.splits[split]
-        once = self._made.setdefault(split, functools.cache(dataset.factory))
-        make_part = _maker(dataset.factory, once, shard.shard_id, len(dataset.sizes))
+        if split not in self._made and not takes_part(dataset.factory):
+            # Now, since a thread that reads ahead must not touch the generators of training.
+            with seeded(self.seed):
+                self._made[split] = dataset.factory()
+        made = self._made.get(split)
+        make_part = _maker(dataset.factory, made, shard.shard_id, len(dataset.sizes))
         num_rows = rows_of(shard, split)
         if dataset.style == "iterable":
             taker = as_given(make_part, shard.shard_id, num_rows)
@@ -213,14 +222,12 @@ def dealt(sizes: Sequence[int], number: int) -> np.ndarray:
     return np.sort(order[start : start + sizes[number]])
 
 
-def _maker(
-    factory: Callable[..., Any], once: Callable[[], Any], shard_id: int, num_shards: int
-) -> Make:
-    """Makes the dataset of a shard for an epoch; ``once`` if its function takes no argument."""
+def _maker(factory: Callable[..., Any], made: Any, shard_id: int, num_shards: int) -> Make:
+    """Makes the dataset of a shard for an epoch; it is ``made`` if its function has no argument."""
 
     def make_part(epoch: int, seed: int) -> Any:
         if not takes_part(factory):
-            return once()
+            return made
         return factory(
             DatasetShard(shard_id=shard_id, num_shards=num_shards, epoch=epoch, seed=seed)
         )
@@ -229,8 +236,13 @@ def _maker(
 
 
 def make(factory: Callable[..., Any], part: DatasetShard) -> Any:
-    """The dataset of a part; its function gets it if it takes an argument."""
-    return factory(part) if takes_part(factory) else factory()
+    """The dataset of a part; its function gets it if it takes an argument.
+
+    Draws from the generators of torch, numpy and Python are those of every process with that seed,
+    so that a function which splits at random gives all of them the same rows.
+    """
+    with seeded(part.seed):
+        return factory(part) if takes_part(factory) else factory()
 
 
 def takes_part(factory: Callable[..., Any]) -> bool:
@@ -262,15 +274,16 @@ def style_of(dataset: Any) -> Style:
     )
 
 
-def _part(number: int, num_shards: int) -> DatasetShard:
-    return DatasetShard(shard_id=number, num_shards=num_shards, epoch=0, seed=0)
+def _part(number: int, wanted: Wanted) -> DatasetShard:
+    return DatasetShard(shard_id=number, num_shards=wanted.num_shards, epoch=0, seed=wanted.seed)
 
 
 def _cut(
-    factory: Callable[..., Any], num_shards: int, num_rows: int | None, option: str
+    factory: Callable[..., Any], wanted: Wanted, num_rows: int | None, option: str
 ) -> DatasetSplit:
     """Cut a dataset into shards; ``option`` is what the user calls ``num_rows``."""
-    dataset = make(factory, _part(0, num_shards))
+    num_shards = wanted.num_shards
+    dataset = make(factory, _part(0, wanted))
     style = style_of(dataset)
     if style == "iterable" and num_shards > 1 and not takes_part(factory):
         raise ConfigError(
@@ -285,7 +298,7 @@ def _cut(
         bounds = [0, *(round(part * total) for part in upto), total]
         sizes = tuple(stop - start for start, stop in pairwise(bounds))
         return DatasetSplit(factory=factory, style=style, sizes=sizes)
-    parts = [dataset, *(make(factory, _part(n, num_shards)) for n in range(1, num_shards))]
+    parts = [dataset, *(make(factory, _part(n, wanted)) for n in range(1, num_shards))]
     try:
         sizes = tuple(len(part) for part in parts)
     except TypeError as error:

@@ -23,6 +23,7 @@ from sparkdl.data.column_stats import ColumnStats, SpooledShard
 from sparkdl.data.kinds import Rows
 from sparkdl.data.plan import Shard, Split, SpoolColumn
 from sparkdl.data.ragged import Array, Ragged
+from sparkdl.data.spool.head import Head
 from sparkdl.data.spool.local_disk import disk_errors, make_private, open_private
 from sparkdl.inputs import Image, Specification
 
@@ -50,8 +51,14 @@ class SpoolWriter:
         *,
         has_validation: bool,
         where: str = "",
+        head_bytes: int = 0,
     ) -> None:
+        """Write to a directory; messages end the number of a row by ``where``.
+
+        The summary has up to `Head.ROWS` rows, if two of them take at most ``head_bytes``.
+        """
         self._directory = directory
+        self._head = Head(head_bytes)
         self._columns = [_ColumnWriter(column, where) for column in columns]
         self._splits: tuple[Split, ...] = ("train", "validation") if has_validation else ("train",)
         self._where = where
@@ -135,6 +142,7 @@ class SpoolWriter:
         if not self._is_sound:
             self._note_hashes(batch, first)
         if self._is_sound:
+            self._head.add(values)
             with disk_errors(self._directory):
                 for column, rows in zip(self._columns, values, strict=True):
                     column.append(rows, mask)
@@ -194,6 +202,7 @@ class SpoolWriter:
             columns=(*(column.stats for column in self._columns), *indicator),
             hashes=self._hashes,
             num_skipped_rows=self._num_begun - sum(self._kept.values()),
+            head=self._head.packed(),
         )
 
 

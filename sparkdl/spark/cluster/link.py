@@ -19,7 +19,7 @@ from sparkdl.comm.file_chunks import gathered
 from sparkdl.errors import ClusterError, StorageError
 from sparkdl.runtime.activity import doing
 from sparkdl.spark.cluster.cluster_info import mib
-from sparkdl.spark.cluster.probe import probe
+from sparkdl.spark.cluster.probe import NO_NEEDS, Needs, probe
 from sparkdl.spark.cluster.slots import Slots
 from sparkdl.spark.session.compat import driver_address, is_connect
 from sparkdl.spark.session.settings import Settings
@@ -100,6 +100,10 @@ class Link:
         return None
 
 
+def _nothing() -> None:
+    return
+
+
 def open_link(
     spark: SparkSession,
     slots: Slots,
@@ -108,11 +112,15 @@ def open_link(
     checkpoint_dir: str | None,
     run_id: str,
     stack: contextlib.ExitStack,
+    needs: Needs = NO_NEEDS,
+    before_jobs: Callable[[], object] = _nothing,
     once_submitted: Callable[[], None] | None = None,
 ) -> Link:
     """Open the channel and the place for checkpoints, and try both from the executors.
 
-    ``once_submitted`` is called when executors are asked to: it may submit what comes next.
+    ``before_jobs`` is called when they are open on the driver. ``once_submitted`` is called when
+    executors are asked to try, and may submit what comes next; but not if there are ``needs``,
+    which may be missing there.
     """
     files = stack.enter_context(driver_folder())
     url, place = None, None
@@ -131,6 +139,7 @@ def open_link(
     address = server.address if server is not None else None
     # Spark Connect and rounds do without.
     needs_channel = settings.channel == "driver" or (slots.is_gang and not is_connect(spark))
+    before_jobs()
     doing("checking the executors")
     # In rounds the driver alone writes checkpoints, so executors need not see where.
     found = probe(
@@ -144,7 +153,8 @@ def open_link(
         checkpoints=checkpoints if slots.is_gang else None,
         run_id=run_id,
         settings=settings,
-        once_submitted=once_submitted,
+        needs=needs,
+        once_submitted=None if needs else once_submitted,
     )
     if address is not None and not found.reaches_driver:
         if needs_channel:

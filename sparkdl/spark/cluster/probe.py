@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import functools
+import importlib
 import json
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -42,6 +44,42 @@ _PAUSE_SECONDS = 0.5
 
 
 @dataclass(frozen=True, kw_only=True)
+class Needs:
+    """What a run needs of its executors that not all executors have."""
+
+    names: frozenset[tuple[str, str]] = frozenset()
+    """Modules of Python, and the qualified names of what is taken of each."""
+    cuda: bool = False
+    """Whether there must be a GPU."""
+
+    def __bool__(self) -> bool:
+        return bool(self.names) or self.cuda
+
+    def missing(self) -> str | None:
+        """What of it this process lacks, and what to do; None: nothing."""
+        for module, name in sorted(self.names):
+            try:
+                functools.reduce(getattr, name.split("."), importlib.import_module(module))
+            except Exception as error:  # whatever a module raises when it is imported
+                return (
+                    f"cannot import {module}.{name} ({type(error).__name__}: {error}); send your "
+                    "own modules with --py-files (spark.submit.pyFiles) or spark.addArtifacts, "
+                    "and install packages there"
+                )
+        if self.cuda:
+            from sparkdl.runtime.hardware import require_cuda
+
+            try:
+                require_cuda()
+            except ClusterError as error:
+                return f"cannot train: {error}"
+        return None
+
+
+NO_NEEDS = Needs()
+
+
+@dataclass(frozen=True, kw_only=True)
 class ProbeTask:
     """Asks one executor. Runs there."""
 
@@ -51,6 +89,7 @@ class ProbeTask:
     storage_url: str | None
     marker: str | None
     """File in the storage that the driver has written."""
+    needs: Needs = NO_NEEDS
 
     def __call__(self, batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
         """Yield one JSON answer."""
@@ -61,6 +100,7 @@ class ProbeTask:
         answer = {
             "host": socket.gethostname(),
             "versions": versions(),
+            "missing": self.needs.missing(),
             "reaches_driver": self._reaches_driver(),
             **self._storage(),
         }
@@ -113,6 +153,7 @@ def probe(
     checkpoints: Storage | None,
     run_id: str,
     settings: Settings,
+    needs: Needs = NO_NEEDS,
     once_submitted: Callable[[], None] | None = None,
 ) -> Findings:
     """Compare versions and reach the storage on the executors.
@@ -123,7 +164,7 @@ def probe(
 
     Raises:
         ClusterError: an executor has no Python or no sparkdl, runs other versions than the driver,
-            or does not answer.
+            lacks what the run needs, or does not answer.
         StorageError: an executor opens the storage, but finds another one than the driver's.
     """
     marker = None
@@ -138,6 +179,7 @@ def probe(
             connect_seconds=most if needs_channel else _CONNECT_SECONDS,
             storage_url=storage_url,
             marker=marker,
+            needs=needs,
         )
         asked = spark.range(0, num_tasks, 1, num_tasks)
         job = BackgroundJob(
@@ -180,6 +222,8 @@ def _check(answer: Mapping[str, object], storage_url: str | None) -> None:
     problem = difference(versions(), found, f"the executor on {answer['host']}")
     if problem is not None:
         raise ClusterError(problem)
+    if answer["missing"] is not None:
+        raise ClusterError(f"the executor on {answer['host']} {answer['missing']}")
     if not answer["sees_marker"] and not answer["storage_failure"]:
         raise StorageError(
             f"checkpointDir {without_password(storage_url or '')} cannot be used from the executor "

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import hashlib
 import io
@@ -9,6 +10,9 @@ import json
 import logging
 import math
 import pickle
+import sys
+import types
+from collections import Counter
 from collections.abc import Mapping
 from collections.abc import Sequence as Items
 from dataclasses import dataclass, fields, replace
@@ -29,6 +33,7 @@ from sparkdl.runtime.process import borrowed_generator
 from sparkdl.serialization.identity import identity
 from sparkdl.serialization.initial_weights import InitialWeights, load_initial_weights
 from sparkdl.spark.cluster.cluster_info import parse_bytes
+from sparkdl.spark.cluster.probe import Needs
 from sparkdl.spark.cluster.slots import Slots, plan_slots
 from sparkdl.spark.fit.check_mesh import check_mesh, check_mesh_optimizer, check_worker_memory
 from sparkdl.spark.frames.columns import drawn, schema_of, validation_indicator
@@ -62,6 +67,10 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+_HALF = ("bfloat16", "float16")
+"""dtypes that floating features have in ``forward`` only."""
+_EVERYWHERE = {"cloudpickle", "numpy", "pyarrow", "pyspark", "sparkdl", "torch"}
+"""Packages without which no executor gets as far as to be asked for others."""
 MODES = ("auto", "gang", "rounds")
 _CONNECT_SESSION = "pyspark.sql.connect.session"
 """Where Spark Connect's session is; importing it needs packages that need not be there."""
@@ -120,6 +129,12 @@ class CheckedRequest(CheckedValues):
     """Whether a fit's spool is kept; None: nobody asks for it."""
 
     @property
+    def needs(self) -> Needs:
+        """What executors must have."""
+        travels = (vars(self.config), self.request.specified, self.request.labels, self.module)
+        return Needs(names=foreign_names(travels), cuda=self.config.device == "cuda")
+
+    @property
     def spark(self) -> SparkSession:
         """The session of the data."""
         return self.data.spark
@@ -167,6 +182,7 @@ class CheckedRequest(CheckedValues):
             num_places=self.num_readers,
             validation=self.validation,
             validation_col=self.request.validation_col,
+            seed=0 if self.data.source is None else self.config.seed,
             # Where workers come and go shards move to them, and no stage may need all slots.
             is_gang=self.slots.is_gang
             and not self.slots.may_move
@@ -501,13 +517,42 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc] # cloudpickle has no 
         return super().reducer_override(value)
 
 
+class _NameCollector(_Pickler):
+    """Takes note of what is pickled by its name alone; tensors are left out."""
+
+    def __init__(self) -> None:
+        super().__init__(io.BytesIO())
+        self.names: set[tuple[str, str]] = set()
+
+    def persistent_id(self, value: Any) -> str | None:
+        """Leave out a tensor."""
+        import torch
+
+        return "" if isinstance(value, torch.Tensor) else None
+
+    def reducer_override(self, value: Any) -> Any:
+        """How to pickle a value; called for each."""
+        found = super().reducer_override(value)
+        if found is NotImplemented and isinstance(value, type | types.FunctionType):
+            self.names.add((str(value.__module__), value.__qualname__))
+        return found
+
+
+def foreign_names(value: Any) -> frozenset[tuple[str, str]]:
+    """Classes and functions that a value takes from modules which executors may not have."""
+    collector = _NameCollector()
+    with contextlib.suppress(Exception):  # `check_travels` and `pack` refuse what cannot travel
+        collector.dump(value)
+    known = sys.stdlib_module_names | _EVERYWHERE
+    return frozenset(name for name in collector.names if name[0].split(".")[0] not in known)
+
+
 def begin_module(request: FitRequest) -> tuple[nn.Module, RecordedWeights | None, str]:
     """The module to start from, and the dtype of its floating features; see `make_module`.
 
     Where a mesh divides what a factory makes, its parameters are on the meta device, and their
     weights beside it: the driver never has all of them.
     """
-    import torch
     from torch import nn
 
     from sparkdl.serialization.recorded.recipe import NotRecorded
@@ -525,8 +570,7 @@ def begin_module(request: FitRequest) -> tuple[nn.Module, RecordedWeights | None
             try:
                 if request.initial_weights is not None:
                     load_initial_weights(module, request.initial_weights, weights=weights)
-                is_double = any(p.dtype == torch.float64 for p in module.parameters())
-                return module, weights, "float64" if is_double else "float32"
+                return module, weights, floating_dtype(module)
             except NotRecorded as error:
                 reason = str(error)
     whole, float_dtype = make_module(request)
@@ -542,13 +586,12 @@ def make_module(request: FitRequest) -> tuple[nn.Module, str]:
         ConfigError: it is no module, it cannot be made, or the weights are not of this one.
         StorageError: the weights cannot be read.
     """
-    import torch
     from torch import nn
 
     from sparkdl.serialization.initial_weights import load_initial_weights
 
     if isinstance(request.module, nn.Module):
-        module = _copied(request.module)
+        module = copied(request.module)
     else:
         try:
             with borrowed_generator(request.config.seed):
@@ -571,11 +614,22 @@ def make_module(request: FitRequest) -> tuple[nn.Module, str]:
     module = module.cpu()
     if request.initial_weights is not None:
         load_initial_weights(module, request.initial_weights)
-    is_double = any(parameter.dtype == torch.float64 for parameter in module.parameters())
-    return module, "float64" if is_double else "float32"
+    return module, floating_dtype(module)
 
 
-def _copied(module: nn.Module) -> nn.Module:
+def floating_dtype(module: nn.Module) -> str:
+    """The dtype of most of a module's floating values, in which it gets floating features."""
+    from torch import nn
+
+    counts: Counter[str] = Counter()
+    for tensor in [*module.parameters(), *module.buffers()]:
+        if tensor.is_floating_point() and not nn.parameter.is_lazy(tensor):
+            counts[str(tensor.dtype).removeprefix("torch.")] += tensor.numel()
+    found = counts.most_common(1)[0][0] if counts else "float32"
+    return found if found in ("float64", *_HALF) else "float32"
+
+
+def copied(module: nn.Module) -> nn.Module:
     """A copy, such as every worker gets; raises ConfigError."""
     try:
         return copy.deepcopy(module)
@@ -630,13 +684,13 @@ def check_training(
                 stand_in = nn.Parameter(torch.zeros(1))
                 strategy.check_optimizer(optimizers.resolve_optimizer(config)([stand_in]))
         else:
-            copied = _copied(module)
-            if not any(parameter.requires_grad for parameter in copied.parameters()):
+            own = copied(module)
+            if not any(parameter.requires_grad for parameter in own.parameters()):
                 raise ConfigError(
                     "the module has no parameters that train; check it, and frozenLayers"
                 )
-            make = optimizers.resolve_optimizer(config, copied)
-            optimizer = make(p for p in copied.parameters() if p.requires_grad)
+            make = optimizers.resolve_optimizer(config, own)
+            optimizer = make(p for p in own.parameters() if p.requires_grad)
             strategy.check_optimizer(optimizer)
             check_mesh_optimizer(config.parallelism, optimizer)
             schedule = optimizers.make_scheduler(config, optimizer, make, steps_per_epoch=1)
@@ -672,7 +726,12 @@ def prepare_columns(
     """Features, labels and weight, and which rows are for validation; raises DataError."""
     schema = schema_of(df)
     inputs: list[str | Named] = [*request.feature_cols, *request.specified]
-    prepared = [prepare(schema, wanted, "feature", float_dtype=float_dtype) for wanted in inputs]
+    cast = float_dtype if float_dtype in _HALF else None
+    float_dtype = "float32" if cast else float_dtype
+    prepared = [
+        replace(prepare(schema, wanted, "feature", float_dtype=float_dtype), cast=cast)
+        for wanted in inputs
+    ]
     prepared += prepare_labels(
         schema,
         request.config.task,

@@ -8,6 +8,7 @@ Whatever happens, nothing is left behind.
 from __future__ import annotations
 
 import logging
+import math
 import time
 import uuid
 from collections.abc import Callable, Sequence
@@ -20,6 +21,7 @@ from torch import nn
 from sparkdl.config import EarlyStopping
 from sparkdl.data.column_stats import SpooledShard
 from sparkdl.data.plan import TrainPlan
+from sparkdl.errors import DataError
 from sparkdl.report.listeners.listener import wanted_looks
 from sparkdl.report.live.progress import EpochCallback
 from sparkdl.report.live.views import shows_lines
@@ -123,6 +125,7 @@ def _fit(
 ) -> FitResult:
     """See `fit`."""
     checked = check_request(data, request)
+    look = cache(partial(check_rows.check_first_rows, checked, recorder.graph))
     with Cleanup() as stack:
         if spools is not None:
             recorder.phase("wait")
@@ -137,6 +140,8 @@ def _fit(
             checkpoint_dir=checked.config.checkpoint.directory,
             run_id=run_id,
             stack=stack,
+            needs=checked.needs,
+            before_jobs=look,
             once_submitted=lambda: table_of().begin(),  # while Python starts on the executors
         )
         recorder.phase("spool")
@@ -148,8 +153,8 @@ def _fit(
         )
         checked = replace(checked, slots=checked.slots.asked_again(checked.spark))
         doing("checking the rows")
-        found = check_rows.check_rows(checked, table, shards, recorder.graph)
-        config = replace(checked.config, metrics=found.metrics)
+        found = check_rows.check_rows(checked, table, shards, recorder.graph, look())
+        config = replace(checked.config, metrics=found.trial.metrics)
         checked = replace(checked, request=replace(checked.request, config=config))
         num_skipped, causes = table.skipped(shards)
         if num_skipped:
@@ -190,6 +195,7 @@ def _fit(
         recorder.facts(**known)
         recorder.phase("train")
         trained = train(run)
+        _require_learned(trained, plan)
         weights_of = _weights_of(trained, plan, checked.config.early_stopping)
         is_short = weights_of is not None and weights_of.stopped_early
         recorder.done(trained.summary.steps, stopped_early=is_short)
@@ -228,8 +234,8 @@ def _fit(
     return FitResult(
         module=module,
         columns=tuple(column for column in found.columns if column.role == "feature"),
-        num_classes=found.num_classes,
-        prediction_key=found.prediction_key,
+        num_classes=found.trial.num_classes,
+        prediction_key=found.trial.prediction_key,
         summary=summary,
         training_state=state,
     )
@@ -245,6 +251,18 @@ def _table(
     table = make()
     stack.callback(table.close)
     return table
+
+
+def _require_learned(trained: Trained, plan: TrainPlan) -> None:
+    """Refuse the result of a training in which no row has counted; raises DataError."""
+    history = trained.summary.history
+    why = "all of them have the weight 0, or a label that the loss ignores"
+    # A loss that is no number for another reason ends the training.
+    if history and all(math.isnan(epoch.get("loss", 0.0)) for epoch in history):
+        raise DataError(f"none of the {plan.num_rows} rows has counted in training: {why}")
+    if history and all(math.isnan(epoch.get("val_loss", 0.0)) for epoch in history):
+        rows = plan.num_validation_rows
+        logger.warning("none of the %d rows for validation has counted: %s", rows, why)
 
 
 def _weights_of(

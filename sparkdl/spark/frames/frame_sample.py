@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+import pyarrow as pa
 from pyspark.sql import DataFrame
 from pyspark.sql import functions as F
 
@@ -49,13 +50,19 @@ class Look:
     """The first rows of a DataFrame, as one of their own."""
 
     df: DataFrame
-    num_rows: int
+    rows: pa.Table
+    """The same rows."""
     is_all: bool
     """True if the DataFrame has no more rows."""
     row_bytes: float
     """Mean size of a row in memory."""
     seconds: float
     """What reading them took."""
+
+    @property
+    def num_rows(self) -> int:
+        """How many there are."""
+        return int(self.rows.num_rows)
 
     @property
     def more(self) -> int:
@@ -118,7 +125,7 @@ def _looked(selected: DataFrame, seconds: float) -> tuple[Look, float]:
     spark = selected.sparkSession
     ends = time.monotonic() + seconds
     doing("looking at some rows")
-    look = bounded(spark, partial(_look, selected, 1), seconds, _LOOKING)
+    look = bounded(spark, partial(take_look, selected, 1), seconds, _LOOKING)
     if look is None:
         raise DataError(
             f"Spark has not found the first row within {seconds:g} s; {_MORE_TIME}, or write the "
@@ -127,7 +134,7 @@ def _looked(selected: DataFrame, seconds: float) -> tuple[Look, float]:
     row_seconds = 0.0
     while (wanted := look.more) > look.num_rows:
         left = max(_LOOK_SECONDS, ends - time.monotonic())
-        larger = bounded(spark, partial(_look, selected, wanted), left, _LOOKING)
+        larger = bounded(spark, partial(take_look, selected, wanted), left, _LOOKING)
         if larger is None:
             logger.info("%d rows took too long; the sample is of %d", wanted, look.num_rows)
             break
@@ -138,8 +145,8 @@ def _looked(selected: DataFrame, seconds: float) -> tuple[Look, float]:
     return look, row_seconds
 
 
-def _look(selected: DataFrame, wanted: int) -> Look:
-    """The first rows; Spark reads as few partitions as it needs for them."""
+def take_look(selected: DataFrame, wanted: int) -> Look:
+    """Take the first rows; Spark reads as few partitions as it needs for them."""
     spark = selected.sparkSession
     began = time.perf_counter()
     if is_connect(spark):
@@ -157,7 +164,7 @@ def _look(selected: DataFrame, wanted: int) -> Look:
         rows = table.toArrow()
     return Look(
         df=table,
-        num_rows=rows.num_rows,
+        rows=rows,
         is_all=rows.num_rows < wanted,
         row_bytes=rows.nbytes / max(1, rows.num_rows),
         seconds=seconds,

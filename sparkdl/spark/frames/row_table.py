@@ -9,8 +9,9 @@ from __future__ import annotations
 import functools
 import hashlib
 import json
+import logging
 import math
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Protocol
 
@@ -18,9 +19,10 @@ from pyspark.sql import DataFrame, SparkSession
 from pyspark.sql import functions as F
 
 from sparkdl.data.column_stats import SpooledShard
-from sparkdl.data.plan import Column, SpoolColumn, TrainPlan, assign_shards
+from sparkdl.data.plan import Column, Split, SpoolColumn, TrainPlan, assign_shards, make_plan
 from sparkdl.data.shuffle_windows import Windows
 from sparkdl.data.source import Contents, ShardSource, Source, Wanted
+from sparkdl.data.spool.head import Head
 from sparkdl.data.spool.kept_spools import Keep
 from sparkdl.errors import DataError
 from sparkdl.serialization.identity import identity
@@ -31,6 +33,11 @@ from sparkdl.storage.blocks import locate_blocks
 if TYPE_CHECKING:
     from pyspark.resource import ResourceProfile
     from pyspark.sql import Column as SparkColumn
+
+    from sparkdl.data.collate import Rows
+
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,6 +57,8 @@ class TableSpec:
     their number, or what they are packed to. None: all rows are dealt to shards anew."""
     keep: Keep | None = None
     """Where later fits find the shards; None: they are removed when the run ends."""
+    seed: int = 0
+    """The estimator's, for a source that draws; of a DataFrame 0: fits share its spools."""
     is_gang: bool = True
     """True if all shards are spooled at once, as a gang will hold them; otherwise one after the
     other where slots are few."""
@@ -75,7 +84,29 @@ class TableSpec:
         return assign_shards(self.num_shards, self.num_partitions)
 
 
-class RowTable(Protocol):
+class ShownRows(Protocol):
+    """What rows have shown, of a shard or of all of them."""
+
+    def columns(self, shards: Sequence[SpooledShard]) -> tuple[Column, ...]:
+        """The columns as workers will find them; raises DataError for all that have bad rows."""
+
+    def labels_outside(
+        self, label_col: str, num_classes: int, index: int, shards: Sequence[SpooledShard]
+    ) -> tuple[int, str] | None:
+        """How many labels are outside the classes, as far as that is known, and an example."""
+
+    def rows_at_hand(
+        self, columns: Sequence[Column], shards: Sequence[SpooledShard]
+    ) -> Mapping[str, Rows] | None:
+        """Some rows that have come with the shards: key of a column -> rows; None: none have."""
+        return None
+
+    def read_rows(self, columns: Sequence[Column]) -> Mapping[str, Rows] | None:
+        """Read some rows in this process; None if it cannot."""
+        return None
+
+
+class RowTable(ShownRows, Protocol):
     """The shards of one run. What has a default is for shards that lie on executors' disks."""
 
     @property
@@ -106,17 +137,9 @@ class RowTable(Protocol):
         Raises DataError about the rows, StorageError about a source, or what a task has raised.
         """
 
-    def columns(self, shards: Sequence[SpooledShard]) -> tuple[Column, ...]:
-        """The columns as workers will find them; raises DataError for all that have bad rows."""
-
     def skipped(self, shards: Sequence[SpooledShard]) -> tuple[int, str]:
         """How many rows are left out because an input asks for it, and why, in words."""
         return 0, ""
-
-    def labels_outside(
-        self, label_col: str, num_classes: int, index: int, shards: Sequence[SpooledShard]
-    ) -> tuple[int, str] | None:
-        """How many labels are outside the classes, as far as that is known, and an example."""
 
     def windows(
         self,
@@ -211,6 +234,7 @@ class SourceTable(RowTable):
             # Asked once: blocks that are copied during a fit do not change what its shards hold.
             locate=functools.cache(functools.partial(locate_blocks, spark)),
             homes=homes,
+            seed=spec.seed,
         )
         self._contents: Contents | None = None
         self._df: DataFrame | None = None
@@ -258,6 +282,21 @@ class SourceTable(RowTable):
             replace(column, argument=p.argument)
             for column, p in zip(self._known.columns, self._spec.columns, strict=True)
         )
+
+    def read_rows(self, columns: Sequence[Column]) -> Mapping[str, Rows] | None:
+        """See `RowTable.read_rows`: workers may see files that the driver does not."""
+        split: Split = "train"
+        shard = next((one for one in self._known.shards if one.num_rows), None)
+        if shard is None:
+            return None
+        plan = make_plan(
+            columns=columns, shards=[shard], world_size=1, batch_size=Head.ROWS, epochs=1
+        )
+        try:
+            return next(self.reader.open(plan, shard, split).in_order(Head.ROWS), None)
+        except Exception as error:  # whatever the user's dataset raises
+            logger.info("the driver cannot read rows of %s: %s", self._source, error)
+            return None
 
     def labels_outside(
         self, label_col: str, num_classes: int, index: int, shards: Sequence[SpooledShard]

@@ -15,7 +15,7 @@ import threading
 import time
 import uuid
 from collections import defaultdict
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -28,6 +28,7 @@ from sparkdl import errors
 from sparkdl.data.column_stats import SpooledShard, merge_stats, no_rows, skipped_rows
 from sparkdl.data.plan import Column, Shard, SpoolColumn, TrainPlan, assign_shards
 from sparkdl.data.shuffle_windows import HostLoad, Windows, choose_windows
+from sparkdl.data.spool.head import rows_of_head
 from sparkdl.data.spool.kept_spools import Keep
 from sparkdl.data.spool.local_disk import remove_spool
 from sparkdl.data.spool.spool_source import SpoolSource
@@ -57,6 +58,7 @@ from sparkdl.spark.session.interrupts import is_hurried
 if TYPE_CHECKING:
     from pyspark.sql import Column as SparkColumn
 
+    from sparkdl.data.collate import Rows
 
 logger = logging.getLogger(__name__)
 
@@ -352,6 +354,17 @@ class SpooledRows:
         if problems:
             raise DataError("; ".join(problems))
         return tuple(p.found(s.shape or (), s.dtype, s.longest) for p, s in pairs)
+
+    def rows_at_hand(
+        self, columns: Sequence[Column], shards: Sequence[SpooledShard]
+    ) -> Mapping[str, Rows] | None:
+        """See `RowTable.rows_at_hand`."""
+        heads = (one.head for one in shards if one.head)
+        return next((rows_of_head(head, columns) for head in heads), None)
+
+    def read_rows(self, columns: Sequence[Column]) -> Mapping[str, Rows] | None:
+        """See `RowTable.read_rows`: they lie on the executors' disks."""
+        return None
 
     def _named(self, text: str, shards: Sequence[SpooledShard], name: str) -> str:
         """A message about a column, in which rows are named as the user knows them."""

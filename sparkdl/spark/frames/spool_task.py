@@ -42,6 +42,9 @@ TABLE_SCHEMA = "shard_id int, payload string"
 _ARROW_SCHEMA = pa.schema([("shard_id", pa.int32()), ("payload", pa.string())])
 _SPACE = 8
 """Bytes that may come of one byte of a record batch, as decoded images do."""
+_HEAD_SHARDS = 4
+"""Shards of which the driver gets the first rows: the very first may be empty."""
+_HEAD_BYTES = 1 << 20
 _BLOCK = 64
 """Neighbouring rows of a partition that go to the same shard where it has several."""
 
@@ -160,6 +163,7 @@ class SpoolTask:
                 self.sets[number],
                 has_validation=self.has_validation,
                 where=f" of partition {shard_id}",
+                head_bytes=_HEAD_BYTES if shard_id < _HEAD_SHARDS else 0,
             )
             for shard_id, number in parts
         }

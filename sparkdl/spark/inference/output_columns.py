@@ -57,7 +57,7 @@ Making = Callable[[SparkColumn], SparkColumn]
 
 @dataclass(frozen=True, kw_only=True)
 class OutputPlan:
-    """All output columns of a model, as found by running it on zeros."""
+    """All output columns of a model, as found by running it on two rows."""
 
     leaves: tuple[Leaf, ...]
     columns: Mapping[str, Making]
@@ -75,7 +75,7 @@ class OutputPlan:
 def plan_outputs(
     module: nn.Module, inputs: Arguments, forward: Forward, wanted: Sequence[Wanted]
 ) -> OutputPlan:
-    """See what the module gives for two rows of zeros, and choose types; raises ConfigError."""
+    """See what the module gives for two rows, and choose types; raises ConfigError."""
     module.eval()
     try:
         with torch.inference_mode():
@@ -84,7 +84,7 @@ def plan_outputs(
         raise
     except Exception as error:  # whatever the user's module and functions raise
         raise ConfigError(
-            f"the module fails on two rows of zeros, by which its outputs are found: "
+            f"the module fails on two rows, by which its outputs are found: "
             f"{type(error).__name__}: {error}"
         ) from error
     leaves: list[Leaf] = []

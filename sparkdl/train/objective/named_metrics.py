@@ -1,7 +1,7 @@
 """The metrics that users name: what each means for two classes, for more, and for numbers.
 
 A name becomes a metric once an output of the module is known, which says how many classes there
-are; the driver sees one when it runs the module on rows of zeros.
+are; the driver sees one when it tries the module on some rows.
 """
 
 from __future__ import annotations

@@ -1,13 +1,16 @@
 from __future__ import annotations
 
+import pickle
+import random
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
 
+import cloudpickle
 import numpy as np
 import pytest
 import torch
-from torch.utils.data import Dataset, IterableDataset, TensorDataset
+from torch.utils.data import Dataset, IterableDataset, Subset, TensorDataset, random_split
 
 from sparkdl.data.batches import Batch, sequential_batches
 from sparkdl.data.plan import SpoolColumn
@@ -15,6 +18,7 @@ from sparkdl.data.source import Contents, Source, Wanted, open_shards
 from sparkdl.data.sources.torch_dataset import DatasetShard, DatasetSource
 from sparkdl.errors import ConfigError, DataError
 from sparkdl.inputs import Sequence
+from sparkdl.runtime.process import seeded
 from tests.data.sources import test_parquet
 from tests.data.sources.test_parquet import labels, plan_of
 
@@ -70,6 +74,38 @@ def test_a_resumed_epoch_goes_on_where_it_was(make: Callable[..., Any]) -> None:
     for start in range(len(whole)):
         assert labels(epoch_of(contents, 1, epoch=2, start_step=start)) == labels(whole[start:])
     assert labels(epoch_of(contents, 1, epoch=3)) != labels(whole)
+
+
+def by_torch() -> Dataset[Any]:
+    return random_split(tensors(50), [40, 10])[0]
+
+
+def by_numpy() -> Dataset[Any]:
+    return Subset(tensors(50), np.random.permutation(50)[:40].tolist())
+
+
+def by_python() -> Dataset[Any]:
+    return Subset(tensors(50), random.sample(range(50), 40))
+
+
+@pytest.mark.parametrize("make", [by_torch, by_numpy, by_python])
+def test_a_split_at_random_is_the_same_in_all_processes(make: Callable[..., Any]) -> None:
+    """Each process has drawn other things before it makes the dataset."""
+    torch.manual_seed(1)
+    states = torch.get_rng_state(), random.getstate()
+    contents = DatasetSource(make).contents(wanted(seed=5))
+    assert torch.equal(torch.get_rng_state(), states[0]) and random.getstate() == states[1]
+    seen: list[int] = []
+    for rank in (0, 1):
+        torch.manual_seed(10 + rank)
+        np.random.seed(10 + rank)
+        random.seed(10 + rank)
+        seen += labels(epoch_of(pickle.loads(cloudpickle.dumps(contents)), rank))
+    with seeded(5):
+        chosen = make()
+    assert sorted(seen) == sorted(int(chosen[index][1]) for index in range(40))
+    others = DatasetSource(make).contents(wanted(seed=6))
+    assert sorted(labels(epoch_of(others, 0)) + labels(epoch_of(others, 1))) != sorted(seen)
 
 
 def test_a_map_style_dataset_is_mixed_over_shards_and_within() -> None:

@@ -76,12 +76,13 @@ def checked_rows(values: CheckedValues, sink: Any = None) -> CheckedRows:
     table = MagicMock()
     table.columns.return_value = COLUMNS
     table.labels_outside.return_value = None
+    table.rows_at_hand.return_value = table.read_rows.return_value = None
     return check_rows(checked, table, [], sink)
 
 
 def test_it_runs_on_rows_of_zeros() -> None:
     values, graphs = check_values(request(make, parallelism=SHARD)), []
-    assert checked_rows(values, graphs.append).num_classes == 3
+    assert checked_rows(values, graphs.append).trial.num_classes == 3
     alone: list[Any] = []
     checked_rows(check_values(request(make)), alone.append)
     assert graphs == alone
@@ -115,7 +116,7 @@ def test_initial_weights_are_read_for_a_module_that_is_not_there(tmp_path: Path)
     initial = InitialWeights(source=tmp_path / "w.safetensors", skip=("2",))
     values = check_values(request(make, parallelism=SHARD, initial_weights=initial))
     assert all(parameter.is_meta for parameter in values.module.parameters())
-    assert checked_rows(values).num_classes == 3
+    assert checked_rows(values).trial.num_classes == 3
     assert key(values) == key(check_values(request(make, initial_weights=initial)))
     assert key(values) != key(check_values(request(make)))
 
@@ -141,7 +142,7 @@ def _hidden(tensor: torch.Tensor) -> Any:
 def test_code_that_needs_weights_beside_torch_has_them(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO, "sparkdl")
     values = check_values(request(ByNumpy, parallelism=SHARD))
-    assert checked_rows(values).num_classes == 3
+    assert checked_rows(values).trial.num_classes == 3
     assert "the driver makes the whole module to run it: can't convert meta" in caplog.text
     alone, packed = check_values(request(ByNumpy)), pack(values.module, values.weights)
     assert not packed.recipe

@@ -17,6 +17,7 @@ from sparkdl.spark.fit.check_request import (
     check_sync_batch_norm,
     check_training,
     check_values,
+    floating_dtype,
     make_module,
     prepare_columns,
 )
@@ -81,6 +82,14 @@ def test_arguments_that_a_module_does_not_take_are_named() -> None:
 
 def test_a_double_module_takes_double_features() -> None:
     assert make_module(request(nn.Linear(1, 1).double()))[1] == "float64"
+
+
+def test_most_parameters_decide_about_the_dtype_of_features() -> None:
+    odd = nn.Sequential(nn.Linear(4, 4), nn.Linear(1, 1).double())
+    half = nn.Sequential(nn.Linear(4, 4).bfloat16(), nn.LayerNorm(4))
+    found = [floating_dtype(m) for m in (odd, half, nn.Linear(2, 2).half(), nn.ReLU())]
+    assert found == ["float32", "bfloat16", "float16", "float32"]
+    assert floating_dtype(nn.Sequential(nn.LazyLinear(2), nn.BatchNorm1d(2).double())) == "float64"
 
 
 @pytest.mark.parametrize(

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager
 from dataclasses import replace
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import pytest
 import torch
@@ -21,17 +20,17 @@ from sparkdl.spark.fit.check_rows import (
     check_empty_batches,
     check_labels,
     check_plan,
-    dry_run,
+    check_single_rows,
     shaped,
-    traced_run,
 )
+from sparkdl.spark.fit.trial import Example, Sink, try_module
 from sparkdl.spark.frames.example_rows import UserRows
 from sparkdl.spark.frames.prepare_columns import prepare
 from sparkdl.spark.frames.row_table import TableSpec
 from sparkdl.spark.frames.shard_table import ShardTable
 from sparkdl.spark.run.run import FitRequest
 from sparkdl.train.objective.training_step import objective_of
-from tests.spark.fit.requests import request
+from tests.spark.fit.requests import config, request
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
@@ -59,10 +58,13 @@ def num_classes(
     module: nn.Module,
     columns: list[Column],
     asked: FitRequest,
-    seen: AbstractContextManager[None] | None = None,
+    sink: Sink | None = None,
+    rows: dict[str, Any] | None = None,
 ) -> int | None:
-    """What a run on zeros shows."""
-    return dry_run(module, columns, asked, objective_of(asked.config, module), seen=seen)[0]
+    """What a trial shows, on zeros or on rows."""
+    objective = objective_of(asked.config, module)
+    checked: Any = SimpleNamespace(module=module, weights=None, objective=objective, request=asked)
+    return try_module(checked, Example(columns=tuple(columns), rows=rows), sink).num_classes
 
 
 class Shy(nn.Linear):
@@ -77,17 +79,20 @@ class Shy(nn.Linear):
 def test_a_module_that_cannot_be_looked_at_trains_without_a_graph() -> None:
     graphs: list[Any] = []
 
-    def traced(module: nn.Module) -> int | None:
-        return traced_run(
-            lambda seen: num_classes(module, [X, Y], request(), seen), module, graphs.append
-        )
-
-    assert traced(Shy(4, 3)) == 3
+    assert num_classes(Shy(4, 3), [X, Y], request(), graphs.append) == 3
     assert graphs == []
-    traced(nn.Linear(4, 3))
+    num_classes(nn.Linear(4, 3), [X, Y], request(), graphs.append)
     assert [node["op"] for node in graphs[0]["nodes"]] == ["input", "Linear", "output"]
     with pytest.raises(ConfigError, match="cannot take the features"):
-        traced(nn.Linear(5, 3))
+        num_classes(nn.Linear(5, 3), [X, Y], request(), graphs.append)
+
+
+@pytest.mark.slow
+def test_a_compiled_module_is_not_looked_at() -> None:
+    graphs: list[Any] = []
+    net = nn.Sequential(torch.compile(nn.Linear(4, 6), backend="eager"), nn.Linear(6, 3))
+    assert num_classes(net, [X, Y], request(), graphs.append) == 3
+    assert graphs == []
 
 
 def test_layers_are_found_to_divide_in_a_module_that_is_looked_at() -> None:
@@ -95,8 +100,7 @@ def test_layers_are_found_to_divide_in_a_module_that_is_looked_at() -> None:
     module = nn.Sequential(nn.Linear(4, 6), nn.ReLU(), nn.Linear(6, 3))
     asked = request(parallelism=Mesh(tensor=2))
     graphs: list[Any] = []
-    found = traced_run(lambda seen: num_classes(module, [X, Y], asked, seen), module, graphs.append)
-    assert found == 3
+    assert num_classes(module, [X, Y], asked, graphs.append) == 3
     assert [node["op"] for node in graphs[0]["nodes"][1:-1]] == ["Linear", "ReLU", "Linear"]
 
 
@@ -152,14 +156,15 @@ def test_a_loss_of_the_users_is_not_tried() -> None:
 class Recorder(nn.Module):
     """Remembers its inputs."""
 
+    inputs: ClassVar[list[tuple[torch.Tensor, ...]]] = []
+
     def __init__(self) -> None:
         super().__init__()
         self.lazy = nn.LazyLinear(2)
         self.norm = nn.BatchNorm1d(2)
-        self.inputs: tuple[torch.Tensor, ...] = ()
 
     def forward(self, *inputs: torch.Tensor) -> torch.Tensor:
-        self.inputs = inputs
+        self.inputs.append(inputs)
         out: torch.Tensor = self.norm(self.lazy(inputs[0]))
         return out + torch.rand(1)
 
@@ -174,7 +179,7 @@ def test_dry_run_gives_what_training_will_give() -> None:
     asked = request(module)
     torch.manual_seed(1)
     assert num_classes(module, columns, asked) == 2
-    assert [(i.dtype, tuple(i.shape)) for i in module.inputs] == [
+    assert [(i.dtype, tuple(i.shape)) for i in module.inputs[0]] == [
         (torch.float32, (2, 4)),
         (torch.uint8, (2, 1, 8, 8)),
         (torch.bool, (2,)),
@@ -217,6 +222,73 @@ def test_whole_numbers_where_the_module_takes_floating_ones() -> None:
         num_classes(nn.Linear(4, 3), [counts, Y], request())
 
 
+class FirstBatch(nn.Module):
+    """Sets itself up from the first batch, and counts what it has seen."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 3)
+        self.register_buffer("scale", torch.zeros(4))
+        self.seen: list[int] = []
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if not self.scale.any():
+            self.scale.copy_(1 / (x.std(0) + 1e-6))
+        self.seen.append(len(x))
+        with torch.no_grad():
+            self.layer.weight.mul_(0.5)
+        out: torch.Tensor = self.layer(x * self.scale)
+        return out
+
+
+def test_a_trial_leaves_no_marks() -> None:
+    module = FirstBatch()
+    before = {name: value.clone() for name, value in module.state_dict().items()}
+    assert num_classes(module, [X, Y], request(), [].append) == 3
+    assert module.training and module.seen == []
+    assert all(torch.equal(value, before[name]) for name, value in module.state_dict().items())
+
+
+class Picky(nn.Module):
+    """Takes real rows and no zeros."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if not (x > 0).all():
+            raise ValueError("prices are positive")
+        return x[:, :3]
+
+
+def test_real_rows_are_tried_in_place_of_zeros() -> None:
+    rows = {"feature x": torch.full((5, 4), 2.0), "label y": torch.arange(5)}
+    with pytest.raises(ConfigError, match="prices are positive"):
+        num_classes(Picky(), [X, Y], request())
+    assert num_classes(Picky(), [X, Y], request(), rows=rows) == 3
+    one = {name: value[:1] for name, value in rows.items()}
+    assert num_classes(Picky(), [X, Y], request(), rows=one) == 3
+    rows["feature x"][1] = 0
+    with pytest.raises(ConfigError, match="prices are positive"):
+        num_classes(Picky(), [X, Y], request(), rows=rows)
+
+
+class Squeezed(nn.Module):
+    """Loses the dimension of a single row."""
+
+    def __init__(self, *dimension: int) -> None:
+        super().__init__()
+        self.layer, self.dimension = nn.Linear(4, 1), dimension
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = self.layer(x)
+        return out.squeeze(*self.dimension)
+
+
+def test_one_row_keeps_its_dimension() -> None:
+    asked = request(task="regression")
+    with pytest.raises(ConfigError, match=r"one row \(\): .* use squeeze\(-1\) in place"):
+        num_classes(Squeezed(), [X, Y], asked)
+    assert num_classes(Squeezed(-1), [X, Y], asked) is None
+
+
 class Broken(nn.Module):
     """Has a mistake of its own."""
 
@@ -231,10 +303,8 @@ class Broken(nn.Module):
 def test_a_mistake_in_forward_is_no_matter_of_shapes() -> None:
     graphs: list[Any] = []
     with pytest.raises(ConfigError, match=r"AttributeError: .*'nothing'; correct forward$"):
-        traced_run(
-            lambda seen: num_classes(Broken(), [X, Y], request(), seen), Broken(), graphs.append
-        )
-    assert Broken.calls == 1  # what it prints is printed once
+        num_classes(Broken(), [X, Y], request(), graphs.append)
+    assert Broken.calls == 2  # once without being looked at
 
 
 def test_the_rows_of_zeros_are_not_told() -> None:
@@ -299,6 +369,39 @@ def test_sync_batch_norm_may_need_modules_that_take_no_rows(
     else:
         check_empty_batches(Viewing(), plan_of(rows), config)
     assert torch.equal(torch.random.get_rng_state(), before)
+
+
+@pytest.mark.parametrize(
+    ("rows", "options", "is_refused"),
+    [
+        ([9], {}, False),
+        ([5], {}, False),
+        ([1], {}, True),
+        ([8, 1], {}, True),
+        ([8, 0], {}, False),
+        ([8, 8], {"gradient_accumulation_steps": 4}, True),
+        ([1], {"sync_batch_norm": True}, False),
+    ],
+)
+def test_batch_norm_gets_no_single_row(
+    rows: list[int], options: dict[str, Any], is_refused: bool
+) -> None:
+    plan, made = plan_of(rows), config(batch_size=4, **options)
+    net = nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3))
+    check_single_rows(nn.Linear(4, 3), plan, made)
+    if is_refused:
+        with pytest.raises(ConfigError, match=r"layer 1 \(BatchNorm1d\) cannot .* raise batchSize"):
+            check_single_rows(net, plan, made)
+    else:
+        check_single_rows(net, plan, made)
+    assert net[1].num_batches_tracked == 0
+
+
+def test_batch_norm_over_places_takes_a_single_row() -> None:
+    image = nn.Sequential(nn.Unflatten(1, (1, 2, 2)), nn.BatchNorm2d(1))
+    check_single_rows(image, plan_of([1]), config(batch_size=4))
+    frozen = nn.Sequential(nn.BatchNorm1d(4), nn.Linear(4, 3))
+    check_single_rows(frozen, plan_of([1]), config(batch_size=4, frozen_layers=("0",)))
 
 
 def test_input_shape_reshapes_the_features() -> None:

@@ -1,0 +1,366 @@
+"""A trial of the module on the driver, before anything is launched.
+
+A copy of the module runs on some real rows, or on zeros of their shapes, so that the module itself
+stays as it is. What fails there would fail on every worker.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import logging
+import re
+import traceback
+from collections.abc import Callable, Mapping
+from collections.abc import Sequence as Items
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from sparkdl.data.plan import Column
+from sparkdl.errors import ConfigError
+from sparkdl.inputs import Sequence
+from sparkdl.report.record.module_graph import traced
+from sparkdl.runtime.process import borrowed_generator
+from sparkdl.spark.fit.check_request import CheckedValues, copied
+from sparkdl.spark.run.run import FitRequest
+
+if TYPE_CHECKING:
+    import torch
+    from torch import nn
+
+    from sparkdl.data.collate import Arguments, Rows
+    from sparkdl.serialization.recorded.recipe import RecordedWeights
+    from sparkdl.train.objective.loss import LossFunction, ModuleLoss
+
+logger = logging.getLogger(__name__)
+
+ROWS = 2
+"""Rows on which a module runs."""
+_OF_ROWS = re.compile(rf"(\((?=\d+x)|input(?: of size:? ?)?\[|size: \[){ROWS}(?=x|, |\])")
+"""Where torch's messages have the number of rows."""
+_TORCHS = (RuntimeError, IndexError, NotImplementedError, TypeError)
+"""What torch raises if it cannot use a tensor; other errors are the module's own."""
+Sink = Callable[[Mapping[str, Any]], None]
+"""Gets the graph of what a module did, see `report.module_graph`."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Example:
+    """Rows to try a module on."""
+
+    columns: tuple[Column, ...]
+    rows: Mapping[str, Rows] | None = None
+    """Key of a column -> real rows of it; None: zeros of the same shapes are taken."""
+
+    @property
+    def num_rows(self) -> int:
+        """How many rows there are to run on at once."""
+        if self.rows is None:
+            return ROWS
+        return min(ROWS, *(len(rows) for rows in self.rows.values()))
+
+    def of(self, role: str, num_rows: int) -> Arguments:
+        """The first rows of the columns of a role; copies, which a module may change."""
+        from sparkdl.data.collate import arguments, copied, example_arguments
+
+        columns = [column for column in self.columns if column.role == role]
+        if self.rows is None:
+            return example_arguments(columns, num_rows)
+        return arguments(columns, [copied(self.rows[c.key][:num_rows]) for c in columns])
+
+
+@dataclass(frozen=True, kw_only=True)
+class Trial:
+    """What a trial has shown."""
+
+    num_classes: int | None
+    """Of a classifier."""
+    prediction_key: str | None
+    """Where the module's output has the tensor that loss and prediction mean; None: it is one."""
+    metrics: Mapping[str, Any] | None
+    """Those of the request, with a metric in place of each name, see `named_metrics`."""
+
+
+def try_module(checked: CheckedValues, example: Example, sink: Sink | None = None) -> Trial:
+    """Run a copy of the module on two rows: it must take the features, and the loss its output.
+
+    This also gives the module the weights of its lazy layers. ``sink`` gets the graph of what it
+    did, unless it fails because it is looked at; None: nobody does.
+
+    Raises:
+        ConfigError: the module does not take the features, its output is not a classifier's, or
+            the loss cannot compare it with the label.
+    """
+    module, weights, objective = checked.module, checked.weights, checked.objective
+    try:
+        output = _output(module, example, checked.request, weights, sink)
+    except ConfigError as error:
+        if weights is None or "meta" not in str(error.__cause__):
+            raise
+        # Code beside torch's operations has met a parameter that is not there.
+        logger.info("the driver makes the whole module to run it: %s", error.__cause__)
+        weights.fill(module)
+        output = _output(module, example, checked.request, weights, None)
+    return _judged(output, example, checked.request, objective)
+
+
+def _output(
+    module: nn.Module,
+    example: Example,
+    request: FitRequest,
+    weights: RecordedWeights | None,
+    sink: Sink | None,
+) -> Any:
+    """What a copy of the module gives for the example's rows; raises ConfigError."""
+    tried = own_copy(module, weights)
+    if sink is not None and _is_compiled(tried):
+        sink = None
+    try:
+        found = _run(tried, example, request, weights, sink)
+    except ConfigError:
+        raise
+    except Exception as error:
+        failed = failed_layer(error, tried)
+        if sink is None or (failed is not None and failed.is_torchs):
+            raise ConfigError(refusal(error, tried, example.columns)) from error
+        # It may have failed only because somebody looks.
+        return _output(module, example, request, weights, None)
+    _make_layers(module, tried)
+    return found
+
+
+def own_copy(module: nn.Module, weights: RecordedWeights | None) -> nn.Module:
+    """A copy of the module; its parameters are the same where others know them by identity."""
+    if weights is None:
+        return copied(module)
+    return copy.deepcopy(module, {id(parameter): parameter for parameter in module.parameters()})
+
+
+def _is_compiled(module: nn.Module) -> bool:
+    """True if torch has compiled some of the module, which nobody may look into then."""
+    return any(
+        hasattr(part, "_orig_mod") or getattr(part, "_compiled_call_impl", None) is not None
+        for part in module.modules()
+    )
+
+
+def _run(
+    tried: nn.Module,
+    example: Example,
+    request: FitRequest,
+    weights: RecordedWeights | None,
+    sink: Sink | None,
+) -> Any:
+    """What a module gives in evaluation mode; lazy layers get their weights now."""
+    import torch
+
+    mesh, uses = request.config.parallelism, None
+    if mesh is not None:
+        from sparkdl.sync.divided.outside_uses import OutsideUses
+
+        uses = OutsideUses(tried, mesh)
+    with (
+        torch.no_grad(),
+        borrowed_generator(request.config.seed),
+        lent_weights(weights),
+        uses or nullcontext(),
+        # After the layout was found: that passes by layers with hooks.
+        nullcontext() if sink is None else traced(tried, sink),
+    ):
+        output = example.of("feature", example.num_rows).call(tried.eval())
+    if uses is not None:
+        uses.check()
+    with torch.no_grad(), borrowed_generator(request.config.seed), lent_weights(weights):
+        _check_one_row(tried, example, output)
+    return output
+
+
+def _check_one_row(module: nn.Module, example: Example, output: Any) -> None:
+    """Refuse a module whose output loses its dimension of rows if there is one row only."""
+    import torch
+
+    if not isinstance(output, torch.Tensor) or output.shape[:1] != (ROWS,):
+        return
+    one: Any = None
+    with contextlib.suppress(Exception):  # a module may want several rows, or as many as before
+        one = example.of("feature", 1).call(module)
+    if isinstance(one, torch.Tensor) and one.shape == output.shape[1:]:
+        raise ConfigError(
+            f"for two rows the module returns {tuple(output.shape)}, but for one row "
+            f"{tuple(one.shape)}: the dimension of the rows is gone, and the last batch may have "
+            "one row; use squeeze(-1) in place of squeeze()"
+        )
+
+
+def _make_layers(module: nn.Module, tried: nn.Module) -> None:
+    """Give lazy layers of a module what its copy has made of them."""
+    from torch import nn
+
+    made = dict(tried.named_modules())
+    for name, layer in list(module.named_modules()):
+        own = [*layer.parameters(recurse=False), *layer.buffers(recurse=False)]
+        if any(nn.parameter.is_lazy(tensor) for tensor in own) and name in made:
+            layer.__class__, layer.__dict__ = made[name].__class__, made[name].__dict__
+
+
+def _judged(output: Any, example: Example, request: FitRequest, objective: LossFunction) -> Trial:
+    """What follows from the module's output; raises ConfigError."""
+    from sparkdl.train.objective.named_metrics import resolved
+    from sparkdl.train.objective.training_step import StepLoss, taken
+
+    config = request.config
+    meant = taken(objective.shown if isinstance(objective, StepLoss) else objective, output)
+    num_classes = _num_classes(meant) if config.task == "classification" else None
+    if not isinstance(objective, StepLoss) and (config.task != "custom" or request.labels):
+        _try_loss(objective, meant, example)
+    return Trial(
+        num_classes=num_classes,
+        prediction_key=None if meant is output else "logits",
+        metrics=resolved(config.metrics, objective, meant),
+    )
+
+
+def lent_weights(weights: RecordedWeights | None) -> AbstractContextManager[None]:
+    """Lets a module compute whose parameters may be on the meta device."""
+    from sparkdl.serialization.recorded.lending import lent
+
+    return nullcontext() if weights is None else lent(weights)
+
+
+def _try_loss(loss: LossFunction, output: Any, example: Example) -> None:
+    """Compare the output with labels; a loss of class numbers with class 0.
+
+    A function of the user's is not tried: in evaluation mode it may get another kind of output.
+    """
+    from sparkdl.train.objective.label_losses import LossSum
+    from sparkdl.train.objective.loss import ModuleLoss
+
+    labels = [column for column in example.columns if column.role == "label"]
+    if not labels:
+        return
+    targets = example.of("label", example.num_rows).values
+    if isinstance(loss, ModuleLoss):
+        _try_one(loss, output, targets[0], labels[0])
+    elif isinstance(loss, LossSum):
+        by_label = {name: (part, value) for name, part, value in loss.pairs(output)}
+        for label, target in zip(labels, targets, strict=True):
+            part, value = by_label[str(label.argument)]
+            if isinstance(part, ModuleLoss):
+                _try_one(part, value, target, label)
+
+
+def _try_one(loss: ModuleLoss, output: Any, target: torch.Tensor, label: Column) -> None:
+    import torch
+
+    from sparkdl.train.objective.loss import ClassLoss, shape_text
+
+    if isinstance(loss, ClassLoss):
+        target = torch.zeros_like(target)
+    shape = tuple(output.shape[1:]) if isinstance(output, torch.Tensor) else None
+    if isinstance(loss, ClassLoss) and shape in ((), (1,)):
+        raise ConfigError(
+            f"the module has one output, {shape_text(('batch', *shape))}, but the loss compares "
+            "one for each class; give the module two, or use loss='bce_with_logits'"
+        )
+    try:
+        with torch.no_grad():
+            loss(output, target, None)
+        ones = output.float().sum(dim=1) - 1 if isinstance(loss, ClassLoss) else None
+        if ones is not None and (output >= 0).all() and (ones.abs() < 1e-3).all():
+            logger.warning(
+                "the module seems to end in a softmax, but the loss takes what comes before it "
+                "(logits), and learns slowly otherwise; leave the softmax out: transform applies it"
+            )
+    except ConfigError:
+        raise
+    except Exception as error:
+        raise ConfigError(
+            f'the loss cannot compare the module\'s output with "{label.name}" {label.dtype} '
+            f"{shape_text(('batch', *label.shape))}: {type(error).__name__}: {error}; adapt "
+            "module or loss"
+        ) from error
+
+
+def _num_classes(output: Any) -> int:
+    import torch
+
+    if not isinstance(output, torch.Tensor):
+        raise ConfigError(
+            f"a classifier's module must return a tensor (batch, classes); it returned "
+            f"{type(output).__name__}; use TorchEstimator for other outputs"
+        )
+    return 2 if output.ndim == 1 or output.shape[1] == 1 else int(output.shape[1])
+
+
+@dataclass(frozen=True)
+class FailedLayer:
+    """The innermost layer that was running when a module failed."""
+
+    name: str
+    """Its path in the module, empty for the module itself."""
+    layer: nn.Module
+    given: str
+    """The tensors that it got."""
+
+    @property
+    def is_torchs(self) -> bool:
+        """True if it is a layer of torch's own."""
+        return type(self.layer).__module__.startswith("torch.nn.")
+
+
+def failed_layer(error: BaseException, module: nn.Module) -> FailedLayer | None:
+    """The layer in whose ``forward`` an error was raised, by the error's traceback."""
+    from torch import nn
+
+    names, found = {part: name for name, part in module.named_modules()}, None
+    for frame, _ in traceback.walk_tb(error.__traceback__):
+        code, values = frame.f_code, frame.f_locals
+        layer = values.get("self")
+        if code.co_name == "forward" and isinstance(layer, nn.Module) and layer in names:
+            arguments = [values.get(name) for name in code.co_varnames[1 : code.co_argcount]]
+            given = ", ".join(shown for value in arguments if (shown := _shown_tensor(value)))
+            found = FailedLayer(names[layer], layer, given)
+    return found
+
+
+def _shown_tensor(value: object) -> str:
+    import torch
+
+    from sparkdl.train.objective.loss import shape_text
+
+    if not isinstance(value, torch.Tensor):
+        return ""
+    shape: list[object] = list(value.shape)
+    if shape and value.shape[0] == ROWS:
+        shape[0] = "batch"
+    return f"{str(value.dtype).removeprefix('torch.')} {shape_text(shape)}"
+
+
+def refusal(error: Exception, module: nn.Module, features: Items[Column]) -> str:
+    """One sentence: what the module got, what failed in which layer, and what to do."""
+    features = [column for column in features if column.role == "feature"]
+    shown = ", ".join(_shown_input(column) for column in features)
+    failed = failed_layer(error, module)
+    message = _OF_ROWS.sub(r"\1batch", str(error))
+    what = f"{type(error).__name__}: {message}"
+    if failed is not None and failed.is_torchs and failed.given:
+        place = f"layer {failed.name}, " * bool(failed.name)
+        what = f"{place}{failed.layer}, got {failed.given}: {message}"
+    if not isinstance(error, _TORCHS):
+        return f"the module's forward failed on the features ({shown}): {what}; correct forward"
+    whole = [f'"{c.name}" ({c.dtype})' for c in features if not c.dtype.startswith("float")]
+    cast = f"call .float() on {', '.join(whole)} in forward, " * bool(whole)
+    return (
+        f"the module cannot take the features ({shown}): {what}; {cast}adapt the module, or set "
+        "inputShape"
+    )
+
+
+def _shown_input(column: Column) -> str:
+    from sparkdl.train.objective.loss import shape_text
+
+    is_sequence = isinstance(column.kind, Sequence)
+    shape = ("batch", *(("length",) * is_sequence), *column.shape)
+    name = "" if column.argument is None else f"{column.argument}="
+    return f'{name}"{column.name}" {column.dtype} {shape_text(shape)}'

@@ -1,0 +1,108 @@
+"""The first rows of a DataFrame, on which a fit is tried before the others are read."""
+
+from __future__ import annotations
+
+import logging
+import tempfile
+from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+from py4j.protocol import Py4JError
+from pyspark.errors import PySparkException
+from pyspark.sql import DataFrame
+from pyspark.sql import functions as F
+
+from sparkdl.data.column_stats import SpooledShard, merge_stats
+from sparkdl.data.spool.head import Head
+from sparkdl.data.spool.writer import SpoolWriter
+from sparkdl.runtime.activity import doing
+from sparkdl.spark.frames.frame_sample import take_look
+from sparkdl.spark.frames.row_table import TableSpec
+from sparkdl.spark.frames.shard_table import SpooledRows, selected
+from sparkdl.spark.session.background_job import bounded
+from sparkdl.spark.session.compat import is_connect
+
+logger = logging.getLogger(__name__)
+
+_SECONDS = 30.0
+"""Longest that first rows are looked for: a filter may leave none for long."""
+_MOST_BYTES = 64 << 20
+_ALL_PARTITIONS = ("TakeOrderedAndProjectExec", "CartesianProductExec", "CollectTailExec")
+"""Physical operators that look at all rows, though they require nothing of how these lie."""
+
+
+class FirstRows(SpooledRows):
+    """The first rows of a run's DataFrame, as its shards will have them, in one shard."""
+
+    def __init__(self, spec: TableSpec, rows: pa.Table) -> None:
+        """Take prepared rows, with the hash of each as their last column."""
+        super().__init__(spec)
+        self._rows = rows
+        with tempfile.TemporaryDirectory(prefix="sparkdl-") as folder:
+            with SpoolWriter(
+                Path(folder) / "rows",
+                spec.columns,
+                has_validation=False,
+                where=" of the first ones",
+                head_bytes=_MOST_BYTES,
+            ) as writer:
+                for batch in rows.to_batches():
+                    writer.write(batch)
+            self.known = (writer.summary(),)
+
+    def labels_outside(
+        self, label_col: str, num_classes: int, index: int, shards: Sequence[SpooledShard]
+    ) -> tuple[int, str] | None:
+        """See `RowTable.labels_outside`; counts the first rows only."""
+        stats = merge_stats([shard.columns[index] for shard in shards])
+        if stats.maximum is None or stats.maximum < num_classes:
+            return None
+        values = self._rows.column(index).to_pylist()
+        number = sum(isinstance(v, int | float) and v >= num_classes for v in values)
+        return number, f"{stats.maximum:g} is one of them, among the first {len(values)} rows"
+
+
+def first_rows(df: DataFrame, spec: TableSpec) -> FirstRows | None:
+    """Take the first rows of a DataFrame where Spark answers that from few of its partitions.
+
+    None: it does not, or not soon, or there are none. Raises DataError if a stage before cannot
+    make them.
+    """
+    hashed = selected(df, spec.columns)
+    hashed = hashed.withColumn("hash", F.xxhash64(*[F.col(name) for name in hashed.columns]))
+    if not is_answered_early(hashed):
+        return None
+    doing("looking at the first rows")
+    try:
+        what = "sparkdl: look at the first rows"
+        look = bounded(df.sparkSession, partial(take_look, hashed, Head.ROWS), _SECONDS, what)
+    except (PySparkException, Py4JError) as error:  # an executor was lost, for one
+        logger.debug("the first rows cannot be looked at: %s", error)
+        return None
+    if look is None or not look.num_rows:
+        return None
+    found = FirstRows(spec, look.rows)
+    return found if found.known[0].shard.num_all_rows else None
+
+
+def is_answered_early(df: DataFrame) -> bool:
+    """True if no operator of the plan needs rows of all partitions before it gives one."""
+    if is_connect(df.sparkSession):
+        return False
+    of_java: Any = df
+    return _is_narrow(of_java._jdf.queryExecution().sparkPlan())
+
+
+def _is_narrow(plan: Any) -> bool:
+    name = plan.getClass().getSimpleName()
+    if "Exchange" in name or name in _ALL_PARTITIONS or not plan.subqueries().isEmpty():
+        return False
+    required = plan.requiredChildDistribution()
+    wants = (required.apply(n).getClass().getSimpleName() for n in range(required.size()))
+    if any(want != "UnspecifiedDistribution$" for want in wants):
+        return False
+    children = plan.children()
+    return all(_is_narrow(children.apply(number)) for number in range(children.size()))

@@ -1,0 +1,178 @@
+"""What is wrong is told before the data set is read."""
+
+from __future__ import annotations
+
+import copy
+import sys
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+from pyspark.sql import functions as F
+from torch import nn
+
+from sparkdl import TorchClassifier, TorchRegressor
+from sparkdl.errors import ClusterError, ConfigError, DataError
+from sparkdl.spark.frames.first_rows import is_answered_early
+
+if TYPE_CHECKING:
+    from pyspark.sql import DataFrame, SparkSession
+
+pytestmark = [pytest.mark.spark, pytest.mark.classic, pytest.mark.slow]
+ROWS = 4000
+
+
+class Counted:
+    """Rows of four numbers and a label; counts those that are computed."""
+
+    def __init__(self, spark: SparkSession) -> None:
+        self.num_rows = counter = spark.sparkContext.accumulator(0)
+
+        @partial(F.udf, returnType="array<float>", useArrow=False)
+        def features(number: int) -> list[float]:
+            counter.add(1)
+            return [number % 7 + 1.0] * 4
+
+        rows = spark.range(0, ROWS, 1, 8)
+        label = (F.col("id") % 3).alias("label")
+        self.df = rows.select(features("id").alias("features"), label)
+
+
+@pytest.fixture(scope="module")
+def counted(spark: SparkSession) -> Counted:
+    return Counted(spark)
+
+
+def fit(df: DataFrame, module: Any, **params: Any) -> Any:
+    made = {"numWorkers": 2, "maxSteps": 2, "verbose": 0, **params}
+    return TorchClassifier(module=module, **made).fit(df)
+
+
+def test_a_mistake_that_the_first_rows_show(counted: Counted) -> None:
+    before = counted.num_rows.value
+    with pytest.raises(ConfigError, match=r"Linear\(in_features=5.*got float32 \(batch, 4\)"):
+        fit(counted.df, nn.Linear(5, 3))
+    with pytest.raises(ConfigError, match="has one output"):
+        fit(counted.df, nn.Linear(4, 1))
+    with pytest.raises(DataError, match=r"label\(s\) outside the 2 classes .* among the first"):
+        fit(counted.df, nn.Linear(4, 2))
+    with pytest.raises(ConfigError, match=r"use squeeze\(-1\)"):
+        TorchRegressor(module=nn.Sequential(nn.Linear(4, 1), Squeezed()), verbose=0).fit(counted.df)
+    assert counted.num_rows.value - before < ROWS / 8  # of four looks
+
+
+class Squeezed(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x.squeeze()
+
+
+def test_what_executors_lack(
+    counted: Counted, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source = "from torch import nn\nclass Net(nn.Linear): ...\n"
+    (tmp_path / "of_the_driver.py").write_text(source, encoding="utf-8")
+    monkeypatch.syspath_prepend(tmp_path)
+    import of_the_driver  # type: ignore[import-not-found]
+
+    before = counted.num_rows.value
+    with pytest.raises(ClusterError, match=r"cannot import of_the_driver.Net .* --py-files"):
+        fit(counted.df, of_the_driver.Net(4, 3))
+    if not torch.cuda.is_available():
+        with pytest.raises(ClusterError, match=r"finds no CUDA device .*set device=.cpu"):
+            fit(counted.df, nn.Linear(4, 3), device="cuda")
+    assert counted.num_rows.value - before < ROWS / 8
+    del sys.modules["of_the_driver"]
+
+
+class Prices(nn.Module):
+    """Takes the rows that there are, and no zeros."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if not (x > 0).all():
+            raise ValueError("prices are positive")
+        out: torch.Tensor = self.layer(x.log())
+        return out
+
+
+def test_rows_behind_a_shuffle_are_computed_once(counted: Counted) -> None:
+    df = counted.df.repartition(4, "label")
+    assert is_answered_early(counted.df)
+    assert not is_answered_early(df)
+    before = counted.num_rows.value
+    model = fit(df, Prices)
+    assert counted.num_rows.value - before == ROWS
+    assert model.summary.steps == 2
+    assert len(model.transform(counted.df).limit(3).collect()) == 3
+    assert 0 <= model.evaluate(counted.df)["accuracy"] <= 1
+
+
+def test_a_module_of_half_precision_gets_features_of_its_own(counted: Counted) -> None:
+    first = nn.Linear(4, 3).bfloat16()
+    given = {
+        "numWorkers": 1,
+        "optimizer": "sgd",
+        "learningRate": 0.02,
+        "batchSize": 4000,
+        "epochs": 2,
+    }
+    model = fit(counted.df, first, **given)
+    rows = torch.tensor([[number % 7 + 1.0] * 4 for number in range(ROWS)]).bfloat16()
+    labels, own = torch.arange(ROWS) % 3, copy.deepcopy(first)
+    for _ in range(2):
+        loss = nn.functional.cross_entropy(own(rows).float(), labels)
+        grads = torch.autograd.grad(loss, list(own.parameters()))
+        with torch.no_grad():
+            for parameter, grad in zip(own.parameters(), grads, strict=True):
+                parameter -= 0.02 * grad
+    for trained, expected in zip(model.module.parameters(), own.parameters(), strict=True):
+        assert trained.dtype == torch.bfloat16
+        assert torch.allclose(trained.float(), expected.float(), atol=0.02)
+    assert not torch.equal(model.module.weight, first.weight)
+    assert model.transform(counted.df).where("prediction >= 0").count() == ROWS
+    two = fit(counted.df, first, **{**given, "numWorkers": 2})
+    assert torch.allclose(two.module.weight.float(), own.weight.float(), atol=0.02)
+
+
+def test_rows_of_which_none_counts(counted: Counted, caplog: pytest.LogCaptureFixture) -> None:
+    weighted = counted.df.withColumn("w", F.lit(0.5).cast("int"))
+    with pytest.raises(DataError, match=r'column "w" is 0 in all rows'):
+        fit(weighted, nn.Linear(4, 3), weightCol="w")
+    held = counted.df.withColumn("held", F.col("label") == 0).withColumn("one", F.lit(1))
+    loss = nn.CrossEntropyLoss(ignore_index=0)
+    model = fit(held, nn.Linear(4, 3), loss=loss, validationIndicatorCol="held")
+    assert "rows for validation has counted" in caplog.text
+    assert model.summary.history[-1]["loss"] > 0
+    ignored = counted.df.withColumn("label", F.col("label") * 0)
+    for mode in ("gang", "rounds"):
+        strategy = {"executionMode": mode, "syncStrategy": "parameteraveraging"}
+        with pytest.raises(DataError, match=r"none of the 4000 rows has counted in training"):
+            fit(ignored, nn.Linear(4, 3), loss=loss, **strategy)
+
+
+def test_which_plans_answer_a_few_rows_at_once(spark: SparkSession, tmp_path: Path) -> None:
+    numbers = spark.range(8).withColumn("x", F.col("id") * 2)
+    (numbers.write.parquet(str(tmp_path / "p")))
+    files = spark.read.parquet(str(tmp_path / "p"))
+    cached = numbers.orderBy("x").cache()
+    wide = [
+        files.orderBy("x"), files.groupBy("x").count(), files.join(numbers, "id"),
+        files.distinct(), files.repartition(3), files.orderBy("x").limit(3),
+        files.where(F.col("x") > numbers.agg(F.max("id")).scalar()),
+    ]  # fmt: skip
+    narrow = [
+        files, numbers, cached, files.where("x > 3").select("x"), files.union(files),
+        files.limit(5), files.coalesce(1), files.sample(0.5),
+        spark.createDataFrame([(1,)], "a int"),
+        files.selectExpr("explode(array(x, id)) AS y"),
+        files.mapInPandas(lambda parts: parts, files.schema),
+        spark.createDataFrame(numbers.rdd, numbers.schema),
+    ]  # fmt: skip
+    assert [is_answered_early(df) for df in narrow] == [True] * len(narrow)
+    assert [is_answered_early(df) for df in wide] == [False] * len(wide)
+    cached.unpersist()
