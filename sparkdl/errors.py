@@ -10,6 +10,8 @@ import contextlib
 import difflib
 from collections.abc import Iterable, Iterator
 
+from sparkdl.runtime.familiar_names import plain, same
+
 
 class SparkDLError(Exception):
     """Base of every error that sparkdl raises on purpose."""
@@ -108,12 +110,49 @@ def unknown(what: str, name: object, known: Iterable[str], more: str = "") -> Co
     return ConfigError(f"unknown {what} {name!r}{hint} known: {', '.join(names)}{more}")
 
 
+def unknown_names(
+    owner: str, what: str, names: Iterable[str], known: Iterable[str], *, knows: str = "has no"
+) -> str:
+    """One sentence about all names that are unknown, each with the one that may be meant.
+
+    Such as ``Mesh has no argument 'shards'; did you mean 'shard'?``
+    """
+    wrong, known = list(names), list(known)
+    hints = [did_you_mean(name, known) for name in wrong]
+    all_known = "" if all(hints) else f"; known: {', '.join(known) or 'none'}"
+    if len(wrong) == 1:
+        return f"{owner} {knows} {what} {wrong[0]!r}{hints[0]}{all_known}"
+    each = (f"{n!r}{f' ({h[2:]})' if h else ''}" for n, h in zip(wrong, hints, strict=True))
+    return f"{owner} {knows} {what}s {', '.join(each)}{all_known}"
+
+
+def all_of(problems: Iterable[str]) -> str:
+    """Several problems as one message, each in a line of its own."""
+    return "\n".join(problems)
+
+
 def did_you_mean(name: object, known: Iterable[str]) -> str:
-    """``; did you mean 'x'?``, or nothing where no name is like it, or has it as its initials."""
-    names = list(known)
-    close = difflib.get_close_matches(str(name), names, n=1, cutoff=0.65)
-    close += [one for one in names if len(one) > 1 and _initials(one) == name]
-    return f"; did you mean {close[0]!r}?" if close else ""
+    """``; did you mean 'x'?``, or nothing where `meant` finds no name."""
+    found = meant(name, known)
+    return "" if found is None else f"; did you mean {found!r}?"
+
+
+def meant(name: object, known: Iterable[str]) -> str | None:
+    """The known name that is like another, or has it as its initials; None: there is none.
+
+    First comes one that is the same but for case and underscores, or that other packages call so;
+    see `runtime.familiar_names`.
+    """
+    by_plain: dict[str, str] = {}
+    for one in known:
+        by_plain.setdefault(plain(one), one)
+    found = same(name, by_plain)
+    if found is not None:
+        return found
+    close = difflib.get_close_matches(plain(name), list(by_plain), n=1, cutoff=0.65)
+    names = [by_plain[one] for one in close]
+    names += [one for one in by_plain.values() if len(one) > 1 and _initials(one) == name]
+    return names[0] if names else None
 
 
 def _initials(name: str) -> str:

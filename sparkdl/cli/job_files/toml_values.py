@@ -23,7 +23,7 @@ class MissingKey(ConfigError):
 def read_toml(path: str | Path) -> Tables:
     """Read a TOML file; raises ConfigError."""
     try:
-        return tomllib.loads(Path(path).read_text(encoding="utf-8"))
+        return tomllib.loads(Path(path).read_text(encoding="utf-8-sig"))
     except OSError as error:
         raise ConfigError(f"cannot read the job file {path}: {error.strerror}") from error
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:

@@ -23,6 +23,7 @@ from sparkdl.report.listeners.listener import Listener
 from sparkdl.serialization.initial_weights import InitialWeights
 from sparkdl.spark.params import converters
 from sparkdl.spark.params.converters import Metrics, parts_of
+from sparkdl.storage.storage import at_home
 from sparkdl.sync.strategy import SyncStrategy
 
 
@@ -110,6 +111,18 @@ def loss_weights(params: ParamValues) -> dict[str, float]:
     if weights and not isinstance(loss_of_labels(params), Mapping):
         raise ConfigError("lossWeights needs a loss for each label; weigh inside your own loss")
     return dict(weights)
+
+
+def cache_dir(params: ParamValues) -> str | None:
+    """``cacheDir``, without a ``~``: processes on executors may have another home."""
+    place = params.value("cacheDir")
+    return None if place is None else at_home(place)
+
+
+def output_columns(params: ParamValues) -> tuple[str, ...]:
+    """The columns that the fitted model will add; those that are turned off are left out."""
+    names = ("predictionCol", "rawPredictionCol", "probabilityCol")
+    return tuple(filter(None, map(params.value, names)))
 
 
 INFERENCE_BATCH_SIZE = 512
@@ -313,7 +326,8 @@ class EstimatorArguments(InputArguments, total=False):
     cacheDir: Annotated[str | None, Option(
         "folder of the executors' local disks in which the spool is kept, so that a later fit on "
         "the same files with the same inputs does not read them again; 'sparkdl clean' removes "
-        "it. None: the spool is removed when the fit ends.", default=None, fills="request")]
+        "it. None: the spool is removed when the fit ends.", default=None, fills="request",
+        read=cache_dir)]
     seed: Annotated[int, Option("random seed.")]
     syncStrategy: Annotated[Literal["auto"] | str | SyncStrategy, Option(
         "how replicas are kept in agreement: a SyncStrategy, its name (such as 'allreduce' or "
@@ -483,6 +497,12 @@ class ModelArguments(InputArguments, total=False):
 class ClassifierModelArguments(ModelArguments, ClassArguments, total=False):
     """Params of `TorchClassifierModel`."""
 # fmt: on
+
+
+@cache
+def hints(arguments: type) -> Mapping[str, Any]:
+    """The types of a TypedDict of this file, by the Param's name."""
+    return typing.get_type_hints(arguments)
 
 
 @cache
