@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import difflib
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 
 from sparkdl.runtime.familiar_names import plain, same
 
@@ -19,6 +19,21 @@ class SparkDLError(Exception):
 
 class ConfigError(SparkDLError, ValueError):
     """A parameter is wrong, or two of them contradict each other."""
+
+
+class ConfigErrors(ConfigError):
+    """Several parameters are wrong; the message has a line for each.
+
+    Attributes:
+        errors: each by itself.
+    """
+
+    def __init__(self, errors: Sequence[ConfigError]) -> None:
+        super().__init__(all_of(map(str, errors)))
+        self.errors = tuple(errors)
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return type(self), (self.errors,)
 
 
 class ParamError(ConfigError, TypeError):
@@ -124,6 +139,12 @@ def unknown_names(
         return f"{owner} {knows} {what} {wrong[0]!r}{hints[0]}{all_known}"
     each = (f"{n!r}{f' ({h[2:]})' if h else ''}" for n, h in zip(wrong, hints, strict=True))
     return f"{owner} {knows} {what}s {', '.join(each)}{all_known}"
+
+
+def raise_all(errors: Sequence[ConfigError]) -> None:
+    """Raise the only error, or several as one; nothing if there are none."""
+    if errors:
+        raise errors[0] if len(errors) == 1 else ConfigErrors(errors)
 
 
 def all_of(problems: Iterable[str]) -> str:

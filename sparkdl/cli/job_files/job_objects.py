@@ -11,7 +11,7 @@ from typing import Any, get_args, get_origin
 
 from sparkdl.cli.job_files.job_file import PARAMS, ObjectRef, TrainJob
 from sparkdl.cli.job_files.toml_values import build
-from sparkdl.errors import ConfigError, did_you_mean
+from sparkdl.errors import ConfigError, did_you_mean, raise_all
 from sparkdl.runtime.public_names import import_object
 from sparkdl.spark.params.param_table import Option
 
@@ -75,15 +75,19 @@ def make_estimator(job: TrainJob) -> Any:
     elif job.validation is not None:
         params["validationIndicatorCol"] = VALIDATION_COLUMN
     estimator = kinds[job.estimator.kind](module=_partial(job.model, "model"))
+    wrong = []
     for name, value in params.items():
         key = f"estimator.{_KEYS.get(name, name)}"
         if not estimator.hasParam(name):
             kind = job.estimator.kind
-            raise ConfigError(f"{key} is not for kind = '{kind}'; leave it out, or choose another")
+            remedy = "leave it out, or choose another"
+            wrong.append(ConfigError(f"{key} is not for kind = '{kind}'; {remedy}"))
+            continue
         try:
             estimator.getParam(name).typeConverter(value)
         except (TypeError, ConfigError) as error:
-            raise ConfigError(in_file_words(f"{key}: {error}")) from error
+            wrong.append(ConfigError(in_file_words(f"{key}: {error}")))
+    raise_all(wrong)
     return estimator._set(**params)
 
 
@@ -138,12 +142,12 @@ def _check_arguments(named: Callable[..., Any], arguments: Mapping[str, Any], wh
         return
     if any(one.kind is inspect.Parameter.VAR_KEYWORD for one in parameters.values()):
         return
-    for name in arguments:
-        if name not in parameters:
-            hint = did_you_mean(name, parameters) or ";"
-            raise ConfigError(
-                f"unknown key '{name}' in {where}{hint} known: {', '.join(parameters)}"
-            )
+    wrong = []
+    for name in [name for name in arguments if name not in parameters]:
+        hint = did_you_mean(name, parameters) or ";"
+        text = f"unknown key '{name}' in {where}{hint} known: {', '.join(parameters)}"
+        wrong.append(ConfigError(text))
+    raise_all(wrong)
 
 
 def _made(reference: ObjectRef, where: str) -> Any:

@@ -148,6 +148,8 @@ class Option:
     _: KW_ONLY
     convert: Callable[[Any], Any] | None = None
     """Gives the value to keep, or raises TypeError. None: it follows from the type."""
+    check: Callable[[str, Any], Any] | None = None
+    """The same, of ``doc`` and a value."""
     default: Any = OF_THE_FIELD
     """Left out: that of the field in TrainConfig; none where it fills another field."""
     fills: Literal["config", "checkpoint", "request", "nothing"] = "config"
@@ -220,7 +222,7 @@ class EstimatorArguments(InputArguments, total=False):
         "(output, target) -> tensor; with several labels a dict of these by label, one for all, "
         "or a callable that gets a dict of all labels.",
         job_file_doc="A name, an object, or with several ``labels`` a table with one of these "
-        "for each.", default=NOT_SET, read=loss_of_labels)]
+        "for each.", check=converters.to_loss, default=NOT_SET, read=loss_of_labels)]
     trainingStep: Annotated[Callable[..., Any] | None, Option(
         "function (module, inputs, target) that gives the loss of a batch, in place of loss of "
         "what forward returns (without a label target is None), for networks such as GANs; None: "
@@ -230,7 +232,7 @@ class EstimatorArguments(InputArguments, total=False):
     optimizer: Annotated[str | Callable[..., Any], Option(
         "optimizer: the name of a class in torch.optim, 'lars' or 'lamb', an optimizer class, or "
         "a callable params -> torch.optim.Optimizer; 'auto': what a LightningModule configures, "
-        "else Adam.", default="auto", is_called_later=True)]
+        "else Adam.", check=converters.to_optimizer, default="auto", is_called_later=True)]
     optimizerParams: Annotated[
         Mapping[str, object], Option("keyword arguments of the optimizer (dict).")]
     learningRate: Annotated[float | Literal["auto"] | None, Option(
@@ -266,6 +268,7 @@ class EstimatorArguments(InputArguments, total=False):
         "sparkdl.warmup(...), stepped after every training step; ReduceLROnPlateau after every "
         "evaluation, with the value that earlyStopping monitors, or val_loss, or loss.",
         job_file_doc="A callable that gets the optimizer, and ``args`` by name.",
+        check=converters.to_scheduler,
         is_called_later=True)]
     inputShape: Annotated[Sequence[int | Sequence[int] | None] | None, Option(
         "shape of one sample as the module expects it, such as (1, 28, 28); with several "
@@ -379,7 +382,8 @@ class EstimatorArguments(InputArguments, total=False):
     earlyStopping: Annotated[EarlyStopping | None, Option(
         "sparkdl.EarlyStopping(...): when to stop before the last epoch; None: never.",
         in_job_file=EarlyStopping)]
-    callbacks: Annotated[list[Any], Option("observers called on every worker (list).")]
+    callbacks: Annotated[list[Any], Option(
+        "observers called on every worker (list).", check=converters.to_callbacks)]
     metrics: Annotated[Metrics | None, Option(
         "what is computed on the validation rows besides the loss: a list of names ('accuracy', "
         "'f1', 'auroc', 'rmse', ...) and torchmetrics, or a dict from the name in the history to "

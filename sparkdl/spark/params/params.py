@@ -209,7 +209,9 @@ def with_params(arguments: type, **defaults: Any) -> Callable[[C], C]:
         cls._options = rows
         for name, option in rows.items():
             convert = option.convert or partial(to_type, option.type, option.doc)
-            if option.convert is None and option.type in _SPARKS_CONVERTERS:
+            if option.check is not None:
+                convert = partial(option.check, option.doc)
+            elif option.convert is None and option.type in _SPARKS_CONVERTERS:
                 convert = partial(_convert_as_spark, option.type)
             if option.accepts_auto:
                 convert = partial(_auto_or, convert)
