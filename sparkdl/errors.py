@@ -141,10 +141,31 @@ def unknown_names(
     return f"{owner} {knows} {what}s {', '.join(each)}{all_known}"
 
 
-def raise_all(errors: Sequence[ConfigError]) -> None:
-    """Raise the only error, or several as one; nothing if there are none."""
-    if errors:
-        raise errors[0] if len(errors) == 1 else ConfigErrors(errors)
+class Problems:
+    """Collects what is wrong, so that users learn of all of it at once."""
+
+    def __init__(self) -> None:
+        self.errors: list[ConfigError] = []
+
+    def add(self, message: str) -> None:
+        """Take note of a problem."""
+        self.errors.append(ConfigError(message))
+
+    @contextlib.contextmanager
+    def caught(self) -> Iterator[None]:
+        """Take note of the ConfigError that ends the block, if one does."""
+        try:
+            yield
+        except ConfigErrors as several:
+            self.errors += several.errors
+        except ConfigError as error:
+            self.errors.append(error)
+
+    def raise_all(self) -> None:
+        """Raise the only error, or several as one; nothing if there are none."""
+        found = list({str(error): error for error in self.errors}.values())
+        if found:
+            raise found[0] if len(found) == 1 else ConfigErrors(found)
 
 
 def all_of(problems: Iterable[str]) -> str:

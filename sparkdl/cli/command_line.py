@@ -74,7 +74,7 @@ class Parser(argparse.ArgumentParser):
             )
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
-        """As `argparse` has it; a command refuses unknown options itself, since it knows its own."""
+        """As argparse has it; a command refuses unknown options itself, which knows its own."""
         found, others = super().parse_known_args(args, namespace)
         if others and not self._subparsers:
             known = [one for action in self._actions for one in action.option_strings]

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, Literal, TypeVar, get_args, get_origin, get_type_hints
 
 from sparkdl.config import require
-from sparkdl.errors import ConfigError, ConfigErrors, did_you_mean, raise_all
+from sparkdl.errors import ConfigError, Problems, did_you_mean
 from sparkdl.spark.params.converters import NAMES, parts_of
 from sparkdl.storage.storage import at_home
 
@@ -85,22 +85,17 @@ def build(kind: type[T], table: Any, where: str = "") -> T:
     require(isinstance(table, Mapping), f"{where} must be a table", table)
     hints = get_type_hints(kind)
     known = {item.name: item for item in fields(kind)}  # type: ignore[arg-type]
-    wrong: list[ConfigError] = []
+    problems = Problems()
     for key in table:
         if key not in known:
             what = f"unknown key '{key}' in [{where}]" if where else f"unknown section [{key}]"
             hint = did_you_mean(key, known) or f"; known: {', '.join(known)}"
-            wrong.append(ConfigError(f"{what}{hint}"))
+            problems.add(f"{what}{hint}")
     values = {}
     for key in [key for key in table if key in known]:
-        try:
+        with problems.caught():
             values[key] = convert(table[key], hints[key], f"{where}.{key}" if where else key)
-        except ConfigErrors as errors:
-            wrong += errors.errors
-        except ConfigError as error:
-            wrong.append(error)
-    if wrong:  # a key that is missing may be one of those that are written otherwise
-        raise_all(wrong)
+    problems.raise_all()  # a key that is missing may be one that is written otherwise
     for name in known:
         if name in required(kind) and name not in table:
             place = f"key '{name}' in [{where}]" if where else f"section [{name}]"

@@ -16,7 +16,15 @@ from pyspark.ml.param import Param, Params, TypeConverters, shared
 from pyspark.ml.util import MLWritable
 
 from sparkdl.config import CheckpointConfig, Task, TrainConfig, require
-from sparkdl.errors import ConfigError, ParamError, all_of, did_you_mean, meant, unknown_names
+from sparkdl.errors import (
+    ConfigError,
+    ParamError,
+    Problems,
+    all_of,
+    did_you_mean,
+    meant,
+    unknown_names,
+)
 from sparkdl.runtime import familiar_names
 from sparkdl.runtime.arguments import plain_value
 from sparkdl.runtime.tracebacks import plainly
@@ -327,18 +335,28 @@ def training_values(params: TrainParams, task: Task) -> tuple[TrainConfig, dict[
     """The training configuration and other fields of a FitRequest; raises ConfigError."""
     values: dict[str, dict[str, Any]] = {"config": {}, "checkpoint": {}, "request": {}}
     automatic: list[str] = []
+    problems, config = Problems(), None
     for name, option in params._options.items():
         if option.fills == "nothing":
             continue
-        value = option.read(params) if option.read else params.value(name)
+        value = None
+        with problems.caught():
+            value = option.read(params) if option.read else params.value(name)
         if name == "module" and value is None:
-            raise ConfigError("module is not set; pass an nn.Module or a callable that makes one")
+            problems.add("module is not set; pass an nn.Module or a callable that makes one")
         if option.accepts_auto and isinstance(value, str) and value == AUTO:
             automatic.append(name)
             value = option.start
         if option.least is not None and value is not None:
-            require(value >= option.least, f"{name} must be at least {option.least}", value)
+            with problems.caught():
+                require(value >= option.least, f"{name} must be at least {option.least}", value)
         values[option.fills][option.field] = tuple(value) if isinstance(value, list) else value
-    checkpoint = CheckpointConfig(**values["checkpoint"])
+    checkpoint = CheckpointConfig()
+    with problems.caught():
+        checkpoint = CheckpointConfig(**values["checkpoint"])
+    with problems.caught():
+        config = TrainConfig(task=task, checkpoint=checkpoint, **values["config"])
+    problems.raise_all()
+    assert config is not None
     values["request"]["automatic"] = tuple(automatic)
-    return TrainConfig(task=task, checkpoint=checkpoint, **values["config"]), values["request"]
+    return config, values["request"]
