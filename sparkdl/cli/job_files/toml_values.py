@@ -100,7 +100,8 @@ def build(kind: type[T], table: Any, where: str = "") -> T:
         if name in required(kind) and name not in table:
             place = f"key '{name}' in [{where}]" if where else f"section [{name}]"
             raise MissingKey(f"missing {place}")
-    if isinstance(place := values.get("path"), str):
+    place: Any = values.get("path")
+    if isinstance(place, str):
         values["path"] = at_home(place)
     try:
         return kind(**values)

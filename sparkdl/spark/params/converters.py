@@ -61,17 +61,6 @@ def to_callbacks(doc: str, value: Any) -> list[Any]:
     return list(callbacks)
 
 
-def to_loss(doc: str, value: Any) -> Any:
-    """Accept a name, what computes a loss, or a dict of these by label."""
-    items = list(value.values()) if isinstance(value, Mapping) else [value]
-    torch = sys.modules.get("torch")
-    for one in items:
-        if torch is not None and isinstance(one, type) and issubclass(one, torch.nn.Module):
-            raise TypeError(f"received the class {one.__name__}{_as_object(one)}")
-    kind = str | Callable[..., Any]
-    return to_type(kind | Mapping[str, kind], doc, value)
-
-
 def to_optimizer(doc: str, value: Any) -> Any:
     """Accept a name, or what makes an optimizer of parameters."""
     if _is_of_torch(value, "Optimizer"):

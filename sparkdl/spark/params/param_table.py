@@ -222,7 +222,7 @@ class EstimatorArguments(InputArguments, total=False):
         "(output, target) -> tensor; with several labels a dict of these by label, one for all, "
         "or a callable that gets a dict of all labels.",
         job_file_doc="A name, an object, or with several ``labels`` a table with one of these "
-        "for each.", check=converters.to_loss, default=NOT_SET, read=loss_of_labels)]
+        "for each.", default=NOT_SET, read=loss_of_labels)]
     trainingStep: Annotated[Callable[..., Any] | None, Option(
         "function (module, inputs, target) that gives the loss of a batch, in place of loss of "
         "what forward returns (without a label target is None), for networks such as GANs; None: "

@@ -220,7 +220,6 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"callbacks": [PrintLoss]}, "pass an object of the class: PrintLoss()"),
     ({"callbacks": [print]}, "derive a class from sparkdl.Callback"),
     ({"earlyStopping": EarlyStopping}, "pass an object of the class: EarlyStopping()"),
-    ({"loss": nn.MSELoss}, "pass an object of the class: MSELoss()"),
 ]
 
 
@@ -235,7 +234,7 @@ def test_objects_of_the_wrong_kind_come_with_what_to_write(number: int) -> None:
 def test_what_makes_a_schedule_or_a_loss_is_taken() -> None:
     for scheduler in (lr_scheduler.ReduceLROnPlateau, partial(lr_scheduler.StepLR, step_size=3)):
         assert TorchClassifier(scheduler=scheduler).getScheduler() is scheduler
-    for loss in (nn.MSELoss(), nn.functional.mse_loss, "mse"):
+    for loss in (nn.MSELoss, nn.MSELoss(), nn.functional.mse_loss, "mse"):
         assert TorchClassifier(loss=loss).getLoss() is loss
 
 
