@@ -10,7 +10,7 @@ import contextlib
 import difflib
 from collections.abc import Iterable, Iterator, Sequence
 
-from sparkdl.runtime.familiar_names import plain, same
+from sparkdl.familiar_names import plain, same
 
 
 class SparkDLError(Exception):
@@ -125,20 +125,19 @@ def unknown(what: str, name: object, known: Iterable[str], more: str = "") -> Co
     return ConfigError(f"unknown {what} {name!r}{hint} known: {', '.join(names)}{more}")
 
 
-def unknown_names(
-    owner: str, what: str, names: Iterable[str], known: Iterable[str], *, knows: str = "has no"
-) -> str:
+def unknown_names(start: str, names: Iterable[str], known: Iterable[str]) -> str:
     """One sentence about all names that are unknown, each with the one that may be meant.
 
-    Such as ``Mesh has no argument 'shards'; did you mean 'shard'?``
+    ``start`` is its beginning, such as ``Mesh has no argument``: the sentence goes on
+    ``'shards'; did you mean 'shard'?``
     """
     wrong, known = list(names), list(known)
     hints = [did_you_mean(name, known) for name in wrong]
     all_known = "" if all(hints) else f"; known: {', '.join(known) or 'none'}"
     if len(wrong) == 1:
-        return f"{owner} {knows} {what} {wrong[0]!r}{hints[0]}{all_known}"
+        return f"{start} {wrong[0]!r}{hints[0]}{all_known}"
     each = (f"{n!r}{f' ({h[2:]})' if h else ''}" for n, h in zip(wrong, hints, strict=True))
-    return f"{owner} {knows} {what}s {', '.join(each)}{all_known}"
+    return f"{start}s {', '.join(each)}{all_known}"
 
 
 class Problems:
@@ -183,7 +182,7 @@ def meant(name: object, known: Iterable[str]) -> str | None:
     """The known name that is like another, or has it as its initials; None: there is none.
 
     First comes one that is the same but for case and underscores, or that other packages call so;
-    see `runtime.familiar_names`.
+    see `familiar_names`.
     """
     by_plain: dict[str, str] = {}
     for one in known:

@@ -10,7 +10,7 @@ from pathlib import PurePath
 from typing import Any, TypeVar, cast
 
 from sparkdl.errors import ParamError, all_of, unknown_names
-from sparkdl.runtime.familiar_names import plain, same
+from sparkdl.familiar_names import plain, same
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -65,7 +65,9 @@ def refusal(function: Callable[..., Any], args: tuple[Any, ...], kwargs: Any) ->
     if not any(one.kind is inspect.Parameter.VAR_KEYWORD for one in parameters):
         wrong = [one for one in kwargs if one not in names]
         if wrong:
-            problems.append(unknown_names(name, "argument", wrong, names) + _as_params(me, wrong))
+            problems.append(
+                unknown_names(f"{name} has no argument", wrong, names) + _as_params(me, wrong)
+            )
     positional = [one.name for one in parameters if one.kind in _POSITIONAL]
     takes_any_number = any(one.kind is inspect.Parameter.VAR_POSITIONAL for one in parameters)
     if len(args) > len(positional) and not takes_any_number:

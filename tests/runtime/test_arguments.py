@@ -33,9 +33,9 @@ from sparkdl import (
 )
 from sparkdl.errors import ParamError, meant
 from sparkdl.estimator import TorchEstimator
+from sparkdl.familiar_names import METHODS, NAMES, plain
 from sparkdl.model import TorchModel
 from sparkdl.runtime.arguments import plain_value
-from sparkdl.runtime.familiar_names import METHODS, NAMES, plain
 from sparkdl.runtime.tracebacks import plainly
 from sparkdl.spark.params.param_table import ClassifierArguments, LabelsArguments, options
 

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Self, TypeVar
 from pyspark.ml.param import Param, Params, TypeConverters, shared
 from pyspark.ml.util import MLWritable
 
+from sparkdl import familiar_names
 from sparkdl.config import CheckpointConfig, Task, TrainConfig, require
 from sparkdl.errors import (
     ConfigError,
@@ -25,7 +26,6 @@ from sparkdl.errors import (
     meant,
     unknown_names,
 )
-from sparkdl.runtime import familiar_names
 from sparkdl.runtime.arguments import plain_value
 from sparkdl.runtime.tracebacks import plainly
 from sparkdl.spark.params.converters import NAMES, to_type
@@ -65,7 +65,7 @@ class CheckedParams(
     def _set(self: P, **kwargs: Any) -> P:
         names, wrong = self._names(), []
         if unknown := [name for name in kwargs if name not in names]:
-            wrong.append(unknown_names(type(self).__name__, "Param", unknown, names))
+            wrong.append(unknown_names(f"{type(self).__name__} has no Param", unknown, names))
         for name, value in kwargs.items():
             if name not in names:
                 continue
