@@ -5,6 +5,7 @@ They differ in their default loss, in what they make of the label column and in 
 
 from __future__ import annotations
 
+import os
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -228,7 +229,7 @@ class _TorchEstimator(Estimator[TorchModel], TrainParams, Saved, MLReadable["_To
     if TYPE_CHECKING:
 
         @classmethod
-        def load(cls, path: str) -> Self: ...
+        def load(cls, path: str | os.PathLike[str]) -> Self: ...
 
 
 @with_params(param_table.LabelsArguments, loss="mse")

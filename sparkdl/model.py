@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
@@ -418,7 +419,7 @@ class TorchModel(Model, CheckedParams, Saved, MLReadable["TorchModel"], ModelAcc
     if TYPE_CHECKING:
 
         @classmethod
-        def load(cls, path: str) -> Self: ...
+        def load(cls, path: str | os.PathLike[str]) -> Self: ...
 
 
 @with_params(param_table.ModelArguments)

@@ -100,9 +100,8 @@ def build(kind: type[T], table: Any, where: str = "") -> T:
         if name in required(kind) and name not in table:
             place = f"key '{name}' in [{where}]" if where else f"section [{name}]"
             raise MissingKey(f"missing {place}")
-    place: Any = values.get("path")
-    if isinstance(place, str):
-        values["path"] = at_home(place)
+    if isinstance(values.get("path"), str):
+        values["path"] = at_home(values["path"])
     try:
         return kind(**values)
     except ConfigError as error:
