@@ -39,6 +39,7 @@ python_use_unqualified_type_names = True
 napoleon_google_docstring = True
 napoleon_numpy_docstring = False
 napoleon_use_ivar = True
+napoleon_custom_sections = [("Params", "params_style")]
 
 # Names of other packages are not looked up: the build needs no network.
 nitpick_ignore_regex = [("py:.*", r"(?!sparkdl\b).*")]

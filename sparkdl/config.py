@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal, get_args
 
-from sparkdl.errors import ConfigError
+from sparkdl.errors import ConfigError, Problems
 
 Task = Literal["classification", "regression", "custom"]
 Mode = Literal["auto", "min", "max"]
@@ -33,6 +33,15 @@ def require(is_right: bool, rule: str, received: object) -> None:
     """Refuse a value that breaks a rule: raises ConfigError with both."""
     if not is_right:
         raise ConfigError(f"{rule}; received {received!r}")
+
+
+def require_all(*rules: tuple[bool, str, object]) -> None:
+    """Refuse all values that break their rules, as `require` does; raises ConfigError."""
+    problems = Problems()
+    for rule in rules:
+        with problems.caught():
+            require(*rule)
+    problems.raise_all()
 
 
 def direction(monitor: str, mode: Mode) -> Literal["min", "max"]:
@@ -209,17 +218,35 @@ class TrainConfig:
 
     def __post_init__(self) -> None:
         steps, batch, parts = self.max_steps, self.batch_size, self.gradient_accumulation_steps
-        require(self.epochs >= 1, "epochs must be at least 1", self.epochs)
-        require(batch >= 1, "batchSize must be at least 1", batch)
-        require(parts >= 1, "gradientAccumulationSteps must be at least 1", parts)
-        require(steps == -1 or steps >= 1, "maxSteps must be at least 1, or -1 for no limit", steps)
-        for name, value, known in (
-            ("precision", self.precision, PRECISIONS),
-            ("memoryFormat", self.memory_format, MEMORY_FORMATS),
-            ("device", self.device, DEVICES),
-            ("elasticity", self.elasticity, ELASTICITIES),
-        ):
-            require(value in known, f"{name} must be one of {known}", value)
+        rate, clip, factor = self.learning_rate, self.gradient_clip_norm, self.divergence_factor
+        group, window = self.group_by_length, self.shuffle_window_bytes
+        every, weights = self.validation_interval, self.loss_weights
+        require_all(
+            (self.epochs >= 1, "epochs must be at least 1", self.epochs),
+            (batch >= 1, "batchSize must be at least 1", batch),
+            (parts >= 1, "gradientAccumulationSteps must be at least 1", parts),
+            (steps == -1 or steps >= 1, "maxSteps must be at least 1, or -1 for no limit", steps),
+            *(
+                (value in known, f"{name} must be one of {known}", value)
+                for name, value, known in (
+                    ("precision", self.precision, PRECISIONS),
+                    ("memoryFormat", self.memory_format, MEMORY_FORMATS),
+                    ("device", self.device, DEVICES),
+                    ("elasticity", self.elasticity, ELASTICITIES),
+                )
+            ),
+            (rate is None or rate > 0, "learningRate must be positive", rate),
+            (clip is None or clip > 0, "gradientClipNorm must be positive", clip),
+            (factor is None or factor > 1, "divergenceFactor must be more than 1", factor),
+            (every is None or every >= 1, "validationInterval must be at least 1", every),
+            (group is None or group >= 2, "groupByLength must be at least 2", group),
+            (window is None or window >= 1, "shuffleWindowBytes must be at least 1", window),
+            (
+                all(weight >= 0 for weight in weights.values()),
+                "lossWeights must not be negative",
+                weights,
+            ),
+        )
         if self.compile and self.elasticity == "bits":
             raise ConfigError(
                 "compile does not go with elasticity='bits': what the compiler makes may depend on "
@@ -230,21 +257,6 @@ class TrainConfig:
                 "compile does not go with syncBatchNorm, whose layers exchange statistics, and no "
                 "compiled code can; unset one of the two"
             )
-        rate, clip, factor = self.learning_rate, self.gradient_clip_norm, self.divergence_factor
-        require(rate is None or rate > 0, "learningRate must be positive", rate)
-        require(clip is None or clip > 0, "gradientClipNorm must be positive", clip)
-        require(factor is None or factor > 1, "divergenceFactor must be more than 1", factor)
-        every = self.validation_interval
-        require(every is None or every >= 1, "validationInterval must be at least 1", every)
-        group, window = self.group_by_length, self.shuffle_window_bytes
-        require(group is None or group >= 2, "groupByLength must be at least 2", group)
-        require(window is None or window >= 1, "shuffleWindowBytes must be at least 1", window)
-        weights = self.loss_weights
-        require(
-            all(weight >= 0 for weight in weights.values()),
-            "lossWeights must not be negative",
-            weights,
-        )
         if parts > batch:
             raise ConfigError(
                 f"gradientAccumulationSteps ({parts}) cannot exceed batchSize ({batch}): a "

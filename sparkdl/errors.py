@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import contextlib
 import difflib
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
+
+from sparkdl.familiar_names import plain, same
 
 
 class SparkDLError(Exception):
@@ -17,6 +19,21 @@ class SparkDLError(Exception):
 
 class ConfigError(SparkDLError, ValueError):
     """A parameter is wrong, or two of them contradict each other."""
+
+
+class ConfigErrors(ConfigError):
+    """Several parameters are wrong; the message has a line for each.
+
+    Attributes:
+        errors: each by itself.
+    """
+
+    def __init__(self, errors: Sequence[ConfigError]) -> None:
+        super().__init__(all_of(map(str, errors)))
+        self.errors = tuple(errors)
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return type(self), (self.errors,)
 
 
 class ParamError(ConfigError, TypeError):
@@ -108,12 +125,75 @@ def unknown(what: str, name: object, known: Iterable[str], more: str = "") -> Co
     return ConfigError(f"unknown {what} {name!r}{hint} known: {', '.join(names)}{more}")
 
 
+def unknown_names(start: str, names: Iterable[str], known: Iterable[str]) -> str:
+    """One sentence about all names that are unknown, each with the one that may be meant.
+
+    ``start`` is its beginning, such as ``Mesh has no argument``: the sentence goes on
+    ``'shards'; did you mean 'shard'?``
+    """
+    wrong, known = list(names), list(known)
+    hints = [did_you_mean(name, known) for name in wrong]
+    all_known = "" if all(hints) else f"; known: {', '.join(known) or 'none'}"
+    if len(wrong) == 1:
+        return f"{start} {wrong[0]!r}{hints[0]}{all_known}"
+    each = (f"{n!r}{f' ({h[2:]})' if h else ''}" for n, h in zip(wrong, hints, strict=True))
+    return f"{start}s {', '.join(each)}{all_known}"
+
+
+class Problems:
+    """Collects what is wrong, so that users learn of all of it at once."""
+
+    def __init__(self) -> None:
+        self.errors: list[ConfigError] = []
+
+    def add(self, message: str) -> None:
+        """Take note of a problem."""
+        self.errors.append(ConfigError(message))
+
+    @contextlib.contextmanager
+    def caught(self) -> Iterator[None]:
+        """Take note of the ConfigError that ends the block, if one does."""
+        try:
+            yield
+        except ConfigErrors as several:
+            self.errors += several.errors
+        except ConfigError as error:
+            self.errors.append(error)
+
+    def raise_all(self) -> None:
+        """Raise the only error, or several as one; nothing if there are none."""
+        found = list({str(error): error for error in self.errors}.values())
+        if found:
+            raise found[0] if len(found) == 1 else ConfigErrors(found)
+
+
+def all_of(problems: Iterable[str]) -> str:
+    """Several problems as one message, each in a line of its own."""
+    return "\n".join(problems)
+
+
 def did_you_mean(name: object, known: Iterable[str]) -> str:
-    """``; did you mean 'x'?``, or nothing where no name is like it, or has it as its initials."""
-    names = list(known)
-    close = difflib.get_close_matches(str(name), names, n=1, cutoff=0.65)
-    close += [one for one in names if len(one) > 1 and _initials(one) == name]
-    return f"; did you mean {close[0]!r}?" if close else ""
+    """``; did you mean 'x'?``, or nothing where `meant` finds no name."""
+    found = meant(name, known)
+    return "" if found is None else f"; did you mean {found!r}?"
+
+
+def meant(name: object, known: Iterable[str]) -> str | None:
+    """The known name that is like another, or has it as its initials; None: there is none.
+
+    First comes one that is the same but for case and underscores, or that other packages call so;
+    see `familiar_names`.
+    """
+    by_plain: dict[str, str] = {}
+    for one in known:
+        by_plain.setdefault(plain(one), one)
+    found = same(name, by_plain)
+    if found is not None:
+        return found
+    close = difflib.get_close_matches(plain(name), list(by_plain), n=1, cutoff=0.65)
+    names = [by_plain[one] for one in close]
+    names += [one for one in by_plain.values() if len(one) > 1 and _initials(one) == name]
+    return names[0] if names else None
 
 
 def _initials(name: str) -> str:

@@ -5,6 +5,7 @@ They differ in their default loss, in what they make of the label column and in 
 
 from __future__ import annotations
 
+import os
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -12,10 +13,9 @@ from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar, Self, TypeVar, Unpack
 
-from pyspark import keyword_only
 from pyspark.ml import Estimator
 from pyspark.ml.param.shared import HasLabelCol
-from pyspark.ml.util import MLReadable, MLReader, MLWritable, MLWriter
+from pyspark.ml.util import MLReadable, MLReader, MLWriter
 from pyspark.sql import DataFrame
 from torch import nn
 
@@ -23,13 +23,15 @@ from sparkdl.config import ExplainOptions, Task
 from sparkdl.data.source import Source
 from sparkdl.errors import TrainingFailed
 from sparkdl.model import TorchClassifierModel, TorchModel, TorchRegressorModel
+from sparkdl.runtime.arguments import plain_arguments
 from sparkdl.runtime.tracebacks import plainly
 from sparkdl.spark.fit.fit import fit
 from sparkdl.spark.frames.shared_spools import Spools
-from sparkdl.spark.frames.user_data import spark_frame
+from sparkdl.spark.frames.user_data import check_params, spark_frame
 from sparkdl.spark.params import accessors, param_table
 from sparkdl.spark.params.params import (
     ClassOutputParams,
+    Saved,
     TrainParams,
     training_values,
     with_params,
@@ -46,16 +48,45 @@ if TYPE_CHECKING:
 E = TypeVar("E", bound="_TorchEstimator")
 
 
-class _TorchEstimator(
-    Estimator[TorchModel], TrainParams, MLWritable, MLReadable["_TorchEstimator"]
-):
+class _TorchEstimator(Estimator[TorchModel], TrainParams, Saved, MLReadable["_TorchEstimator"]):
     """What the three estimators share."""
 
     _task: ClassVar[Task]
     _model_class: ClassVar[type[TorchModel]]
 
     if not TYPE_CHECKING:
-        fit = plainly(Estimator.fit)  # without Spark's frames in between
+
+        @plainly
+        def fit(
+            self,
+            dataset: DataFrame | Source,
+            params: ParamMap | Sequence[ParamMap] | None = None,
+        ) -> TorchModel | list[TorchModel]:
+            """Train, and return the model.
+
+            Args:
+                dataset: a DataFrame of Spark or pandas, which has inputs and labels in columns, or
+                    a source that workers read by themselves, such as `ParquetSource`.
+                params: Params in place of the estimator's, for this fit: a dict such as
+                    ``{estimator.epochs: 5}``, or a list of dicts, each of which is a fit of its
+                    own.
+
+            Returns:
+                A `TorchClassifierModel`, `TorchRegressorModel` or `TorchModel`; for a list of
+                dicts a list of them.
+
+            Raises:
+                ConfigError: a Param is wrong, or two contradict each other.
+                DataError: the rows cannot be trained on.
+                ClusterError: the cluster cannot run the workers.
+                StorageError: ``checkpointDir`` cannot be written or read.
+                WorkerError: the user's code failed on a worker; the message has its traceback.
+                TrainingDiverged: the loss is infinite or NaN, or has grown by
+                    ``divergenceFactor``.
+                TrainingFailed: workers were lost more than ``maxRestarts`` times.
+            """
+            check_params(type(self).__name__, params)
+            return super().fit(dataset, params)
 
     def _fit(self, dataset: DataFrame | Source) -> TorchModel:
         return self.fit_sharing(dataset)
@@ -98,6 +129,7 @@ class _TorchEstimator(
 
         return self._model(fit(dataset, request, spools, choose))
 
+    @plain_arguments
     @plainly
     def explain(
         self,
@@ -109,7 +141,7 @@ class _TorchEstimator(
         count_seconds: float = 60.0,
         measure_seconds: float = 0.6,
     ) -> Explanation:
-        """What ``fit`` would do, how long that would take, and what would be better.
+        """Return what ``fit`` would do, how long that would take, and what would be better.
 
         Nothing is trained and the data is not spooled: a sample is looked at, the rows are
         counted, and some real steps and exchanges are measured on the executors. See
@@ -152,7 +184,8 @@ class _TorchEstimator(
         """The Params as the value that `fit` takes; all checks that need no data happen here."""
         config, others = training_values(self, self._task)
         name, params = type(self).__name__, shown_params(self)
-        return FitRequest(config=config, name=name, params=params, **others)
+        outputs = param_table.output_columns(self)
+        return FitRequest(config=config, name=name, params=params, output_cols=outputs, **others)
 
     def _model(self, result: FitResult) -> TorchModel:
         model = self._model_class(
@@ -178,14 +211,17 @@ class _TorchEstimator(
         return model
 
     def write(self) -> MLWriter:
-        """A writer that saves the Params without pickle."""
+        """Return a writer that saves the Params without pickle.
+
+        Its ``overwrite()`` lets ``save(path)`` replace what is there.
+        """
         from sparkdl.spark.params.save_stage import ParamsWriter  # slow: torch.export
 
         return ParamsWriter(self)
 
     @classmethod
     def read(cls: type[E]) -> MLReader[E]:
-        """A reader for what `write` saved."""
+        """Return a reader for what `write` saved; its ``trusting`` names packages to trust."""
         from sparkdl.spark.params.save_stage import ParamsReader
 
         return ParamsReader(cls)
@@ -193,10 +229,10 @@ class _TorchEstimator(
     if TYPE_CHECKING:
 
         @classmethod
-        def load(cls, path: str) -> Self: ...
+        def load(cls, path: str | os.PathLike[str]) -> Self: ...
 
 
-@with_params(param_table.LabelsArguments)
+@with_params(param_table.LabelsArguments, loss="mse")
 class TorchEstimator(_TorchEstimator, accessors.LabelsAccessors):
     """Trains any module with any loss; the label column is optional, and there may be several.
 
@@ -213,20 +249,17 @@ class TorchEstimator(_TorchEstimator, accessors.LabelsAccessors):
     _model_class = TorchModel
 
     @plainly
-    @keyword_only
     def __init__(self, **params: Unpack[param_table.LabelsArguments]) -> None:
         super().__init__()
-        self._setDefault(loss="mse")
         self.setParams(**params)
 
     @plainly
-    @keyword_only
     def setParams(self, **params: Unpack[param_table.LabelsArguments]) -> TorchEstimator:
         """Set several Params at once."""
         return self._set(**params)
 
 
-@with_params(param_table.RegressorArguments)
+@with_params(param_table.RegressorArguments, loss="mse")
 class TorchRegressor(_TorchEstimator, HasLabelCol, accessors.RegressorAccessors):
     """Trains a module that predicts one number per row; the default loss is the squared error.
 
@@ -239,20 +272,17 @@ class TorchRegressor(_TorchEstimator, HasLabelCol, accessors.RegressorAccessors)
     _model_class = TorchRegressorModel
 
     @plainly
-    @keyword_only
     def __init__(self, **params: Unpack[param_table.RegressorArguments]) -> None:
         super().__init__()
-        self._setDefault(loss="mse")
         self.setParams(**params)
 
     @plainly
-    @keyword_only
     def setParams(self, **params: Unpack[param_table.RegressorArguments]) -> TorchRegressor:
         """Set several Params at once."""
         return self._set(**params)
 
 
-@with_params(param_table.ClassifierArguments)
+@with_params(param_table.ClassifierArguments, loss="cross_entropy")
 class TorchClassifier(
     _TorchEstimator, HasLabelCol, ClassOutputParams, accessors.ClassifierAccessors
 ):
@@ -271,14 +301,11 @@ class TorchClassifier(
     _model_class = TorchClassifierModel
 
     @plainly
-    @keyword_only
     def __init__(self, **params: Unpack[param_table.ClassifierArguments]) -> None:
         super().__init__()
-        self._setDefault(loss="cross_entropy")
         self.setParams(**params)
 
     @plainly
-    @keyword_only
     def setParams(self, **params: Unpack[param_table.ClassifierArguments]) -> TorchClassifier:
         """Set several Params at once."""
         return self._set(**params)

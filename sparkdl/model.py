@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
@@ -10,7 +11,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Self, TypeVar
 
 import torch
 from pyspark.ml import Model
-from pyspark.ml.util import MLReadable, MLReader, MLWritable, MLWriter
+from pyspark.ml.util import MLReadable, MLReader, MLWriter
 from pyspark.sql import Column as SparkColumn
 from pyspark.sql import DataFrame, SparkSession
 from torch import nn
@@ -26,14 +27,22 @@ from sparkdl.inference.scores import Evaluation
 from sparkdl.inputs import Named, Tensor
 from sparkdl.mesh import Mesh
 from sparkdl.report.summary import TrainingSummary
+from sparkdl.runtime.arguments import plain_arguments
 from sparkdl.runtime.tracebacks import plainly
 from sparkdl.serialization.stored_module import StoredModule, seen
 from sparkdl.spark.fit.check_request import copied, floating_dtype
-from sparkdl.spark.frames.columns import CaseSensitive, find, quoted, require, schema_of
+from sparkdl.spark.frames.columns import (
+    CaseSensitive,
+    find,
+    quoted,
+    refuse_outputs,
+    require,
+    schema_of,
+)
 from sparkdl.spark.frames.frame_sample import take_look
 from sparkdl.spark.frames.prepare_columns import prepare_labels, prepare_trained, specification_of
 from sparkdl.spark.frames.row_table import spool_columns
-from sparkdl.spark.frames.user_data import rows_of
+from sparkdl.spark.frames.user_data import check_params, rows_of
 from sparkdl.spark.inference import evaluate_model, evaluate_task, gang_transform
 from sparkdl.spark.inference.arrow_udf import with_columns
 from sparkdl.spark.inference.output_columns import Wanted, plan_outputs
@@ -41,8 +50,11 @@ from sparkdl.spark.inference.send_module import Sender
 from sparkdl.spark.params import param_table
 from sparkdl.spark.params.accessors import ClassifierModelAccessors, ModelAccessors
 from sparkdl.spark.params.converters import to_metrics
-from sparkdl.spark.params.params import CheckedParams, ClassOutputParams, with_params
+from sparkdl.spark.params.params import CheckedParams, ClassOutputParams, Saved, with_params
 from sparkdl.train.training_state import TrainingState
+
+if TYPE_CHECKING:
+    from pyspark.ml._typing import ParamMap
 
 logger = logging.getLogger(__name__)
 M = TypeVar("M", bound="TorchModel")
@@ -50,7 +62,7 @@ T = TypeVar("T")
 
 
 @with_params(param_table.ModelArguments)
-class TorchModel(Model, CheckedParams, MLWritable, MLReadable["TorchModel"], ModelAccessors):
+class TorchModel(Model, CheckedParams, Saved, MLReadable["TorchModel"], ModelAccessors):
     """A trained module as a Spark ML model.
 
     ``transform`` adds ``predictionCol``: a number for a module that gives ``(rows,)`` or
@@ -127,7 +139,27 @@ class TorchModel(Model, CheckedParams, MLWritable, MLReadable["TorchModel"], Mod
         return self._summary
 
     if not TYPE_CHECKING:
-        transform = plainly(Model.transform)  # without Spark's frames in between
+
+        @plainly
+        def transform(self, dataset: DataFrame, params: ParamMap | None = None) -> DataFrame:
+            """Add the output columns to a DataFrame.
+
+            Args:
+                dataset: rows with the inputs, of Spark or pandas, or a stream.
+                params: Params in place of the model's, for this call: a dict such as
+                    ``{model.batchSize: 64}``.
+
+            Returns:
+                A DataFrame with all columns of ``dataset`` and the predictions; nothing is computed
+                before an action.
+
+            Raises:
+                DataError: a column is missing, or of a type of which no tensor can be made; or an
+                    output column is there already.
+                ConfigError: a Param is wrong.
+            """
+            check_params(type(self).__name__, params)
+            return super().transform(dataset, params)
 
     @plainly
     def _transform(self, dataset: DataFrame) -> DataFrame:
@@ -209,13 +241,7 @@ class TorchModel(Model, CheckedParams, MLWritable, MLReadable["TorchModel"], Mod
 
     def _check_outputs(self, dataset: DataFrame, names: list[str]) -> None:
         schema = schema_of(dataset)
-        for name in names:
-            found = find(schema, name)
-            if found:
-                raise DataError(
-                    f'column "{found[0].name}" is in the DataFrame already; drop it, or choose '
-                    f"another name for the output of {self.uid}"
-                )
+        refuse_outputs(schema, names, self.uid)
         given = names if isinstance(schema, CaseSensitive) else [name.lower() for name in names]
         if len(set(given)) < len(names):
             raise ConfigError(f"the output columns of {self.uid} must differ; received {names}")
@@ -270,6 +296,7 @@ class TorchModel(Model, CheckedParams, MLWritable, MLReadable["TorchModel"], Mod
         }
         return fields, [entry.expression for entry in prepared]
 
+    @plain_arguments
     @plainly
     def evaluate(
         self,
@@ -279,7 +306,7 @@ class TorchModel(Model, CheckedParams, MLWritable, MLReadable["TorchModel"], Mod
         curves: bool | Sequence[int] | None = None,
         **params: Any,
     ) -> Evaluation:
-        """How good the model is on the rows of a DataFrame, in one pass over them.
+        """Measure how good the model is on the rows of a DataFrame, in one pass over them.
 
         The driver gets sums, never rows. The result does not depend on partitions and batches:
         counts are exact, other values the same to about 1e-12. torchmetrics are computed in
@@ -302,19 +329,24 @@ class TorchModel(Model, CheckedParams, MLWritable, MLReadable["TorchModel"], Mod
             params: Params of this call, such as ``labelCol``, ``weightCol``, ``loss`` or
                 ``batchSize``.
 
+        Returns:
+            An `Evaluation`, which has the values by name, and shows them in notebooks.
+
         Raises:
             DataError: a column is missing, or its values cannot be used.
             ConfigError: loss, metrics or curves do not fit the model.
         """
-        model, dataset = self.copy()._set(**params), rows_of(dataset)
+        model = self.copy()._set(**params)
+        dataset = rows_of(dataset, needs_table="evaluate")
         task, columns = model._evaluate_task(dataset, to_metrics(metrics or {}), curves)
         return evaluate_model.evaluate(task, dataset, columns)
 
+    @plain_arguments
     @plainly
     def scores(
         self, dataset: DataFrame, *keys: str, scoreCol: str = "loss", **params: Any
     ) -> DataFrame:
-        """The loss of each row, next to the columns that tell which row it is.
+        """Return the loss of each row, next to the columns that tell which row it is.
 
         It is the loss of a batch of that row alone, without ``weightCol``; null where the row
         counts for nothing, as with a class that the loss ignores (of several labels such a one
@@ -325,6 +357,9 @@ class TorchModel(Model, CheckedParams, MLWritable, MLReadable["TorchModel"], Mod
             keys: columns to keep; none keeps all.
             scoreCol: the column for the loss.
             params: Params of this call, such as ``labelCol`` or ``loss``.
+
+        Returns:
+            A DataFrame with the ``keys`` and ``scoreCol``.
 
         Raises:
             DataError: a column is missing.
@@ -391,14 +426,17 @@ class TorchModel(Model, CheckedParams, MLWritable, MLReadable["TorchModel"], Mod
         return task, [*inputs, *(entry.expression for entry in prepared)]
 
     def write(self) -> MLWriter:
-        """A writer that saves Params, module and summary without pickle."""
+        """Return a writer that saves Params, module and summary without pickle.
+
+        Its ``overwrite()`` lets ``save(path)`` replace what is there.
+        """
         from sparkdl.spark.params.save_stage import ModelWriter  # slow: torch.export
 
         return ModelWriter(self)
 
     @classmethod
     def read(cls: type[M]) -> MLReader[M]:
-        """A reader for what `write` saved."""
+        """Return a reader for what `write` saved; its ``trusting`` names packages to trust."""
         from sparkdl.spark.params.save_stage import ModelReader
 
         return ModelReader(cls)
@@ -406,7 +444,7 @@ class TorchModel(Model, CheckedParams, MLWritable, MLReadable["TorchModel"], Mod
     if TYPE_CHECKING:
 
         @classmethod
-        def load(cls, path: str) -> Self: ...
+        def load(cls, path: str | os.PathLike[str]) -> Self: ...
 
 
 @with_params(param_table.ModelArguments)

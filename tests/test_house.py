@@ -16,6 +16,7 @@ MODULES = {name.removesuffix(".__init__"): path for name, path in FILES.items()}
 
 # From bottom to top, as docs/architecture.md draws them. A room may import those before it.
 FLOORS = [
+    "familiar_names",
     "errors",
     "runtime",
     "inputs",
@@ -58,7 +59,7 @@ SPARK_FLOORS = [
 SPARK_SIDE = {"spark", "runner", "model", "estimator", "tuning", "cli"}
 # Rooms and files that are quick to import, also where torch is not installed.
 LIGHT = {
-    *("errors", "inputs", "config", "mesh", "report", "cli", "runtime"),
+    *("familiar_names", "errors", "inputs", "config", "mesh", "report", "cli", "runtime"),
     *("plan", "shuffle_windows", "scores"),
 }
 # Files of these rooms that are imported only once a command runs.

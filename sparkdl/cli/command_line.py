@@ -10,9 +10,10 @@ import sys
 import textwrap
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, TextIO
 
-from sparkdl.errors import SparkDLError
+from sparkdl.errors import SparkDLError, did_you_mean
 
 _NEEDED = ("pyspark", "py4j", "pandas", "torch")
 """Packages without which most commands cannot work; py4j comes with pyspark."""
@@ -45,7 +46,7 @@ class Command:
 
     def run_script(self, arguments: Sequence[str] | None = None) -> int:
         """Run as a script of ``jobs/``, by default on the process's arguments; see `ended`."""
-        parser = argparse.ArgumentParser(**self._parser_arguments())
+        parser = Parser(**self._parser_arguments())
         run = self.set_up(parser)
         given = parser.parse_args(arguments)
         return while_read(lambda: run(given))
@@ -56,6 +57,30 @@ class Command:
             "epilog": self.examples,
             "formatter_class": _Formatter,
         }
+
+
+class Parser(argparse.ArgumentParser):
+    """Says which command, choice or option may be meant where one is unknown."""
+
+    def _check_value(self, action: argparse.Action, value: Any) -> None:
+        known = action.choices
+        if known is not None and value not in known:
+            names = [str(one) for one in known]
+            hint = did_you_mean(value, names) or ";"
+            what = "command" if isinstance(known, dict) else "choice"
+            raise argparse.ArgumentError(
+                action if what == "choice" else None,
+                f"unknown {what} {value!r}{hint} known: {', '.join(names)}",
+            )
+
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
+        """As argparse has it; a command refuses unknown options itself, which knows its own."""
+        found, others = super().parse_known_args(args, namespace)
+        if others and not self._subparsers:
+            known = [one for action in self._actions for one in action.option_strings]
+            hints = [did_you_mean(one.partition("=")[0], known) for one in others if one[0] == "-"]
+            self.error(f"unrecognized arguments: {' '.join(others)}{''.join(hints)}")
+        return found, others
 
 
 class _Formatter(argparse.RawDescriptionHelpFormatter):
@@ -135,7 +160,12 @@ class _Output:
 
 def while_read(run: Callable[[], int]) -> int:
     """Run a command until it ends; 141 if its output has lost its reader, such as ``head``."""
-    out, err = _Output(sys.stdout), _Output(sys.stderr)
+    with contextlib.ExitStack() as stack:
+        none = stack.enter_context(Path(os.devnull).open("w"))  # a service may have no streams
+        return _while_read(run, _Output(sys.stdout or none), _Output(sys.stderr or none))
+
+
+def _while_read(run: Callable[[], int], out: _Output, err: _Output) -> int:
     streams: Any = out, err
     with contextlib.redirect_stdout(streams[0]), contextlib.redirect_stderr(streams[1]):
         try:

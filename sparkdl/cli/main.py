@@ -12,7 +12,7 @@ from pathlib import Path
 
 from sparkdl import __version__
 from sparkdl.cli.clean_command import CLEAN
-from sparkdl.cli.command_line import Command, Run, ended, while_read
+from sparkdl.cli.command_line import Command, Parser, Run, ended, while_read
 from sparkdl.cli.completion import COMPLETION, complete
 from sparkdl.cli.doctor_command import DOCTOR
 from sparkdl.cli.job_commands import EVALUATE, EXPLAIN, PREDICT, PREPARE, TRAIN, TUNE, Form
@@ -63,7 +63,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def make_parser() -> argparse.ArgumentParser:
     """The arguments of all subcommands."""
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog="sparkdl",
         description=_DESCRIPTION,
         epilog=_EPILOG,

@@ -7,17 +7,20 @@ from a mistake in the user's code.
 from __future__ import annotations
 
 import contextlib
+import inspect
 import os
+import re
 import socket
 import time
 from collections.abc import Iterator, Sequence
 from datetime import timedelta
+from types import FunctionType
 from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
 from torch.distributed import Store  # type: ignore[attr-defined] # torch does not export it
 
-from sparkdl.errors import CommunicationError
+from sparkdl.errors import CommunicationError, ConfigError
 
 if TYPE_CHECKING:
     from sparkdl.comm.channel import ChannelClient
@@ -72,6 +75,77 @@ def process_group(
         # and the threads get the time.
         time.sleep(_SETTLE_SECONDS)
         del group
+
+
+_torchs: dict[str, Any] = {}
+"""What torch's functions do, by name, while `kept_group` has replaced that."""
+
+
+@contextlib.contextmanager
+def kept_group() -> Iterator[None]:
+    """In the block, code that makes the default group, as for other launchers, gets the present.
+
+    ``init_process_group`` passes if it asks for no other group than that, and
+    ``destroy_process_group`` leaves it, for whoever made it destroys it. That holds also for the
+    functions that others have imported by name, since it is their code that is replaced.
+    """
+    if _torchs:
+        yield
+        return
+    functions = {
+        name: inspect.unwrap(getattr(dist.distributed_c10d, name))
+        for name in ("init_process_group", "destroy_process_group")
+    }
+    for name, function in functions.items():
+        parts = (function.__globals__, name, function.__defaults__, function.__closure__)
+        _torchs[name] = FunctionType(function.__code__, *parts)
+    functions["init_process_group"].__code__ = _init_instead.__code__
+    functions["destroy_process_group"].__code__ = _destroy_instead.__code__
+    try:
+        yield
+    finally:
+        for name, function in functions.items():
+            function.__code__ = _torchs.pop(name).__code__
+
+
+# These run with torch's module as their globals.
+def _init_instead(*args, **kwargs):  # type: ignore[no-untyped-def]
+    from sparkdl.comm.process_group import init_unless_there
+
+    return init_unless_there(*args, **kwargs)
+
+
+def _destroy_instead(group=None):  # type: ignore[no-untyped-def]
+    from sparkdl.comm.process_group import destroy_unless_kept
+
+    return destroy_unless_kept(group)
+
+
+def init_unless_there(*args: Any, **kwargs: Any) -> Any:
+    """Torch's ``init_process_group``; raises ConfigError if it asks for another than there is."""
+    torchs = _torchs["init_process_group"]
+    if not dist.is_initialized():
+        return torchs(*args, **kwargs)
+    asked = inspect.signature(torchs).bind(*args, **kwargs).arguments
+    there = {"world_size": dist.get_world_size(), "rank": dist.get_rank()}
+    wrong = [f"{k}={asked[k]}" for k, own in there.items() if asked.get(k, -1) not in (-1, own)]
+    backend = str(asked.get("backend") or dist.get_backend())
+    if dist.get_backend() not in re.split("[:,]", backend.lower()):
+        wrong.append(f"backend={backend!r}")
+    if wrong:
+        raise ConfigError(
+            f"init_process_group asks for {', '.join(wrong)}, and there is a process group of "
+            f"{there['world_size']} by {dist.get_backend()!r} already, in which this is rank "
+            f"{there['rank']}; drop the line, for TorchRunner has made the group"
+        )
+    return None
+
+
+def destroy_unless_kept(group: Any) -> Any:
+    """Torch's ``destroy_process_group``, but for the default group."""
+    if group is not None and group is not dist.group.WORLD:
+        return _torchs["destroy_process_group"](group)
+    return None
 
 
 def speaks_for_all() -> bool:

@@ -16,6 +16,8 @@ from pkgutil import get_data
 from typing import Any
 
 from sparkdl.errors import ConfigError, did_you_mean, unknown
+from sparkdl.runtime.arguments import plain_arguments
+from sparkdl.runtime.tracebacks import plainly
 
 _imports = [
     node
@@ -25,6 +27,20 @@ _imports = [
 MODULE_OF = {alias.name: str(node.module) for node in _imports for alias in node.names}
 """The public names of sparkdl, and the module of each, from the imports of ``__init__.pyi``."""
 _PUBLIC_PACKAGES = ("sparkdl", "sparkdl.models")
+
+
+def public(name: str) -> Any:
+    """The public object of a name of `MODULE_OF`, as ``sparkdl.<name>`` gives it.
+
+    A class that users make objects of takes plain values, and says in one sentence which arguments
+    it does not know; see `runtime.arguments`.
+    """
+    value = getattr(import_module(MODULE_OF[name]), name)
+    makes = vars(value).get("__init__") if isinstance(value, type) else None
+    is_protocol = getattr(value, "_is_protocol", False)
+    if makes is not None and not is_protocol and not issubclass(value, BaseException):
+        value.__init__ = plain_arguments(plainly(makes))
+    return value
 
 
 def public_module(module: str, name: str, value: Any) -> str:

@@ -17,6 +17,7 @@ from types import TracebackType
 from typing import ParamSpec, TypeVar
 
 from sparkdl.errors import SparkDLError
+from sparkdl.runtime.arguments import refusal
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -33,7 +34,8 @@ _STANDARD = os.path.dirname(os.__file__) + os.sep  # noqa: PTH120
 def plainly(function: Callable[P, R]) -> Callable[P, R]:
     """Let Ctrl-C, and what a public function raises on purpose, end in a short traceback.
 
-    So do errors that Spark tells of the user's own functions on DataFrames.
+    So do errors that Spark tells of the user's own functions on DataFrames. Arguments that the
+    function does not take are a ParamError, which names those that may be meant.
     """
 
     @functools.wraps(function)
@@ -41,10 +43,14 @@ def plainly(function: Callable[P, R]) -> Callable[P, R]:
         try:
             return function(*args, **kwargs)
         except (Exception, KeyboardInterrupt) as error:
-            if _shows_all() or not _explains_itself(error):
+            refused = None
+            # Python refuses arguments before the function has a frame.
+            if isinstance(error, TypeError) and error.__traceback__.tb_next is None:  # type: ignore[union-attr]
+                refused = refusal(call, args, kwargs)
+            if _shows_all() or not (refused or _explains_itself(error)):
                 raise
-            raised = shortened(error)
-        raise raised
+            raised = refused or shortened(error)
+        raise raised from raised.__cause__
 
     return call
 

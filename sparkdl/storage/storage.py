@@ -88,6 +88,18 @@ def open_storage(path_or_url: str | os.PathLike[str]) -> Folder:
     return FsspecStorage(text if "://" in text else f"{scheme}://{rest}")
 
 
+def at_home(path_or_url: str | os.PathLike[str]) -> str:
+    """A path that begins with ``~`` as one in the user's home, anything else as it is.
+
+    So are the stages of a pipeline, which pyspark puts into a folder that is called ``~``.
+    """
+    text = os.fspath(path_or_url)
+    return text if _STAGE.search(text) else os.path.expanduser(text)  # noqa: PTH111
+
+
+_STAGE = re.compile(r"/stages/\d+_[^/]+/?$")
+
+
 def absolute(path_or_url: str | os.PathLike[str]) -> str:
     """A local path as seen from the root, for other processes; a URL as it is."""
     text = os.fspath(path_or_url)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import html
 import io
 import math
-import sys
 import threading
 import time
 from collections import Counter
@@ -14,6 +13,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from sparkdl.report.live.notebook import CellOutputs, Show, in_notebook
+from sparkdl.report.live.progress import say
 from sparkdl.tuning.study import StudyOptions
 
 if TYPE_CHECKING:
@@ -142,11 +142,7 @@ class TrialTable:
 def make_table(options: StudyOptions, *, verbose: int) -> TrialTable:
     """The table of a search, as the Param ``verbose`` and the place where it is read ask for it."""
     show: Show | None = CellOutputs() if verbose and in_notebook() else None
-    return TrialTable(options, show=show, write=_print if verbose and show is None else None)
-
-
-def _print(line: str) -> None:
-    print(line, file=sys.stderr, flush=True)
+    return TrialTable(options, show=show, write=say if verbose and show is None else None)
 
 
 def _listed(values: Mapping[str, Any]) -> str:

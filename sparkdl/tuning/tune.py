@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from sparkdl.config import EarlyStopping, Mode
 from sparkdl.errors import ConfigError, TrainingFailed, import_or
+from sparkdl.runtime.arguments import plain_arguments
 from sparkdl.runtime.json_values import finite, plain
 from sparkdl.runtime.tracebacks import plainly
 from sparkdl.spark.frames.shared_spools import Spools
@@ -51,6 +52,7 @@ if TYPE_CHECKING:
 E = TypeVar("E", bound="_TorchEstimator")
 
 
+@plain_arguments
 @plainly
 def tune(
     estimator: E,

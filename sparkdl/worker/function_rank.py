@@ -286,22 +286,24 @@ def checkpoints(
 
 @contextlib.contextmanager
 def default_group(device: torch.device, timeout_seconds: float) -> Iterator[None]:
-    """Let torch.distributed be initialized also where there is but one rank."""
+    """Let torch.distributed be initialized also where there is but one rank; see `kept_group`."""
     import torch.distributed as dist
 
-    from sparkdl.comm.process_group import process_group
+    from sparkdl.comm.process_group import kept_group, process_group
 
     if dist.is_initialized():
-        yield
+        with kept_group():
+            yield
         return
-    with process_group(
+    made = process_group(
         backend="nccl" if device.type == "cuda" else "gloo",
         store=dist.HashStore(),  # type: ignore[attr-defined]
         rank=0,
         world_size=1,
         timeout_seconds=timeout_seconds,
         address="127.0.0.1",
-    ):
+    )
+    with made, kept_group():
         yield
 
 

@@ -221,8 +221,8 @@ class Reporter:
 
     def _complain(self, text: str) -> None:
         """Not by logging: our own handler would send it."""
-        assert sys.__stderr__ is not None
-        sys.__stderr__.write(f"sparkdl rank {self._rank}: training goes on, but {text}\n")
+        if sys.__stderr__ is not None:
+            sys.__stderr__.write(f"sparkdl rank {self._rank}: training goes on, but {text}\n")
 
     def _now(self) -> dict[str, Any]:
         if not self._seconds:
@@ -315,7 +315,7 @@ def captured_output(reporter: Reporter) -> Iterator[Callable[[], list[str]]]:
     handler, level = _Handler(reporter), root.level
     own = logging.getLogger("sparkdl")
     own_level = own.level
-    out, err = _Tee(sys.stdout, reporter), _Tee(sys.stderr, reporter)
+    out, err = (_Tee(stream or io.StringIO(), reporter) for stream in (sys.stdout, sys.stderr))
     with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
         root.addHandler(handler)
         own.setLevel(logging.INFO if reporter._rank == 0 else logging.WARNING)

@@ -161,3 +161,27 @@ def test_a_command_ends_when_nobody_reads_its_output(stream: str) -> None:
     found = process.communicate(timeout=30)
     assert process.returncode == 141
     assert all((not text or text == b"interrupted\n") for text in found)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["trian"], "unknown command 'trian'; did you mean 'train'? known: doctor, train"),
+        (["train", "--confg", "x"], "unrecognized arguments: --confg x; did you mean '--config'?"),
+        (["completion", "basf"], "unknown choice 'basf'; did you mean 'bash'?"),
+    ],
+)
+def test_what_is_misspelt_is_suggested(
+    arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        main(arguments)
+    assert message in capsys.readouterr().err
+
+
+def test_a_command_needs_no_streams() -> None:
+    code = (
+        "import sys; sys.stdout = sys.stderr = None; from sparkdl.cli.main import main; "
+        "status = main(['train', '--starter']); sys.exit(0 if status == 0 else 3)"
+    )
+    assert run_python(code) == ""

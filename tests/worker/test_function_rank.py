@@ -105,6 +105,40 @@ def test_a_function_may_destroy_the_process_group(driver: Driver) -> None:
     assert driver.value() == {"value": None, "history": []}
 
 
+def test_lines_of_other_launchers_do_no_harm(driver: Driver) -> None:
+    """Also by the names under which they were imported before."""
+
+    def train() -> list[Any]:
+        init(backend="gloo")
+        dist.init_process_group("cpu:gloo,cuda:nccl", init_method="env://", rank=0, world_size=1)
+        part = dist.new_group([0])
+        destroy(part)
+        destroy()
+        init()
+        value = torch.ones(1)
+        dist.all_reduce(value)
+        return [float(value), dist.get_world_size()]
+
+    init, destroy = dist.init_process_group, dist.destroy_process_group
+    assert call(driver, train) == []
+    assert driver.value()["value"] == [1.0, 1]
+    assert not dist.is_initialized()
+    init("gloo", store=dist.HashStore(), rank=0, world_size=1)  # torch's own again
+    with pytest.raises(ValueError, match="twice"):
+        init("gloo")
+    destroy()
+    assert not dist.is_initialized()
+
+
+def test_another_group_than_there_is_is_refused_with_a_remedy(driver: Driver) -> None:
+    def train() -> None:
+        dist.init_process_group("nccl", world_size=4, rank=0)
+
+    found = failure(call(driver, train))
+    assert "asks for world_size=4, backend='nccl'" in str(found)
+    assert "drop the line" in str(found)
+
+
 @pytest.mark.parametrize("hosts", [True, False])
 def test_a_function_goes_on_from_its_checkpoint(
     driver: Driver, tmp_path: Path, *, hosts: bool

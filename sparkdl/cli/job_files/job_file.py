@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypeVar, Union, get_args, get_or
 
 from sparkdl.cli.job_files.toml_values import MissingKey, apply_settings, build, read_toml
 from sparkdl.config import ExplainOptions, require
-from sparkdl.errors import ConfigError
+from sparkdl.errors import ConfigError, ConfigErrors, all_of
 from sparkdl.spark.params.converters import parts_of
 from sparkdl.spark.params.param_table import ClassifierArguments, LabelsArguments, Option, options
 
@@ -258,23 +258,26 @@ def load_job(
             check(job)
         return job
 
-    def problem(settings: Sequence[str]) -> ConfigError | None:
+    def problems(settings: Sequence[str]) -> Sequence[ConfigError]:
         try:
             made(settings)
+        except ConfigErrors as several:
+            return several.errors
         except ConfigError as error:
-            return error
-        return None
+            return [error]
+        return []
 
     try:
         return made(settings)
     except ConfigError as error:
-        blamed = str(path or "the command line")
+        wrong = error.errors if isinstance(error, ConfigErrors) else [error]
+        blamed = dict.fromkeys(map(str, wrong), str(path or "the command line"))
         for number, setting in enumerate(settings if not isinstance(error, MissingKey) else ()):
-            without = problem([*settings[:number], *settings[number + 1 :]])
-            if str(without) != str(error) and not isinstance(without, MissingKey):
-                blamed = f"--set {setting}"
-                break
-        raise ConfigError(f"{blamed}: {error}") from error
+            without = problems([*settings[:number], *settings[number + 1 :]])
+            if not any(isinstance(one, MissingKey) for one in without):
+                own = blamed.keys() - {str(one) for one in without}
+                blamed |= {one: f"--set {setting}" for one in own if "--set" not in blamed[one]}
+        raise ConfigError(all_of(f"{who}: {what}" for what, who in blamed.items())) from error
 
 
 def brings_modules(section: SparkSection) -> bool:

@@ -11,7 +11,7 @@ from typing import Any, get_args, get_origin
 
 from sparkdl.cli.job_files.job_file import PARAMS, ObjectRef, TrainJob
 from sparkdl.cli.job_files.toml_values import build
-from sparkdl.errors import ConfigError, did_you_mean
+from sparkdl.errors import ConfigError, Problems, did_you_mean
 from sparkdl.runtime.public_names import import_object
 from sparkdl.spark.params.param_table import Option
 
@@ -66,24 +66,29 @@ def make_estimator(job: TrainJob) -> Any:
         "regressor": faces.TorchRegressor,
         "estimator": faces.TorchEstimator,
     }
-    params = {
-        PARAMS[key].name: _resolve(value, PARAMS[key], f"estimator.{key}")
-        for key, value in job.estimator.given.items()
-    }
+    problems, params = Problems(), dict[str, Any]()
+    for key, value in job.estimator.given.items():
+        with problems.caught():
+            params[PARAMS[key].name] = _resolve(value, PARAMS[key], f"estimator.{key}")
     if job.validation is not None and job.validation.fraction is not None:
         params["validationFraction"] = job.validation.fraction
     elif job.validation is not None:
         params["validationIndicatorCol"] = VALIDATION_COLUMN
-    estimator = kinds[job.estimator.kind](module=_partial(job.model, "model"))
+    estimator = kinds[job.estimator.kind]()
+    with problems.caught():
+        estimator._set(module=_partial(job.model, "model"))
     for name, value in params.items():
         key = f"estimator.{_KEYS.get(name, name)}"
         if not estimator.hasParam(name):
             kind = job.estimator.kind
-            raise ConfigError(f"{key} is not for kind = '{kind}'; leave it out, or choose another")
+            remedy = "leave it out, or choose another"
+            problems.add(f"{key} is not for kind = '{kind}'; {remedy}")
+            continue
         try:
             estimator.getParam(name).typeConverter(value)
         except (TypeError, ConfigError) as error:
-            raise ConfigError(in_file_words(f"{key}: {error}")) from error
+            problems.add(in_file_words(f"{key}: {error}"))
+    problems.raise_all()
     return estimator._set(**params)
 
 
@@ -138,12 +143,11 @@ def _check_arguments(named: Callable[..., Any], arguments: Mapping[str, Any], wh
         return
     if any(one.kind is inspect.Parameter.VAR_KEYWORD for one in parameters.values()):
         return
-    for name in arguments:
-        if name not in parameters:
-            hint = did_you_mean(name, parameters) or ";"
-            raise ConfigError(
-                f"unknown key '{name}' in {where}{hint} known: {', '.join(parameters)}"
-            )
+    problems = Problems()
+    for name in [name for name in arguments if name not in parameters]:
+        hint = did_you_mean(name, parameters) or ";"
+        problems.add(f"unknown key '{name}' in {where}{hint} known: {', '.join(parameters)}")
+    problems.raise_all()
 
 
 def _made(reference: ObjectRef, where: str) -> Any:

@@ -9,8 +9,9 @@ from pathlib import Path
 from typing import Any, Literal, TypeVar, get_args, get_origin, get_type_hints
 
 from sparkdl.config import require
-from sparkdl.errors import ConfigError, did_you_mean
+from sparkdl.errors import ConfigError, Problems, did_you_mean
 from sparkdl.spark.params.converters import NAMES, parts_of
+from sparkdl.storage.storage import at_home
 
 T = TypeVar("T")
 Tables = dict[str, Any]
@@ -23,7 +24,7 @@ class MissingKey(ConfigError):
 def read_toml(path: str | Path) -> Tables:
     """Read a TOML file; raises ConfigError."""
     try:
-        return tomllib.loads(Path(path).read_text(encoding="utf-8"))
+        return tomllib.loads(Path(path).read_text(encoding="utf-8-sig"))
     except OSError as error:
         raise ConfigError(f"cannot read the job file {path}: {error.strerror}") from error
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
@@ -78,22 +79,29 @@ def put(tables: Tables, keys: Sequence[str], value: Any) -> None:
 def build(kind: type[T], table: Any, where: str = "") -> T:
     """Make a dataclass of what TOML gave; fields without a default are required.
 
-    ``where`` is the table's name for messages, empty for a whole file. Raises ConfigError.
+    ``where`` is the table's name for messages, empty for a whole file. Raises ConfigError, which
+    names all that is wrong in the table.
     """
     require(isinstance(table, Mapping), f"{where} must be a table", table)
     hints = get_type_hints(kind)
     known = {item.name: item for item in fields(kind)}  # type: ignore[arg-type]
+    problems = Problems()
     for key in table:
         if key not in known:
             what = f"unknown key '{key}' in [{where}]" if where else f"unknown section [{key}]"
             hint = did_you_mean(key, known) or f"; known: {', '.join(known)}"
-            raise ConfigError(f"{what}{hint}")
+            problems.add(f"{what}{hint}")
+    values = {}
+    for key in [key for key in table if key in known]:
+        with problems.caught():
+            values[key] = convert(table[key], hints[key], f"{where}.{key}" if where else key)
+    problems.raise_all()  # a key that is missing may be one that is written otherwise
     for name in known:
         if name in required(kind) and name not in table:
             place = f"key '{name}' in [{where}]" if where else f"section [{name}]"
             raise MissingKey(f"missing {place}")
-    above = f"{where}." if where else ""
-    values = {key: convert(value, hints[key], above + key) for key, value in table.items()}
+    if isinstance(values.get("path"), str):
+        values["path"] = at_home(values["path"])
     try:
         return kind(**values)
     except ConfigError as error:

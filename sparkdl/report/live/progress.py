@@ -184,7 +184,7 @@ class RunView(View):
         self._least_level = logging.NOTSET if shows_logs else logging.WARNING
         self.epochs = self.total_steps = 0
         self.state = "starting"
-        self.has_ended = self.is_training = False
+        self.has_ended = self.is_training = self.is_stopping = False
         self.step = 0
         self._loss = ""
         self._restart = ""
@@ -199,7 +199,8 @@ class RunView(View):
 
     def phase(self, what: str, detail: str) -> bool:
         """Take note of what the driver does; False if training goes on, which says more."""
-        self.is_training = self.is_training and what != STOPPING
+        self.is_stopping = what == STOPPING
+        self.is_training = self.is_training and not self.is_stopping
         if self.is_training:
             return False
         if what != self._phase:
@@ -214,20 +215,20 @@ class RunView(View):
         return time.monotonic() - self._phase_began if self._phase else 0.0
 
     def begun_again(self, number: int, step: int | None) -> None:
-        self.is_training = False
+        self.is_training = self.is_stopping = False
 
     def attempt(self, number: int, start_step: int, workers: int | None = None) -> None:
         """Go back to where the gang starts; the ranks count their rows anew."""
         self._restart = f", restart {number}" if number else ""
         self.state, self.step = f"starting{self._restart}", start_step
-        self.is_training = False
+        self.is_training = self.is_stopping = False
         self._time_left = TimeLeft(start_step)
         self._first.clear()
         self._speeds.clear()
 
     def has_moved(self, rank: int, progress: Progress) -> bool:
         """Take note of a rank; True if the run's state, which is that of rank 0, is a new one."""
-        if not progress.epoch:
+        if not progress.epoch or self.is_stopping:  # then it was on its way when that began
             return False
         now = time.monotonic()
         since, before = self._first.setdefault(rank, (now, progress.rows))
@@ -286,7 +287,20 @@ def terminal_columns() -> int | None:
                 return _columns(output)
             finally:
                 os.close(output)
-    return _columns(sys.stderr.fileno()) if sys.stderr.isatty() else None
+    if not has_stderr() or not sys.stderr.isatty():
+        return None
+    return _columns(sys.stderr.fileno())
+
+
+def has_stderr() -> bool:
+    """False in a service, where `sys.stderr` may be None, and after it was closed."""
+    return sys.stderr is not None and not sys.stderr.closed
+
+
+def say(line: str) -> None:
+    """Print a line on stderr, where there is one."""
+    if has_stderr():
+        print(line, file=sys.stderr, flush=True)
 
 
 def _columns(output: int) -> int | None:
@@ -337,7 +351,7 @@ class ConsoleView(RunView):
     def _write(self, line: str) -> None:
         line = self._prefix() + line
         if self._bar is None:
-            print(line, file=sys.stderr, flush=True)
+            say(line)
         else:
             self._bar.write(line, file=sys.stderr)
 

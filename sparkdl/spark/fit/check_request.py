@@ -36,7 +36,7 @@ from sparkdl.spark.cluster.cluster_info import parse_bytes
 from sparkdl.spark.cluster.probe import Needs
 from sparkdl.spark.cluster.slots import Slots, plan_slots
 from sparkdl.spark.fit.check_mesh import check_mesh, check_mesh_optimizer, check_worker_memory
-from sparkdl.spark.frames.columns import drawn, schema_of, validation_indicator
+from sparkdl.spark.frames.columns import drawn, refuse_outputs, schema_of, validation_indicator
 from sparkdl.spark.frames.kept_frames import KeepChoice, check_cache_dir, choose_keep
 from sparkdl.spark.frames.own_partitions import (
     SHARDS,
@@ -249,6 +249,7 @@ def check_request(data: UserData, request: FitRequest) -> CheckedRequest:
     method, begins_from = check_initial_state(module, request, values.mode)
     data.check_inputs((*request.specified, *request.labels))
     data.check_training(config, request.validation, has_logs=values.has_logs)
+    refuse_outputs(schema_of(data.frame), request.output_cols, f"the model of {request.name}")
     columns, validation = prepare_columns(data.frame, request, values.float_dtype)
     check_range(request, strategy, values.mode)
     mesh = config.parallelism

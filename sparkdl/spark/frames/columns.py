@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from pyspark.sql import Column as SparkColumn
 from pyspark.sql import DataFrame
@@ -45,6 +45,18 @@ def require(schema: T.StructType, name: str) -> T.StructField:
         return found[0]
     known = ", ".join(schema.names) + did_you_mean(name, schema.names)
     raise DataError(f'column "{name}" is not in the DataFrame; its columns: {known}')
+
+
+def refuse_outputs(schema: T.StructType, names: Iterable[str], owner: str) -> None:
+    """Raise DataError if a column that ``owner`` shall add is there already."""
+    if there := [found[0].name for name in names if (found := find(schema, name))]:
+        listed = ", ".join(f'"{name}"' for name in there)
+        is_one = len(there) == 1
+        raise DataError(
+            f"column{'s' * (not is_one)} {listed} {'is' if is_one else 'are'} in the DataFrame "
+            f"already; drop {'it' if is_one else 'them'}, or choose "
+            f"{'another name' if is_one else 'other names'} for the output of {owner}"
+        )
 
 
 def resolve(schema: T.StructType, name: str) -> tuple[T.StructField, SparkColumn]:

@@ -252,15 +252,10 @@ class SpoolTable:
             "jobs hold the slots; it goes on in the background, for at most %.0f s: %s",
             *(self._run_id, _LIMIT_SECONDS, self._places()),
         )
-        limit = 0.0 if is_hurried() else _LIMIT_SECONDS
-        threading.Thread(
-            target=self._give_up, args=(job, limit), name="sparkdl-clean-up", daemon=True
-        ).start()
+        job.leave(0.0 if is_hurried() else _LIMIT_SECONDS, self._give_up)
 
-    def _give_up(self, job: BackgroundJob[None], limit_seconds: float) -> None:
-        if not job.wait(limit_seconds):
-            job.end()
-            _left[self._run_id] = set(self._seen)
+    def _give_up(self) -> None:
+        _left[self._run_id] = set(self._seen)
 
     def _remove_spools(self) -> None:
         """Remove what executors have; of earlier runs too, where that could not be done then."""

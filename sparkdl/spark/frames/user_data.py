@@ -140,10 +140,9 @@ class UserData:
 def user_data(data: Any) -> UserData:
     """A DataFrame, or a source, as the data of a run; raises ConfigError if it is neither."""
     data = spark_frame(data)
-    # DataFrames first: they have an attribute for each column, whatever its name.
+    require_data(data)
     if isinstance(data, DataFrame):
         return UserData(spark=data.sparkSession, frame=data)
-    require_data(data)
     spark = active_session()
     return UserData(spark=spark, frame=empty_frame(spark, data), source=data)
 
@@ -183,24 +182,65 @@ def _of_spark(kind: pa.DataType) -> pa.DataType:
     return _WIDER.get(kind, kind)
 
 
-def rows_of(data: Any) -> DataFrame:
-    """The rows to which a model is applied; raises ConfigError if it is no DataFrame."""
+def rows_of(data: Any, *, needs_table: str | None = None) -> DataFrame:
+    """The rows to which a model is applied; raises ConfigError if it is no DataFrame.
+
+    ``needs_table`` names what cannot be done with the rows of a stream.
+    """
     frame = spark_frame(data)
     if not isinstance(frame, DataFrame):
         raise ConfigError(
             f"a model takes a DataFrame of Spark or pandas; received {type(data).__name__}"
+            f"{_in_columns(data)}"
         )
     raise_if_ended(frame.sparkSession)
+    if needs_table is not None:
+        refuse_stream(frame, needs_table)
     return frame
 
 
 def require_data(data: Any) -> None:
-    """Refuse what is neither a DataFrame nor a source; raises ConfigError."""
-    if not isinstance(data, DataFrame) and not isinstance(data, Source):
+    """Refuse what is neither a table nor a source; raises ConfigError."""
+    # DataFrames first: they have an attribute for each column, whatever its name.
+    if isinstance(data, DataFrame):
+        refuse_stream(data, "fit")
+    elif not isinstance(data, Source):
         raise ConfigError(
             "fit takes a DataFrame of Spark or pandas, or a source such as sparkdl.ParquetSource; "
-            f"received {type(data).__name__}"
+            f"received {type(data).__name__}{_in_columns(data)}"
         )
+
+
+def refuse_stream(frame: DataFrame, what: str) -> None:
+    """Raise ConfigError if the rows of a DataFrame are a stream, which ``what`` cannot take."""
+    if frame.isStreaming:
+        raise ConfigError(
+            f"this is a stream, and {what} needs a table: use foreachBatch, which gives the rows "
+            "of a stream as tables (stream.writeStream.foreachBatch(function).start())"
+        )
+
+
+def check_params(owner: str, params: Any) -> None:
+    """Refuse what are no values by Param, such as the labels of ``fit(X, y)``; ConfigError."""
+    several = params if isinstance(params, list | tuple) else [params]
+    if params is not None and not all(isinstance(one, dict) for one in several):
+        raise ConfigError(
+            f"{owner} takes one DataFrame with all columns, and Params as a dict; received "
+            f"{type(params).__name__} as the second argument{_JOINED}"
+        )
+
+
+_JOINED = "; put inputs and labels together: pandas.DataFrame({'features': list(X), 'label': y})"
+
+
+def _is_array(value: Any) -> bool:
+    """True for arrays, series and tensors."""
+    return hasattr(value, "__array__")
+
+
+def _in_columns(data: Any) -> str:
+    """How to give arrays, or lists of rows."""
+    return _JOINED if _is_array(data) or isinstance(data, list | tuple) else ""
 
 
 def spooled_and_read(

@@ -30,6 +30,7 @@ from sparkdl.serialization.stored_module import StoredModule
 from sparkdl.spark.cluster.cluster_info import inspect_cluster, is_encrypted, parse_bytes
 from sparkdl.spark.cluster.gang import barrier_environment
 from sparkdl.spark.cluster.slots import await_executors
+from sparkdl.spark.frames.user_data import refuse_stream
 from sparkdl.spark.inference.arrow_udf import WithColumn
 from sparkdl.spark.inference.output_columns import OutputPlan
 from sparkdl.spark.session.compat import conf, run_workers_here
@@ -120,6 +121,7 @@ def transform(
     plan: OutputPlan,
 ) -> DataFrame:
     """The rows, in another order, with the columns of ``plan``; see `arrow_udf.with_columns`."""
+    refuse_stream(dataset, "transform along a Mesh")
     spark, settings = dataset.sparkSession, session_settings(dataset.sparkSession)
     run_workers_here(spark)
     order = GangOrder(

@@ -7,10 +7,13 @@ results, or raise TypeError or ConfigError. Ranges of numbers are checked later,
 from __future__ import annotations
 
 import contextlib
+import inspect
+import sys
 import types
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from numbers import Integral
+from operator import attrgetter
 from textwrap import shorten
 from typing import TYPE_CHECKING, Any, Union, get_args, get_origin
 
@@ -38,7 +41,75 @@ def to_type(hint: Any, doc: str, value: Any) -> Any:
         return _converted(value, hint)
     except TypeError:
         shown = shorten(repr(value), 100, placeholder=" ...")  # an optimizer's has many lines
-        raise TypeError(f"received {shown}; expected: {doc}") from None
+        raise TypeError(f"received {shown}; expected: {doc}{_as_object(value)}") from None
+
+
+def _as_object(value: Any) -> str:
+    """How to write it, if classes are given where objects are meant."""
+    items = value if isinstance(value, list | tuple) else [value]
+    names = [f"{item.__name__}()" for item in items if isinstance(item, type)]
+    return f"; pass an object of the class: {', '.join(names)}" if names else ""
+
+
+def to_callbacks(doc: str, value: Any) -> list[Any]:
+    """Accept a list of callbacks."""
+    callbacks = to_type(list[Any], doc, value)
+    for one in callbacks:
+        if isinstance(one, type) or not hasattr(one, "on_step_end"):
+            remedy = _as_object(one) or "; derive a class from sparkdl.Callback, and pass an object"
+            raise TypeError(f"received {one!r}, which is no callback{remedy}")
+    return list(callbacks)
+
+
+def to_optimizer(doc: str, value: Any) -> Any:
+    """Accept a name, or what makes an optimizer of parameters."""
+    if _is_of_torch(value, "Optimizer"):
+        kind, rate = type(value).__name__, value.param_groups[0].get("lr")
+        raise TypeError(
+            "received an optimizer, which belongs to the parameters of one module, and each worker "
+            f"makes its own: write optimizer={kind.lower()!r}, learningRate={rate} (and "
+            "optimizerParams={...} for other options)"
+        )
+    return to_type(str | Callable[..., Any], doc, value)
+
+
+def to_scheduler(doc: str, value: Any) -> Any:
+    """Accept what makes a schedule of an optimizer alone."""
+    if _is_of_torch(value, "lr_scheduler.LRScheduler", "lr_scheduler.ReduceLROnPlateau"):
+        raise TypeError(
+            "received a schedule, which belongs to one optimizer, and each worker makes its own: "
+            f"write scheduler={_partial_of(type(value))}"
+        )
+    if value is not None:
+        value = to_type(Callable[..., Any], doc, value)
+        if needed := _needed(value)[1:]:
+            raise TypeError(
+                f"received {getattr(value, '__name__', value)!r}, which needs {', '.join(needed)} "
+                f"besides the optimizer: write scheduler={_partial_of(value)}"
+            )
+    return value
+
+
+def _is_of_torch(value: Any, *names: str) -> bool:
+    """True for an object of a class of torch.optim, which is not imported for that."""
+    optim = getattr(sys.modules.get("torch"), "optim", None)
+    return optim is not None and any(isinstance(value, attrgetter(name)(optim)) for name in names)
+
+
+def _needed(function: Callable[..., Any]) -> list[str]:
+    """The arguments without which a function cannot be called; none where Python does not know."""
+    try:
+        parameters = inspect.signature(function).parameters.values()
+    except (TypeError, ValueError):
+        return []
+    kinds = (inspect.Parameter.VAR_KEYWORD, inspect.Parameter.VAR_POSITIONAL)
+    return [one.name for one in parameters if one.default is one.empty and one.kind not in kinds]
+
+
+def _partial_of(function: Callable[..., Any]) -> str:
+    name = getattr(function, "__name__", "make_schedule")
+    arguments = "".join(f", {one}=..." for one in _needed(function)[1:])
+    return f"functools.partial({name}{arguments})"
 
 
 def _converted(value: Any, hint: Any) -> Any:

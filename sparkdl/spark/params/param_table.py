@@ -23,6 +23,7 @@ from sparkdl.report.listeners.listener import Listener
 from sparkdl.serialization.initial_weights import InitialWeights
 from sparkdl.spark.params import converters
 from sparkdl.spark.params.converters import Metrics, parts_of
+from sparkdl.storage.storage import at_home
 from sparkdl.sync.strategy import SyncStrategy
 
 
@@ -112,6 +113,18 @@ def loss_weights(params: ParamValues) -> dict[str, float]:
     return dict(weights)
 
 
+def cache_dir(params: ParamValues) -> str | None:
+    """``cacheDir``, without a ``~``: processes on executors may have another home."""
+    place = params.value("cacheDir")
+    return None if place is None else at_home(place)
+
+
+def output_columns(params: ParamValues) -> tuple[str, ...]:
+    """The columns that the fitted model will add; those that are turned off are left out."""
+    names = ("predictionCol", "rawPredictionCol", "probabilityCol")
+    return tuple(filter(None, map(params.value, names)))
+
+
 INFERENCE_BATCH_SIZE = 512
 """Default of a model's batchSize: fills the arithmetic units; larger was not faster on CPUs."""
 
@@ -135,6 +148,8 @@ class Option:
     _: KW_ONLY
     convert: Callable[[Any], Any] | None = None
     """Gives the value to keep, or raises TypeError. None: it follows from the type."""
+    check: Callable[[str, Any], Any] | None = None
+    """The same, of ``doc`` and a value."""
     default: Any = OF_THE_FIELD
     """Left out: that of the field in TrainConfig; none where it fills another field."""
     fills: Literal["config", "checkpoint", "request", "nothing"] = "config"
@@ -217,7 +232,7 @@ class EstimatorArguments(InputArguments, total=False):
     optimizer: Annotated[str | Callable[..., Any], Option(
         "optimizer: the name of a class in torch.optim, 'lars' or 'lamb', an optimizer class, or "
         "a callable params -> torch.optim.Optimizer; 'auto': what a LightningModule configures, "
-        "else Adam.", default="auto", is_called_later=True)]
+        "else Adam.", check=converters.to_optimizer, default="auto", is_called_later=True)]
     optimizerParams: Annotated[
         Mapping[str, object], Option("keyword arguments of the optimizer (dict).")]
     learningRate: Annotated[float | Literal["auto"] | None, Option(
@@ -253,6 +268,7 @@ class EstimatorArguments(InputArguments, total=False):
         "sparkdl.warmup(...), stepped after every training step; ReduceLROnPlateau after every "
         "evaluation, with the value that earlyStopping monitors, or val_loss, or loss.",
         job_file_doc="A callable that gets the optimizer, and ``args`` by name.",
+        check=converters.to_scheduler,
         is_called_later=True)]
     inputShape: Annotated[Sequence[int | Sequence[int] | None] | None, Option(
         "shape of one sample as the module expects it, such as (1, 28, 28); with several "
@@ -313,7 +329,8 @@ class EstimatorArguments(InputArguments, total=False):
     cacheDir: Annotated[str | None, Option(
         "folder of the executors' local disks in which the spool is kept, so that a later fit on "
         "the same files with the same inputs does not read them again; 'sparkdl clean' removes "
-        "it. None: the spool is removed when the fit ends.", default=None, fills="request")]
+        "it. None: the spool is removed when the fit ends.", default=None, fills="request",
+        read=cache_dir)]
     seed: Annotated[int, Option("random seed.")]
     syncStrategy: Annotated[Literal["auto"] | str | SyncStrategy, Option(
         "how replicas are kept in agreement: a SyncStrategy, its name (such as 'allreduce' or "
@@ -365,7 +382,8 @@ class EstimatorArguments(InputArguments, total=False):
     earlyStopping: Annotated[EarlyStopping | None, Option(
         "sparkdl.EarlyStopping(...): when to stop before the last epoch; None: never.",
         in_job_file=EarlyStopping)]
-    callbacks: Annotated[list[Any], Option("observers called on every worker (list).")]
+    callbacks: Annotated[list[Any], Option(
+        "observers called on every worker (list).", check=converters.to_callbacks)]
     metrics: Annotated[Metrics | None, Option(
         "what is computed on the validation rows besides the loss: a list of names ('accuracy', "
         "'f1', 'auroc', 'rmse', ...) and torchmetrics, or a dict from the name in the history to "
@@ -483,6 +501,12 @@ class ModelArguments(InputArguments, total=False):
 class ClassifierModelArguments(ModelArguments, ClassArguments, total=False):
     """Params of `TorchClassifierModel`."""
 # fmt: on
+
+
+@cache
+def hints(arguments: type) -> Mapping[str, Any]:
+    """The types of a TypedDict of this file, by the Param's name."""
+    return typing.get_type_hints(arguments)
 
 
 @cache

@@ -3,17 +3,33 @@
 from __future__ import annotations
 
 import copy
+import inspect
+import os
+import sys
+import textwrap
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from functools import partial
-from typing import Any, ClassVar, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, Self, TypeVar
 
 from pyspark.ml.param import Param, Params, TypeConverters, shared
+from pyspark.ml.util import MLWritable
 
+from sparkdl import familiar_names
 from sparkdl.config import CheckpointConfig, Task, TrainConfig, require
-from sparkdl.errors import ConfigError, ParamError, did_you_mean
+from sparkdl.errors import (
+    ConfigError,
+    ParamError,
+    Problems,
+    all_of,
+    did_you_mean,
+    meant,
+    unknown_names,
+)
+from sparkdl.runtime.arguments import plain_value
 from sparkdl.runtime.tracebacks import plainly
 from sparkdl.spark.params.converters import NAMES, to_type
-from sparkdl.spark.params.param_table import AUTO, NOT_SET, OF_THE_FIELD, Option, options
+from sparkdl.spark.params.param_table import AUTO, NOT_SET, OF_THE_FIELD, Option, hints, options
 
 P = TypeVar("P", bound="CheckedParams")
 C = TypeVar("C", bound=type["CheckedParams"])
@@ -25,6 +41,12 @@ _SPARKS_CONVERTERS: Mapping[Any, Callable[[Any], Any]] = {
     str: TypeConverters.toString,
     list[str]: TypeConverters.toListString,
 }
+
+
+_COLUMNS = 96
+"""Of what is shown by `help`."""
+_SECTION = "Params"
+"""Heading of the Params in the docstrings of classes."""
 
 
 class CheckedParams(
@@ -41,20 +63,68 @@ class CheckedParams(
         self._setDefault(**{k: v for k, v in defaults.items() if v is not NOT_SET})
 
     def _set(self: P, **kwargs: Any) -> P:
+        names, wrong = self._names(), []
+        if unknown := [name for name in kwargs if name not in names]:
+            wrong.append(unknown_names(f"{type(self).__name__} has no Param", unknown, names))
         for name, value in kwargs.items():
-            if name not in self._names():
-                raise ParamError(f"{type(self).__name__} has no Param {name!r}{self._hint(name)}")
-            param = self.getParam(name)
+            if name not in names:
+                continue
+            param, option = self.getParam(name), self._options.get(name)
             has_default = self._defaultParamMap.get(param) is not None
-            option = self._options.get(name)
             if value is None and has_default and not (option and option.accepts_none):
-                raise ParamError(f'Invalid param value given for param "{name}": None')
+                wrong.append(f'Invalid param value given for param "{name}": None')
+                continue
             try:
-                self._paramMap[param] = None if value is None else param.typeConverter(value)
+                plain = plain_value(value)
+                self._paramMap[param] = None if value is None else param.typeConverter(plain)
             except (TypeError, ConfigError) as error:  # without the converter's frames
-                message = f'Invalid param value given for param "{name}": {error}'
-                raise ParamError(message) from None
+                wrong.append(f'Invalid param value given for param "{name}": {error}')
+        if wrong:
+            raise ParamError(all_of(wrong))
         return self
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        """Refuse to take ``estimator.epochs = 3`` for `setEpochs`, which it would not be."""
+        kind = type(self)
+        if name[0] != "_" and not isinstance(value, Param):
+            param: str | None = name
+            if kind.__module__.startswith("sparkdl.") and not hasattr(kind, name):
+                names = {familiar_names.plain(one): one for one in self._options}
+                param = familiar_names.same(name, names)
+            if param in self._options:
+                raise ParamError(
+                    f"{kind.__name__} is not changed by {name} = ...; use "
+                    f"{_method('set', str(param))}(...)"
+                )
+        super().__setattr__(name, value)
+
+    if not TYPE_CHECKING:
+
+        def __getattr__(self, name: str) -> Any:
+            """Say what to write in place of a name that there is not."""
+            if name.startswith("_") or hasattr(type(self), name):
+                return object.__getattribute__(self, name)  # raises its own error
+            # Without an object, of which Python would suggest attributes that are private.
+            message = f"{type(self).__name__} has no {name!r}{self._instead(name)}"
+            raise AttributeError(message, name=name, obj=None)
+
+    def _instead(self, name: str) -> str:
+        """A remedy for a name that is no attribute: of other packages, or misspelt."""
+        kind, torch = type(self), sys.modules.get("torch")
+        call, more = familiar_names.METHODS.get(familiar_names.plain(name), ("", ""))
+        if call:
+            if not hasattr(kind, call.partition("(")[0]):
+                call = f"fit(df).{call}" if hasattr(kind, "fit") else f"{call} of an estimator"
+            return f"; use {call}{more}"
+        if torch is not None and hasattr(torch.nn.Module, name):
+            return f"; the network has it: {'fit(df).' * hasattr(kind, 'fit')}module.{name}"
+        accessor, param = name[:3], name[3:]
+        if accessor in ("set", "get") and param:
+            found = meant(param, self._options)
+            if found is None:
+                return "; explainParams() lists the Params"
+            return f"; did you mean {_method(accessor, found)!r}?"
+        return did_you_mean(name, [one for one in dir(kind) if one[0] != "_"])
 
     def hasParam(self, paramName: str) -> bool:
         """True if there is a Param of this name.
@@ -67,9 +137,6 @@ class CheckedParams(
     def _names(self) -> list[str]:
         return [param.name for param in self.params]
 
-    def _hint(self, name: str) -> str:
-        return did_you_mean(name, self._names()) or f"; known: {', '.join(self._names())}"
-
     def value(self, name: str) -> Any:
         """The Param's value; None if it has none. An empty column name counts as none."""
         if not self.hasParam(name):
@@ -77,6 +144,43 @@ class CheckedParams(
         param = self.getParam(name)
         value = self.getOrDefault(param) if self.isDefined(param) else None
         return None if value == "" and name.endswith("Col") else value
+
+
+class Saved(MLWritable):
+    """How estimators and models are saved, and loaded."""
+
+    @plainly
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Save Params, and the module that is there, without pickle; see docs/persistence.md.
+
+        Args:
+            path: a folder that does not exist, by its path, ``~`` for the home, or its URL; to
+                replace one use ``write().overwrite().save(path)``.
+
+        Raises:
+            StorageError: there is something, or the place cannot be written.
+            ConfigError: the module, or the object that a Param holds, cannot be saved.
+        """
+        self.write().save(os.fspath(path))
+
+    if not TYPE_CHECKING:
+
+        @classmethod
+        def load(cls, path: str | os.PathLike[str]) -> Self:
+            """Load what `save` has written.
+
+            Args:
+                path: of the folder.
+
+            Returns:
+                An instance of this class.
+
+            Raises:
+                StorageError: the files are missing, damaged, or of another class.
+                ConfigError: the code that they name cannot be imported, or is not trusted: see
+                    ``read().trusting``.
+            """
+            return cls.read().load(path)
 
 
 class TrainParams(CheckedParams, shared.HasSeed):
@@ -99,14 +203,23 @@ def default_of(option: Option) -> Any:
     return dict(value) if isinstance(value, Mapping) else value
 
 
-def with_params(arguments: type) -> Callable[[C], C]:
-    """Class decorator: give a class the Params of a TypedDict, with ``setX`` and ``getX`` for X."""
+def with_params(arguments: type, **defaults: Any) -> Callable[[C], C]:
+    """Class decorator: give a class the Params of a TypedDict, with ``setX`` and ``getX`` for X.
+
+    Constructor and ``setParams`` have the Params in their signatures, and the class has them in its
+    docstring. ``defaults`` take the place of those of the TypedDict.
+    """
 
     def decorate(cls: C) -> C:
-        cls._options = options(arguments)
-        for name, option in cls._options.items():
+        rows = dict(options(arguments))
+        rows |= {name: replace(rows[name], default=value) for name, value in defaults.items()}
+        rows = dict(sorted(rows.items(), key=lambda row: row[0] != "module"))  # that comes first
+        cls._options = rows
+        for name, option in rows.items():
             convert = option.convert or partial(to_type, option.type, option.doc)
-            if option.convert is None and option.type in _SPARKS_CONVERTERS:
+            if option.check is not None:
+                convert = partial(option.check, option.doc)
+            elif option.convert is None and option.type in _SPARKS_CONVERTERS:
                 convert = partial(_convert_as_spark, option.type)
             if option.accepts_auto:
                 convert = partial(_auto_or, convert)
@@ -116,9 +229,69 @@ def with_params(arguments: type) -> Callable[[C], C]:
                     accessor.__qualname__ = f"{cls.__name__}.{accessor.__name__}"
                     accessor.__module__ = cls.__module__
                     setattr(cls, accessor.__name__, accessor)
+        described = "\n".join(map(_described, rows.values()))
+        cls.__doc__ = f"{inspect.getdoc(cls)}\n\n{_SECTION}:\n{described}\n"
+        for method in ("__init__", "setParams"):
+            made = vars(cls).get(method)
+            if made is not None and takes_any(made):
+                made.__signature__ = _signature(rows, hints(arguments), made)
         return cls
 
     return decorate
+
+
+class _Unset:
+    """The default, in signatures, of a Param that has no value before it is set."""
+
+    def __repr__(self) -> str:
+        return "<not set>"
+
+
+def takes_any(function: Callable[..., Any]) -> bool:
+    """True if a function takes arguments of any name."""
+    return any(p.kind is p.VAR_KEYWORD for p in inspect.signature(function).parameters.values())
+
+
+class _ShortSignature(inspect.Signature):
+    """Reads as names and defaults in lines of help's width; types are in its parameters."""
+
+    def __str__(self) -> str:
+        shown = [f"{p.name}={p.default!r}" for p in self.parameters.values() if p.name != "self"]
+        me = ["self"] * ("self" in self.parameters)
+        text = ", ".join([*me, "*", *(one.replace(" ", "\0") for one in shown)])
+        lines = textwrap.wrap(text, _COLUMNS, initial_indent="(", subsequent_indent="    ")
+        return "\n".join(lines).replace("\0", " ") + ")"
+
+
+def _signature(
+    rows: Mapping[str, Option], types: Mapping[str, Any], function: Callable[..., Any]
+) -> inspect.Signature:
+    """The signature of a function that takes the Params by name."""
+    before = inspect.signature(function)
+    named = [
+        inspect.Parameter(
+            name,
+            inspect.Parameter.KEYWORD_ONLY,
+            default=_Unset() if default_of(option) is NOT_SET else default_of(option),
+            annotation=types[name],
+        )
+        for name, option in rows.items()
+    ]
+    me = before.parameters["self"]
+    return _ShortSignature([me, *named], return_annotation=before.return_annotation)
+
+
+def _described(option: Option) -> str:
+    """An entry of a docstring: what a Param is, and its default."""
+    default = default_of(option)
+    shown = "not set" if default is NOT_SET else repr(default)
+    return textwrap.fill(
+        f"{option.name}: {option.doc} Default: {shown}.",
+        _COLUMNS,
+        initial_indent=" " * 4,
+        subsequent_indent=" " * 8,
+        break_on_hyphens=False,
+    )
 
 
 def _auto_or(convert: Callable[[Any], Any], value: Any) -> Any:
@@ -134,12 +307,17 @@ def _convert_as_spark(kind: Any, value: Any) -> Any:
         raise TypeError(f"must be {name}; received {value!r}") from None
 
 
+def _method(prefix: str, name: str) -> str:
+    """Such as ``setEpochs``."""
+    return f"{prefix}{name[0].upper()}{name[1:]}"
+
+
 def _setter(option: Option) -> Callable[..., Any]:
     @plainly
     def setter(self: P, value: Any) -> P:
         return self._set(**{option.name: value})
 
-    setter.__name__ = f"set{option.name[0].upper()}{option.name[1:]}"
+    setter.__name__ = _method("set", option.name)
     setter.__doc__ = f"Set {option.name}: {option.doc}"
     return setter
 
@@ -148,7 +326,7 @@ def _getter(option: Option) -> Callable[..., Any]:
     def getter(self: Params) -> Any:
         return self.getOrDefault(option.name)
 
-    getter.__name__ = f"get{option.name[0].upper()}{option.name[1:]}"
+    getter.__name__ = _method("get", option.name)
     getter.__doc__ = f"Return {option.name}: {option.doc}"
     return getter
 
@@ -157,18 +335,28 @@ def training_values(params: TrainParams, task: Task) -> tuple[TrainConfig, dict[
     """The training configuration and other fields of a FitRequest; raises ConfigError."""
     values: dict[str, dict[str, Any]] = {"config": {}, "checkpoint": {}, "request": {}}
     automatic: list[str] = []
+    problems, config = Problems(), None
     for name, option in params._options.items():
         if option.fills == "nothing":
             continue
-        value = option.read(params) if option.read else params.value(name)
+        value = None
+        with problems.caught():
+            value = option.read(params) if option.read else params.value(name)
         if name == "module" and value is None:
-            raise ConfigError("module is not set; pass an nn.Module or a callable that makes one")
+            problems.add("module is not set; pass an nn.Module or a callable that makes one")
         if option.accepts_auto and isinstance(value, str) and value == AUTO:
             automatic.append(name)
             value = option.start
         if option.least is not None and value is not None:
-            require(value >= option.least, f"{name} must be at least {option.least}", value)
+            with problems.caught():
+                require(value >= option.least, f"{name} must be at least {option.least}", value)
         values[option.fills][option.field] = tuple(value) if isinstance(value, list) else value
-    checkpoint = CheckpointConfig(**values["checkpoint"])
+    checkpoint = CheckpointConfig()
+    with problems.caught():
+        checkpoint = CheckpointConfig(**values["checkpoint"])
+    with problems.caught():
+        config = TrainConfig(task=task, checkpoint=checkpoint, **values["config"])
+    problems.raise_all()
+    assert config is not None
     values["request"]["automatic"] = tuple(automatic)
-    return TrainConfig(task=task, checkpoint=checkpoint, **values["config"]), values["request"]
+    return config, values["request"]

@@ -8,6 +8,7 @@ from __future__ import annotations
 import copy
 import json
 import logging
+import os
 from collections.abc import Mapping
 from typing import Any, Self, TypeVar
 
@@ -37,7 +38,7 @@ from sparkdl.spark.params import stage_metadata
 from sparkdl.spark.params.param_table import UNKNOWN_LOSS
 from sparkdl.spark.params.params import CheckedParams
 from sparkdl.spark.session.settings import session_settings
-from sparkdl.storage.storage import drop_password, without_password
+from sparkdl.storage.storage import at_home, drop_password, without_password
 
 logger = logging.getLogger(__name__)
 P = TypeVar("P", bound=MLReadable[Any])
@@ -55,7 +56,7 @@ class ParamsWriter(MLWriter):
         self.instance = instance
 
     @plainly
-    def save(self, path: str) -> None:
+    def save(self, path: str | os.PathLike[str]) -> None:
         """Save to ``path``, which must not exist unless ``overwrite()`` was called.
 
         Raises:
@@ -63,7 +64,7 @@ class ParamsWriter(MLWriter):
             ConfigError: the module cannot be written without pickle.
             StorageError: the place cannot be written.
         """
-        folders: dict[str, PreparedModule] = {}
+        path, folders = at_home(path), dict[str, PreparedModule]()
         described = self._describe(folders)
         if self.shouldOverwrite and stage_metadata.is_there(path, self.sparkSession):
             aside = stage_metadata.beside(path)
@@ -212,7 +213,7 @@ class ParamsReader(MLReader[P]):
         return trusting((*settings.trusted_packages, *self._trusted))
 
     @plainly
-    def load(self, path: str) -> P:
+    def load(self, path: str | os.PathLike[str]) -> P:
         """Load from ``path``.
 
         Raises:
@@ -220,6 +221,7 @@ class ParamsReader(MLReader[P]):
             ConfigError: the code that a description names cannot be imported here, or is not
                 trusted.
         """
+        path = at_home(path)
         metadata = stage_metadata.read_metadata(path, self.sparkSession)
         expected = f"{self.cls.__module__}.{self.cls.__qualname__}"
         if metadata["class"] != expected:

@@ -28,6 +28,7 @@ from sparkdl.storage.atomic_folder import digest
 from sparkdl.storage.hadoop_storage import HadoopStorage, knows_scheme, open_on_driver
 from sparkdl.storage.storage import (
     Folder,
+    at_home,
     check_writable,
     open_storage,
     scheme_of,
@@ -67,6 +68,7 @@ def make_way(path: str, overwrite: bool, spark: SparkSession) -> None:
 
 def check_place(path: str, spark: SparkSession) -> None:
     """See, before there is a model to lose, that it can be saved; raises StorageError."""
+    path = at_home(path)
     # What is not there must not be there afterwards either.
     folder = path if is_there(path, spark) else _parent(path)
     is_python = is_connect(spark) or _is_ours(path, spark)
@@ -173,6 +175,7 @@ def damaged(path: str, why: str) -> StorageError:
 
 def is_there(path: str, spark: SparkSession) -> bool:
     """Whether there is something at ``path``, on whatever file system Spark or Python reaches."""
+    path = at_home(path)
     if _is_ours(path, spark):
         return bool(open_storage(path).list(""))
     if not is_connect(spark):
@@ -188,6 +191,7 @@ def is_there(path: str, spark: SparkSession) -> bool:
 
 def load_instance(path: str, spark: SparkSession) -> Any:
     """A saved instance of whatever class; raises ConfigError if that is not trusted."""
+    path = at_home(path)
     name = read_metadata(path, spark)["class"]  # imported only if it is what was written
     module, _, cls = name.rpartition(".")
     if not name.startswith(("sparkdl.", "pyspark.", "org.apache.spark.")):

@@ -91,6 +91,8 @@ class FitRequest(Request):
     config: TrainConfig
     feature_cols: tuple[str, ...]
     input_shapes: tuple[tuple[int, ...] | None, ...]
+    output_cols: tuple[str, ...] = ()
+    """Columns that the model will add, which the rows must not have yet."""
     label_col: str | None
     weight_col: str | None
     validation_col: str | None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import logging
 import math
@@ -121,6 +122,14 @@ class BackgroundJob(Generic[T]):
                 return False
         return True
 
+    def has_tasks(self) -> bool:
+        """True if Spark says that tasks of it run."""
+        try:
+            return self.progress.tasks()[0] > 0
+        except Exception as error:  # whatever py4j raises where Spark is gone
+            logger.info("Spark does not say any more what runs: %s", error)
+            return False
+
     def cancel(self) -> None:
         """Cancel its jobs without waiting, if they have been submitted; `end` sees to the rest."""
         if not self.is_over.is_set():
@@ -134,6 +143,32 @@ class BackgroundJob(Generic[T]):
             if self._has_begun:
                 doing(STOPPING, "")  # workers that import torch take seconds to end
                 end_job(self._spark, self._tag, self.is_over)
+
+    def leave(self, limit_seconds: float, given_up: Callable[[], None]) -> None:
+        """Let it go on while its caller does not, but neither longer nor longer than its session.
+
+        Before the session or the interpreter ends, it gets some seconds, and is cancelled then:
+        where Spark ends below its tasks, errors of these would be the last lines of the program.
+
+        Args:
+            limit_seconds: longest time before it is cancelled.
+            given_up: called if it was cancelled.
+        """
+        with _leaving:
+            _left.append((self, given_up))
+        _end_left_before_stop(self._spark)
+        threading.Thread(
+            target=self._end_later, args=(limit_seconds,), name="sparkdl-clean-up", daemon=True
+        ).start()
+
+    def _end_later(self, seconds: float) -> None:
+        self.wait(seconds)
+        with _leaving:
+            given_up = [call for job, call in _left if job is self]
+            _left[:] = [entry for entry in _left if entry[0] is not self]
+        if given_up and not self.is_over.is_set():
+            self.end()
+            given_up[0]()
 
     def result(self) -> T:
         """What the work gave, when it has ended; raises what it raised."""
@@ -262,7 +297,7 @@ class TaskProgress:
         now = time.monotonic()
         if now >= self._next:
             self._asked, self._next = now, now + _ASK_SECONDS
-            running, ended = self._tasks()
+            running, ended = self.tasks()
             self.num_begun = max(self.num_begun, running + ended)
             self.num_running = running
             if not running or ended != self._ended:
@@ -275,7 +310,7 @@ class TaskProgress:
             return self._told != (0, 0)
         return bool(len(self._tracker().getJobIdsForTag(self._tag)))
 
-    def _tasks(self) -> tuple[int, int]:
+    def tasks(self) -> tuple[int, int]:
         """Tasks that run, and those that have ended, well or not."""
         if compat.is_connect(self._spark):
             return self._told
@@ -341,6 +376,42 @@ class TaskProgress:
 
 _AGAIN_SECONDS = 0.5
 _WAIT_SECONDS = 60.0
+_LAST_SECONDS = 10.0
+"""How long what goes on in the background may do so when the session ends."""
+
+_left: list[tuple[BackgroundJob[Any], Callable[[], None]]] = []
+"""What goes on in the background, and what to call if it is cancelled."""
+_leaving = threading.Lock()
+
+
+def _end_left_before_stop(spark: SparkSession) -> None:
+    """Have the session's context call `end_left` before it stops."""
+    if compat.is_connect(spark):
+        return  # its server lives on
+    context: Any = spark.sparkContext
+    if "stop" in vars(context):
+        return
+    stop = context.stop
+
+    def end_left_and_stop() -> None:
+        end_left()
+        stop()
+
+    context.stop = end_left_and_stop
+
+
+@atexit.register
+def end_left() -> None:
+    """Wait for what goes on in the background, some seconds in all, and cancel the rest."""
+    deadline = time.monotonic() + _LAST_SECONDS
+    with _leaving:
+        jobs = [job for job, _ in _left]
+    for job in jobs:
+        job.is_over.wait(max(0.0, deadline - time.monotonic()))
+        job._end_later(0.0)
+    for job in jobs:  # Spark tells a job's end before its tasks have ended
+        while time.monotonic() < deadline + _AGAIN_SECONDS and job.has_tasks():
+            time.sleep(_LOOK_SECONDS)
 
 
 def end_job(spark: SparkSession, tag: str, is_over: threading.Event) -> None:

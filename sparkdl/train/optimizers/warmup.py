@@ -16,11 +16,15 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from sparkdl.errors import ConfigError
+from sparkdl.runtime.arguments import plain_arguments
+from sparkdl.runtime.tracebacks import plainly
 from sparkdl.train.optimizers.optimizers import check_scheduler
 
 MakeSchedule = Callable[[Optimizer], LRScheduler]
 
 
+@plain_arguments
+@plainly
 def warmup(
     optimizer: Optimizer | None = None,
     /,

@@ -97,6 +97,29 @@ def test_errors_begin_with_what_is_wrong_and_say_what_to_do(
     assert message in str(error.value)
 
 
+def test_all_that_is_wrong_is_told_at_once_each_with_its_place(smallest: Path) -> None:
+    with smallest.open("a", encoding="utf-8") as file:
+        file.write("\n[estimator]\nlr = 1\nbatchSize = 3\nepochs = 'x'\n[sprak]\n")
+    with pytest.raises(ConfigError) as error:
+        load_job(TrainJob, smallest, ["estimator.n_epochs=3", "data.format=csv"])
+    lines = str(error.value).splitlines()
+    assert lines[0] == f"{smallest}: unknown section [sprak]; did you mean 'spark'?"
+    wanted = {
+        f"{smallest}: unknown key 'lr' in [estimator]; did you mean 'learning_rate'?",
+        f"{smallest}: unknown key 'batchSize' in [estimator]; did you mean 'batch_size'?",
+        f"{smallest}: estimator.epochs must be an integer; received 'x'",
+        "--set estimator.n_epochs=3: unknown key 'n_epochs' in [estimator]; did you mean 'epochs'?",
+    }
+    assert set(lines[1:]) == wanted
+    assert len(lines) == 5
+
+
+def test_a_tilde_in_a_path_is_the_home(smallest: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", "/home/me")
+    job = load_job(TrainJob, smallest, ["output.path=~/models/m", "data.path=hdfs:///~/x"])
+    assert (job.output.path, job.data.path) == ("/home/me/models/m", "hdfs:///~/x")
+
+
 def test_the_file_is_blamed_for_what_is_in_it(smallest: Path) -> None:
     with smallest.open("a", encoding="utf-8") as file:
         file.write("\n[estimator]\nepochs = 0\n")

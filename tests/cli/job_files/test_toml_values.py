@@ -163,3 +163,9 @@ def test_a_mesh_is_a_table() -> None:
     )
     with pytest.raises(ConfigError, match=r"parallelism\.stages must be a list"):
         build(Mesh, {"pipeline": 2, "stages": 3}, "estimator.parallelism")
+
+
+def test_a_file_of_notepad_is_read(tmp_path: Path) -> None:
+    path = tmp_path / "job.toml"
+    path.write_bytes(b"\xef\xbb\xbf[data]\r\npath = 'x'\r\n")
+    assert read_toml(path) == {"data": {"path": "x"}}

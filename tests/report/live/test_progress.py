@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fcntl
+import io
 import logging
 import os
 import struct
@@ -16,8 +17,17 @@ import pytest
 
 from sparkdl.data.plan import Column, Shard, make_plan
 from sparkdl.report.live import progress
-from sparkdl.report.live.progress import ConsoleView, Progress, SilentView, View
+from sparkdl.report.live.progress import (
+    ConsoleView,
+    Progress,
+    SilentView,
+    View,
+    terminal_columns,
+)
+from sparkdl.report.live.views import choose_view
 from sparkdl.runtime.activity import STOPPING
+from sparkdl.tuning import trial_table
+from sparkdl.tuning.study import StudyOptions
 from tests.terminal import on_terminal
 
 PLAN = make_plan(
@@ -301,6 +311,62 @@ def test_phases_stand_in_one_line_of_a_terminal(console: Console, clock: Clock) 
     assert console.bar().strip() == "cleaning up"
     view.close()
     assert console.bar().strip() == ""
+
+
+def test_what_was_on_its_way_when_a_run_is_stopped_does_not_say_that_it_trains(
+    console: Console, clock: Clock
+) -> None:
+    view = console_view(has_bar=True, shows_logs=False)
+    view.attempt(0, 0)
+    view.progress(0, at(3, 30))
+    view.activity(STOPPING, "")
+    for step in (4, 5):
+        view.progress(0, at(step, 10 * step))
+        view.tick()
+    assert "stopping |" in console.bar()
+    assert not view.is_training
+    view.close()
+    assert "epoch" not in console.bar()
+
+
+@pytest.mark.parametrize("has_attempt", [True, False])
+def test_what_was_stopped_to_begin_again_says_that_it_trains(
+    console: Console, clock: Clock, *, has_attempt: bool
+) -> None:
+    view = console_view(has_bar=True, shows_logs=False)
+    view.attempt(0, 0)
+    view.activity(STOPPING, "")
+    view.begun_again(1, 0)
+    if has_attempt:  # of a gang
+        view.attempt(1, 0)
+    view.progress(0, at(3, 30))
+    assert "epoch 1 of 2" in console.bar()
+    view.close()
+
+
+@pytest.mark.parametrize("is_closed", [True, False])
+def test_without_stderr_a_view_shows_nothing_and_raises_nothing(
+    monkeypatch: pytest.MonkeyPatch, clock: Clock, *, is_closed: bool
+) -> None:
+    stream = io.StringIO()
+    stream.close()
+    monkeypatch.setattr(sys, "stderr", stream if is_closed else None)
+    monkeypatch.setattr(sys, "stdout", None)
+    assert terminal_columns() is None
+    view = choose_view("fit", 2, run_id="1234567")
+    view.planned(PLAN)
+    view.activity("writing", "")
+    clock.now += 5
+    view.tick()
+    view.attempt(1, 0)
+    view.progress(0, at(3, 30))
+    view.epoch({"epoch": 1.0, "loss": 0.5})
+    view.log(0, "a line", logging.INFO)
+    view.done(20, stopped_early=False)
+    view.close()
+    table = trial_table.make_table(StudyOptions(), verbose=1)
+    assert table._write is not None
+    table._write("a line")
 
 
 def test_in_a_file_each_phase_that_takes_long_has_one_line(console: Console, clock: Clock) -> None:

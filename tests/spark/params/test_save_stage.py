@@ -8,6 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torchmetrics
@@ -15,7 +16,7 @@ from pyspark.ml import PipelineModel
 from pyspark.sql import SparkSession
 from torch import nn
 
-from sparkdl.config import EarlyStopping
+from sparkdl import EarlyStopping, Mesh, ParameterAveraging, warmup
 from sparkdl.data.plan import Column
 from sparkdl.errors import ConfigError, StorageError
 from sparkdl.estimator import TorchClassifier, TorchEstimator, TorchRegressor
@@ -23,6 +24,7 @@ from sparkdl.model import TorchClassifierModel, TorchModel, TorchRegressorModel
 from sparkdl.report.summary import TrainingSummary
 from sparkdl.serialization.initial_weights import InitialWeights
 from sparkdl.serialization.json_objects import DescribeError
+from sparkdl.serialization.load import load_module
 from sparkdl.spark.params import save_stage, stage_metadata
 from sparkdl.spark.params.stage_metadata import load_instance
 from sparkdl.storage.storage import LocalStorage
@@ -147,6 +149,45 @@ def test_inside_a_pipeline_model(spark: SparkSession, tmp_path: Path) -> None:
     (loaded,) = PipelineModel.load(str(tmp_path / "p")).stages
     assert isinstance(loaded, TorchRegressorModel)
     assert same_weights(stage.module, loaded.module)
+
+
+def test_a_tilde_is_the_home_and_a_path_is_a_text(
+    spark: SparkSession, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Wherever the program runs, but within a pipeline's folder, which pyspark names."""
+    (home := tmp_path / "home").mkdir()
+    monkeypatch.setenv("HOME", str(home))
+    monkeypatch.chdir(tmp_path)
+    model = TorchRegressorModel(nn.Linear(3, 1), [COLUMN])
+    model.save("~/m")
+    model.write().overwrite().save(Path("~/m"))
+    model.write().save(home / "other")
+    assert {path.name for path in home.iterdir()} == {"m", "other"}
+    assert [path.name for path in tmp_path.iterdir()] == ["home"]
+    for place in ("~/m", Path("~/m"), home / "m", home / "other"):
+        assert same_weights(TorchRegressorModel.load(place).module, model.module)
+        assert same_weights(load_module(place), model.module)
+    assert isinstance(load_instance("~/m", spark), TorchRegressorModel)
+    assert stage_metadata.at_home("~/p/stages/0_TorchModel_1") == "~/p/stages/0_TorchModel_1"
+
+
+def test_numbers_of_numpy_are_saved_as_plain_ones(spark: SparkSession, tmp_path: Path) -> None:
+    made = TorchRegressor(
+        module=make_custom,
+        epochs=np.int32(3),
+        learningRate=np.float32(0.5),
+        syncStrategy=ParameterAveraging(averaging_period=np.int64(2)),
+        earlyStopping=EarlyStopping(patience=np.int16(2), min_delta=np.float32(0.25)),
+        parallelism=Mesh(shard=np.int64(2)),
+        scheduler=warmup(steps=np.int64(5)),
+    )
+    made.save(tmp_path / "e")
+    loaded = TorchRegressor.load(tmp_path / "e")
+    assert (loaded.getEpochs(), loaded.getLearningRate()) == (3, 0.5)
+    assert loaded.getSyncStrategy() == ParameterAveraging(averaging_period=2)
+    assert loaded.getEarlyStopping() == EarlyStopping(patience=2, min_delta=0.25)
+    assert loaded.getParallelism() == Mesh(shard=2)
+    assert loaded.getScheduler().keywords["steps"] == 5
 
 
 def test_existing_path_needs_overwrite(spark: SparkSession, tmp_path: Path) -> None:

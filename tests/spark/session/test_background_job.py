@@ -242,3 +242,49 @@ def test_spark_says_what_has_become_of_a_task(spark: SparkSession, tmp_path: Pat
 def test_spark_connect_does_not_say_what_has_become_of_a_task() -> None:
     spark: Any = FakeConnect()
     assert TaskProgress(spark, "sparkdl-t").fates([0]) is None
+
+
+def left_behind(spark: FakeConnect) -> tuple[BackgroundJob[int], list[str]]:
+    """A job that ends when it is cancelled, left in the background, and who gave it up."""
+
+    def wait() -> int:
+        spark.ended.wait(20)
+        return 0
+
+    told: list[str] = []
+    left = job(spark, wait)
+    left.begin()
+    left.leave(600, lambda: told.append("given up"))
+    return left, told
+
+
+def test_what_goes_on_in_the_background_ends_before_its_session(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(background_job, "_LAST_SECONDS", 0.2)
+    spark, order = FakeConnect(), list[str]()
+    left, told = left_behind(spark)
+    context = SimpleNamespace(stop=lambda: order.append(f"stopped, {told}"))
+
+    class Context:
+        def stop(self) -> None:
+            context.stop()
+
+    classic: Any = SimpleNamespace(sparkContext=Context())
+    for _ in range(2):  # a second job of the session
+        background_job._end_left_before_stop(classic)
+    classic.sparkContext.stop()
+    assert order == ["stopped, ['given up']"]
+    assert left.is_over.is_set()
+    assert set(spark.cancelled) == {"sparkdl-t"}
+    background_job.end_left()  # there is nothing left
+    assert told == ["given up"]
+
+
+def test_what_ends_in_time_is_not_cancelled() -> None:
+    spark = FakeConnect()
+    left, told = left_behind(spark)
+    threading.Timer(0.2, spark.ended.set).start()
+    background_job.end_left()
+    assert left.is_over.is_set()
+    assert (spark.cancelled, told) == ([], [])
