@@ -65,6 +65,7 @@ class ParamsWriter(MLWriter):
             StorageError: the place cannot be written.
         """
         path, folders = at_home(path), dict[str, PreparedModule]()
+        stage_metadata.require_plain_name(path)
         described = self._describe(folders)
         if self.shouldOverwrite and stage_metadata.is_there(path, self.sparkSession):
             aside = stage_metadata.beside(path)

@@ -38,8 +38,24 @@ from sparkdl.storage.storage import (
 FORMAT = 2
 """Version of the layout; raised when an older sparkdl could not read it. All before are read."""
 _METADATA = "metadata/part-00000"
+_OF_PATTERNS = frozenset("*?[]{}^,\\")
+"""Characters that have a meaning in Hadoop's patterns of paths, and the comma between paths."""
 _SEALED = ("class", "uid", "paramMap", "defaultParamMap")
 """Entries of the metadata whose sum is kept in it from format 2 on."""
+
+
+def require_plain_name(path: str) -> None:
+    """Refuse a name that Spark reads as a pattern, so that it means other folders too.
+
+    Raises:
+        StorageError: it has such a character.
+    """
+    found = sorted(set(path) & _OF_PATTERNS)
+    if found:
+        raise StorageError(
+            f"cannot save to {without_password(path)}: Spark reads {' '.join(found)} in a name as "
+            "a pattern, which may mean other folders; choose a name without"
+        )
 
 
 def make_way(path: str, overwrite: bool, spark: SparkSession) -> None:
@@ -68,6 +84,7 @@ def make_way(path: str, overwrite: bool, spark: SparkSession) -> None:
 
 def check_place(path: str, spark: SparkSession) -> None:
     """See, before there is a model to lose, that it can be saved; raises StorageError."""
+    require_plain_name(path)
     path = at_home(path)
     # What is not there must not be there afterwards either.
     folder = path if is_there(path, spark) else _parent(path)

@@ -201,6 +201,20 @@ def test_existing_path_needs_overwrite(spark: SparkSession, tmp_path: Path) -> N
     assert same_weights(second.module, TorchModel.load(path).module)
 
 
+@pytest.mark.parametrize("name", ["run-?", "run-*", "run-[12]", "{run-1,x}", "a,b"])
+def test_a_name_that_means_other_folders_is_refused(
+    spark: SparkSession, tmp_path: Path, name: str
+) -> None:
+    folder = tmp_path / "run-1"
+    folder.mkdir()
+    (folder / "file").touch()
+    model = TorchModel(nn.Linear(3, 1), [COLUMN])
+    for writer in (model.write(), model.write().overwrite()):
+        with pytest.raises(StorageError, match=r"a pattern, .* choose a name without"):
+            writer.save(str(tmp_path / name))
+    assert [file.name for file in tmp_path.rglob("*")] == ["run-1", "file"]
+
+
 def test_what_cannot_be_saved_is_named_and_destroys_nothing(
     spark: SparkSession, tmp_path: Path
 ) -> None:
