@@ -272,6 +272,16 @@ def class_logits(output: torch.Tensor) -> torch.Tensor:
     return torch.cat([-logits, logits], dim=1) if logits.shape[1] == 1 else logits
 
 
+def raw_predictions(output: torch.Tensor) -> torch.Tensor:
+    """Logits as Spark ML keeps them, ``(rows, classes)`` in float64.
+
+    Of two classes they are less their mean, which changes no probability: Spark's
+    BinaryClassificationEvaluator ranks rows by the second one alone.
+    """
+    logits = class_logits(output)
+    return logits - logits.mean(1, keepdim=True) if logits.shape[1] == 2 else logits
+
+
 def class_probabilities(output: torch.Tensor) -> torch.Tensor:
     """Probabilities of all classes, ``(rows, classes)`` in float64."""
     logits, is_single = class_logits(output), _matrix(output).shape[1] == 1
@@ -284,7 +294,7 @@ _MAKERS: dict[Make, Callable[[torch.Tensor], torch.Tensor]] = {
     "array": _matrix,
     "nested": lambda output: output,
     "class": predicted_class,
-    "logits": class_logits,
+    "logits": raw_predictions,
     "probability": class_probabilities,
 }
 

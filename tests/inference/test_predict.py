@@ -116,6 +116,17 @@ def test_classes_logits_and_probabilities() -> None:
     assert predict.likeliest_class(logits).tolist() == [1, 0]
     assert torch.equal(predict.class_logits(logits), logits.double())
     assert torch.equal(predict.class_probabilities(logits), logits.double().softmax(1))
+    assert torch.equal(predict.raw_predictions(logits), logits.double())
+
+
+def test_of_two_classes_the_second_raw_prediction_ranks_as_the_probability_does() -> None:
+    logits = torch.randn(50, 2, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    raw = predict.raw_predictions(logits)
+    assert torch.allclose(raw.softmax(1), logits.softmax(1))
+    assert torch.allclose(raw, torch.stack([-raw[:, 1], raw[:, 1]], 1))
+    assert torch.equal(raw[:, 1].argsort(), logits.softmax(1)[:, 1].argsort())
+    assert not torch.equal(logits[:, 1].argsort(), raw[:, 1].argsort())
+    assert torch.equal(predict.raw_predictions(logits[:, :1])[:, 1], logits[:, 0])
 
 
 @pytest.mark.parametrize("rows", [[[0.0, 2.0], [1.0, NAN], [NAN, NAN]], [[1.0], [NAN], [NAN]]])
