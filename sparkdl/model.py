@@ -188,9 +188,11 @@ class TorchModel(Model, CheckedParams, Saved, MLReadable["TorchModel"], ModelAcc
         look: Callable[[nn.Module, Arguments], T],
     ) -> T:
         """What is found of a copy of the module on zeros; if it fails there, on the first rows."""
-        zeros = example_arguments(self._columns)
+        zeros, known = example_arguments(self._columns), self._module
+        # What is shown of a module that lies in a storage is a copy already.
+        module = copied(known) if isinstance(known, nn.Module) else known
         try:
-            return seen(self._module, lambda module: look(copied(module), zeros))
+            return seen(module, lambda shown: look(shown, zeros))
         except ConfigError as error:
             if error.__cause__ is None or dataset.isStreaming:  # no error of the module's, or none
                 raise
@@ -201,7 +203,8 @@ class TorchModel(Model, CheckedParams, Saved, MLReadable["TorchModel"], ModelAcc
             found = next((run.arguments for run in runs if run.arguments is not None), None)
             if found is None:
                 raise
-            return seen(self._module, lambda module: look(copied(module), found))
+            module = copied(known) if isinstance(known, nn.Module) else known
+            return seen(module, lambda shown: look(shown, found))
 
     def _checked_mesh(self, spark: SparkSession, task: predict.PredictTask) -> Mesh | None:
         """The mesh along which tasks divide the model; None: each has all of it."""
