@@ -72,7 +72,7 @@ class Needs:
             try:
                 require_cuda()
             except ClusterError as error:
-                return f"cannot train: {error}"
+                return str(error)
         return None
 
 
@@ -223,7 +223,7 @@ def _check(answer: Mapping[str, object], storage_url: str | None) -> None:
     if problem is not None:
         raise ClusterError(problem)
     if answer["missing"] is not None:
-        raise ClusterError(f"the executor on {answer['host']} {answer['missing']}")
+        raise ClusterError(f"the executor on {answer['host']} lacks something: {answer['missing']}")
     if not answer["sees_marker"] and not answer["storage_failure"]:
         raise StorageError(
             f"checkpointDir {without_password(storage_url or '')} cannot be used from the executor "
