@@ -242,7 +242,7 @@ class TrainConfig:
             (group is None or group >= 2, "groupByLength must be at least 2", group),
             (window is None or window >= 1, "shuffleWindowBytes must be at least 1", window),
             (
-                all(weight >= 0 for weight in weights.values()),
+                all(weight >= 0 for weight in (weights or {}).values()),
                 "lossWeights must not be negative",
                 weights,
             ),

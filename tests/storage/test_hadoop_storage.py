@@ -169,7 +169,8 @@ def test_without_a_channel_nothing_can_be_passed_on(spark: SparkSession, url: st
 
     from sparkdl import TorchClassifier
 
-    df = spark.range(4).select(F.array(F.col("id")).alias("features"), F.lit(0).alias("label"))
+    features = F.array(F.col("id").cast("float")).alias("features")
+    df = spark.range(4).select(features, F.lit(0).alias("label"))
     classifier = TorchClassifier(module=make_net, numWorkers=2, verbose=0, checkpointDir=url)
     spark.conf.set("spark.sparkdl.channel", "workers")
     try:

@@ -67,7 +67,7 @@ def searched(
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(ShardTable, "collect", counted)
-        patch.setattr("sparkdl.tuning.trial_table._print", lines.append)
+        patch.setattr("sparkdl.tuning.trial_table.say", lines.append)
         result = tune(
             regressor,
             {
