@@ -17,7 +17,7 @@ INSTALL_SECONDS = 600
 
 # What a clone holds; most of it has no place in a package.
 SOURCES = (
-    "CHANGELOG.md", "CONTRIBUTING.md", "LICENSE", "MANIFEST.in", "Makefile", "README.md", "SECURITY.md",
+    "CHANGELOG.md", "CONTRIBUTING.md", "LICENSE", "MANIFEST.in", "Makefile", "README.md",
     "benchmarks", "conf", "docs", "jobs", "pyproject.toml", "requirements.lock",
     "requirements-dev.lock", "setup.py", "sparkdl", "tests",
 )  # fmt: skip
