@@ -19,6 +19,7 @@ PAGES = {
     "benchmarks/README.md": "benchmarks.md",
     "CHANGELOG.md": "changelog.md",
     "CONTRIBUTING.md": "contributing.md",
+    "SECURITY.md": "security_policy.md",
 }
 """File of the repository -> page of the site."""
 

@@ -1,6 +1,6 @@
 """The cost model: seconds of the parts of a step, by formulae from measured numbers.
 
-Tests compare them with steps that are played event by event; docs/explain.md derives them.
+Tests compare them with steps that are played event by event; docs/explain_model.md derives them.
 """
 
 from __future__ import annotations

@@ -24,6 +24,8 @@ if TYPE_CHECKING:
 
 _WIDTH = 80
 """Columns of a terminal."""
+_IN_WORDS = {"preflight": "checks", "spool": "writing rows to local disks"}
+"""Phases as the text of a summary names them; all others have their own names."""
 _LEAST_SECONDS = 0.05
 """Of a phase that is shown; shorter ones are in ``other``."""
 _MOST_RANKS = 8
@@ -284,7 +286,7 @@ def _phases_text(seconds: Mapping[str, float]) -> str:
     rest = sum(seconds.values()) - sum(shown.values())
     if rest >= _LEAST_SECONDS:
         shown["other"] = rest
-    return ", ".join(f"{name} {value:.1f}" for name, value in shown.items()) or "0"
+    return ", ".join(f"{_IN_WORDS.get(k, k)} {value:.1f}" for k, value in shown.items()) or "0"
 
 
 def _rates_text(rates: Sequence[float]) -> str:

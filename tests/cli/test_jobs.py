@@ -325,7 +325,7 @@ def test_ctrl_c_while_predicting_shows_no_frames_of_py4j(
     output = PredictOutput(path=str(tmp_path / "p"), columns=("weight", "prediction"))
     job = PredictJob(data=DataSection(path=files, select=select), model=saved, output=output)
     threading.Thread(target=press, daemon=True).start()
-    with pytest.raises(KeyboardInterrupt, match="its Spark jobs are cancelled"):
+    with pytest.raises(KeyboardInterrupt, match="its Spark jobs were cancelled"):
         run_predict(job, spark)
     assert "py4j" not in caplog.text
     assert spark.range(3).count() == 3  # py4j takes no late answer for that of this call

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import ast
+import builtins
 import json
+import symtable
 from collections import Counter
+from collections.abc import Iterator
 
 import pytest
 
-from tests.docs.blocks import REASONS, Block, blocks, parsed
+from tests.docs.blocks import REASONS, Block, blocks, blocks_of, pages, parsed
 
 LANGUAGES = {
     "bash", "css", "diff", "dockerfile", "html", "ini", "json", "properties", "python", "text",
@@ -70,3 +73,34 @@ def test_data_can_be_read(block: Block) -> None:
     else:
         yaml = pytest.importorskip("yaml")
         assert list(yaml.safe_load_all(block.text))
+
+
+def undefined(codes: list[str]) -> Iterator[str]:
+    """Names that a page's Python uses in one of its blocks, and defines in none up to there."""
+    defined = set(dir(builtins)) | {"__file__", "__name__"}
+    for code in codes:
+        tables = [symtable.symtable(code, "page", "exec")]
+        defined |= {one.get_name() for one in tables[0].get_symbols() if one.is_assigned()}
+        defined |= {one.get_name() for one in tables[0].get_symbols() if one.is_imported()}
+        while tables:
+            table = tables.pop()
+            tables += table.get_children()
+            names = [one for one in table.get_symbols() if one.is_referenced()]
+            is_module = table.get_type() == "module"
+            yield from (
+                one.get_name()
+                for one in names
+                if (is_module or one.is_global()) and one.get_name() not in defined
+            )
+
+
+def test_names_without_a_definition_are_found() -> None:
+    assert list(undefined(["x = 1", "def f(a):\n    return a + x + y\n", "f(z)"])) == ["y", "z"]
+    assert not list(undefined(["import os.path as p\nclass A(list): b = [p for q in 'a']\nA"]))
+
+
+@pytest.mark.parametrize("page", pages())
+def test_a_page_can_be_copied_from_top_to_bottom(page: str) -> None:
+    """All that its examples use is on the page, above them, so a reader needs no other."""
+    codes = [block.text for block in blocks_of(page) if block.language == "python"]
+    assert sorted(set(undefined(codes))) == []

@@ -11,7 +11,7 @@ from markdown_it import MarkdownIt
 from tests.docs.blocks import DOCS, ROOT, pages
 
 MARKDOWN = MarkdownIt("commonmark").enable("table")
-EVERY = [*pages(), "CONTRIBUTING.md", "CHANGELOG.md", "benchmarks/README.md"]
+EVERY = [*pages(), "CONTRIBUTING.md", "CHANGELOG.md", "SECURITY.md", "benchmarks/README.md"]
 PYTHON_FILE = re.compile(r"`([\w./-]*\w\.py)`")
 FOLDERS = (".ci", "benchmarks", "docs", "jobs", "sparkdl", "tests")
 YOURS = {"nets.py"}

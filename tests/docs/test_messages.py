@@ -8,7 +8,7 @@ import pytest
 from tests.docs.blocks import DOCS
 from tests.docs.messages import HOLE, is_said, texts_of
 
-PAGES = ("troubleshooting.md", "gpus.md", "debugging.md", "storage.md")
+PAGES = ("troubleshooting.md", "debugging.md", "storage.md")
 SPARKS_OWN = "## What Spark itself says"
 OTHERS = {
     "Permission denied": "Hadoop's",

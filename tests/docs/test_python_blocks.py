@@ -79,8 +79,9 @@ def test_the_twenty_lines_are_a_program_that_prints_what_it_is_asked_for(clone: 
 @pytest.mark.parametrize("page", PAGES)
 def test_the_blocks_of_a_page_run(page: str, spark: SparkSession) -> None:
     setup = setup_of(page)
-    names: dict[str, Any] = {} if setup is None else setup.prepare(spark)
-    names = {"__name__": "__main__", "spark": spark, **names}
+    names: dict[str, Any] = {"__name__": "__main__", "spark": spark}
+    if setup is not None and hasattr(setup, "prepare"):
+        names |= setup.prepare(spark) or {}
     for block in blocks_of(page):
         if block.language == "python" and block.excuse is None:
             run(block, names)

@@ -160,7 +160,7 @@ def test_driver_after_driver_goes_on(two: Ended, cluster: Cluster, tmp_path: Pat
             assert [struck.moment for struck in faults.struck] == [f"{phase}-0-0"], said[-3000:]
             assert one.process.returncode == -number, said[-3000:]
             if number == signal.SIGINT:
-                assert "KeyboardInterrupt: interrupted; its Spark jobs are cancelled" in said
+                assert "KeyboardInterrupt: interrupted: its Spark jobs were cancelled" in said
             if number != signal.SIGKILL:  # after which nobody is there to remove them
                 assert one.left() == []
         await_nothing_left(cluster, processes)

@@ -112,7 +112,7 @@ def test_the_stop_button(kernel: Kernel, tmp_path: Path, expected: str, code: st
     traceback = "\n".join(cell.error["traceback"])
     assert "py4j" not in traceback.lower()
     if code != SEARCH:  # where pyspark's own waiting is torn off, in the main thread
-        assert "its Spark jobs are cancelled" in cell.error["evalue"]
+        assert "its Spark jobs were cancelled" in cell.error["evalue"]
         assert len(traceback.splitlines()) < 80
     assert kernel.value(NOTHING_LEFT) == "[]"
     kernel.value("again = classifier().fit(df)")

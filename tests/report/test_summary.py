@@ -92,7 +92,9 @@ def test_the_text_fits_a_terminal_and_its_phases_add_up() -> None:
     )
     text = repr(found)
     assert max(map(len, text.splitlines())) <= 80
-    assert "33.5 (preflight 1.0, spool 2.0, train 30.0, other 0.5)" in text
+    assert "33.5 (checks 1.0, writing rows to local disks 2.0, train 30.0, other 0.5)" in " ".join(
+        text.split()
+    )
     assert "0 to 99, median 50, of 100 ranks" in text
     of_rank = " ".join(text.partition("of train, rank 0")[2].partition("rows/s")[0].split())
     assert of_rank == (

@@ -146,7 +146,7 @@ def _examine(spark: SparkSession, order: Order) -> Iterator[Finding]:
     barrier = checked(
         "barrier",
         lambda: cluster_info.require_gang_support(cluster_info.from_conf(get), get, settings),
-        "can run: nothing is encrypted or run twice that a gang would break",
+        "barrier stages can run: no encryption, no speculation",
     )
     yield barrier
     try:

@@ -290,6 +290,6 @@ def _wrong_type(field: T.StructField, role: Role | Literal["class"]) -> DataErro
     if role == "feature" and isinstance(field.dataType, T.StringType):
         advice = f"read numbers of a CSV file with inferSchema=True; {advice}"
     return DataError(
-        f'column "{field.name}" has type {field.dataType.simpleString()}, '
-        f"of which no tensor can be made; {advice}"
+        f'column "{field.name}" has type {field.dataType.simpleString()} '
+        f"and cannot become a tensor; {advice}"
     )

@@ -310,8 +310,8 @@ class EstimatorArguments(InputArguments, total=False):
         "executor, or one per GPU; 'auto': the number with which the fit is shortest, by the cost "
         "model of explain.", default=None, fills="request", least=1)]
     minWorkers: Annotated[int | None, Option(
-        "fewest workers (>= 1) with which training goes on where numWorkers are not to be had: "
-        "after a loss it starts again with those that are left, and with more when they are back. "
+        "train with at least this many workers (>= 1) when numWorkers are not available: after a "
+        "loss training goes on with those that are left, and with more when they are back. "
         "None: numWorkers.", default=None, fills="request", least=1)]
     numShards: Annotated[int | None, Option(
         "fixed parts of the rows (>= numWorkers), of which each worker has one or more. What is "
@@ -322,7 +322,7 @@ class EstimatorArguments(InputArguments, total=False):
         "up to what the result is the same for all numbers of workers: 'rounding', or 'bits', for "
         "which a worker trains on its shards one after the other, and which needs all-reduce.")]
     shards: Annotated[str, Option(
-        "what makes a shard: 'rows' (dealt by a hash, so that equal data gives equal shards), "
+        "what makes a shard: 'rows' (assigned by a hash: equal data gives equal shards), "
         "'partitions' (the DataFrame's own, without a shuffle, where they are stable files; else "
         "rows), or 'auto' (partitions if these are large).",
         default="rows", fills="request")]
@@ -361,8 +361,8 @@ class EstimatorArguments(InputArguments, total=False):
     gradientClipNorm: Annotated[float | None, Option(
         "largest norm of the gradient of all parameters together (> 0); None: no clipping.")]
     divergenceFactor: Annotated[float | None, Option(
-        "how many times the loss of the first steps ends the fit as diverged (> 1); None: only a "
-        "loss that is infinite or NaN.")]
+        "stop when the loss is this many times that of the first steps (> 1); None: stop only "
+        "when it is infinite or NaN.")]
     device: Annotated[str, Option(
         "where workers train: 'auto' (a GPU if there is one), 'cpu' or 'cuda'.")]
     deterministic: Annotated[bool, Option(

@@ -225,7 +225,7 @@ def is_hurried() -> bool:
 
 
 def _message(checkpoint_dir: str | None) -> str:
-    text = "interrupted; its Spark jobs are cancelled, and the files that it needed are removed"
+    text = "interrupted: its Spark jobs were cancelled, and its temporary files are being removed"
     if checkpoint_dir is None:
         return text
     return (

@@ -1,16 +1,8 @@
-"""What do the blocks of docs/gpus.md find?"""
+"""What the blocks of docs/gpus.md must reach."""
 
 from __future__ import annotations
 
 from typing import Any
-
-from pyspark.sql import SparkSession
-
-from sparkdl.models import ResNet20
-
-
-def prepare(spark: SparkSession) -> dict[str, Any]:
-    return {"make_net": ResNet20}
 
 
 def check(names: dict[str, Any]) -> None:

@@ -1,30 +1,9 @@
-"""What do the blocks of docs/reports.md find?"""
+"""What the blocks of docs/reports.md must leave."""
 
 from __future__ import annotations
 
 from pathlib import Path
 from typing import Any
-
-from pyspark.sql import SparkSession
-from torch import nn
-
-import sparkdl
-from sparkdl import TorchClassifier, TorchRunner
-
-
-def make_net() -> nn.Module:
-    return nn.Linear(2, 2)
-
-
-def train() -> int:
-    return sparkdl.context().rank
-
-
-def prepare(spark: SparkSession) -> dict[str, Any]:
-    rows = [([float(i), 1.0], i % 2) for i in range(64)]
-    df = spark.createDataFrame(rows, "features array<float>, label int")
-    names = {"TorchClassifier": TorchClassifier, "TorchRunner": TorchRunner}
-    return {**names, "make_net": make_net, "train": train, "df": df}
 
 
 def check(names: dict[str, Any]) -> None:

@@ -1,26 +1,10 @@
-"""What do the blocks of docs/tuning.md find?"""
+"""What the blocks of docs/tuning.md must reach."""
 
 from __future__ import annotations
 
 from typing import Any
 
-from pyspark.sql import SparkSession
-
-from sparkdl import TorchClassifier, TorchClassifierModel
-from sparkdl.models import MLP
-
-
-class Net(MLP):
-    def __init__(self) -> None:
-        super().__init__(sizes=(64, 16), num_outputs=10)
-
-    def forward(self, features: Any) -> Any:
-        return super().forward(features.float() / 16)
-
-
-def prepare(spark: SparkSession) -> dict[str, Any]:
-    train = spark.read.parquet("data/digits/train").limit(200).cache()
-    return {"TorchClassifier": TorchClassifier, "Net": Net, "train": train}
+from sparkdl import TorchClassifierModel
 
 
 def check(names: dict[str, Any]) -> None:

@@ -183,7 +183,7 @@ def test_types_of_which_no_tensor_can_be_made(
     with pytest.raises(DataError) as caught:
         prepare(df.schema, name, role, float_dtype="float32")
     message = str(caught.value)
-    assert message.startswith(f'column "{name}" has type {shown}, of which no tensor can be made')
+    assert message.startswith(f'column "{name}" has type {shown} and cannot become a tensor')
     assert advice in message
 
 

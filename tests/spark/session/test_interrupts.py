@@ -95,7 +95,7 @@ def in_py4j(work: Callable[[], None]) -> None:
 
 def test_a_press_ends_the_block_and_cancels_its_jobs(session: Any) -> None:
     thread = later()
-    told = "interrupted; its Spark jobs are cancelled"
+    told = "interrupted: its Spark jobs were cancelled"
     with pytest.raises(KeyboardInterrupt, match=told), interruptible(session):
         time.sleep(10)
     thread.join()
