@@ -1,33 +1,42 @@
-"""A module on its way from the driver to the executors.
+"""A module on its way from the driver to the executors, and the trial of that way on the driver.
 
-Tensors travel as safetensors; the rest of the module is pickled by value, in memory only, so that
-a class from a notebook works. The three ways to get the bytes are the three functions at the end.
+The memory of tensors travels as safetensors; the rest of the module is pickled, see `travel`. The
+three ways to get the bytes are the three functions at the end.
 """
 
 from __future__ import annotations
 
-import copy
+import contextlib
 import hashlib
 import io
 import pickle
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-import cloudpickle
 import torch
 from torch import nn
 
-from sparkdl.errors import CheckpointError, ConfigError
-from sparkdl.serialization.recorded.recipe import Place, Recipe, RecordedWeights
+from sparkdl.errors import ConfigError
+from sparkdl.serialization.recorded.recipe import Place, Recipe, RecordedWeights, place_of
+from sparkdl.serialization.travel import (
+    HOOKS,
+    TENSOR_HOOKS,
+    Head,
+    ModulePickler,
+    ModuleUnpickler,
+    StrictUnpickler,
+)
 from sparkdl.storage import tensor_tree
 from sparkdl.storage.checkpoint_format import decode, encode
 from sparkdl.storage.tensor_file import TensorFile
 
 GetWeight = Callable[[str], torch.Tensor]
 """Gives the values of a parameter by its name."""
+Places = list[tuple[Place, list[str]]]
+"""Where parameters lie in a memory, with their names."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,9 +45,9 @@ class PackedModule:
 
     digest: str
     skeleton: bytes
-    """The module without its tensors, pickled."""
+    """The module without the memory of its tensors, pickled, behind a `travel.Head`."""
     tensors: bytes
-    """The tensors by their numbers in the skeleton, as `checkpoint_format.encode` writes them."""
+    """The memories by their numbers in the skeleton, as `checkpoint_format.encode` writes them."""
     recipe: bytes = b""
     """How those are made that are not among them, see `RecordedWeights.packed`; empty: all are."""
     pieces: Callable[[], Iterator[bytes | memoryview]] | None = None
@@ -50,92 +59,23 @@ class PackedModule:
         return len(self.skeleton) + len(self.tensors) + len(self.recipe)
 
 
-class _TensorPickler(cloudpickle.Pickler):  # type: ignore[misc] # cloudpickle has no types
-    """Pickles by value, but collects tensors instead of pickling them."""
-
-    def __init__(self, file: io.BytesIO, elsewhere: Mapping[int, str]) -> None:
-        super().__init__(file)
-        self.tensors: list[torch.Tensor] = []
-        self._numbers: dict[int, int] = {}
-        self._elsewhere = elsewhere
-
-    def persistent_id(self, value: Any) -> tuple[int | str, bool, bool] | None:
-        """Number the tensor, by identity, so that tied weights stay tied."""
-        if not isinstance(value, torch.Tensor):
-            return None
-        if id(value) in self._elsewhere:
-            return self._elsewhere[id(value)], True, value.requires_grad
-        number = self._numbers.setdefault(id(value), len(self.tensors))
-        if number == len(self.tensors):
-            self.tensors.append(value)
-        return number, isinstance(value, nn.Parameter), value.requires_grad
-
-
-class _TensorUnpickler(pickle.Unpickler):
-    def __init__(
-        self, file: io.BytesIO, tensors: list[torch.Tensor], weights: GetWeight | None = None
-    ) -> None:
-        super().__init__(file)
-        self._tensors, self._weights = tensors, weights
-        self.parameters: dict[int | str, nn.Parameter] = {}
-
-    def persistent_load(self, pid: tuple[int | str, bool, bool]) -> torch.Tensor:
-        number, is_parameter, requires_grad = pid
-        if is_parameter and number in self.parameters:
-            return self.parameters[number]
-        if isinstance(number, str):
-            assert self._weights is not None
-            tensor = self._weights(number)
-        else:
-            tensor = self._tensor(number, is_parameter)
-        if is_parameter:
-            return self.parameters.setdefault(number, nn.Parameter(tensor, requires_grad))
-        return tensor
-
-    def _tensor(self, number: int, is_parameter: bool) -> torch.Tensor:
-        return self._tensors[number]
-
-
-class _BlankUnpickler(_TensorUnpickler):
-    """Leaves parameters on the meta device; asks for other tensors when it meets them."""
-
-    def __init__(
-        self,
-        file: io.BytesIO,
-        contents: TensorFile,
-        read: Callable[[str], torch.Tensor],
-        places: Mapping[int, Place],
-    ) -> None:
-        super().__init__(file, [])
-        self._contents, self._read = contents, read
-        self._places = places
-        self._known: dict[int, torch.Tensor] = {}
-
-    def name(self, number: int) -> str:
-        """That which a tensor has in the file."""
-        (name,) = self._contents.tree[number].values()
-        return str(name)
-
-    def values(self, number: int) -> torch.Tensor:
-        """A tensor as it was packed."""
-        name = self.name(number)
-        found: torch.Tensor = tensor_tree.unpack(
-            self._contents.tree[number], {name: self._read(name)}
-        )
-        return found
-
-    def _tensor(self, number: int, is_parameter: bool) -> torch.Tensor:
-        if number in self._places:
-            return self._places[number].blank()
-        if is_parameter and "tensor" in self._contents.tree[number]:
-            return self._contents.empty(self.name(number), "meta")
-        if number not in self._known:
-            self._known[number] = self.values(number)
-        return self._known[number]
+@contextlib.contextmanager
+def as_on_driver(skeleton: bytes) -> Iterator[None]:
+    """Torch's default dtype is inside what it was in the program that has packed the module."""
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(Head.read(io.BytesIO(skeleton)).default_dtype)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)
 
 
 def pack(
-    module: nn.Module, weights: RecordedWeights | None = None, *, with_weights: bool = True
+    module: nn.Module,
+    weights: RecordedWeights | None = None,
+    *,
+    with_weights: bool = True,
+    is_blank: bool = False,
 ) -> PackedModule:
     """Turn a module into bytes, on the driver; ConfigError if it holds what cannot be sent.
 
@@ -143,41 +83,43 @@ def pack(
         module: without its weights, its parameters are only named; see `unpack`.
         weights: those of its parameters that are on the meta device.
         with_weights: whether parameters are sent too.
+        is_blank: whether zeros stand for its weights and buffers, which are brought along anyway.
     """
-    file = io.BytesIO()
     elsewhere: dict[int, str] = {}
     if not with_weights:
         elsewhere = {id(parameter): name for name, parameter in module.named_parameters()}
-    pickler = _TensorPickler(file, elsewhere)
-    unmade: dict[int, torch.Tensor] = {}
-    try:
-        pickler.dump(module)
-        taken: dict[int, torch.Tensor] = {}
-        if weights is not None:
-            unmade = {n: t for n, t in enumerate(pickler.tensors) if weights.place(t) is not None}
-            taken = {n: unmade.pop(n) for n in list(unmade) if weights.is_taken(unmade[n])}
-        plain = [
-            torch.empty(0)
-            if n in unmade or n in taken
-            else t.detach().as_subclass(torch.Tensor).cpu()
-            for n, t in enumerate(pickler.tensors)
-        ]
-        tree, named = tensor_tree.pack(plain)
-    except (pickle.PicklingError, TypeError, AttributeError, CheckpointError) as error:
-        raise ConfigError(f"the module cannot be sent to executors: {error}") from error
-    for number, tensor in taken.items():
-        tree[number] = {"tensor": f"taken.{number}"}
-        named[f"taken.{number}"] = tensor.detach()
+    pickler, skeleton = _pickled(module, weights, elsewhere)
+    unmade: dict[int, int] = {}
+    is_taken = False
+    if weights is not None:
+        recorded = {n: weights.number(span.storage) for n, span in enumerate(pickler.spans)}
+        unmade = {n: number for n, number in recorded.items() if number is not None}
+        for n in [n for n, number in unmade.items() if weights.is_taken(number)]:
+            del unmade[n]
+            is_taken = True
+    blank = _blanks(module) if is_blank else {}
+    named: dict[str, torch.Tensor] = {}
+    tree: list[dict[str, str]] = []
+    for number, span in enumerate(pickler.spans):
+        tree.append({"tensor": str(number)})
+        part = torch.empty(0, dtype=torch.uint8, device=span.storage.device)
+        begin, size = (0, 0) if number in unmade else (span.begin, max(0, span.end - span.begin))
+        named[str(number)] = part.set_(span.storage, begin, (size,), (1,))
+
+    def values(part: torch.Tensor) -> torch.Tensor:
+        if weights is not None and weights.number(part.untyped_storage()) is not None:
+            return weights.contents(part.untyped_storage()) if part.numel() else part.new_empty(0)
+        if tensors := blank.get(part.untyped_storage()._cdata):
+            whole = part.untyped_storage().clone()  # type: ignore[no-untyped-call]
+            for tensor in tensors:
+                place_of(tensor, 0).in_storage(whole).zero_()
+            return part.new_empty(0).set_(whole, part.storage_offset(), part.shape, (1,))
+        return part.cpu()
 
     def pieces() -> Iterator[bytes | memoryview]:
         yield from encode(tensor_tree.Snapshot(tree, named), values)
 
-    def values(tensor: torch.Tensor) -> torch.Tensor:
-        found = None if weights is None else weights.of(tensor)
-        return tensor.detach() if found is None else found
-
-    tensors = b"" if taken else b"".join(pieces())
-    skeleton = file.getvalue()
+    tensors = b"" if is_taken else b"".join(pieces())
     recipe = b"" if weights is None or not unmade else weights.packed(unmade)
     contents = hashlib.sha256(tensors).digest() + hashlib.sha256(recipe).digest()
     digest = hashlib.sha256(skeleton + contents).hexdigest()
@@ -186,8 +128,207 @@ def pack(
         skeleton=skeleton,
         tensors=tensors,
         recipe=recipe,
-        pieces=pieces if taken else None,
+        pieces=pieces if is_taken else None,
     )
+
+
+def pack_blank(module: nn.Module) -> PackedModule:
+    """The module with zeros for its weights and buffers, where these are brought along anyway."""
+    return pack(module, is_blank=True)
+
+
+def _blanks(module: nn.Module) -> dict[int, list[torch.Tensor]]:
+    """The weights and buffers that a state dict has, by their memory."""
+    found: dict[int, list[torch.Tensor]] = {}
+    for value in module.state_dict().values():
+        if isinstance(value, torch.Tensor) and _is_dense(value) and not value.is_quantized:
+            found.setdefault(value.untyped_storage()._cdata, []).append(value)
+    return found
+
+
+def _pickled(
+    module: nn.Module, weights: RecordedWeights | None, elsewhere: Mapping[int, str] | None = None
+) -> tuple[ModulePickler, bytes]:
+    """The skeleton of a module, and what knows its memories; raises ConfigError."""
+    file = io.BytesIO()
+
+    def is_made(tensor: torch.Tensor) -> bool:
+        return weights is not None and weights.place(tensor) is not None
+
+    pickler = ModulePickler(file, module, elsewhere, is_made)
+    try:
+        pickler.dump(module)
+    except Exception as error:  # whatever the user's classes raise when they are pickled
+        raise ConfigError(
+            f"the module cannot be sent to the workers: {type(error).__name__}: {error}"
+            f"{_culprit(module)}; make locks, files and sessions where forward first needs them, "
+            "or leave them out in a __getstate__ of the class"
+        ) from error
+    return pickler, pickle.dumps(pickler.head()) + file.getvalue()
+
+
+def _culprit(module: nn.Module) -> str:
+    """What of a module cannot be sent, for a message."""
+    for name, part in module.named_modules():
+        for key, value in vars(part).items():
+            is_register = isinstance(value, dict) and key in {"_parameters", "_buffers", *HOOKS}
+            found = {f"{key}[{k!r}]": v for k, v in value.items()} if is_register else {key: value}
+            if key in ("_parameters", "_buffers"):
+                found = value
+            if key != "_modules":
+                for own, item in found.items():
+                    if not _can_be_sent(item):
+                        return f" (its attribute {'.'.join(filter(None, (name, own)))})"
+        kind = type(part)
+        if not _can_be_sent(kind):
+            used = {
+                f"{key}, which uses {known}" if known else key
+                for key, member in vars(kind).items()
+                if not key.startswith("__") or callable(member)
+                for known in _unsendable(member)
+            }
+            shown = f": {min(used)}" if used else ""
+            return f" (its class {kind.__qualname__}{shown})"
+    return ""
+
+
+def _unsendable(member: Any) -> Iterator[str]:
+    """The global names of a function that cannot be sent; an empty one if it is no function."""
+    code = getattr(member, "__code__", None)
+    if code is None:
+        if not _can_be_sent(member):
+            yield ""
+        return
+    for name in code.co_names:
+        if name in member.__globals__ and not _can_be_sent(member.__globals__[name]):
+            yield name
+
+
+def _can_be_sent(value: Any) -> bool:
+    try:
+        ModulePickler(io.BytesIO()).dump(value)
+    except Exception:  # as above
+        return False
+    return True
+
+
+def travelled(
+    module: nn.Module, weights: RecordedWeights | None = None, *, copies: bool
+) -> nn.Module:
+    """The module as it arrives at a worker, before any job.
+
+    Args:
+        module: an instance of the user's, or what a factory has made.
+        weights: see `pack`.
+        copies: whether it has memory of its own; otherwise ``module`` must not be used any more.
+
+    Raises:
+        ConfigError: it cannot be sent, or what arrives is another module.
+    """
+    pickler, skeleton = _pickled(module, weights)
+
+    def storage(number: int) -> torch.UntypedStorage:
+        span = pickler.spans[number]
+        if weights is not None and weights.number(span.storage) is not None:
+            return span.storage
+        is_part = span.end - span.begin < span.storage.nbytes()
+        if not copies and span.storage.device.type == "cpu" and not is_part:
+            return span.storage
+        flat = torch.empty(0, dtype=torch.uint8, device=span.storage.device)
+        flat = flat.set_(span.storage, span.begin, (max(0, span.end - span.begin),), (1,))
+        return flat.to("cpu", copy=True).untyped_storage()
+
+    try:
+        arrived: nn.Module = StrictUnpickler(io.BytesIO(skeleton), storage).load()
+    except Exception as error:  # whatever the user's classes raise when they are unpickled
+        raise ConfigError(
+            f"the module cannot be made again on the workers: {type(error).__name__}: {error}; see "
+            "what its classes do in __init__, __setstate__ and __reduce__"
+        ) from error
+    difference = _difference(module, arrived)
+    if difference is not None:
+        raise ConfigError(
+            f"the module that arrives at the workers is another one: {difference}; see what its "
+            "classes do in __getstate__, __setstate__ and __reduce__"
+        )
+    return arrived
+
+
+def _difference(given: nn.Module, arrived: nn.Module) -> str | None:
+    """What of a module's tensors and hooks has not arrived, or None."""
+    if not isinstance(arrived, nn.Module):
+        return f"it is a {type(arrived).__name__}"
+    ours, theirs = _tensors(given), _tensors(arrived)
+    for name in ours.keys() ^ theirs.keys():
+        return f"{name} is {'missing' if name in ours else 'new'}"
+    for name, tensor in ours.items():
+        if _kind(tensor) != _kind(theirs[name]):
+            return f"{name} is {_kind(theirs[name])}, and was {_kind(tensor)}"
+        if not _has_same_bytes(tensor, theirs[name]):
+            return f"{name} has other values"
+    if _shared(ours) != _shared(theirs):
+        lost = [group for group in _shared(ours) if group not in _shared(theirs)]
+        return f"{' and '.join(lost[0] if lost else [])} do not share memory any more"
+    hooks, arrived_hooks = _hooks(given), _hooks(arrived)
+    for name in sorted(hooks.keys() | arrived_hooks.keys()):
+        if hooks.get(name) != arrived_hooks.get(name):
+            return f"the hooks of {name} are not all there"
+    return None
+
+
+def _tensors(module: nn.Module) -> dict[str, torch.Tensor]:
+    return dict(
+        [
+            *module.named_parameters(remove_duplicate=False),
+            *module.named_buffers(remove_duplicate=False),
+        ]
+    )
+
+
+def _kind(tensor: torch.Tensor) -> str:
+    if nn.parameter.is_lazy(tensor):
+        return "a tensor without a shape yet"
+    strides = tuple(tensor.stride()) if _is_dense(tensor) and tensor.numel() else ""
+    train = "trained" if tensor.requires_grad and tensor.is_leaf else "not trained"
+    shape = "nested" if tensor.is_nested else tuple(tensor.shape)
+    name = "" if type(tensor) in (torch.Tensor, nn.Parameter) else f"{type(tensor).__name__} "
+    return f"{name}{tensor.dtype} {shape} {tensor.layout} {strides} {train}"
+
+
+def _is_dense(tensor: torch.Tensor) -> bool:
+    is_there = not nn.parameter.is_lazy(tensor) and torch._C._has_storage(tensor)
+    return is_there and tensor.layout is torch.strided and not tensor.is_nested
+
+
+def _has_same_bytes(ours: torch.Tensor, theirs: torch.Tensor) -> bool:
+    if not _is_dense(ours) or ours.is_meta or ours.is_quantized or ours.numel() == 0:
+        return True
+    if ours.untyped_storage()._cdata == theirs.untyped_storage()._cdata:
+        return True
+    flat = [
+        t.detach().resolve_conj().resolve_neg().contiguous().reshape(-1) for t in (ours, theirs)
+    ]
+    return torch.equal(flat[0].cpu().view(torch.uint8), flat[1].view(torch.uint8))
+
+
+def _shared(tensors: Mapping[str, torch.Tensor]) -> list[list[str]]:
+    """Names of the tensors that share memory."""
+    groups: dict[int, list[str]] = {}
+    for name, tensor in tensors.items():
+        if _is_dense(tensor) and tensor.numel() and not tensor.is_meta:
+            groups.setdefault(tensor.untyped_storage()._cdata, []).append(name)
+    return sorted(group for group in groups.values() if len(group) > 1)
+
+
+def _hooks(module: nn.Module) -> dict[str, int]:
+    """How many hooks tensors and layers have, by name."""
+    found: dict[str, int] = {}
+    for name, tensor in _tensors(module).items():
+        found[name] = sum(len(getattr(tensor, key, None) or ()) for key in TENSOR_HOOKS)
+    for name, part in module.named_modules():
+        registers = [vars(part).get(key) for key in sorted(HOOKS)]
+        found[f"layer {name!r}"] = sum(len(item) for item in registers if isinstance(item, dict))
+    return {name: count for name, count in found.items() if count}
 
 
 def unpack(skeleton: bytes, tensors: bytes, weights: GetWeight | None = None) -> nn.Module:
@@ -195,92 +336,105 @@ def unpack(skeleton: bytes, tensors: bytes, weights: GetWeight | None = None) ->
 
     ``weights`` gives the parameters, by name, of a module that was packed without them.
     """
-    unpickler = _TensorUnpickler(io.BytesIO(skeleton), decode(tensors, "the module"), weights)
+    memories = decode(tensors, "the module")
+    unpickler = ModuleUnpickler(
+        io.BytesIO(skeleton), lambda number: _storage(memories[number]), weights
+    )
     module: nn.Module = unpickler.load()
     return module
 
 
-class _UnmadeUnpickler(_TensorUnpickler):
-    """Leaves what a recipe makes on the meta device."""
-
-    def __init__(
-        self, file: io.BytesIO, tensors: list[torch.Tensor], places: Mapping[int, Place]
-    ) -> None:
-        super().__init__(file, tensors)
-        self._places = places
-
-    def _tensor(self, number: int, is_parameter: bool) -> torch.Tensor:
-        place = self._places.get(number)
-        if place is None:
-            return super()._tensor(number, is_parameter)
-        return place.blank()
+def _storage(memory: torch.Tensor) -> torch.UntypedStorage:
+    return memory.untyped_storage()
 
 
 def unpack_unmade(
     skeleton: bytes, tensors: bytes, recipe: bytes
-) -> tuple[nn.Module, Recipe, list[tuple[Place, list[str]]]]:
+) -> tuple[nn.Module, Recipe, Places]:
     """Rebuild the module of a `PackedModule`'s parts; what the recipe makes is on the meta device.
 
     Returns:
         The module, the recipe, and the places of what it makes, with the parameters' names.
     """
-    places, made = RecordedWeights.unpacked(recipe)
-    unpickler = _UnmadeUnpickler(io.BytesIO(skeleton), decode(tensors, "the module"), places)
+    numbers, made = RecordedWeights.unpacked(recipe)
+    memories = decode(tensors, "the module")
+
+    def storage(number: int) -> torch.UntypedStorage:
+        if number in numbers:
+            return _on_meta(made.sizes[numbers[number]])
+        return _storage(memories[number])
+
+    unpickler = ModuleUnpickler(io.BytesIO(skeleton), storage)
     module: nn.Module = unpickler.load()
-    names: dict[int, list[str]] = {}
-    for name, parameter in module.named_parameters():
-        names.setdefault(id(parameter), []).append(name)
-    return (
-        module,
-        made,
-        [(place, names[id(unpickler.parameters[number])]) for number, place in places.items()],
-    )
+    return module, made, _made_places(module, unpickler, numbers)
 
 
 def unpack_blank(
     skeleton: bytes,
     contents: TensorFile,
     read: Callable[[str], torch.Tensor],
-    places: Mapping[int, Place] = MappingProxyType({}),
-) -> tuple[nn.Module, dict[str, list[str]], list[tuple[Place, list[str]]]]:
+    numbers: Mapping[int, int] = MappingProxyType({}),
+    made: Recipe | None = None,
+) -> tuple[nn.Module, dict[str, Places], Places]:
     """Rebuild the module without the values of its parameters, which are on the meta device.
 
     Args:
         skeleton: see `PackedModule`.
         contents: of its ``tensors``.
         read: gets one of them; asked in the same order wherever the skeleton is the same.
-        places: of what a recipe makes instead, by number.
+        numbers: of what a recipe makes instead: of memory there, by number here.
+        made: the recipe.
 
     Returns:
-        The module, whose buffers and other tensors have their values, and the names of the
-        parameters that lack them, by the tensors' names in the file, and by their places.
+        The module, whose buffers and other tensors have their values; the places of the parameters
+        that lack them, by the names of their memories in the file; and the places of those that
+        the recipe makes.
     """
-    unpickler = _BlankUnpickler(io.BytesIO(skeleton), contents, read, places)
+
+    def storage(number: int) -> torch.UntypedStorage:
+        if number in numbers:
+            assert made is not None
+            return _on_meta(made.sizes[numbers[number]])
+        name = str(number)
+        if number in unpickler.head.of_parameters:
+            begin, end = contents.entries[name]["data_offsets"]
+            return _on_meta(end - begin)
+        return _storage(read(name))
+
+    unpickler = ModuleUnpickler(io.BytesIO(skeleton), storage)
     module: nn.Module = unpickler.load()
-    names = {id(parameter): name for name, parameter in module.named_parameters()}
-    blank: dict[str, list[str]] = {}
-    made: list[tuple[Place, list[str]]] = []
-    for number, parameter in unpickler.parameters.items():
-        assert isinstance(number, int)
-        if not parameter.is_meta:
-            continue
-        if number in places:
-            made.append((places[number], [names[id(parameter)]]))
-        elif id(parameter) in names:
-            blank.setdefault(unpickler.name(number), []).append(names[id(parameter)])
-        else:  # one that the module does not know of
-            known = nn.Parameter(unpickler.values(number), parameter.requires_grad)
-            torch.utils.swap_tensors(parameter, known)  # type: ignore[no-untyped-call]
-    return module, blank, made
+    blank: dict[str, Places] = {}
+    for number, places in _places(module, unpickler).items():
+        if number not in numbers:
+            blank[str(number)] = places
+    return module, blank, _made_places(module, unpickler, numbers)
 
 
-def pack_blank(module: nn.Module) -> PackedModule:
-    """The module with zeros for its weights and buffers, where these are brought along anyway."""
-    blank = copy.deepcopy(module)
-    for tensor in blank.state_dict().values():
-        if isinstance(tensor, torch.Tensor):
-            tensor.detach().zero_()
-    return pack(blank)
+def _on_meta(num_bytes: int) -> torch.UntypedStorage:
+    return torch.UntypedStorage(num_bytes, device="meta")  # type: ignore[no-untyped-call]
+
+
+def _places(module: nn.Module, unpickler: ModuleUnpickler) -> dict[int, Places]:
+    """Where parameters on the meta device lie, by the numbers of the memories."""
+    numbers = {m.storage._cdata: number for number, m in sorted(unpickler.memories.items())}
+    found: dict[int, Places] = {}
+    for name, parameter in module.named_parameters():
+        if parameter.is_meta and not nn.parameter.is_lazy(parameter):
+            number = numbers.get(parameter.untyped_storage()._cdata)
+            if number is not None:
+                found.setdefault(number, []).append((place_of(parameter, number), [name]))
+    return found
+
+
+def _made_places(
+    module: nn.Module, unpickler: ModuleUnpickler, numbers: Mapping[int, int]
+) -> Places:
+    places = _places(module, unpickler)
+    return [
+        (replace(place, storage=numbers[number]), names)
+        for number in sorted(numbers.keys() & places.keys())
+        for place, names in places[number]
+    ]
 
 
 def given(packed: PackedModule) -> PackedModule:

@@ -2,20 +2,16 @@
 
 from __future__ import annotations
 
-import copy
 import hashlib
-import io
 import json
 import logging
 import math
-import pickle
 from collections.abc import Mapping
 from collections.abc import Sequence as Items
 from dataclasses import dataclass, fields, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
 
-import cloudpickle
 from pyspark.sql import Column as SparkColumn
 from pyspark.sql import DataFrame, SparkSession
 
@@ -28,6 +24,8 @@ from sparkdl.mesh import Mesh
 from sparkdl.runtime.process import borrowed_generator
 from sparkdl.serialization.identity import identity
 from sparkdl.serialization.initial_weights import InitialWeights, load_initial_weights
+from sparkdl.serialization.packed_module import travelled
+from sparkdl.serialization.travel import dumps
 from sparkdl.spark.cluster.cluster_info import parse_bytes
 from sparkdl.spark.cluster.slots import Slots, plan_slots
 from sparkdl.spark.fit.check_mesh import check_mesh, check_mesh_optimizer, check_worker_memory
@@ -63,8 +61,6 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 MODES = ("auto", "gang", "rounds")
-_CONNECT_SESSION = "pyspark.sql.connect.session"
-"""Where Spark Connect's session is; importing it needs packages that need not be there."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -475,30 +471,12 @@ def check_travels(values: Mapping[str, Any]) -> None:
     """Refuse what cannot be sent to other processes, such as a lock; raises ConfigError."""
     for name, value in values.items():
         try:
-            travelling(value)
+            dumps(value)
         except Exception as error:  # whatever the user's classes raise when they are pickled
             raise ConfigError(
                 f"{name} cannot be sent to the workers: {error}; make such things in the "
                 "worker, for example in on_train_begin"
             ) from error
-
-
-def travelling(value: Any) -> bytes:
-    """What other processes get of a value; raises Exception."""
-    with io.BytesIO() as file:
-        _Pickler(file).dump(value)
-        return file.getvalue()
-
-
-class _Pickler(cloudpickle.Pickler):  # type: ignore[misc] # cloudpickle has no types
-    """Also refuses what Spark Connect lets travel, though a worker can do nothing with it."""
-
-    def reducer_override(self, value: Any) -> Any:
-        """How to pickle a value; called for each."""
-        is_session = isinstance(value, SparkSession) or type(value).__module__ == _CONNECT_SESSION
-        if is_session or isinstance(value, DataFrame):
-            raise pickle.PicklingError(f"a {type(value).__name__} lives on the driver")
-        return super().reducer_override(value)
 
 
 def begin_module(request: FitRequest) -> tuple[nn.Module, RecordedWeights | None, str]:
@@ -519,6 +497,7 @@ def begin_module(request: FitRequest) -> tuple[nn.Module, RecordedWeights | None
         try:
             with borrowed_generator(request.config.seed):
                 module, weights = recorded(request.module)
+            module = travelled(module, weights, copies=False)
         except Exception as error:  # also what the factory raises only here
             reason = f"{type(error).__name__}: {error}"
         else:
@@ -548,7 +527,7 @@ def make_module(request: FitRequest) -> tuple[nn.Module, str]:
     from sparkdl.serialization.initial_weights import load_initial_weights
 
     if isinstance(request.module, nn.Module):
-        module = _copied(request.module)
+        module = travelled(request.module, copies=True)
     else:
         try:
             with borrowed_generator(request.config.seed):
@@ -568,34 +547,23 @@ def make_module(request: FitRequest) -> tuple[nn.Module, str]:
                 f"module must be a torch.nn.Module or a callable that returns one; it returned "
                 f"{type(module).__name__}"
             )
-    module = module.cpu()
+        module = travelled(module, copies=False)
+    _require_values(module)
     if request.initial_weights is not None:
         load_initial_weights(module, request.initial_weights)
     is_double = any(parameter.dtype == torch.float64 for parameter in module.parameters())
     return module, "float64" if is_double else "float32"
 
 
-def _copied(module: nn.Module) -> nn.Module:
-    """A copy, such as every worker gets; raises ConfigError."""
-    try:
-        return copy.deepcopy(module)
-    except Exception as error:  # whatever the user's classes raise when they are copied
-        raise ConfigError(
-            f"the module cannot be sent to the workers: {type(error).__name__}: {error}"
-            f"{_uncopied(module)}; make locks, files and sessions where forward first needs them"
-        ) from error
-
-
-def _uncopied(module: nn.Module) -> str:
-    """The attribute because of which a module has no copy, for a message."""
-    for name, part in module.named_modules():
-        for key, value in vars(part).items():
-            try:
-                if not key.startswith("_"):  # parameters and layers, which were walked already
-                    copy.deepcopy(value)
-            except Exception:  # as above
-                return f" (its attribute {'.'.join(filter(None, (name, key)))})"
-    return ""
+def _require_values(module: nn.Module) -> None:
+    """Refuse a module on the meta device; raises ConfigError."""
+    for name, value in [*module.named_parameters(), *module.named_buffers()]:
+        if value.is_meta:
+            raise ConfigError(
+                f"the module is on the meta device: {name} has a shape, but no numbers; make it "
+                "without torch.device('meta') and torch.set_default_device('meta'), or give it "
+                "weights with to_empty and load_state_dict"
+            )
 
 
 def check_training(
@@ -630,7 +598,7 @@ def check_training(
                 stand_in = nn.Parameter(torch.zeros(1))
                 strategy.check_optimizer(optimizers.resolve_optimizer(config)([stand_in]))
         else:
-            copied = _copied(module)
+            copied = travelled(module, copies=True)
             if not any(parameter.requires_grad for parameter in copied.parameters()):
                 raise ConfigError(
                     "the module has no parameters that train; check it, and frozenLayers"
@@ -740,5 +708,5 @@ def check_initial_state(
         weights, left = initial.read()
         load_initial_weights(module, InitialWeights(source=weights), "the weights of initialState")
     with borrowed_generator(config.seed):
-        method = method_of(config, copy.deepcopy(module), mode)
+        method = method_of(config, travelled(module, copies=True), mode)
     return method, None if initial is None else left.for_method(method)
