@@ -6,11 +6,11 @@ three ways to get the bytes are the three functions at the end.
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import io
 import pickle
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import MappingProxyType
@@ -20,6 +20,7 @@ import torch
 from torch import nn
 
 from sparkdl.errors import ConfigError
+from sparkdl.runtime.process import default_dtype
 from sparkdl.serialization.recorded.recipe import Place, Recipe, RecordedWeights, place_of
 from sparkdl.serialization.travel import (
     HOOKS,
@@ -59,15 +60,9 @@ class PackedModule:
         return len(self.skeleton) + len(self.tensors) + len(self.recipe)
 
 
-@contextlib.contextmanager
-def as_on_driver(skeleton: bytes) -> Iterator[None]:
+def as_on_driver(skeleton: bytes) -> AbstractContextManager[None]:
     """Torch's default dtype is inside what it was in the program that has packed the module."""
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(Head.read(io.BytesIO(skeleton)).default_dtype)
-    try:
-        yield
-    finally:
-        torch.set_default_dtype(before)
+    return default_dtype(Head.read(io.BytesIO(skeleton)).default_dtype)
 
 
 def pack(
@@ -254,7 +249,7 @@ def travelled(
     return arrived
 
 
-def _difference(given: nn.Module, arrived: nn.Module) -> str | None:
+def _difference(given: nn.Module, arrived: Any) -> str | None:
     """What of a module's tensors and hooks has not arrived, or None."""
     if not isinstance(arrived, nn.Module):
         return f"it is a {type(arrived).__name__}"
@@ -342,6 +337,38 @@ def unpack(skeleton: bytes, tensors: bytes, weights: GetWeight | None = None) ->
     )
     module: nn.Module = unpickler.load()
     return module
+
+
+def take_back(module: nn.Module, state: Mapping[str, Any]) -> None:
+    """Give the driver's module the state dict that has come back from a worker.
+
+    A tensor that the values do not fit into (of another shape, layout or dtype, or with several
+    numbers in one place) is replaced; layers that shared it share the new one.
+    """
+    made: dict[int, torch.Tensor] = {}
+    for part_name, part in module.named_modules(remove_duplicate=False):
+        for register in (part._parameters, part._buffers):
+            for key, own in list(register.items()):
+                value = state.get(f"{part_name}.{key}".lstrip("."))
+                if own is None or not isinstance(value, torch.Tensor) or _fits(own, value):
+                    continue
+                if isinstance(own, nn.Parameter):
+                    own.data = made.setdefault(id(own), value)
+                else:
+                    register[key] = made.setdefault(id(own), value.as_subclass(type(own)))
+                    made[id(register[key])] = register[key]
+    module.load_state_dict(state)
+
+
+def _fits(own: torch.Tensor, value: torch.Tensor) -> bool:
+    if nn.parameter.is_lazy(own):
+        return True  # which loading makes what it must be
+    is_plain = own.layout is torch.strided and not own.is_quantized and not own.is_nested
+    return (
+        is_plain
+        and (own.shape, own.dtype, own.layout) == (value.shape, value.dtype, value.layout)
+        and torch._debug_has_internal_overlap(own) != 1
+    )
 
 
 def _storage(memory: torch.Tensor) -> torch.UntypedStorage:

@@ -22,7 +22,7 @@ from typing import Any
 import cloudpickle
 import torch
 from torch import fx, nn
-from torch.nn.parameter import UninitializedTensorMixin
+from torch.nn.parameter import is_lazy
 from torch.nn.utils import parametrize
 from torch.utils.hooks import RemovableHandle
 
@@ -69,7 +69,9 @@ def _script(value: Any) -> _Reduced:
 
 
 def _scripted(data: torch.Tensor) -> nn.Module:
-    module: nn.Module = torch.jit.load(io.BytesIO(data.numpy().data))
+    module: nn.Module = torch.jit.load(  # type: ignore[no-untyped-call]
+        io.BytesIO(data.numpy().data)
+    )
     return module
 
 
@@ -96,14 +98,15 @@ def _traced(kind: str, source: str, names: dict[str, Any], state: dict[str, Any]
 
 def _special_module(module: nn.Module) -> _Reduced | None:
     """A module whose class torch has made at run time, or which has slots; None: another one."""
-    kind = type(module)
+    kind: Any = type(module)
     is_made = parametrize.is_parametrized(module) and "__getstate__" in vars(kind)
     base = kind.__bases__[0] if is_made else kind
     slots = [slot for slot in copyreg._slotnames(kind) if hasattr(module, slot)]  # type: ignore[attr-defined]
     is_usual = base.__getstate__ is nn.Module.__getstate__ and base.__reduce__ is object.__reduce__
     if not is_made and not (slots and is_usual):
         return None
-    names = tuple(module.parametrizations) if is_made else ()
+    made: Any = module.parametrizations if is_made else ()
+    names = tuple(made)
     state = dict(vars(module)), {slot: getattr(module, slot) for slot in slots}
     return _made, (base, names), state, None, None, _set_state
 
@@ -292,7 +295,7 @@ class ModulePickler(Pickler):
         hooks = {key: found for key in TENSOR_HOOKS if (found := getattr(tensor, key, None))}
         own_ways = kind.__reduce_ex__, kind.__reduce__, kind.__torch_dispatch__
         if own_ways[0] not in _USUAL or own_ways[1:] != _USUAL_REST:
-            if isinstance(tensor, UninitializedTensorMixin):
+            if is_lazy(tensor):
                 dtype = tensor.data.dtype
                 return (
                     _lazy,
@@ -327,13 +330,13 @@ class ModulePickler(Pickler):
             make, args = plain._reduce_ex_internal(2)  # type: ignore[no-untyped-call]
             return (_quantized if make is torch._utils._rebuild_qtensor else make), args
         size, stride, width = tuple(plain.shape), plain.stride(), plain.element_size()
-        begin = end = plain.storage_offset() * width
+        begin = end = int(plain.storage_offset()) * width
         if plain.numel():
             end += (sum((n - 1) * step for n, step in zip(size, stride, strict=True)) + 1) * width
         if plain.device.type == "meta":
             begin, end = 0, plain.untyped_storage().nbytes()
         number = self._note(plain.untyped_storage(), begin, end, is_own)
-        about = torch._utils.get_tensor_metadata(plain)  # conjugate, or negative
+        about = torch._utils.get_tensor_metadata(plain)  # type: ignore[no-untyped-call]
         where = plain.storage_offset(), size, stride, about
         return _strided, (_Numbered(number), plain.dtype, *where)
 
@@ -385,7 +388,7 @@ def _strided(
     offset = max(0, offset - memory.begin // tensor.element_size())  # 0: it has no numbers
     tensor = tensor.set_(memory.storage, offset, size, stride)
     if about:
-        torch._utils.set_tensor_metadata(tensor, about)
+        torch._utils.set_tensor_metadata(tensor, about)  # type: ignore[no-untyped-call]
     return tensor
 
 
@@ -459,7 +462,9 @@ class ModuleUnpickler(pickle.Unpickler):
             return memory
         if dtype is None:
             return memory.storage
-        return torch.TypedStorage(wrap_storage=memory.storage, dtype=dtype, _internal=True)
+        return torch.TypedStorage(  # type: ignore[no-untyped-call]
+            wrap_storage=memory.storage, dtype=dtype, _internal=True
+        )
 
 
 class StrictUnpickler(ModuleUnpickler):

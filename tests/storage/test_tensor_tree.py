@@ -125,7 +125,6 @@ def test_generator_states_go_on_with_the_same_numbers() -> None:
         ({True: 1}, "a key at the top has type builtins.bool"),
         (object(), "at the top has type builtins.object"),
         ([np.array([object()])], "at 0 has type numpy.ndarray"),
-        ([torch.eye(2).to_sparse()], "only dense tensors"),
         ([torch.empty(2, device="meta")], "only dense tensors"),
         ([lambda: None], "builtins.function"),
     ],

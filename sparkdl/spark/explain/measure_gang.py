@@ -16,7 +16,6 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
-import cloudpickle
 import pyarrow as pa
 from pyspark.sql import SparkSession
 from torch import nn
@@ -34,6 +33,7 @@ from sparkdl.explain.trials import BatchSizes
 from sparkdl.report.live.progress import SilentView
 from sparkdl.runtime.activity import doing
 from sparkdl.serialization.packed_module import pack
+from sparkdl.serialization.travel import dumps
 from sparkdl.spark.cluster.attempt import Attempt, Rows
 from sparkdl.spark.cluster.cluster_info import ClusterInfo, require_gang_support
 from sparkdl.spark.cluster.link import Link, open_link
@@ -340,7 +340,7 @@ def _asked(
             run_key=run.run_key,
             device=run.config.device,
             plan=run.plan,
-            payload=cloudpickle.dumps((run.config, run.packed.skeleton)),
+            payload=dumps((run.config, run.packed.skeleton)),
             weights=weights,
             seconds=seconds,
             task=task,

@@ -18,7 +18,7 @@ from pyspark.sql import DataFrame, SparkSession
 from sparkdl import sync
 from sparkdl.config import TrainConfig
 from sparkdl.data.plan import Column, Shard, SpoolColumn, TrainPlan, make_plan
-from sparkdl.errors import ClusterError, ConfigError
+from sparkdl.errors import CheckpointError, ClusterError, ConfigError
 from sparkdl.inputs import Named
 from sparkdl.mesh import Mesh
 from sparkdl.runtime.process import borrowed_generator
@@ -45,6 +45,7 @@ from sparkdl.spark.rounds.driver_memory import check_driver_memory, round_state_
 from sparkdl.spark.run.run import FitRequest
 from sparkdl.spark.session import compat
 from sparkdl.spark.session.settings import Settings, session_settings
+from sparkdl.storage.tensor_tree import pack
 from sparkdl.sync.averaging.averaging import AveragingStrategy
 from sparkdl.sync.frozen_layers import freeze
 from sparkdl.sync.gradients.allreduce import AllReduce
@@ -548,6 +549,7 @@ def make_module(request: FitRequest) -> tuple[nn.Module, str]:
                 f"{type(module).__name__}"
             )
         module = travelled(module, copies=False)
+    module = module.cpu()  # also what a class of its own keeps
     _require_values(module)
     if request.initial_weights is not None:
         load_initial_weights(module, request.initial_weights)
@@ -556,7 +558,9 @@ def make_module(request: FitRequest) -> tuple[nn.Module, str]:
 
 
 def _require_values(module: nn.Module) -> None:
-    """Refuse a module on the meta device; raises ConfigError."""
+    """Refuse a module on the meta device, or one that cannot come back; raises ConfigError."""
+    from torch.nn.parameter import is_lazy
+
     for name, value in [*module.named_parameters(), *module.named_buffers()]:
         if value.is_meta:
             raise ConfigError(
@@ -564,6 +568,14 @@ def _require_values(module: nn.Module) -> None:
                 "without torch.device('meta') and torch.set_default_device('meta'), or give it "
                 "weights with to_empty and load_state_dict"
             )
+    if any(is_lazy(value) for value in module.parameters()):
+        return
+    try:
+        pack(dict(module.state_dict()))
+    except CheckpointError as error:
+        raise ConfigError(
+            f"the weights of the module cannot be sent back from the workers: {error}"
+        ) from error
 
 
 def check_training(

@@ -55,6 +55,10 @@ class Sender:
         self.sent: dict[str, tuple[Any, Fetch]] = {}
         """Digest -> the session or context that has it, and how workers get it."""
 
+    def __reduce__(self) -> tuple[type[Sender], tuple[()]]:
+        """A copy, which may be in another process, has sent nothing yet."""
+        return Sender, ()
+
     def sent_module(self, spark: SparkSession, module: nn.Module | StoredModule) -> SentModule:
         """Send a module, or what of it does not lie in a storage that executors reach."""
         weights = None
