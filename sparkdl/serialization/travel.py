@@ -7,6 +7,7 @@ and classes of tensors. What neither of them can pickle has a reducer here.
 
 from __future__ import annotations
 
+import contextlib
 import copyreg
 import functools
 import io
@@ -15,7 +16,7 @@ import sys
 import types
 import warnings
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -64,15 +65,25 @@ class Pickler(cloudpickle.Pickler):  # type: ignore[misc] # cloudpickle has no t
 
 def _script(value: Any) -> _Reduced:
     file = io.BytesIO()
-    torch.jit.save(value, file)
+    with _as_long_as_torch_has_them():
+        torch.jit.save(value, file)
     return _scripted, (torch.frombuffer(bytearray(file.getvalue()), dtype=torch.uint8),)
 
 
 def _scripted(data: torch.Tensor) -> nn.Module:
-    module: nn.Module = torch.jit.load(  # type: ignore[no-untyped-call]
-        io.BytesIO(data.numpy().data)
-    )
+    with _as_long_as_torch_has_them():
+        module: nn.Module = torch.jit.load(  # type: ignore[no-untyped-call]
+            io.BytesIO(data.numpy().data)
+        )
     return module
+
+
+@contextlib.contextmanager
+def _as_long_as_torch_has_them() -> Iterator[None]:
+    """Scripts are the user's choice, so the user has seen torch's warning when they were made."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message=".torch.jit", category=DeprecationWarning)
+        yield
 
 
 def _graph_module(module: fx.GraphModule) -> _Reduced:

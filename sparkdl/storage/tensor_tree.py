@@ -11,7 +11,7 @@ from __future__ import annotations
 import base64
 import struct
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -63,6 +63,12 @@ def pack(tree: Any) -> tuple[Any, dict[str, torch.Tensor]]:
     """
     packer = _Packer()
     return packer.pack(tree, ()), packer.tensors
+
+
+def num_bytes(tensors: Iterable[torch.Tensor]) -> int:
+    """The size of tensors, of which some may be sparse or quantized."""
+    parts = ([t] if t.layout is torch.strided else pack(t)[1].values() for t in tensors)
+    return sum(part.nbytes for found in parts for part in found)
 
 
 def unpack(value: Any, tensors: Mapping[str, torch.Tensor]) -> Any:
@@ -250,9 +256,13 @@ def _dtype(value: Any) -> np.dtype[Any]:
 def _sparse(value: Any, tensors: Mapping[str, torch.Tensor]) -> torch.Tensor:
     parts, (layout, shape) = _unpack(value["sparse"], tensors), value["of"]
     if layout == "sparse_coo":
-        return torch.sparse_coo_tensor(parts[0], parts[1], shape, is_coalesced=parts[2])
+        return torch.sparse_coo_tensor(
+            parts[0], parts[1], shape, is_coalesced=parts[2], check_invariants=True
+        )
     known = {str(key): key for key in _SPARSE}
-    return torch.sparse_compressed_tensor(*parts, size=shape, layout=known[f"torch.{layout}"])
+    return torch.sparse_compressed_tensor(
+        *parts, size=shape, layout=known[f"torch.{layout}"], check_invariants=True
+    )
 
 
 def _quantizer(tensor: torch.Tensor) -> list[Any]:

@@ -56,6 +56,7 @@ from sparkdl.spark.run.run import Run
 from sparkdl.spark.session.background_job import BackgroundJob
 from sparkdl.spark.session.compat import conf
 from sparkdl.spark.session.settings import read_settings
+from sparkdl.storage.tensor_tree import num_bytes
 from sparkdl.sync.averaging.parameter_averaging import ParameterAveraging
 from sparkdl.sync.collective import CollectiveStrategy
 from sparkdl.sync.exchange_pattern import ModelSize
@@ -462,7 +463,7 @@ def model_size(module: nn.Module, gang: Gang | None) -> ModelSize:
         shapes=tuple(tuple(p.shape) for p in trained),
         element_size=max((p.element_size() for p in trained), default=4),
         replica_bytes=replica_bytes(module),
-        buffer_bytes=sum(buffer.nbytes for buffer in buffers),
+        buffer_bytes=num_bytes(buffers),
         optimizer_bytes=(
             2 * sum(p.nbytes for p in trained) if gang is None else gang.optimizer_bytes
         ),

@@ -27,7 +27,7 @@ from sparkdl.spark.frames.row_table import slots_for
 from sparkdl.spark.run.resume import Attempts, by_host, find_checkpoint, gang_attempts
 from sparkdl.spark.run.run import Run, Trained
 from sparkdl.storage.checkpoint_format import decode, encode
-from sparkdl.storage.tensor_tree import Snapshot, pack
+from sparkdl.storage.tensor_tree import Snapshot, num_bytes, pack
 from sparkdl.sync.strategy import SyncStrategy
 from sparkdl.worker import training
 from sparkdl.worker.held_shards import differing
@@ -258,7 +258,7 @@ def _warn_of_space(run: Run) -> None:
         return
     module = run.module
     trained = sum(p.nbytes for p in module.parameters() if p.requires_grad)
-    weights = sum(tensor.nbytes for tensor in (*module.parameters(), *module.buffers()))
+    weights = num_bytes((*module.parameters(), *module.buffers()))
     link.files.check_space(
         weights_bytes=weights,
         checkpoint_bytes=weights + 2 * trained,  # two moments, as Adam keeps them
