@@ -261,8 +261,8 @@ def _difference(given: nn.Module, arrived: Any) -> str | None:
             return f"{name} is {_kind(theirs[name])}, and was {_kind(tensor)}"
         if not _has_same_bytes(tensor, theirs[name]):
             return f"{name} has other values"
-    if _shared(ours) != _shared(theirs):
-        lost = [group for group in _shared(ours) if group not in _shared(theirs)]
+    if sharing_memory(ours) != sharing_memory(theirs):
+        lost = [group for group in sharing_memory(ours) if group not in sharing_memory(theirs)]
         return f"{' and '.join(lost[0] if lost else [])} do not share memory any more"
     hooks, arrived_hooks = _hooks(given), _hooks(arrived)
     for name in sorted(hooks.keys() | arrived_hooks.keys()):
@@ -306,8 +306,8 @@ def _has_same_bytes(ours: torch.Tensor, theirs: torch.Tensor) -> bool:
     return torch.equal(flat[0].cpu().view(torch.uint8), flat[1].view(torch.uint8))
 
 
-def _shared(tensors: Mapping[str, torch.Tensor]) -> list[list[str]]:
-    """Names of the tensors that share memory."""
+def sharing_memory(tensors: Mapping[str, torch.Tensor]) -> list[list[str]]:
+    """Names of the tensors that share memory, group by group."""
     groups: dict[int, list[str]] = {}
     for name, tensor in tensors.items():
         if _is_dense(tensor) and tensor.numel() and not tensor.is_meta:
@@ -315,11 +315,16 @@ def _shared(tensors: Mapping[str, torch.Tensor]) -> list[list[str]]:
     return sorted(group for group in groups.values() if len(group) > 1)
 
 
+def num_hooks(tensor: torch.Tensor) -> int:
+    """How many hooks wait for the gradient of a tensor."""
+    return sum(len(getattr(tensor, key, None) or ()) for key in TENSOR_HOOKS)
+
+
 def _hooks(module: nn.Module) -> dict[str, int]:
     """How many hooks tensors and layers have, by name."""
     found: dict[str, int] = {}
     for name, tensor in _tensors(module).items():
-        found[name] = sum(len(getattr(tensor, key, None) or ()) for key in TENSOR_HOOKS)
+        found[name] = num_hooks(tensor)
     for name, part in module.named_modules():
         registers = [vars(part).get(key) for key in sorted(HOOKS)]
         found[f"layer {name!r}"] = sum(len(item) for item in registers if isinstance(item, dict))
@@ -345,7 +350,7 @@ def take_back(module: nn.Module, state: Mapping[str, Any]) -> None:
     A tensor that the values do not fit into (of another shape, layout or dtype, or with several
     numbers in one place) is replaced; layers that shared it share the new one.
     """
-    made: dict[int, torch.Tensor] = {}
+    made: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}  # the old ones too, for their ids
     for part_name, part in module.named_modules(remove_duplicate=False):
         for register in (part._parameters, part._buffers):
             for key, own in list(register.items()):
@@ -353,11 +358,20 @@ def take_back(module: nn.Module, state: Mapping[str, Any]) -> None:
                 if own is None or not isinstance(value, torch.Tensor) or _fits(own, value):
                     continue
                 if isinstance(own, nn.Parameter):
-                    own.data = made.setdefault(id(own), value)
-                else:
-                    register[key] = made.setdefault(id(own), value.as_subclass(type(own)))
-                    made[id(register[key])] = register[key]
+                    own.data = value.clone()
+                    continue
+                if id(own) not in made:
+                    new = value.clone()
+                    made[id(own)] = own, new if type(own) is type(new) else _like(own, new)
+                register[key] = made[id(own)][1]
     module.load_state_dict(state)
+
+
+def _like(own: torch.Tensor, new: torch.Tensor) -> torch.Tensor:
+    """A tensor of the class and with the attributes of another one."""
+    made = new.as_subclass(type(own))
+    vars(made).update(vars(own))
+    return made
 
 
 def _fits(own: torch.Tensor, value: torch.Tensor) -> bool:

@@ -260,8 +260,9 @@ def _sparse(value: Any, tensors: Mapping[str, torch.Tensor]) -> torch.Tensor:
             parts[0], parts[1], shape, is_coalesced=parts[2], check_invariants=True
         )
     known = {str(key): key for key in _SPARSE}
+    first, second, numbers = parts
     return torch.sparse_compressed_tensor(
-        *parts, size=shape, layout=known[f"torch.{layout}"], check_invariants=True
+        first, second, numbers, size=shape, layout=known[f"torch.{layout}"], check_invariants=True
     )
 
 
