@@ -389,7 +389,7 @@ def test_module_is_in_eval_mode() -> None:
 
 
 def test_workers_keep_a_bounded_number_of_modules(monkeypatch: pytest.MonkeyPatch) -> None:
-    from sparkdl.serialization.packed_module import given, pack
+    from sparkdl.serialization.travel.packed_module import given, pack
 
     monkeypatch.setattr(predict, "_modules", type(predict._modules)())
     loaded = []

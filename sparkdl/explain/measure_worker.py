@@ -74,7 +74,7 @@ def run(environment: WorkerEnvironment, order: SampleOrder) -> Iterator[tuple[st
 
 
 def _done(order: SampleOrder, member: Member) -> Results:
-    from sparkdl.serialization.packed_module import as_on_driver
+    from sparkdl.serialization.travel.packed_module import as_on_driver
     from sparkdl.worker.training import initial_module
 
     began = time.perf_counter()
@@ -288,7 +288,7 @@ class StepTimer:
     def _train(self, batch_size: int, num_steps: int) -> list[dict[str, float]]:
         """Rows and seconds of steps, but the first one, which is not timed."""
         from sparkdl.comm.communicator import LocalCommunicator
-        from sparkdl.serialization.packed_module import travelled
+        from sparkdl.serialization.travel.packed_module import travelled
         from sparkdl.storage.tensor_tree import pack
         from sparkdl.train.loop import train
 

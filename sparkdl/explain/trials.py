@@ -294,7 +294,7 @@ def _losses(steps: StepTimer, batch_size: int) -> Generator[float, None, None]:
     """The loss of each step, each with a rate of its own, as long as they are finite."""
     from sparkdl.comm.communicator import LocalCommunicator
     from sparkdl.errors import TrainingDiverged
-    from sparkdl.serialization.packed_module import travelled
+    from sparkdl.serialization.travel.packed_module import travelled
     from sparkdl.sync.frozen_layers import training_mode
     from sparkdl.sync.gradients.allreduce import AllReduce
     from sparkdl.train.modules.memory_format import in_memory_format

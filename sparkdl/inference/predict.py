@@ -36,8 +36,8 @@ from sparkdl.runtime.process import (
     torch_threads,
     tuned_allocator,
 )
-from sparkdl.serialization.packed_module import PackedModule, unpack
 from sparkdl.serialization.stored_module import WeightsAt
+from sparkdl.serialization.travel.packed_module import PackedModule, unpack
 
 Make = Literal["value", "array", "nested", "number", "class", "logits", "probability"]
 

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
 
-from sparkdl.serialization.travel import HOOKS
+from sparkdl.serialization.travel.pickling import HOOKS
 
 _VALUES = (
     bool, int, float, complex, str, bytes, frozenset, set, enum.Enum, np.generic,

@@ -23,7 +23,7 @@ from torch import nn
 
 from sparkdl.runtime.public_names import public_module
 from sparkdl.serialization.recorded.recipe import digest_of
-from sparkdl.serialization.travel import HOOKS
+from sparkdl.serialization.travel.pickling import HOOKS
 from sparkdl.serialization.trust import is_installed
 
 _DRIVERS = {"pyspark", "py4j"}

@@ -148,7 +148,7 @@ def divided_module(
     task: PredictTask, mesh: Mesh, comm: Communicator, device: torch.device
 ) -> tuple[nn.Module, MeshRanks]:
     """The module of ``task``, of which this rank has read its own parts only. Collective."""
-    from sparkdl.serialization.packed_module import unpack
+    from sparkdl.serialization.travel.packed_module import unpack
     from sparkdl.sync.divided.dividing import divide
     from sparkdl.sync.divided.mesh_ranks import MeshRanks
 

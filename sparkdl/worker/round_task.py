@@ -87,7 +87,7 @@ class RoundPlace:
 
 def pack_payload(config: Any, skeleton: bytes, blank_tensors: bytes) -> bytes:
     """What stays the same in all rounds; zeros, which the tensors mostly are, take no room."""
-    from sparkdl.serialization.travel import dumps
+    from sparkdl.serialization.travel.pickling import dumps
 
     return zlib.compress(dumps((config, skeleton, blank_tensors)), 1)
 
@@ -187,7 +187,7 @@ class Warm:
         import os
 
         from sparkdl.runtime.hardware import choose_device
-        from sparkdl.serialization.packed_module import as_on_driver, unpack
+        from sparkdl.serialization.travel.packed_module import as_on_driver, unpack
         from sparkdl.train.round_replica import RoundReplica
 
         require_same_versions(order.versions, f"shard {place.shard.shard_id}'s worker")

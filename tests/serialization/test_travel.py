@@ -18,7 +18,7 @@ from torch import nn
 from torch.nn.utils import parametrizations, prune
 
 from sparkdl.errors import ConfigError
-from sparkdl.serialization.packed_module import (
+from sparkdl.serialization.travel.packed_module import (
     as_on_driver,
     pack,
     pack_blank,
@@ -162,7 +162,7 @@ def test_a_hook_of_the_worker_takes_no_hooks_place() -> None:
     packed = pack(net)
     code = (
         "import pickle, sys, torch\n"
-        "from sparkdl.serialization.packed_module import unpack\n"
+        "from sparkdl.serialization.travel.packed_module import unpack\n"
         "net = unpack(*pickle.loads(sys.stdin.buffer.read()))\n"
         "net.layer.register_forward_hook(lambda *given: None)\n"
         "print(net.layer(torch.ones(1, 2)).abs().sum().item(), len(net.layer._forward_hooks))"

@@ -32,8 +32,8 @@ from sparkdl.explain.predict_times import Predictor
 from sparkdl.explain.trials import BatchSizes
 from sparkdl.report.live.progress import SilentView
 from sparkdl.runtime.activity import doing
-from sparkdl.serialization.packed_module import pack
-from sparkdl.serialization.travel import dumps
+from sparkdl.serialization.travel.packed_module import pack
+from sparkdl.serialization.travel.pickling import dumps
 from sparkdl.spark.cluster.attempt import Attempt, Rows
 from sparkdl.spark.cluster.cluster_info import ClusterInfo, require_gang_support
 from sparkdl.spark.cluster.link import Link, open_link

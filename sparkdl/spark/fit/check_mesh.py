@@ -48,7 +48,7 @@ def check_mesh(request: FitRequest, module: nn.Module, mode: str, *, has_logs: b
     # Later: they import torch's compiler, which takes seconds.
     from torch.nn.modules.batchnorm import _NormBase
 
-    from sparkdl.serialization.packed_module import num_hooks, sharing_memory
+    from sparkdl.serialization.travel.packed_module import num_hooks, sharing_memory
     from sparkdl.sync.divided.dividing import recomputed
     from sparkdl.sync.divided.layout import divided_layers
     from sparkdl.sync.divided.stages import cut_layers

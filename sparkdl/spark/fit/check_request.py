@@ -24,8 +24,8 @@ from sparkdl.mesh import Mesh
 from sparkdl.runtime.process import borrowed_generator
 from sparkdl.serialization.identity import identity
 from sparkdl.serialization.initial_weights import InitialWeights, load_initial_weights
-from sparkdl.serialization.packed_module import travelled
-from sparkdl.serialization.travel import dumps
+from sparkdl.serialization.travel.packed_module import travelled
+from sparkdl.serialization.travel.pickling import dumps
 from sparkdl.spark.cluster.cluster_info import parse_bytes
 from sparkdl.spark.cluster.slots import Slots, plan_slots
 from sparkdl.spark.fit.check_mesh import check_mesh, check_mesh_optimizer, check_worker_memory

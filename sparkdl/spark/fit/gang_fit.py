@@ -16,10 +16,10 @@ from sparkdl.data.plan import assign_near, assign_shards
 from sparkdl.data.spool.spool_source import SpoolSource
 from sparkdl.errors import StorageError
 from sparkdl.report.summary import TrainingSummary
-from sparkdl.serialization.packed_module import take_back
 from sparkdl.serialization.recorded.recipe import give_memory
 from sparkdl.serialization.stored_module import can_be_stored
-from sparkdl.serialization.travel import dumps
+from sparkdl.serialization.travel.packed_module import take_back
+from sparkdl.serialization.travel.pickling import dumps
 from sparkdl.spark.cluster.attempt import Attempt, Rows
 from sparkdl.spark.cluster.resize import Resize
 from sparkdl.spark.cluster.supervisor import GangResult, supervise

@@ -27,7 +27,7 @@ from sparkdl.report.live.views import shows_lines
 from sparkdl.report.recorder import Recorder
 from sparkdl.runtime.activity import doing
 from sparkdl.runtime.hardware import choose_device, hardware
-from sparkdl.serialization.travel import dumps
+from sparkdl.serialization.travel.pickling import dumps
 from sparkdl.spark.cluster.attempt import Attempt, Rows
 from sparkdl.spark.cluster.link import open_link
 from sparkdl.spark.cluster.resize import Resize

@@ -21,8 +21,8 @@ from pyspark.sql import SparkSession
 from torch import nn
 
 from sparkdl.errors import StorageError
-from sparkdl.serialization import packed_module
 from sparkdl.serialization.stored_module import StoredModule, WeightsAt
+from sparkdl.serialization.travel import packed_module
 from sparkdl.spark.session.compat import described, is_connect, run_workers_here
 
 logger = logging.getLogger(__name__)

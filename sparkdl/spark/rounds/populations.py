@@ -20,7 +20,7 @@ import torch
 
 from sparkdl.data.plan import RoundPart
 from sparkdl.errors import CheckpointError, ConfigError, TrainingDiverged
-from sparkdl.serialization.packed_module import travelled
+from sparkdl.serialization.travel.packed_module import travelled
 from sparkdl.spark.rounds.round_driver import RoundDone, run_rounds
 from sparkdl.spark.rounds.round_jobs import Evaluation, RoundJobs
 from sparkdl.spark.rounds.round_stages import Rows, run_member_stage

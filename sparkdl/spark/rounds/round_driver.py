@@ -23,7 +23,7 @@ from sparkdl.report.live.progress import Progress
 from sparkdl.report.summary import TrainingSummary
 from sparkdl.runtime.process import cpu_model, tuned_allocator
 from sparkdl.runtime.versions import versions
-from sparkdl.serialization.packed_module import take_back
+from sparkdl.serialization.travel.packed_module import take_back
 from sparkdl.spark.rounds.round_jobs import Evaluation, RoundJobs, logged
 from sparkdl.spark.run.resume import find_checkpoint, patiently
 from sparkdl.spark.run.run import Run, Trained

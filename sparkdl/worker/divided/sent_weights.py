@@ -16,8 +16,8 @@ from sparkdl.comm.channel import ChannelStorage
 from sparkdl.comm.communicator import Communicator
 from sparkdl.data.spool.local_disk import ScratchFile
 from sparkdl.runtime.process import cpu_model, torch_threads
-from sparkdl.serialization.packed_module import unpack_blank, unpack_unmade
 from sparkdl.serialization.recorded.recipe import Place, Recipe, RecordedWeights, give_memory
+from sparkdl.serialization.travel.packed_module import unpack_blank, unpack_unmade
 from sparkdl.storage.retried import OUTAGE_SECONDS, again
 from sparkdl.storage.tensor_file import TensorFile, read_header
 from sparkdl.sync.divided.dividing import local

@@ -25,7 +25,7 @@ import torch.nn.functional as F
 from torch import fx, nn
 from torch.nn.utils import parametrizations, parametrize, prune
 
-from sparkdl.serialization.packed_module import PackedModule, pack, travelled
+from sparkdl.serialization.travel.packed_module import PackedModule, pack, travelled
 
 MAKERS: dict[str, Any] = {}
 WIDTHS = {"hidden": 5, "mixed": [1.5, (2, "three")]}

@@ -5,7 +5,7 @@ import pickle
 import sys
 from pathlib import Path
 
-from sparkdl.serialization.packed_module import unpack
+from sparkdl.serialization.travel.packed_module import unpack
 
 done, study = pickle.loads(Path(sys.argv[1]).read_bytes())
 bad = {}

@@ -1,6 +1,6 @@
 """A module on its way from the driver to the executors, and the trial of that way on the driver.
 
-The memory of tensors travels as safetensors; the rest of the module is pickled, see `travel`. The
+The memory of tensors travels as safetensors; the rest of the module is pickled, see `pickling`. The
 three ways to get the bytes are the three functions at the end.
 """
 
@@ -22,7 +22,7 @@ from torch import nn
 from sparkdl.errors import ConfigError
 from sparkdl.runtime.process import default_dtype
 from sparkdl.serialization.recorded.recipe import Place, Recipe, RecordedWeights, place_of
-from sparkdl.serialization.travel import (
+from sparkdl.serialization.travel.pickling import (
     HOOKS,
     TENSOR_HOOKS,
     Head,
@@ -46,7 +46,7 @@ class PackedModule:
 
     digest: str
     skeleton: bytes
-    """The module without the memory of its tensors, pickled, behind a `travel.Head`."""
+    """The module without the memory of its tensors, pickled, behind a `pickling.Head`."""
     tensors: bytes
     """The memories by their numbers in the skeleton, as `checkpoint_format.encode` writes them."""
     recipe: bytes = b""
