@@ -18,6 +18,7 @@ import warnings
 import weakref
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any
 
 import cloudpickle
@@ -37,15 +38,24 @@ TENSOR_HOOKS = ("_backward_hooks", "_post_accumulate_grad_hooks")
 _Reduced = tuple[Any, ...]
 
 
-def dumps(value: Any) -> bytes:
-    """Pickle a value for other processes; raises Exception, whatever its classes raise."""
+def dumps(value: Any, strange: Mapping[int, str] | None = None) -> bytes:
+    """Pickle a value for other processes; raises Exception, whatever its classes raise.
+
+    ``strange`` are names of parameters, by ``id``, that travel elsewhere: a value that uses one
+    would get a copy of it, which nobody trains.
+    """
     with io.BytesIO() as file:
-        Pickler(file).dump(value)
+        pickler = Pickler(file)
+        pickler.strange = strange or {}
+        pickler.dump(value)
         return file.getvalue()
 
 
 class Pickler(cloudpickle.Pickler):  # type: ignore[misc] # cloudpickle has no types
     """Pickles code by value, and refuses what lives on the driver only."""
+
+    strange: Mapping[int, str] = MappingProxyType({})
+    """See `dumps`."""
 
     def reducer_override(self, value: Any) -> Any:
         """How to pickle a value; called for each that is not of a type of Python's own."""
@@ -55,6 +65,11 @@ class Pickler(cloudpickle.Pickler):  # type: ignore[misc] # cloudpickle has no t
             "DataFrame",
         ):
             raise pickle.PicklingError(f"a {kind.__name__} lives on the driver")
+        if id(value) in self.strange:
+            raise pickle.PicklingError(
+                f"it uses {self.strange[id(value)]} of the module itself, and workers train "
+                "another one; use trainingStep, which gets the module that they train"
+            )
         for of_kind, reduce in _REDUCERS:
             if isinstance(value, of_kind):
                 found = reduce(value)

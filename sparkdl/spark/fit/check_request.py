@@ -422,9 +422,15 @@ def check_elasticity(config: TrainConfig, strategy: SyncStrategy, *, has_logs: b
 
 def check_values(request: FitRequest) -> CheckedValues:
     """Check what needs no rows; raises what `make_module` and `check_training` raise."""
+    from torch import nn
+
     config = request.config
     travelling_values = {field.name: getattr(config, field.name) for field in fields(config)}
     check_travels({**travelling_values, "inputs": request.specified, "labels": request.labels})
+    if isinstance(request.module, nn.Module):
+        strange = {id(p): name for name, p in request.module.named_parameters()}
+        used = ("loss", "optimizer", "scheduler", "training_step")
+        check_travels({name: travelling_values[name] for name in used}, strange)
     config = replace(config, sync_strategy=sync.resolve(config.sync_strategy))
     request = replace(request, config=config)
     asked = request.execution_mode
@@ -468,11 +474,14 @@ def choose_mode(requested: str, strategy: SyncStrategy) -> Literal["gang", "roun
     return mode
 
 
-def check_travels(values: Mapping[str, Any]) -> None:
-    """Refuse what cannot be sent to other processes, such as a lock; raises ConfigError."""
+def check_travels(values: Mapping[str, Any], strange: Mapping[int, str] | None = None) -> None:
+    """Refuse what cannot be sent to other processes, such as a lock; raises ConfigError.
+
+    ``strange``: see `dumps`.
+    """
     for name, value in values.items():
         try:
-            dumps(value)
+            dumps(value, strange)
         except Exception as error:  # whatever the user's classes raise when they are pickled
             raise ConfigError(
                 f"{name} cannot be sent to the workers: {error}; make such things in the "
@@ -549,8 +558,8 @@ def make_module(request: FitRequest) -> tuple[nn.Module, str]:
                 f"{type(module).__name__}"
             )
         module = travelled(module, copies=False)
-    module = module.cpu()  # also what a class of its own keeps
     _require_values(module)
+    module = module.cpu()  # also what a class of its own keeps
     if request.initial_weights is not None:
         load_initial_weights(module, request.initial_weights)
     is_double = any(parameter.dtype == torch.float64 for parameter in module.parameters())
