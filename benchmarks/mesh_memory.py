@@ -31,8 +31,8 @@ from sparkdl.config import TrainConfig
 from sparkdl.data.plan import Column, Shard, make_plan
 from sparkdl.data.spool.mapped import MappedRows, ShardData
 from sparkdl.runtime.process import tuned_allocator
-from sparkdl.serialization.packed_module import PackedModule, pack
 from sparkdl.serialization.recorded.recording import recorded
+from sparkdl.serialization.travel.packed_module import PackedModule, pack
 from sparkdl.spark.fit.check_mesh import check_worker_memory
 from sparkdl.train.callbacks import NullObserver
 from sparkdl.train.loop import train

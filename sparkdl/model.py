@@ -30,7 +30,8 @@ from sparkdl.report.summary import TrainingSummary
 from sparkdl.runtime.arguments import plain_arguments
 from sparkdl.runtime.tracebacks import plainly
 from sparkdl.serialization.stored_module import StoredModule, seen
-from sparkdl.spark.fit.check_request import copied, floating_dtype
+from sparkdl.serialization.travel.packed_module import travelled
+from sparkdl.spark.fit.check_request import floating_dtype
 from sparkdl.spark.frames.columns import (
     CaseSensitive,
     find,
@@ -190,7 +191,7 @@ class TorchModel(Model, CheckedParams, Saved, MLReadable["TorchModel"], ModelAcc
         """What is found of a copy of the module on zeros; if it fails there, on the first rows."""
         zeros, known = example_arguments(self._columns), self._module
         # What is shown of a module that lies in a storage is a copy already.
-        module = copied(known) if isinstance(known, nn.Module) else known
+        module = travelled(known, copies=True) if isinstance(known, nn.Module) else known
         try:
             return seen(module, lambda shown: look(shown, zeros))
         except ConfigError as error:
@@ -203,7 +204,7 @@ class TorchModel(Model, CheckedParams, Saved, MLReadable["TorchModel"], ModelAcc
             found = next((run.arguments for run in runs if run.arguments is not None), None)
             if found is None:
                 raise
-            module = copied(known) if isinstance(known, nn.Module) else known
+            module = travelled(known, copies=True) if isinstance(known, nn.Module) else known
             return seen(module, lambda shown: look(shown, found))
 
     def _checked_mesh(self, spark: SparkSession, task: predict.PredictTask) -> Mesh | None:

@@ -27,6 +27,30 @@ class Plain(nn.Module):
         return cls(8)
 
 
+def lazy_net() -> nn.Module:
+    """Its layers find their widths with the first batch."""
+    return nn.Sequential(nn.LazyLinear(5), nn.LazyBatchNorm1d(), nn.ReLU(), nn.LazyLinear(2))
+
+
+class Counting(nn.Module):
+    """Keeps a state that is no tensor, and one that is."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.batches, self.sums = nn.Linear(3, 2), 0, torch.zeros(2)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.batches += 1
+        self.sums = self.sums + x.shape[0]
+        return self.layer(x)
+
+    def get_extra_state(self) -> dict[str, Any]:
+        return {"batches": self.batches, "sums": self.sums}
+
+    def set_extra_state(self, state: dict[str, Any]) -> None:
+        self.batches, self.sums = state["batches"], state["sums"]
+
+
 class NeedsWidth(nn.Module):
     """Made with an argument only."""
 

@@ -17,7 +17,7 @@ from torch import nn
 from sparkdl.data.plan import Column
 from sparkdl.errors import ConfigError, DataError, SparkDLError
 from sparkdl.inference import predict
-from sparkdl.inference.outputs import Forward
+from sparkdl.inference.outputs import Forward, Output
 from sparkdl.model import TorchClassifierModel, TorchModel, TorchRegressorModel
 from sparkdl.report.summary import TrainingSummary
 from sparkdl.spark.inference.send_module import ARTIFACT_BYTES
@@ -96,6 +96,32 @@ def test_classifier_adds_three_columns(arrays: DataFrame) -> None:
     found = np.stack([vector.toArray() for vector in probability])
     np.testing.assert_allclose(found, logits.softmax(dim=1).numpy(), rtol=1e-6)
     assert other == ["kept"] * 7
+
+
+class OfTheProgram(nn.Module):
+    """Like a class of a notebook: in no module that others can import."""
+
+    __module__ = "__main__"
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.encoder, self.head = nn.Linear(3, 2), nn.Linear(2, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head(self.encoder(x).relu())
+
+
+def test_an_output_that_saving_would_lose_is_refused(arrays: DataFrame, tmp_path: Path) -> None:
+    model = TorchClassifierModel(OfTheProgram(), [feature("features", "float32", 3)])
+    model.save(str(tmp_path / "without"))
+    model.setOutputs({"code": Output(layer="encoder")})
+    with pytest.raises(ConfigError, match=r"layer 'encoder'.*into a file that can be imported"):
+        model.save(str(tmp_path / "with"))
+    assert not (tmp_path / "with").exists()
+    loaded = TorchClassifierModel.load(str(tmp_path / "without"))
+    loaded.setOutputs({"code": Output(layer="encoder")})
+    with pytest.raises(ConfigError, match="exported program, which keeps none"):
+        loaded.transform(arrays)
 
 
 @pytest.mark.slow
@@ -365,7 +391,7 @@ def test_module_is_in_eval_mode() -> None:
 
 
 def test_workers_keep_a_bounded_number_of_modules(monkeypatch: pytest.MonkeyPatch) -> None:
-    from sparkdl.serialization.packed_module import given, pack
+    from sparkdl.serialization.travel.packed_module import given, pack
 
     monkeypatch.setattr(predict, "_modules", type(predict._modules)())
     loaded = []

@@ -6,7 +6,6 @@ Runs in a gang like training, with the user's objects, on a sample of the rows; 
 from __future__ import annotations
 
 import contextlib
-import copy
 import json
 import math
 import resource
@@ -75,17 +74,19 @@ def run(environment: WorkerEnvironment, order: SampleOrder) -> Iterator[tuple[st
 
 
 def _done(order: SampleOrder, member: Member) -> Results:
+    from sparkdl.serialization.travel.packed_module import as_on_driver
     from sparkdl.worker.training import initial_module
 
     began = time.perf_counter()
     config, structure = cloudpickle.loads(order.payload)
     member.reporter.phase("setup")
-    module = initial_module(order.weights, structure, member.files, member.comm)
-    steps = StepTimer(
-        module, config, order.plan, order.plan.shards_of(member.comm.rank), order.source,
-        member.device, order.seconds,
-    )  # fmt: skip
-    report = order.task(steps, member)
+    with as_on_driver(structure):
+        module = initial_module(order.weights, structure, member.files, member.comm)
+        steps = StepTimer(
+            module, config, order.plan, order.plan.shards_of(member.comm.rank), order.source,
+            member.device, order.seconds,
+        )  # fmt: skip
+        report = order.task(steps, member)
     report["seconds"] = time.perf_counter() - began
     return [("result", json.dumps(report).encode())]
 
@@ -287,13 +288,14 @@ class StepTimer:
     def _train(self, batch_size: int, num_steps: int) -> list[dict[str, float]]:
         """Rows and seconds of steps, but the first one, which is not timed."""
         from sparkdl.comm.communicator import LocalCommunicator
+        from sparkdl.serialization.travel.packed_module import travelled
         from sparkdl.storage.tensor_tree import pack
         from sparkdl.train.loop import train
 
         plan, shards = self.sampled(batch_size, num_steps)
         clock = _StepTimes(self.device)
         outcome = train(
-            module=copy.deepcopy(self.module),
+            module=travelled(self.module, copies=True),
             config=self.with_batches(plan.batch_size),
             plan=plan,
             shards=shards,

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import copy
 import gc
 import itertools
 import math
@@ -295,6 +294,7 @@ def _losses(steps: StepTimer, batch_size: int) -> Generator[float, None, None]:
     """The loss of each step, each with a rate of its own, as long as they are finite."""
     from sparkdl.comm.communicator import LocalCommunicator
     from sparkdl.errors import TrainingDiverged
+    from sparkdl.serialization.travel.packed_module import travelled
     from sparkdl.sync.frozen_layers import training_mode
     from sparkdl.sync.gradients.allreduce import AllReduce
     from sparkdl.train.modules.memory_format import in_memory_format
@@ -303,7 +303,7 @@ def _losses(steps: StepTimer, batch_size: int) -> Generator[float, None, None]:
     from sparkdl.train.step import TrainStep
     from sparkdl.train.time_spent import Clock
 
-    module, comm = copy.deepcopy(steps.module), LocalCommunicator()
+    module, comm = travelled(steps.module, copies=True), LocalCommunicator()
     plan, shards = steps.sampled(batch_size, NUM_RATES)
     config = steps.with_batches(plan.batch_size)
     config = replace(config, learning_rate=LOWEST_RATE, scheduler=None)

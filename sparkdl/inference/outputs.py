@@ -195,6 +195,11 @@ def _watched(module: nn.Module, layers: Sequence[str]) -> Iterator[dict[str | No
 def find_layer(module: nn.Module, name: str) -> nn.Module:
     """The submodule called ``name``; ConfigError says which there are, if there is none."""
     by_name: dict[str, nn.Module] = dict(module.named_modules(remove_duplicate=False))
+    if not getattr(module, "has_layers", True):
+        raise ConfigError(
+            f"the module has no layer {name!r}: it was saved as an exported program, which keeps "
+            "none; save it again from a class or function in a file that can be imported"
+        )
     if not name or name not in by_name:
         known = ", ".join(filter(None, by_name)) or "none"
         raise ConfigError(f"the module has no layer {name!r}; its layers: {known}")

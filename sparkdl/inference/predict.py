@@ -12,7 +12,7 @@ import os
 import warnings
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import numpy as np
@@ -30,9 +30,14 @@ from sparkdl.errors import ConfigError
 from sparkdl.inference.outputs import Forward, Output, check_rows, pick
 from sparkdl.inputs import Image
 from sparkdl.runtime.hardware import choose_device
-from sparkdl.runtime.process import spared_collector, torch_threads, tuned_allocator
-from sparkdl.serialization.packed_module import PackedModule, unpack
+from sparkdl.runtime.process import (
+    default_dtype,
+    spared_collector,
+    torch_threads,
+    tuned_allocator,
+)
 from sparkdl.serialization.stored_module import WeightsAt
+from sparkdl.serialization.travel.packed_module import PackedModule, unpack
 
 Make = Literal["value", "array", "nested", "number", "class", "logits", "probability"]
 
@@ -70,6 +75,8 @@ class ModuleTask:
     forward: Forward
     weights: WeightsAt | None = None
     """Where the weights lie that the packed module lacks; None: it has them."""
+    default_dtype: torch.dtype = field(default_factory=torch.get_default_dtype)
+    """Of the program, for what forward makes."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -143,7 +150,8 @@ def ready(task: ModuleTask) -> Iterator[tuple[nn.Module, torch.device]]:
     device = choose_device(task.device, gpu.addresses if gpu else [], partition, os.environ)
     cpus = context.cpus() if context else torch.get_num_threads()
     spared = spared_collector() if context else contextlib.nullcontext()
-    with spared, torch_threads(cpus), tuned_allocator(), torch.inference_mode():
+    settings = torch_threads(cpus), default_dtype(task.default_dtype)
+    with spared, settings[0], settings[1], tuned_allocator(), torch.no_grad():
         yield load(task, device), device
 
 
@@ -234,7 +242,7 @@ def to_struct(
     tensors: dict[Output, torch.Tensor] = {}
     for output in {leaf.output for leaf in leaves}:
         value = pick(found[output.layer], output.path, output)
-        tensors[output] = check_rows(value, num_rows, output).cpu()
+        tensors[output] = check_rows(value, num_rows, output).detach().cpu()
     arrays = [to_arrow(_MAKERS[leaf.make](tensors[leaf.output]), leaf) for leaf in leaves]
     fields = [pa.field(leaf.name, leaf.arrow_type) for leaf in leaves]
     return pa.StructArray.from_arrays(arrays, fields=fields)

@@ -10,6 +10,9 @@ from typing import Any
 import numpy as np
 import torch
 from torch import nn
+from torch.nn.parameter import is_lazy
+
+from sparkdl.serialization.travel.pickling import HOOKS
 
 _VALUES = (
     bool, int, float, complex, str, bytes, frozenset, set, enum.Enum, np.generic,
@@ -25,18 +28,25 @@ def find_difference(a: nn.Module, b: nn.Module) -> str | None:
     """
     ours, theirs = _state(a), _state(b)
     for name in sorted(ours.keys() | theirs.keys()):
-        if ours.get(name) != theirs.get(name):
-            return f"{name} ({theirs.get(name, 'missing')} instead of {ours.get(name, 'nothing')})"
+        one, other = ours.get(name, "nothing"), theirs.get(name, "missing")
+        if one != other and not {"nothing", "missing"} & {one, other} and None in (one, other):
+            continue  # one of them has no shape yet
+        if one != other:
+            return f"{name} ({other} instead of {one})"
     if _ties(a) != _ties(b):
         return "which parameters are shared"
     return None
 
 
 def _state(module: nn.Module) -> dict[str, Any]:
-    return {
-        name: (tuple(value.shape), value.dtype) if isinstance(value, torch.Tensor) else value
-        for name, value in module.state_dict().items()
-    }
+    return {name: _kind(value) for name, value in module.state_dict().items()}
+
+
+def _kind(value: Any) -> Any:
+    """Shape and dtype of a tensor; of a state that a module adds, its type."""
+    if not isinstance(value, torch.Tensor):
+        return type(value)
+    return None if is_lazy(value) else (tuple(value.shape), value.dtype)
 
 
 def _ties(module: nn.Module) -> list[list[str]]:
@@ -69,7 +79,7 @@ def find_attribute(a: nn.Module, b: nn.Module) -> str | None:
 def _is_same(key: str, ours: Any, theirs: Any) -> bool:
     if key in ("training", "_modules", "_parameters", "_buffers"):  # a mode; compared elsewhere
         return True
-    if key.endswith("_hooks") or "_hooks_" in key:
+    if key in HOOKS:
         return not ours
     return is_equal(ours, theirs)
 

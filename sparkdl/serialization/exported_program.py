@@ -84,7 +84,10 @@ class ProgramModule(nn.Module):
     Attributes:
         archive: the file that `read_program` reads.
         trust: what it may hold besides, see `read_program`.
+        has_layers: false: nobody calls the parts of a program one by one.
     """
+
+    has_layers = False
 
     def __init__(self, archive: bytes, trust: Trust = USUAL) -> None:
         """Read an archive; StorageError if it holds what could run code, or other operators."""

@@ -21,6 +21,8 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.modules.lazy import LazyModuleMixin
+from torch.nn.parameter import is_lazy
 
 from sparkdl.errors import CheckpointError, ConfigError, StorageError
 from sparkdl.runtime.process import borrowed_generator
@@ -52,6 +54,7 @@ WEIGHTS = "weights.safetensors"
 _UNLISTED = "unlisted.safetensors"
 _PROGRAM = "program.pt2"
 _WAYS = ("factory", "module", "program", "weights")
+_LAZY = "a tensor without a shape yet"
 _OWN = {*vars(nn.Module()), "_compiled_call_impl"}
 """What torch itself keeps in each module: registers, hooks, the mode, a compiled twin."""
 
@@ -342,7 +345,19 @@ def _load_weights(module: nn.Module, weights: Mapping[str, Any], recipe: Any) ->
     module.load_state_dict(
         {name: value if name in copied else _own(value) for name, value in weights.items()}
     )
+    _settle(module)
     _freeze(module, recipe)
+
+
+def _settle(module: nn.Module) -> None:
+    """Let lazy layers whose weights have been loaded be what their first batch makes of them."""
+    for part in module.modules():
+        lazy: Any = part
+        if isinstance(part, LazyModuleMixin) and not lazy.has_uninitialized_params():
+            for hook in ("_initialize_hook", "_load_hook"):
+                vars(part).pop(hook).remove()
+            if lazy.cls_to_become is not None:
+                lazy.__class__ = lazy.cls_to_become
 
 
 def _freeze(module: nn.Module, recipe: Mapping[str, Any]) -> None:
@@ -354,7 +369,7 @@ def _check_kinds(state: Mapping[str, Any], weights: Mapping[str, Any]) -> None:
     """Raise ConfigError if weights are not of the module that has ``state``."""
     for name in sorted(state.keys() | weights.keys()):
         ours, theirs = _kind(state.get(name)), _kind(weights.get(name))
-        if ours != theirs:
+        if ours != theirs and ours != _LAZY:
             raise ConfigError(
                 f"the code that makes the module has changed since it was saved: {name} is {ours}, "
                 f"saved was {theirs}; use the version that saved it"
@@ -367,7 +382,7 @@ def _own(value: Any) -> Any:
 
 def _kind(value: Any) -> str:
     if isinstance(value, torch.Tensor):
-        return f"{value.dtype} {tuple(value.shape)}"
+        return _LAZY if is_lazy(value) else f"{value.dtype} {tuple(value.shape)}"
     return "absent" if value is None else type(value).__name__
 
 

@@ -24,7 +24,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from sparkdl.errors import ConfigError, StorageError
 from sparkdl.mesh import Mesh
-from sparkdl.serialization.packed_module import PackedModule, pack, unpack
+from sparkdl.serialization.travel.packed_module import PackedModule, pack, unpack
 from sparkdl.storage.sharded_weights import ShardedWeights
 from sparkdl.storage.storage import Folder, open_storage, without_password
 from sparkdl.storage.tensor_tree import DTYPES

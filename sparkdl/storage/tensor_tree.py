@@ -11,7 +11,7 @@ from __future__ import annotations
 import base64
 import struct
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -40,6 +40,14 @@ DTYPES = {
     torch.bool: "BOOL",
 }
 """The dtypes that a file can hold, under safetensors' names."""
+_SPARSE: dict[torch.layout, tuple[Callable[[torch.Tensor], Any], ...]] = {
+    torch.sparse_coo: (torch.Tensor._indices, torch.Tensor._values, torch.Tensor.is_coalesced),
+    torch.sparse_csr: (torch.Tensor.crow_indices, torch.Tensor.col_indices, torch.Tensor.values),
+    torch.sparse_bsr: (torch.Tensor.crow_indices, torch.Tensor.col_indices, torch.Tensor.values),
+    torch.sparse_csc: (torch.Tensor.ccol_indices, torch.Tensor.row_indices, torch.Tensor.values),
+    torch.sparse_bsc: (torch.Tensor.ccol_indices, torch.Tensor.row_indices, torch.Tensor.values),
+}
+"""What a sparse tensor is made of, by its layout."""
 _NUMPY_KINDS = "biufcSUmM"
 _LARGE_INT = 1 << 63
 """Larger ints are written in hexadecimal: Python refuses to print very long decimal ones."""
@@ -55,6 +63,12 @@ def pack(tree: Any) -> tuple[Any, dict[str, torch.Tensor]]:
     """
     packer = _Packer()
     return packer.pack(tree, ()), packer.tensors
+
+
+def num_bytes(tensors: Iterable[torch.Tensor]) -> int:
+    """The size of tensors, of which some may be sparse or quantized."""
+    parts = ([t] if t.layout is torch.strided else pack(t)[1].values() for t in tensors)
+    return sum(part.nbytes for found in parts for part in found)
 
 
 def unpack(value: Any, tensors: Mapping[str, torch.Tensor]) -> Any:
@@ -120,8 +134,7 @@ class _Packer:
         if type(node) is bytes:
             return {"bytes": _text(node)}
         if isinstance(node, torch.Tensor):
-            kind = "complex" if node.is_complex() else "tensor"
-            return {kind: self._tensor(node, path)}
+            return self._any_tensor(node, path)
         if isinstance(node, np.ndarray | np.generic):
             return self._numpy(node, path)
         return self._container(node, path)
@@ -150,9 +163,21 @@ class _Packer:
             for key, value in node.items()
         ]
 
-    def _tensor(self, tensor: torch.Tensor, path: tuple[str, ...]) -> str:
-        if type(tensor) not in (torch.Tensor, torch.nn.Parameter) or tensor.is_quantized:
+    def _any_tensor(self, tensor: torch.Tensor, path: tuple[str, ...]) -> Any:
+        if type(tensor).__torch_dispatch__ is not torch.Tensor.__torch_dispatch__:
             raise _refused(tensor, path, "convert it to a plain tensor")
+        if type(tensor) not in (torch.Tensor, torch.nn.Parameter):
+            tensor = tensor.detach().as_subclass(torch.Tensor)
+        if tensor.layout in _SPARSE:
+            parts = [get(tensor.detach()) for get in _SPARSE[tensor.layout]]
+            about = [str(tensor.layout).removeprefix("torch."), list(tensor.shape)]
+            return {"sparse": self.pack(parts, path), "of": about}
+        if tensor.is_quantized:
+            parts = [tensor.int_repr(), *_quantizer(tensor)]
+            return {"quantized": self.pack(parts, path), "of": str(tensor.dtype)[6:]}
+        return {"complex" if tensor.is_complex() else "tensor": self._tensor(tensor, path)}
+
+    def _tensor(self, tensor: torch.Tensor, path: tuple[str, ...]) -> str:
         if tensor.layout is not torch.strided or tensor.device.type == "meta":
             raise _refused(tensor, path, "only dense tensors with data can be stored")
         plain = tensor.detach().resolve_conj().resolve_neg()
@@ -228,6 +253,42 @@ def _dtype(value: Any) -> np.dtype[Any]:
     return dtype
 
 
+def _sparse(value: Any, tensors: Mapping[str, torch.Tensor]) -> torch.Tensor:
+    parts, (layout, shape) = _unpack(value["sparse"], tensors), value["of"]
+    if layout == "sparse_coo":
+        return torch.sparse_coo_tensor(
+            parts[0], parts[1], shape, is_coalesced=parts[2], check_invariants=True
+        )
+    known = {str(key): key for key in _SPARSE}
+    first, second, numbers = parts
+    return torch.sparse_compressed_tensor(
+        first, second, numbers, size=shape, layout=known[f"torch.{layout}"], check_invariants=True
+    )
+
+
+def _quantizer(tensor: torch.Tensor) -> list[Any]:
+    """How the whole numbers of a quantized tensor become real ones."""
+    if tensor.qscheme() == torch.per_tensor_affine:
+        return [tensor.q_scale(), tensor.q_zero_point(), None]
+    scales, zero_points = tensor.q_per_channel_scales(), tensor.q_per_channel_zero_points()
+    return [scales, zero_points, tensor.q_per_channel_axis()]
+
+
+def _quantized(value: Any, tensors: Mapping[str, torch.Tensor]) -> torch.Tensor:
+    whole, scale, zero_point, axis = _unpack(value["quantized"], tensors)
+    dtype = getattr(torch, value["of"])
+    if axis is None:
+        made = torch._empty_affine_quantized(
+            whole.shape, scale=scale, zero_point=zero_point, dtype=dtype
+        )
+    else:
+        made = torch._empty_per_channel_affine_quantized(
+            whole.shape, scales=scale, zero_points=zero_point, axis=axis, dtype=dtype
+        )
+    made.untyped_storage().copy_(whole.contiguous().untyped_storage())
+    return made
+
+
 _READERS: dict[str, Callable[[Any, Mapping[str, torch.Tensor]], Any]] = {
     "int": lambda value, _: int(value["int"], 16),
     "float": lambda value, _: struct.unpack("<d", bytes.fromhex(value["float"]))[0],
@@ -238,6 +299,8 @@ _READERS: dict[str, Callable[[Any, Mapping[str, torch.Tensor]], Any]] = {
     "ordered": _ordered,
     "tensor": lambda value, tensors: tensors[value["tensor"]],
     "complex": lambda value, tensors: torch.view_as_complex(tensors[value["complex"]]),
+    "sparse": _sparse,
+    "quantized": _quantized,
     "numpy": _array,
     "scalar": lambda value, _: np.frombuffer(
         base64.b64decode(value["scalar"], validate=True), dtype=_dtype(value)

@@ -19,7 +19,7 @@ from sparkdl.comm.channel import ChannelClient
 from sparkdl.comm.worker_environment import WorkerEnvironment, local_rank
 from sparkdl.errors import CommunicationError, SparkDLError
 from sparkdl.mesh import Mesh
-from sparkdl.runtime.process import spared_collector, torch_threads, tuned_allocator
+from sparkdl.runtime.process import default_dtype, spared_collector, torch_threads, tuned_allocator
 from sparkdl.runtime.tracebacks import formatted
 from sparkdl.worker.lifecycle import GangOrder, GangRank
 
@@ -113,6 +113,7 @@ def _predicted(
         stack.enter_context(torch_threads(order.threads))
         comm = stack.enter_context(rank.communicator(device, nodes))
         stack.enter_context(lost_peers(CommunicationError, "the divided model"))
+        stack.enter_context(default_dtype(task.default_dtype))
         module, ranks = divided_module(task, mesh, comm, device)
         try:
             yield from in_step(module, ranks, comm, task, device, batches)
@@ -147,7 +148,7 @@ def divided_module(
     task: PredictTask, mesh: Mesh, comm: Communicator, device: torch.device
 ) -> tuple[nn.Module, MeshRanks]:
     """The module of ``task``, of which this rank has read its own parts only. Collective."""
-    from sparkdl.serialization.packed_module import unpack
+    from sparkdl.serialization.travel.packed_module import unpack
     from sparkdl.sync.divided.dividing import divide
     from sparkdl.sync.divided.mesh_ranks import MeshRanks
 

@@ -13,6 +13,7 @@ import time
 import zlib
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import cloudpickle
@@ -86,7 +87,9 @@ class RoundPlace:
 
 def pack_payload(config: Any, skeleton: bytes, blank_tensors: bytes) -> bytes:
     """What stays the same in all rounds; zeros, which the tensors mostly are, take no room."""
-    return zlib.compress(cloudpickle.dumps((config, skeleton, blank_tensors)), 1)
+    from sparkdl.serialization.travel.pickling import dumps
+
+    return zlib.compress(dumps((config, skeleton, blank_tensors)), 1)
 
 
 def run(place: RoundPlace, order: RoundOrder, state: bytes) -> Iterator[tuple[str, bytes]]:
@@ -138,7 +141,7 @@ def _work(place: RoundPlace, order: RoundOrder, state: bytes, reporter: Reporter
     if place.shard.shard_id not in warm.seen:
         warm.seen.add(place.shard.shard_id)
         reporter.send({"kind": "hardware", "hardware": warm.hardware})
-    with spared_collector(), torch_threads(order.threads):
+    with spared_collector(), torch_threads(order.threads), warm.as_on_driver():
         return order.work(warm, place.shard, order.part, state, reporter)
 
 
@@ -184,19 +187,22 @@ class Warm:
         import os
 
         from sparkdl.runtime.hardware import choose_device
-        from sparkdl.serialization.packed_module import unpack
+        from sparkdl.serialization.travel.packed_module import as_on_driver, unpack
         from sparkdl.train.round_replica import RoundReplica
 
         require_same_versions(order.versions, f"shard {place.shard.shard_id}'s worker")
         config, skeleton, tensors = cloudpickle.loads(zlib.decompress(order.payload))
         device = choose_device(config.device, place.gpu_addresses, 0, os.environ)
-        module = unpack(skeleton, tensors)
+        self.as_on_driver = partial(as_on_driver, skeleton)
         self.hardware = hardware(device, order.threads)
         self.run_id = order.run_id
         self.gpu_addresses = place.gpu_addresses
         self.plan = order.plan
         self.source = order.source
-        self.replica: RoundReplica = RoundReplica(module, config, order.plan, device, order.looks)
+        with self.as_on_driver():
+            self.replica: RoundReplica = RoundReplica(
+                unpack(skeleton, tensors), config, order.plan, device, order.looks
+            )
         self.rows: dict[int, int] = {}
         """Samples that this process has trained on, by shard; for the progress bar only."""
         self.seen: set[int] = set()

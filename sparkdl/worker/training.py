@@ -107,6 +107,7 @@ def run(environment: WorkerEnvironment, order: WorkOrder) -> Iterator[tuple[str,
 
 def _train(order: WorkOrder, member: Member) -> Results:
     from sparkdl.comm.process_group import lost_peers
+    from sparkdl.serialization.travel.packed_module import as_on_driver
     from sparkdl.storage.checkpoint_format import encode
     from sparkdl.storage.checkpoint_writer import CheckpointManager
     from sparkdl.storage.tensor_tree import snapshot
@@ -134,6 +135,7 @@ def _train(order: WorkOrder, member: Member) -> Results:
         )
     reader = comm.rank if mesh is None else mesh.reader(comm.rank)
     with contextlib.ExitStack() as stack:
+        stack.enter_context(as_on_driver(structure))
         unfilled: Unfilled | None = None
         if order.weights is None and mesh is not None and mesh.is_divided:
             assert files is not None
@@ -233,7 +235,7 @@ def initial_module(
     weights: bytes | None, structure: bytes, files: ChannelStorage | None, comm: Communicator
 ) -> nn.Module:
     """The module with its initial weights, which rank 0 reads unless all have them."""
-    from sparkdl.serialization.packed_module import unpack
+    from sparkdl.serialization.travel.packed_module import unpack
 
     return unpack(structure, _read(INITIAL, files, comm) if weights is None else weights)
 

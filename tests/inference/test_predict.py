@@ -13,7 +13,7 @@ from sparkdl.errors import ConfigError, DataError
 from sparkdl.inference import predict
 from sparkdl.inference.outputs import Forward, Output
 from sparkdl.inference.predict import Leaf, Make, PredictTask
-from sparkdl.serialization.packed_module import pack
+from sparkdl.serialization.travel.packed_module import pack
 
 ROWS = np.arange(21, dtype=np.float32).reshape(7, 3)
 FLOATS = pa.list_(pa.float32())

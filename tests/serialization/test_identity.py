@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import copy
+import importlib
 import subprocess
 import sys
+import types
+import warnings
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -148,3 +151,73 @@ def test_code_of_ones_own_counts_and_is_the_same_in_another_process() -> None:
     first, again = (process.communicate()[0].split() for process in running)
     assert first == again
     assert len(set(first)) == 3
+
+
+OWN = """
+import math
+LIMITS = {"low": 1.0, "high": [2.0, 3.0]}
+def scaled(x):
+    return x * LIMITS["low"] + math.pi
+"""
+USES = """
+from torch import nn
+import torch, functools, own_numbers_{n}
+WEIGHTS = (1.0, 1.0)
+TABLE = {{"a": [1.0, 2.0]}}
+class Net(nn.Linear):
+    shifts = (0.5, [1.0])
+    def forward(self, x):
+        return super().forward(own_numbers_{n}.scaled(x)) + self.shifts[0]
+def loss(output, target):
+    import own_numbers_{n} as numbers
+    return WEIGHTS[0] * (output - target).abs() * TABLE["a"][0] * factor() * numbers.LIMITS["low"]
+@functools.cache
+def factor():
+    return 2.0
+net = Net(2, 2)
+nn.init.ones_(net.weight), nn.init.ones_(net.bias)
+"""
+CHANGES = {
+    "a tuple": ("USES", "WEIGHTS = (1.0, 1.0)", "WEIGHTS = (5.0, 1.0)"),
+    "inside a dict": ("USES", "[1.0, 2.0]", "[1.0, 3.0]"),
+    "a class attribute": ("USES", "(0.5, [1.0])", "(0.5, [2.0])"),
+    "a cached function": ("USES", "return 2.0", "return 3.0"),
+    "a function of an own module": ("OWN", "+ math.pi", "- math.pi"),
+    "a value of an own module": ("OWN", '"low": 1.0', '"low": 4.0'),
+    "deep in a value of an own module": ("OWN", "[2.0, 3.0]", "[2.0, 4.0]"),
+    "nothing": ("OWN", "x * LIMITS", "x * LIMITS"),
+}
+
+
+@pytest.mark.parametrize("what", CHANGES)
+def test_whatever_own_code_reads_counts(
+    what: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    part, before, after = CHANGES[what]
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr(sys, "dont_write_bytecode", True)  # which tells files by their seconds
+    keys = []
+    for old, new in ((before, before), (before, after)):
+        texts = {"OWN": OWN, "USES": USES.format(n=0)}
+        assert old in texts[part]
+        texts[part] = texts[part].replace(old, new)
+        (tmp_path / "own_numbers_0.py").write_text(texts["OWN"])
+        for name in ("own_numbers_0", "own_program"):
+            sys.modules.pop(name, None)
+        importlib.invalidate_caches()
+        program = types.ModuleType("own_program")
+        exec(compile(texts["USES"], "own_program", "exec"), vars(program))
+        monkeypatch.setitem(sys.modules, "own_program", program)
+        keys.append(key(program.net, loss=program.loss))
+    assert (keys[0] == keys[1]) is (what == "nothing")
+    sys.modules.pop("own_numbers_0", None)
+
+
+def test_attributes_of_any_name_and_scripts_are_described() -> None:
+    traced = torch.fx.symbolic_trace(net())
+    traced.forward_hooks = []
+    assert key(traced) == key(traced)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)
+        scripts = [torch.jit.script(net(kind)) for kind in (nn.ReLU(), nn.ReLU(), nn.Tanh())]
+    assert key(scripts[0]) == key(scripts[1]) != key(scripts[2])

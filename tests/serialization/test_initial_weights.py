@@ -13,9 +13,9 @@ from torch import nn
 
 from sparkdl.errors import ConfigError, StorageError
 from sparkdl.serialization.initial_weights import InitialWeights, load_initial_weights
-from sparkdl.serialization.packed_module import pack
 from sparkdl.serialization.recorded.recipe import NotRecorded
 from sparkdl.serialization.recorded.recording import recorded
+from sparkdl.serialization.travel.packed_module import pack
 from sparkdl.storage.storage import LocalStorage
 from tests.serialization.saving import save_module
 

@@ -19,7 +19,15 @@ from torch import nn
 from sparkdl.errors import ConfigError, StorageError
 from sparkdl.serialization.exported_program import read_program
 from sparkdl.storage.storage import LocalStorage
-from tests.describable import NeedsWidth, Plain, Tied, make_net, not_a_module
+from tests.describable import (
+    Counting,
+    NeedsWidth,
+    Plain,
+    Tied,
+    lazy_net,
+    make_net,
+    not_a_module,
+)
 from tests.serialization.saving import load_module_from, save_module
 from tests.storage.memory import MemoryStorage
 
@@ -111,6 +119,23 @@ def test_a_factory_of_another_module_is_refused() -> None:
         save(NeedsWidth(5), functools.partial(NeedsWidth, 6))
     with pytest.raises(ConfigError, match=r"must make an nn.Module"):
         save(NeedsWidth(5), not_a_module)
+
+
+@pytest.mark.parametrize("make", [lazy_net, Counting])
+def test_a_module_that_its_factory_makes_otherwise_comes_back(make: Any) -> None:
+    module = make()
+    for _ in range(3):
+        module(torch.randn(6, 3))
+    module.eval()
+    storage = save(module, make)
+    assert recipe(storage) >= {"factory"}
+    back, _ = load_module_from(storage, "m")
+    assert repr(back) == repr(module)
+    state, expected = back.state_dict(), module.state_dict()
+    extra, wanted = state.pop("_extra_state", None), expected.pop("_extra_state", None)
+    assert all(torch.equal(state[name], value) for name, value in expected.items())
+    assert wanted is None or (extra["batches"] == 3 and torch.equal(extra["sums"], wanted["sums"]))
+    assert torch.equal(back(X), module(X))
 
 
 def test_code_that_changed_since_is_a_configuration_error(monkeypatch: pytest.MonkeyPatch) -> None:

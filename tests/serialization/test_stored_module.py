@@ -16,7 +16,6 @@ import sparkdl
 from sparkdl.errors import ConfigError, StorageError
 from sparkdl.mesh import Mesh
 from sparkdl.models import LanguageModel
-from sparkdl.serialization.packed_module import pack, unpack
 from sparkdl.serialization.saved_module import open_module, prepare_stored
 from sparkdl.serialization.stored_module import (
     StoredModule,
@@ -26,6 +25,7 @@ from sparkdl.serialization.stored_module import (
     with_values,
     without_values,
 )
+from sparkdl.serialization.travel.packed_module import pack, unpack
 from sparkdl.storage.sharded_weights import INDEX, file_pieces, index_text, plan_files
 from sparkdl.storage.storage import LocalStorage, open_storage
 from tests.describable import Tied

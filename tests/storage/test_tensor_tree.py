@@ -16,7 +16,7 @@ from torch import nn
 
 from sparkdl.errors import CheckpointError
 from sparkdl.storage.checkpoint_format import decode, encode
-from sparkdl.storage.tensor_tree import Snapshot, pack, snapshot, unpack
+from sparkdl.storage.tensor_tree import Snapshot, num_bytes, pack, snapshot, unpack
 
 
 def same(a: Any, b: Any) -> bool:
@@ -95,6 +95,27 @@ def test_every_kind_comes_back_bit_for_bit(leaf: Any) -> None:
     assert same(through_file(tree), tree)
 
 
+@pytest.mark.filterwarnings("ignore:Sparse CSR", "ignore:.*[Qq]uantiz")
+def test_sparse_and_quantized_tensors_come_back() -> None:
+    rows = torch.eye(3).roll(1, 0)
+    quantized = torch.quantize_per_tensor(torch.tensor([[0.5], [1.0]]).t(), 0.5, 3, torch.qint8)
+    channels = torch.quantize_per_channel(
+        torch.ones(2, 3), torch.tensor([0.5, 0.2]), torch.tensor([1, 0]), 0, torch.quint8
+    )
+    for value in (
+        rows.to_sparse(),
+        rows.to_sparse_csr(),
+        rows.to_sparse_csc(),
+        quantized,
+        channels,
+    ):
+        back = through_file([value])[0]
+        assert (back.layout, back.dtype, back.shape) == (value.layout, value.dtype, value.shape)
+        kinds = [v.dequantize() if v.is_quantized else v.to_dense() for v in (back, value)]
+        assert torch.equal(*kinds)
+    assert num_bytes([rows, rows.to_sparse()]) == 9 * 4 + 2 * 3 * 8 + 3 * 4
+
+
 def test_the_json_half_is_json() -> None:
     value, tensors = pack({"all": LEAVES})
     assert same(unpack(json.loads(json.dumps(value)), tensors), {"all": LEAVES})
@@ -125,7 +146,6 @@ def test_generator_states_go_on_with_the_same_numbers() -> None:
         ({True: 1}, "a key at the top has type builtins.bool"),
         (object(), "at the top has type builtins.object"),
         ([np.array([object()])], "at 0 has type numpy.ndarray"),
-        ([torch.eye(2).to_sparse()], "only dense tensors"),
         ([torch.empty(2, device="meta")], "only dense tensors"),
         ([lambda: None], "builtins.function"),
     ],

@@ -16,8 +16,8 @@ from sparkdl.data.plan import Column
 from sparkdl.inference.outputs import Forward, Output
 from sparkdl.inference.predict import Leaf, PredictTask
 from sparkdl.mesh import Mesh
-from sparkdl.serialization.packed_module import PackedModule
 from sparkdl.serialization.stored_module import StoredModule
+from sparkdl.serialization.travel.packed_module import PackedModule
 from sparkdl.worker.predicting import divided_module, in_step
 from tests.gang import Gang
 from tests.serialization.test_stored_module import store, trained

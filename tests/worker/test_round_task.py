@@ -21,7 +21,7 @@ from sparkdl.config import TrainConfig
 from sparkdl.data.plan import RoundPart, TrainPlan
 from sparkdl.errors import ShardLost
 from sparkdl.runtime.versions import versions
-from sparkdl.serialization.packed_module import pack
+from sparkdl.serialization.travel.packed_module import pack
 from sparkdl.storage.checkpoint_format import decode, encode
 from sparkdl.storage.tensor_tree import snapshot
 from sparkdl.sync.averaging.state_pieces import Pieces

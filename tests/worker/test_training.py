@@ -30,7 +30,7 @@ from sparkdl.data.shuffle_windows import WINDOWS, Windows
 from sparkdl.data.spool.writer import SpoolWriter
 from sparkdl.errors import CheckpointLost, CommunicationError, ConfigError, StorageError
 from sparkdl.runtime.versions import versions
-from sparkdl.serialization.packed_module import PackedModule, pack
+from sparkdl.serialization.travel.packed_module import PackedModule, pack
 from sparkdl.storage.checkpoint_format import decode, latest
 from sparkdl.storage.storage import Data, LocalStorage, open_storage
 from sparkdl.train.callbacks import Callback, CallbackState

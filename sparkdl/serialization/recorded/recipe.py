@@ -185,9 +185,9 @@ class Recipe:
                     storages.pop(storage, None)
         return [real(place) for place in places]
 
-    def only(self, places: Sequence[Place]) -> Recipe:
-        """What these tensors need of it."""
-        numbers = self.needed([place.storage for place in places])
+    def only(self, storages: Sequence[int]) -> Recipe:
+        """What these storages need of it."""
+        numbers = self.needed(storages)
         found = Recipe(sizes=self.sizes, constants=self.constants, num_threads=self.num_threads)
         for number in numbers:
             found.add(self.steps[number])
@@ -233,6 +233,10 @@ class RecordedWeights:
             raise NotRecorded("it uses conjugate views of complex numbers")
         return place_of(tensor, number)
 
+    def number(self, storage: torch.UntypedStorage) -> int | None:
+        """The number of a storage in the recipe; None: the factory's tensors do not lie in it."""
+        return self._numbers.get(storage._cdata)
+
     def taken(self, tensor: torch.Tensor) -> Place:
         """The place of a tensor that the factory has just made."""
         storage = tensor.untyped_storage()
@@ -259,10 +263,15 @@ class RecordedWeights:
             return
         raise NotRecorded("a parameter is a part of another tensor")
 
-    def is_taken(self, tensor: torch.Tensor) -> bool:
-        """Whether `take` has given its values."""
-        place = self.place(tensor)
-        return place is not None and place.storage in self._read
+    def is_taken(self, number: int) -> bool:
+        """Whether `take` has given the values in this storage."""
+        return number in self._read
+
+    def contents(self, storage: torch.UntypedStorage) -> torch.Tensor:
+        """The bytes of a storage whose values `take` has given."""
+        place, _ = self._read[self._numbers[storage._cdata]]
+        made = self._made(place).untyped_storage()
+        return torch.empty(0, dtype=torch.uint8).set_(made, 0, (made.nbytes(),), (1,))
 
     def _made(self, place: Place) -> torch.Tensor:
         if place.storage not in self._read:
@@ -287,20 +296,15 @@ class RecordedWeights:
             if place is not None:
                 parameter.detach().copy_(self._made(place))
 
-    def packed(self, tensors: Mapping[int, torch.Tensor]) -> bytes:
-        """How these parameters are made, in memory only."""
-        places: dict[int, Place] = {}
-        for number, tensor in tensors.items():
-            place = self.place(tensor)
-            assert place is not None, number
-            places[number] = place
-        sent: bytes = cloudpickle.dumps((places, self.recipe.only(list(places.values()))))
+    def packed(self, numbers: Mapping[int, int]) -> bytes:
+        """How these storages of the recipe are made, in memory only."""
+        sent: bytes = cloudpickle.dumps((dict(numbers), self.recipe.only(list(numbers.values()))))
         return sent
 
     @staticmethod
-    def unpacked(sent: bytes) -> tuple[dict[int, Place], Recipe]:
+    def unpacked(sent: bytes) -> tuple[dict[int, int], Recipe]:
         """What `packed` has packed."""
-        found: tuple[dict[int, Place], Recipe] = cloudpickle.loads(sent)
+        found: tuple[dict[int, int], Recipe] = cloudpickle.loads(sent)
         return found
 
 

@@ -16,7 +16,6 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
-import cloudpickle
 import pyarrow as pa
 from pyspark.sql import SparkSession
 from torch import nn
@@ -33,7 +32,8 @@ from sparkdl.explain.predict_times import Predictor
 from sparkdl.explain.trials import BatchSizes
 from sparkdl.report.live.progress import SilentView
 from sparkdl.runtime.activity import doing
-from sparkdl.serialization.packed_module import pack
+from sparkdl.serialization.travel.packed_module import pack
+from sparkdl.serialization.travel.pickling import dumps
 from sparkdl.spark.cluster.attempt import Attempt, Rows
 from sparkdl.spark.cluster.cluster_info import ClusterInfo, require_gang_support
 from sparkdl.spark.cluster.link import Link, open_link
@@ -56,6 +56,7 @@ from sparkdl.spark.run.run import Run
 from sparkdl.spark.session.background_job import BackgroundJob
 from sparkdl.spark.session.compat import conf
 from sparkdl.spark.session.settings import read_settings
+from sparkdl.storage.tensor_tree import num_bytes
 from sparkdl.sync.averaging.parameter_averaging import ParameterAveraging
 from sparkdl.sync.collective import CollectiveStrategy
 from sparkdl.sync.exchange_pattern import ModelSize
@@ -340,7 +341,7 @@ def _asked(
             run_key=run.run_key,
             device=run.config.device,
             plan=run.plan,
-            payload=cloudpickle.dumps((run.config, run.packed.skeleton)),
+            payload=dumps((run.config, run.packed.skeleton)),
             weights=weights,
             seconds=seconds,
             task=task,
@@ -462,7 +463,7 @@ def model_size(module: nn.Module, gang: Gang | None) -> ModelSize:
         shapes=tuple(tuple(p.shape) for p in trained),
         element_size=max((p.element_size() for p in trained), default=4),
         replica_bytes=replica_bytes(module),
-        buffer_bytes=sum(buffer.nbytes for buffer in buffers),
+        buffer_bytes=num_bytes(buffers),
         optimizer_bytes=(
             2 * sum(p.nbytes for p in trained) if gang is None else gang.optimizer_bytes
         ),

@@ -48,6 +48,7 @@ def check_mesh(request: FitRequest, module: nn.Module, mode: str, *, has_logs: b
     # Later: they import torch's compiler, which takes seconds.
     from torch.nn.modules.batchnorm import _NormBase
 
+    from sparkdl.serialization.travel.packed_module import num_hooks, sharing_memory
     from sparkdl.sync.divided.dividing import recomputed
     from sparkdl.sync.divided.layout import divided_layers
     from sparkdl.sync.divided.stages import cut_layers
@@ -62,6 +63,9 @@ def check_mesh(request: FitRequest, module: nn.Module, mode: str, *, has_logs: b
         )
     strategy = config.sync_strategy
     obstacle = strategy.why_not_divided(mesh)
+    parts = dict(module.named_parameters()) if mesh.is_divided else {}
+    sharing = next((" and ".join(names) for names in sharing_memory(parts)), "")
+    hooked = next((name for name, parameter in parts.items() if num_hooks(parameter)), "")
     summed = isinstance(strategy, CollectiveStrategy)
     remedies = {
         "executionMode must be 'gang': the workers of a mesh need each other at every step": (
@@ -101,6 +105,10 @@ def check_mesh(request: FitRequest, module: nn.Module, mode: str, *, has_logs: b
         ),
         "numWorkers cannot be 'auto'; leave it unset": "numWorkers" in request.automatic,
         f"Params cannot be 'auto'; set {', '.join(request.automatic)}": bool(request.automatic),
+        f"{sharing} must not share memory, of which each would get a copy; let them be one "
+        "parameter, self.b.weight = self.a.weight": bool(sharing),
+        f"{hooked} must have no hook: parameters are cut into parts; use optimizer=, or "
+        "trainingStep=": bool(hooked),
         "initialState and keepTrainingState must be unset": (
             request.initial_state is not None or request.keep_training_state
         ),

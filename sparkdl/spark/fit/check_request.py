@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import contextlib
-import copy
 import hashlib
 import io
 import json
 import logging
 import math
-import pickle
 import sys
 import types
 from collections import Counter
@@ -19,19 +17,20 @@ from dataclasses import dataclass, fields, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
 
-import cloudpickle
 from pyspark.sql import Column as SparkColumn
 from pyspark.sql import DataFrame, SparkSession
 
 from sparkdl import sync
 from sparkdl.config import TrainConfig
 from sparkdl.data.plan import Column, Shard, SpoolColumn, TrainPlan, make_plan
-from sparkdl.errors import ClusterError, ConfigError
+from sparkdl.errors import CheckpointError, ClusterError, ConfigError
 from sparkdl.inputs import Named
 from sparkdl.mesh import Mesh
 from sparkdl.runtime.process import borrowed_generator
 from sparkdl.serialization.identity import identity
 from sparkdl.serialization.initial_weights import InitialWeights, load_initial_weights
+from sparkdl.serialization.travel.packed_module import travelled
+from sparkdl.serialization.travel.pickling import Pickler, dumps
 from sparkdl.spark.cluster.cluster_info import parse_bytes
 from sparkdl.spark.cluster.probe import Needs
 from sparkdl.spark.cluster.slots import Slots, plan_slots
@@ -52,6 +51,7 @@ from sparkdl.spark.rounds.driver_memory import check_driver_memory, round_state_
 from sparkdl.spark.run.run import FitRequest
 from sparkdl.spark.session import compat
 from sparkdl.spark.session.settings import Settings, session_settings
+from sparkdl.storage.tensor_tree import pack
 from sparkdl.sync.averaging.averaging import AveragingStrategy
 from sparkdl.sync.frozen_layers import freeze
 from sparkdl.sync.gradients.allreduce import AllReduce
@@ -72,8 +72,6 @@ _HALF = ("bfloat16", "float16")
 _EVERYWHERE = {"cloudpickle", "numpy", "pyarrow", "pyspark", "sparkdl", "torch"}
 """Packages without which no executor gets as far as to be asked for others."""
 MODES = ("auto", "gang", "rounds")
-_CONNECT_SESSION = "pyspark.sql.connect.session"
-"""Where Spark Connect's session is; importing it needs packages that need not be there."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -442,9 +440,15 @@ def check_elasticity(config: TrainConfig, strategy: SyncStrategy, *, has_logs: b
 
 def check_values(request: FitRequest) -> CheckedValues:
     """Check what needs no rows; raises what `make_module` and `check_training` raise."""
+    from torch import nn
+
     config = request.config
     travelling_values = {field.name: getattr(config, field.name) for field in fields(config)}
     check_travels({**travelling_values, "inputs": request.specified, "labels": request.labels})
+    if isinstance(request.module, nn.Module):
+        strange = {id(p): name for name, p in request.module.named_parameters()}
+        used = ("loss", "optimizer", "scheduler", "training_step")
+        check_travels({name: travelling_values[name] for name in used}, strange)
     config = replace(config, sync_strategy=sync.resolve(config.sync_strategy))
     request = replace(request, config=config)
     asked = request.execution_mode
@@ -488,11 +492,14 @@ def choose_mode(requested: str, strategy: SyncStrategy) -> Literal["gang", "roun
     return mode
 
 
-def check_travels(values: Mapping[str, Any]) -> None:
-    """Refuse what cannot be sent to other processes, such as a lock; raises ConfigError."""
+def check_travels(values: Mapping[str, Any], strange: Mapping[int, str] | None = None) -> None:
+    """Refuse what cannot be sent to other processes, such as a lock; raises ConfigError.
+
+    ``strange``: see `dumps`.
+    """
     for name, value in values.items():
         try:
-            travelling(value)
+            dumps(value, strange)
         except Exception as error:  # whatever the user's classes raise when they are pickled
             raise ConfigError(
                 f"{name} cannot be sent to the workers: {error}; make such things in the "
@@ -500,25 +507,7 @@ def check_travels(values: Mapping[str, Any]) -> None:
             ) from error
 
 
-def travelling(value: Any) -> bytes:
-    """What other processes get of a value; raises Exception."""
-    with io.BytesIO() as file:
-        _Pickler(file).dump(value)
-        return file.getvalue()
-
-
-class _Pickler(cloudpickle.Pickler):  # type: ignore[misc] # cloudpickle has no types
-    """Also refuses what Spark Connect lets travel, though a worker can do nothing with it."""
-
-    def reducer_override(self, value: Any) -> Any:
-        """How to pickle a value; called for each."""
-        is_session = isinstance(value, SparkSession) or type(value).__module__ == _CONNECT_SESSION
-        if is_session or isinstance(value, DataFrame):
-            raise pickle.PicklingError(f"a {type(value).__name__} lives on the driver")
-        return super().reducer_override(value)
-
-
-class _NameCollector(_Pickler):
+class _NameCollector(Pickler):
     """Takes note of what is pickled by its name alone; tensors are left out."""
 
     def __init__(self) -> None:
@@ -565,6 +554,7 @@ def begin_module(request: FitRequest) -> tuple[nn.Module, RecordedWeights | None
         try:
             with borrowed_generator(request.config.seed):
                 module, weights = recorded(request.module)
+            module = travelled(module, weights, copies=False)
         except Exception as error:  # also what the factory raises only here
             reason = f"{type(error).__name__}: {error}"
         else:
@@ -592,7 +582,7 @@ def make_module(request: FitRequest) -> tuple[nn.Module, str]:
     from sparkdl.serialization.initial_weights import load_initial_weights
 
     if isinstance(request.module, nn.Module):
-        module = copied(request.module)
+        module = travelled(request.module, copies=True)
     else:
         try:
             with borrowed_generator(request.config.seed):
@@ -612,7 +602,9 @@ def make_module(request: FitRequest) -> tuple[nn.Module, str]:
                 f"module must be a torch.nn.Module or a callable that returns one; it returned "
                 f"{type(module).__name__}"
             )
-    module = module.cpu()
+        module = travelled(module, copies=False)
+    _require_values(module)
+    module = module.cpu()  # also what a class of its own keeps
     if request.initial_weights is not None:
         load_initial_weights(module, request.initial_weights)
     return module, floating_dtype(module)
@@ -630,27 +622,25 @@ def floating_dtype(module: nn.Module) -> str:
     return found if found in ("float64", *_HALF) else "float32"
 
 
-def copied(module: nn.Module) -> nn.Module:
-    """A copy, such as every worker gets; raises ConfigError."""
+def _require_values(module: nn.Module) -> None:
+    """Refuse a module on the meta device, or one that cannot come back; raises ConfigError."""
+    from torch.nn.parameter import is_lazy
+
+    for name, value in [*module.named_parameters(), *module.named_buffers()]:
+        if value.is_meta:
+            raise ConfigError(
+                f"the module is on the meta device: {name} has a shape, but no numbers; make it "
+                "without torch.device('meta') and torch.set_default_device('meta'), or give it "
+                "weights with to_empty and load_state_dict"
+            )
+    if any(is_lazy(value) for value in module.parameters()):
+        return
     try:
-        return copy.deepcopy(module)
-    except Exception as error:  # whatever the user's classes raise when they are copied
+        pack(dict(module.state_dict()))
+    except CheckpointError as error:
         raise ConfigError(
-            f"the module cannot be sent to the workers: {type(error).__name__}: {error}"
-            f"{_uncopied(module)}; make locks, files and sessions where forward first needs them"
+            f"the weights of the module cannot be sent back from the workers: {error}"
         ) from error
-
-
-def _uncopied(module: nn.Module) -> str:
-    """The attribute because of which a module has no copy, for a message."""
-    for name, part in module.named_modules():
-        for key, value in vars(part).items():
-            try:
-                if not key.startswith("_"):  # parameters and layers, which were walked already
-                    copy.deepcopy(value)
-            except Exception:  # as above
-                return f" (its attribute {'.'.join(filter(None, (name, key)))})"
-    return ""
 
 
 def check_training(
@@ -685,7 +675,7 @@ def check_training(
                 stand_in = nn.Parameter(torch.zeros(1))
                 strategy.check_optimizer(optimizers.resolve_optimizer(config)([stand_in]))
         else:
-            own = copied(module)
+            own = travelled(module, copies=True)
             if not any(parameter.requires_grad for parameter in own.parameters()):
                 raise ConfigError(
                     "the module has no parameters that train; check it, and frozenLayers"
@@ -800,5 +790,5 @@ def check_initial_state(
         weights, left = initial.read()
         load_initial_weights(module, InitialWeights(source=weights), "the weights of initialState")
     with borrowed_generator(config.seed):
-        method = method_of(config, copy.deepcopy(module), mode)
+        method = method_of(config, travelled(module, copies=True), mode)
     return method, None if initial is None else left.for_method(method)

@@ -28,8 +28,8 @@ from sparkdl.report.live.views import shows_lines
 from sparkdl.report.recorder import Recorder
 from sparkdl.report.summary import WeightsOf
 from sparkdl.runtime.activity import doing
-from sparkdl.serialization.packed_module import pack
 from sparkdl.serialization.stored_module import StoredModule
+from sparkdl.serialization.travel.packed_module import pack
 from sparkdl.spark.cluster.link import Link, open_link
 from sparkdl.spark.cluster.slots import Slots, wait_again
 from sparkdl.spark.cluster.supervisor import persistently

@@ -9,7 +9,6 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
 from typing import Any
 
-import cloudpickle
 import torch
 
 from sparkdl.comm.file_chunks import gathered
@@ -19,6 +18,8 @@ from sparkdl.errors import StorageError
 from sparkdl.report.summary import TrainingSummary
 from sparkdl.serialization.recorded.recipe import give_memory
 from sparkdl.serialization.stored_module import can_be_stored
+from sparkdl.serialization.travel.packed_module import take_back
+from sparkdl.serialization.travel.pickling import dumps
 from sparkdl.spark.cluster.attempt import Attempt, Rows
 from sparkdl.spark.cluster.resize import Resize
 from sparkdl.spark.cluster.supervisor import GangResult, supervise
@@ -26,7 +27,7 @@ from sparkdl.spark.frames.row_table import slots_for
 from sparkdl.spark.run.resume import Attempts, by_host, find_checkpoint, gang_attempts
 from sparkdl.spark.run.run import Run, Trained
 from sparkdl.storage.checkpoint_format import decode, encode
-from sparkdl.storage.tensor_tree import Snapshot, pack
+from sparkdl.storage.tensor_tree import Snapshot, num_bytes, pack
 from sparkdl.sync.strategy import SyncStrategy
 from sparkdl.worker import training
 from sparkdl.worker.held_shards import differing
@@ -41,7 +42,7 @@ _WORTH = 2.0
 
 def train_in_gang(run: Run) -> Trained:
     """Train, and give the weights to the run's module; raises what `supervise` raises."""
-    payload = cloudpickle.dumps((run.config, run.packed.skeleton))
+    payload = dumps((run.config, run.packed.skeleton))
     _warn_of_space(run)
     state = None  # safetensors of what an earlier fit has left, if training goes on from there
     if run.begins_from is not None:
@@ -61,7 +62,7 @@ def train_in_gang(run: Run) -> Trained:
     if stored_at is None:
         if any(parameter.is_meta for parameter in run.module.parameters()):
             give_memory(run.module, torch.device("cpu"))
-        run.module.load_state_dict(_sent(run, result, "weights", training.FINAL))
+        take_back(run.module, _sent(run, result, "weights", training.FINAL))
     left = _sent(run, result, "left", training.LEFT) if run.keeps_state else None
     reports = {rank: json.loads(payload) for rank, kind, payload in result.rows if kind == "result"}
     return Trained(
@@ -257,7 +258,7 @@ def _warn_of_space(run: Run) -> None:
         return
     module = run.module
     trained = sum(p.nbytes for p in module.parameters() if p.requires_grad)
-    weights = sum(tensor.nbytes for tensor in (*module.parameters(), *module.buffers()))
+    weights = num_bytes((*module.parameters(), *module.buffers()))
     link.files.check_space(
         weights_bytes=weights,
         checkpoint_bytes=weights + 2 * trained,  # two moments, as Adam keeps them

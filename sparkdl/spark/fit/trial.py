@@ -22,7 +22,8 @@ from sparkdl.errors import ConfigError
 from sparkdl.inputs import Sequence
 from sparkdl.report.record.module_graph import traced
 from sparkdl.runtime.process import borrowed_generator
-from sparkdl.spark.fit.check_request import CheckedValues, copied
+from sparkdl.serialization.travel.packed_module import travelled
+from sparkdl.spark.fit.check_request import CheckedValues
 from sparkdl.spark.run.run import FitRequest
 
 if TYPE_CHECKING:
@@ -133,7 +134,7 @@ def _output(
 def own_copy(module: nn.Module, weights: RecordedWeights | None) -> nn.Module:
     """A copy of the module; its parameters are the same where others know them by identity."""
     if weights is None:
-        return copied(module)
+        return travelled(module, copies=True)
     return copy.deepcopy(module, {id(parameter): parameter for parameter in module.parameters()})
 
 

@@ -27,12 +27,12 @@ from sparkdl.report.live.views import shows_lines
 from sparkdl.report.recorder import Recorder
 from sparkdl.runtime.activity import doing
 from sparkdl.runtime.hardware import choose_device, hardware
+from sparkdl.serialization.travel.pickling import dumps
 from sparkdl.spark.cluster.attempt import Attempt, Rows
 from sparkdl.spark.cluster.link import open_link
 from sparkdl.spark.cluster.resize import Resize
 from sparkdl.spark.cluster.slots import plan_slots, wait_again
 from sparkdl.spark.cluster.supervisor import GangResult, Launch, persistently, supervise
-from sparkdl.spark.fit.check_request import travelling
 from sparkdl.spark.frames.row_table import slots_for
 from sparkdl.spark.frames.user_data import Data, user_data
 from sparkdl.spark.functions.function_data import DataSets, local_data_sets, prepare_sets
@@ -188,7 +188,7 @@ def on_workers(
 
 def _pickled(function: Callable[[], Any]) -> bytes:
     try:
-        return travelling(function)
+        return dumps(function)
     except Exception as error:  # whatever the user's classes raise when they are pickled
         raise ConfigError(
             "the function, or what it is called with or refers to, cannot be sent to the workers: "

@@ -85,7 +85,7 @@ class EvaluateTask(ModuleTask):
             return None
         after = self.forward.postprocessing
         found = pick(after(output) if after else output, self.predicted.path, self.predicted)
-        return check_rows(found, num_rows, self.predicted)
+        return check_rows(found, num_rows, self.predicted).detach()
 
 
 @dataclass(frozen=True)

@@ -78,7 +78,7 @@ def plan_outputs(
     """See what the module gives for two rows, and choose types; raises ConfigError."""
     module.eval()
     try:
-        with torch.inference_mode():
+        with torch.no_grad():
             found = forward.outputs(module, inputs)
     except ConfigError:
         raise

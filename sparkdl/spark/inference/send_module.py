@@ -21,8 +21,8 @@ from pyspark.sql import SparkSession
 from torch import nn
 
 from sparkdl.errors import StorageError
-from sparkdl.serialization import packed_module
 from sparkdl.serialization.stored_module import StoredModule, WeightsAt
+from sparkdl.serialization.travel import packed_module
 from sparkdl.spark.session.compat import described, is_connect, run_workers_here
 
 logger = logging.getLogger(__name__)
@@ -54,6 +54,10 @@ class Sender:
         """Whether executors of a session or context open a place by themselves."""
         self.sent: dict[str, tuple[Any, Fetch]] = {}
         """Digest -> the session or context that has it, and how workers get it."""
+
+    def __reduce__(self) -> tuple[type[Sender], tuple[()]]:
+        """A copy, which may be in another process, has sent nothing yet."""
+        return Sender, ()
 
     def sent_module(self, spark: SparkSession, module: nn.Module | StoredModule) -> SentModule:
         """Send a module, or what of it does not lie in a storage that executors reach."""

@@ -187,6 +187,15 @@ class ModelWriter(ParamsWriter):
             folders[_MODEL] = prepare_module(
                 module, model.module_factory, example_inputs=example, extra=extra, others=others
             )
+        if "program" in folders[_MODEL].index["recipe"]:
+            layers = [item.output.layer for item in model._wanted() if item.output.layer]
+            if layers:
+                raise ConfigError(
+                    f"{model.uid} has an output of the layer {layers[0]!r}, and its module can "
+                    "only be saved as an exported program, which has no layers; move the "
+                    "module's class, or the function that makes it, into a file that can be "
+                    "imported, or save without that output (setOutputs, setPredictionOutput)"
+                )
         return super()._describe(folders)
 
 

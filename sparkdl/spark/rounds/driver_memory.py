@@ -10,6 +10,7 @@ from torch import nn
 from sparkdl.config import TrainConfig
 from sparkdl.errors import ClusterError
 from sparkdl.spark.cluster.cluster_info import mib, parse_bytes
+from sparkdl.storage.tensor_tree import num_bytes
 from sparkdl.sync.frozen_layers import moving_buffers
 from sparkdl.train.optimizers.optimizers import resolve_optimizer
 
@@ -58,7 +59,7 @@ def round_state_bytes(module: nn.Module, config: TrainConfig, *, keeps_optimizer
         return 0  # their sizes are not known yet
     trained = sum(p.nbytes for p in parameters if p.requires_grad)
     kept = _numbers_per_parameter(config) if keeps_optimizer else 0.0
-    return int(trained * (1 + kept)) + sum(buffer.nbytes for buffer in moving_buffers(module))
+    return int(trained * (1 + kept)) + num_bytes(moving_buffers(module))
 
 
 def _numbers_per_parameter(config: TrainConfig) -> float:

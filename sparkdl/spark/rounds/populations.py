@@ -6,7 +6,6 @@ as bytes that it never looks into, and twice while a checkpoint is written.
 
 from __future__ import annotations
 
-import copy
 import json
 import math
 import sys
@@ -21,6 +20,7 @@ import torch
 
 from sparkdl.data.plan import RoundPart
 from sparkdl.errors import CheckpointError, ConfigError, TrainingDiverged
+from sparkdl.serialization.travel.packed_module import travelled
 from sparkdl.spark.rounds.round_driver import RoundDone, run_rounds
 from sparkdl.spark.rounds.round_jobs import Evaluation, RoundJobs
 from sparkdl.spark.rounds.round_stages import Rows, run_member_stage
@@ -233,7 +233,7 @@ class _Competition(Population, Stateful, ABC):
         super().__init__(run, jobs)
         self._judge = strategy
         self._best_member = 0
-        module = copy.deepcopy(run.module)
+        module = travelled(run.module, copies=True)
         optimizer = resolve_optimizer(run.config, module)(
             [parameter for parameter in module.parameters() if parameter.requires_grad]
         )

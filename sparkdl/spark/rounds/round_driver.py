@@ -23,6 +23,7 @@ from sparkdl.report.live.progress import Progress
 from sparkdl.report.summary import TrainingSummary
 from sparkdl.runtime.process import cpu_model, tuned_allocator
 from sparkdl.runtime.versions import versions
+from sparkdl.serialization.travel.packed_module import take_back
 from sparkdl.spark.rounds.round_jobs import Evaluation, RoundJobs, logged
 from sparkdl.spark.run.resume import find_checkpoint, patiently
 from sparkdl.spark.run.run import Run, Trained
@@ -201,7 +202,7 @@ class _Rounds:
                 self._save_if_due()
         if self.checkpoints is not None:
             self.checkpoints.final(book.state.step, self._shared_state(), {})
-        run.module.load_state_dict(book.best_model or self.replicas.model())
+        take_back(run.module, book.best_model or self.replicas.model())
         self.requests.refusal = OUTSIDE
         for callback in callbacks:
             callback.on_train_end(self._callback_state())
@@ -284,7 +285,7 @@ class _Rounds:
             counts = evaluation.confusion
             run.view.fact(0, {"kind": "confusion", "epoch": record["epoch"], "counts": counts})
         if run.config.callbacks:
-            run.module.load_state_dict(self.replicas.model())
+            take_back(run.module, self.replicas.model())
             call_evaluated(
                 run.config.callbacks,
                 self._callback_state,

@@ -14,7 +14,7 @@ import torch
 from sparkdl.comm.file_chunks import gathered
 from sparkdl.data.plan import RoundPart
 from sparkdl.runtime.versions import versions
-from sparkdl.serialization.packed_module import pack_blank
+from sparkdl.serialization.travel.packed_module import pack_blank
 from sparkdl.spark.cluster.attempt import Attempt
 from sparkdl.spark.cluster.supervisor import supervise
 from sparkdl.spark.rounds.round_stages import PATH, Merge, Rows, run_stage

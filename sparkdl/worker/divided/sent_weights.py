@@ -16,8 +16,8 @@ from sparkdl.comm.channel import ChannelStorage
 from sparkdl.comm.communicator import Communicator
 from sparkdl.data.spool.local_disk import ScratchFile
 from sparkdl.runtime.process import cpu_model, torch_threads
-from sparkdl.serialization.packed_module import unpack_blank, unpack_unmade
 from sparkdl.serialization.recorded.recipe import Place, Recipe, RecordedWeights, give_memory
+from sparkdl.serialization.travel.packed_module import unpack_blank, unpack_unmade
 from sparkdl.storage.retried import OUTAGE_SECONDS, again
 from sparkdl.storage.tensor_file import TensorFile, read_header
 from sparkdl.sync.divided.dividing import local
@@ -141,18 +141,21 @@ class SentWeights(Unfilled):
             again(lambda: scratch.write(files.read_pieces(name)), OUTAGE_SECONDS)
             header = read_header(scratch.file, name)
         self._contents = TensorFile.of(comm.broadcast_bytes(header))
-        places: Mapping[int, Place] = {}
+        numbers: Mapping[int, int] = {}
+        made: Recipe | None = None
         self._maker: _Maker | None = None
         if recipe:
-            places, made = RecordedWeights.unpacked(recipe)
+            numbers, made = RecordedWeights.unpacked(recipe)
             self._maker = _Maker(made, comm)
         self.module, self._parameters, self._made = unpack_blank(
-            skeleton, self._contents, self._next, places
+            skeleton, self._contents, self._next, numbers, made
         )
 
     def _give(self, copy: Callable[[torch.Tensor, list[str]], None]) -> None:
-        for tensor, names in self._parameters.items():
-            copy(self._next(tensor), names)
+        for memory, places in self._parameters.items():
+            storage = self._next(memory).untyped_storage()
+            for place, names in places:
+                copy(place.in_storage(storage), names)
         if self._maker is not None:
             self._maker.give(self._made, copy)
 

@@ -18,7 +18,7 @@ from sparkdl.data.plan import Column
 from sparkdl.errors import ConfigError
 from sparkdl.mesh import Mesh
 from sparkdl.serialization.initial_weights import InitialWeights
-from sparkdl.serialization.packed_module import pack, unpack
+from sparkdl.serialization.travel.packed_module import pack, unpack
 from sparkdl.spark.fit.check_request import CheckedValues, begin_module, check_values
 from sparkdl.spark.fit.check_rows import CheckedRows, check_rows
 from sparkdl.spark.run.resume import run_key

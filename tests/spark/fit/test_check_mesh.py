@@ -131,6 +131,18 @@ def test_rounds_lightning_modules_and_single_numbers_are_refused() -> None:
         check_mesh(request(), Scaled(), "gang", has_logs=False)
 
 
+def test_parameters_that_share_memory_or_have_hooks_are_refused() -> None:
+    net = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    net[1].weight.data = net[0].weight.data.t()
+    with pytest.raises(ConfigError, match=r"0\.weight and 1\.weight must not share memory"):
+        check_mesh(request(), net, "gang", has_logs=False)
+    net[1].weight = net[0].weight
+    check_mesh(request(), net, "gang", has_logs=False)
+    net[1].bias.register_hook(torch.zeros_like)
+    with pytest.raises(ConfigError, match=r"1\.bias must have no hook"):
+        check_mesh(request(), net, "gang", has_logs=False)
+
+
 def test_only_optimizers_that_need_no_whole_parameter_are_taken() -> None:
     class Own(torch.optim.Adam):
         """Like Adam, but nobody knows."""

@@ -203,6 +203,37 @@ def test_a_module_that_cannot_travel_is_told_with_the_attribute(module: Any) -> 
         check_values(asked)
 
 
+def test_a_loss_that_uses_the_modules_own_parameters_is_refused() -> None:
+    """Workers have the loss and the module apart, so nobody would train what the loss sees."""
+    net, other = nn.Linear(4, 3), nn.Linear(4, 3)
+    for used, is_refused in ((net, True), (other, False)):
+
+        def loss(output: torch.Tensor, target: torch.Tensor, used: nn.Linear = used) -> Any:
+            return nn.functional.cross_entropy(output, target) + used.weight.square().mean()
+
+        if is_refused:
+            with pytest.raises(ConfigError, match=r"loss .*uses weight of the module itself.*Step"):
+                check_values(request(net, loss=loss))
+        else:
+            check_values(request(net, loss=loss))
+
+
+@pytest.mark.parametrize("make", [lambda: nn.Linear(4, 3, device="meta")])
+def test_a_module_without_numbers_is_refused(make: Any) -> None:
+    for given in (make, make()):
+        with pytest.raises(ConfigError, match="weight has a shape, but no numbers"):
+            make_module(request(given))
+
+
+def test_what_cannot_come_back_is_refused() -> None:
+    class Odd(nn.Linear):
+        def get_extra_state(self) -> Any:
+            return object()
+
+    with pytest.raises(ConfigError, match=r"cannot be sent back from the workers: .*_extra_state"):
+        make_module(request(lambda: Odd(4, 3)))
+
+
 def test_a_module_needs_parameters_that_train() -> None:
     with pytest.raises(ConfigError, match="the module has no parameters that train"):
         check_values(request(nn.Flatten))

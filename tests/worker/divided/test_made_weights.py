@@ -17,8 +17,8 @@ from sparkdl.comm.communicator import Communicator
 from sparkdl.config import TrainConfig
 from sparkdl.mesh import Mesh
 from sparkdl.serialization.initial_weights import InitialWeights, load_initial_weights
-from sparkdl.serialization.packed_module import PackedModule, pack
 from sparkdl.serialization.recorded.recording import recorded
+from sparkdl.serialization.travel.packed_module import PackedModule, pack
 from sparkdl.storage.checkpoint_format import decode
 from sparkdl.sync.divided.dividing import divide, local, whole_weights
 from sparkdl.sync.divided.mesh_ranks import MeshRanks

@@ -18,7 +18,7 @@ from torch import nn
 from sparkdl.comm.communicator import Communicator
 from sparkdl.data.plan import Column
 from sparkdl.mesh import Mesh
-from sparkdl.serialization.packed_module import PackedModule, pack
+from sparkdl.serialization.travel.packed_module import PackedModule, pack
 from sparkdl.sync.divided.dividing import divide
 from sparkdl.sync.divided.mesh_ranks import MeshRanks
 from sparkdl.worker.divided.sent_weights import MadeWeights

@@ -14,7 +14,7 @@ from sparkdl.data.spool import local_disk
 from sparkdl.data.spool.local_disk import DiskFull, ScratchFile
 from sparkdl.errors import CheckpointError, CommunicationError
 from sparkdl.mesh import Mesh
-from sparkdl.serialization.packed_module import PackedModule, pack
+from sparkdl.serialization.travel.packed_module import PackedModule, pack
 from sparkdl.storage.checkpoint_format import decode
 from sparkdl.storage.tensor_file import TensorFile, read_header
 from sparkdl.sync.divided.dividing import divide, local, whole_weights

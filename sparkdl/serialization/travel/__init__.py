@@ -1,0 +1,1 @@
+"""Values and modules on their way to other processes, in memory only."""

@@ -1,0 +1,506 @@
+"""The pickling of values and modules on their way to other processes, in memory only.
+
+cloudpickle sends code by value, so that a class from a notebook works. Torch describes tensors, and
+their memory is sent apart: views, strides and shared memory come along, and so do attributes, hooks
+and classes of tensors. What neither of them can pickle has a reducer here.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copyreg
+import functools
+import io
+import pickle
+import sys
+import types
+import warnings
+import weakref
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Any
+
+import cloudpickle
+import torch
+from torch import fx, nn
+from torch.nn.parameter import is_lazy
+from torch.nn.utils import parametrize
+from torch.utils.hooks import RemovableHandle
+
+_ALIGNMENT = 16
+"""Bytes of the largest number; sent memory begins at a multiple."""
+HOOKS = frozenset(key for key in vars(nn.Module()) if "_hooks" in key)
+"""The attributes in which torch registers the hooks of a module."""
+TENSOR_HOOKS = ("_backward_hooks", "_post_accumulate_grad_hooks")
+"""The same of a tensor."""
+
+_Reduced = tuple[Any, ...]
+
+
+def dumps(value: Any, strange: Mapping[int, str] | None = None) -> bytes:
+    """Pickle a value for other processes; raises Exception, whatever its classes raise.
+
+    ``strange`` are names of parameters, by ``id``, that travel elsewhere: a value that uses one
+    would get a copy of it, which nobody trains.
+    """
+    with io.BytesIO() as file:
+        pickler = Pickler(file)
+        pickler.strange = strange or {}
+        pickler.dump(value)
+        return file.getvalue()
+
+
+class Pickler(cloudpickle.Pickler):  # type: ignore[misc] # cloudpickle has no types
+    """Pickles code by value, and refuses what lives on the driver only."""
+
+    strange: Mapping[int, str] = MappingProxyType({})
+    """See `dumps`."""
+
+    def reducer_override(self, value: Any) -> Any:
+        """How to pickle a value; called for each that is not of a type of Python's own."""
+        kind = type(value)
+        if kind.__module__.startswith("pyspark.") and kind.__name__ in (
+            "SparkSession",
+            "DataFrame",
+        ):
+            raise pickle.PicklingError(f"a {kind.__name__} lives on the driver")
+        if id(value) in self.strange:
+            raise pickle.PicklingError(
+                f"it uses {self.strange[id(value)]} of the module itself, and workers train "
+                "another one; use trainingStep, which gets the module that they train"
+            )
+        for of_kind, reduce in _REDUCERS:
+            if isinstance(value, of_kind):
+                found = reduce(value)
+                if found is not None:
+                    return found
+        return super().reducer_override(value)
+
+
+def _script(value: Any) -> _Reduced:
+    file = io.BytesIO()
+    with _as_long_as_torch_has_them():
+        torch.jit.save(value, file)
+    return _scripted, (torch.frombuffer(bytearray(file.getvalue()), dtype=torch.uint8),)
+
+
+def _scripted(data: torch.Tensor) -> nn.Module:
+    with _as_long_as_torch_has_them():
+        module: nn.Module = torch.jit.load(  # type: ignore[no-untyped-call]
+            io.BytesIO(data.numpy().data)
+        )
+    return module
+
+
+@contextlib.contextmanager
+def _as_long_as_torch_has_them() -> Iterator[None]:
+    """Scripts are the user's choice, so the user has seen torch's warning when they were made."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message=".torch.jit", category=DeprecationWarning)
+        yield
+
+
+def _graph_module(module: fx.GraphModule) -> _Reduced:
+    """As torch does it, but what the code names travels by value, not by its module's name."""
+    state = dict(vars(module))
+    code = module.recompile()
+    del state["_graph"]
+    hooks = {key: state[key] for key in HOOKS & state.keys()}
+    return _traced, (type(module).__name__, code.src, code.globals, state), hooks
+
+
+def _traced(kind: str, source: str, names: dict[str, Any], state: dict[str, Any]) -> nn.Module:
+    from torch.fx import _symbolic_trace, graph_module
+
+    # The code calls the functions of the graph; what these do is no part of it.
+    whole = _symbolic_trace._create_wrapped_func
+    named = {k: whole(v) if isinstance(v, types.FunctionType) else v for k, v in names.items()}
+    forward = graph_module._forward_from_src(source, named)
+    module = graph_module._deserialize_graph_module(forward, state)
+    type(module).__name__ = kind  # which is this one's alone
+    return module
+
+
+def _special_module(module: nn.Module) -> _Reduced | None:
+    """A module whose class torch has made at run time, or which has slots; None: another one."""
+    kind: Any = type(module)
+    is_made = parametrize.is_parametrized(module) and "__getstate__" in vars(kind)
+    base = kind.__bases__[0] if is_made else kind
+    slots = [slot for slot in copyreg._slotnames(kind) if hasattr(module, slot)]  # type: ignore[attr-defined]
+    is_usual = base.__getstate__ is nn.Module.__getstate__ and base.__reduce__ is object.__reduce__
+    if not is_made and not (slots and is_usual):
+        return None
+    made: Any = module.parametrizations if is_made else ()
+    names = tuple(made)
+    state = dict(vars(module)), {slot: getattr(module, slot) for slot in slots}
+    return _made, (base, names), state, None, None, _set_state
+
+
+def _made(base: type[nn.Module], names: tuple[str, ...]) -> nn.Module:
+    module = base.__new__(base)
+    if names:
+        parametrize._inject_new_class(module)
+    for name in names:
+        parametrize._inject_property(module, name)
+    return module
+
+
+def _set_state(module: nn.Module, state: tuple[dict[str, Any], dict[str, Any]]) -> None:
+    vars(module).update(state[0])
+    vars(module).pop("_compiled_call_impl", None)
+    for slot, content in state[1].items():
+        object.__setattr__(module, slot, content)
+
+
+def _cached(function: Any) -> _Reduced | None:
+    """A function with a cache as another one, whose cache is empty, unless it can be imported."""
+    if _is_importable(function):
+        return None
+    return _cached_again, (function.__wrapped__, function.cache_parameters())
+
+
+def _cached_again(function: Callable[..., Any], parameters: Mapping[str, Any]) -> Any:
+    return functools.lru_cache(**parameters)(function)
+
+
+def _is_importable(value: Any) -> bool:
+    """True if other processes find the value by the name that it has."""
+    module = sys.modules.get(value.__module__)
+    if module is None or module.__name__ in {
+        "__main__",
+        *cloudpickle.list_registry_pickle_by_value(),
+    }:
+        return False
+    found: Any = module
+    for name in value.__qualname__.split("."):
+        found = getattr(found, name, None)
+    return found is value
+
+
+def _cached_property(value: functools.cached_property[Any]) -> _Reduced:
+    """Without the lock that it has before Python 3.12."""
+    return functools.cached_property, (value.func,), {"attrname": value.attrname}
+
+
+def _weak(value: Any) -> _Reduced:
+    target = value()
+    return (_dead, ()) if target is None else (weakref.ref, (target,))
+
+
+def _dead() -> Any:
+    return weakref.ref(types.SimpleNamespace())
+
+
+_REDUCERS: tuple[tuple[Any, Callable[[Any], _Reduced | None]], ...] = (
+    ((torch.jit.ScriptModule, torch.jit.ScriptFunction), _script),
+    (fx.GraphModule, _graph_module),
+    (nn.Module, _special_module),
+    (functools._lru_cache_wrapper, _cached),
+    (functools.cached_property, _cached_property),
+    (weakref.ReferenceType, lambda value: _weak(value) if type(value) is weakref.ref else None),
+    (weakref.WeakKeyDictionary, lambda value: (weakref.WeakKeyDictionary, (dict(value),))),
+    (weakref.WeakValueDictionary, lambda value: (weakref.WeakValueDictionary, (dict(value),))),
+    (weakref.WeakSet, lambda value: (weakref.WeakSet, (list(value),))),
+)
+"""How values are pickled, by their class; None: in the usual way."""
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Memory of tensors, or a part of it, that has been sent."""
+
+    storage: torch.UntypedStorage
+    begin: int
+    """The first byte of the whole that is there."""
+
+
+@dataclass(frozen=True)
+class _Numbered:
+    """Stands for memory in a pickle."""
+
+    number: int
+
+
+@dataclass(frozen=True)
+class _Named:
+    """Stands in a pickle for the values of a parameter that come from elsewhere."""
+
+    name: str
+
+
+class _Span:
+    """Memory, and which of its bytes are needed."""
+
+    def __init__(self, storage: torch.UntypedStorage) -> None:
+        self.storage = storage
+        self.begin, self.end = storage.nbytes(), 0
+        self.is_of_parameters, self.is_of_others = False, False
+
+
+@dataclass(frozen=True)
+class Head:
+    """What is known of a pickled module before it is read. Written in front of it."""
+
+    begins: list[int]
+    """Of each memory the first byte that is sent."""
+    of_parameters: frozenset[int]
+    """The numbers of memories in which only registered parameters lie."""
+    next_hook: int
+    """The number of the next hook in the process that has written it."""
+    default_dtype: torch.dtype
+    """Of the program, for what forward makes."""
+
+    @classmethod
+    def read(cls, file: io.BytesIO) -> Head:
+        """Read it; what follows in ``file`` is the module."""
+        head: Head = pickle.load(file)
+        return head
+
+
+class ModulePickler(Pickler):
+    """Pickles a module but for the memory of its tensors."""
+
+    def __init__(
+        self,
+        file: io.BytesIO,
+        module: nn.Module | None = None,
+        elsewhere: Mapping[int, str] | None = None,
+        is_made: Callable[[torch.Tensor], bool] = lambda tensor: False,
+    ) -> None:
+        """Write to ``file``.
+
+        Args:
+            file: for one pickle.
+            module: whose parameters are told from other tensors.
+            elsewhere: names of those whose values are not sent, by ``id``.
+            is_made: says of a tensor on the meta device that its memory counts nevertheless.
+        """
+        super().__init__(file)
+        self.spans: list[_Span] = []
+        self._numbers: dict[int, int] = {}
+        self._elsewhere = elsewhere or {}
+        self._is_made = is_made
+        self._registered = set() if module is None else {id(p) for p in module.parameters()}
+
+    def persistent_id(self, value: Any) -> Any:
+        """What stands for memory, and for what comes from elsewhere; None for all else."""
+        if isinstance(value, _Numbered):
+            return value.number
+        if isinstance(value, _Named):
+            return value.name
+        if isinstance(value, torch.UntypedStorage):
+            return self._note(value, 0, value.nbytes(), False), None
+        if isinstance(value, torch.TypedStorage):
+            whole = value._untyped_storage
+            return self._note(whole, 0, whole.nbytes(), False), value.dtype
+        return None
+
+    def reducer_override(self, value: Any) -> Any:
+        """How to pickle a value; called for each that is not of a type of Python's own."""
+        if isinstance(value, torch.Tensor):
+            with torch._C.DisableTorchFunctionSubclass():
+                return self._tensor(value)
+        return super().reducer_override(value)
+
+    def head(self) -> Head:
+        """What belongs in front of what has been written."""
+        return Head(
+            begins=[span.begin for span in self.spans],
+            of_parameters=frozenset(
+                number
+                for number, span in enumerate(self.spans)
+                if span.is_of_parameters and not span.is_of_others
+            ),
+            next_hook=RemovableHandle.next_id,
+            default_dtype=torch.get_default_dtype(),
+        )
+
+    def _tensor(self, tensor: torch.Tensor) -> Any:
+        kind = type(tensor)
+        hooks = {key: found for key in TENSOR_HOOKS if (found := getattr(tensor, key, None))}
+        own_ways = kind.__reduce_ex__, kind.__reduce__, kind.__torch_dispatch__
+        if own_ways[0] not in _USUAL or own_ways[1:] != _USUAL_REST:
+            if is_lazy(tensor):
+                dtype = tensor.data.dtype
+                return (
+                    _lazy,
+                    (kind, tensor.requires_grad, dtype),
+                    (vars(tensor), hooks),
+                    None,
+                    None,
+                    _give,
+                )
+            if hooks:
+                raise pickle.PicklingError(f"a tensor of {kind} has hooks, which its class drops")
+            return super().reducer_override(tensor)
+        state = torch._utils._get_obj_state(tensor)  # type: ignore[no-untyped-call]
+        needs_grad = tensor.requires_grad and tensor.is_leaf  # others are computed anew
+        is_own = id(tensor) in self._registered
+        if kind is torch.Tensor and not (state or hooks or needs_grad or is_own):
+            return self._plain(tensor, False)
+        data: Any
+        if id(tensor) in self._elsewhere:
+            data = _Named(self._elsewhere[id(tensor)])
+        else:
+            data = _Reducible(self._plain(tensor, is_own))
+        return _of_kind, (kind, data, needs_grad), (state, hooks), None, None, _give
+
+    def _plain(self, tensor: torch.Tensor, is_own: bool) -> Any:
+        """How to make a tensor with these values, of no graph, without what it has besides."""
+        plain = tensor.detach()
+        if type(plain) is not torch.Tensor:
+            plain = plain.as_subclass(torch.Tensor)
+        is_there = plain.device.type != "meta" or self._is_made(plain)
+        if not (is_there and _is_strided(plain)):
+            make, args = plain._reduce_ex_internal(2)  # type: ignore[no-untyped-call]
+            return (_quantized if make is torch._utils._rebuild_qtensor else make), args
+        size, stride, width = tuple(plain.shape), plain.stride(), plain.element_size()
+        begin = end = int(plain.storage_offset()) * width
+        if plain.numel():
+            end += (sum((n - 1) * step for n, step in zip(size, stride, strict=True)) + 1) * width
+        if plain.device.type == "meta":
+            begin, end = 0, plain.untyped_storage().nbytes()
+        number = self._note(plain.untyped_storage(), begin, end, is_own)
+        about = torch._utils.get_tensor_metadata(plain)  # type: ignore[no-untyped-call]
+        where = plain.storage_offset(), size, stride, about
+        return _strided, (_Numbered(number), plain.dtype, *where)
+
+    def _note(self, storage: torch.UntypedStorage, begin: int, end: int, is_own: bool) -> int:
+        """The number of memory of which these bytes are needed."""
+        number = self._numbers.setdefault(storage._cdata, len(self.spans))
+        if number == len(self.spans):
+            self.spans.append(_Span(storage))
+        span = self.spans[number]
+        if begin < end:
+            span.begin = min(span.begin, begin // _ALIGNMENT * _ALIGNMENT)
+            span.end = max(span.end, end)
+        span.is_of_parameters |= is_own
+        span.is_of_others |= not is_own
+        return number
+
+
+_USUAL = (torch.Tensor.__reduce_ex__, nn.Parameter.__reduce_ex__)
+_USUAL_REST = (torch.Tensor.__reduce__, torch.Tensor.__torch_dispatch__)
+
+
+class _Reducible:
+    """Is pickled as told, and read as what that makes."""
+
+    def __init__(self, reduced: Any) -> None:
+        self._reduced = reduced
+
+    def __reduce__(self) -> Any:
+        return self._reduced
+
+
+def _is_strided(tensor: torch.Tensor) -> bool:
+    return (
+        tensor.layout is torch.strided
+        and not (tensor.is_quantized or tensor.is_nested or any(getattr(tensor, "names", ())))
+        and torch._C._has_storage(tensor)
+    )
+
+
+def _strided(
+    memory: Memory,
+    dtype: torch.dtype,
+    offset: int,
+    size: tuple[int, ...],
+    stride: tuple[int, ...],
+    about: Any,
+) -> torch.Tensor:
+    tensor = torch.empty(0, dtype=dtype, device=memory.storage.device)
+    offset = max(0, offset - memory.begin // tensor.element_size())  # 0: it has no numbers
+    tensor = tensor.set_(memory.storage, offset, size, stride)
+    if about:
+        torch._utils.set_tensor_metadata(tensor, about)  # type: ignore[no-untyped-call]
+    return tensor
+
+
+def _quantized(*args: Any) -> torch.Tensor:
+    with warnings.catch_warnings():  # of what torch itself uses there
+        warnings.filterwarnings("ignore", message="TypedStorage is deprecated")
+        made: torch.Tensor = torch._utils._rebuild_qtensor(*args)  # type: ignore[no-untyped-call]
+    return made
+
+
+def _of_kind(kind: Any, data: torch.Tensor, requires_grad: bool) -> torch.Tensor:
+    """A tensor of the class ``kind`` with the memory of ``data``."""
+    if kind is nn.Parameter:
+        return nn.Parameter(data, requires_grad)
+    if issubclass(kind, nn.Parameter):
+        made: torch.Tensor = torch.Tensor._make_subclass(kind, data, requires_grad)
+        return made
+    with torch._C.DisableTorchFunctionSubclass():
+        found = data if kind is torch.Tensor else data.as_subclass(kind)
+        return found.requires_grad_() if requires_grad else found
+
+
+def _lazy(kind: Any, requires_grad: bool, dtype: torch.dtype) -> torch.Tensor:
+    made: torch.Tensor = kind(requires_grad=requires_grad, dtype=dtype)
+    return made
+
+
+def _give(tensor: torch.Tensor, found: tuple[Any, Mapping[str, Any]]) -> None:
+    """Give a tensor its attributes and hooks."""
+    state, hooks = found
+    with torch._C.DisableTorchFunctionSubclass():
+        if state:
+            torch._utils._set_obj_state(tensor, state)  # type: ignore[no-untyped-call]
+        for key, registered in hooks.items():
+            setattr(tensor, key, registered)
+
+
+class ModuleUnpickler(pickle.Unpickler):
+    """Rebuilds what `ModulePickler` has written."""
+
+    def __init__(
+        self,
+        file: io.BytesIO,
+        storage: Callable[[int], torch.UntypedStorage],
+        weights: Callable[[str], torch.Tensor] | None = None,
+    ) -> None:
+        """Read from ``file``.
+
+        Args:
+            file: begins with the `Head`.
+            storage: gives a memory, of which the first byte is that of the head.
+            weights: gives the parameters that come from elsewhere.
+        """
+        self.head = Head.read(file)
+        super().__init__(file)
+        self.memories: dict[int, Memory] = {}
+        self._storage, self._weights = storage, weights
+        # Hooks are filed under numbers; one that is registered here must not take another's place.
+        RemovableHandle.next_id = max(RemovableHandle.next_id, self.head.next_hook)
+
+    def persistent_load(self, pid: Any) -> Any:
+        """What stands in the pickle for it; see `ModulePickler.persistent_id`."""
+        if isinstance(pid, str):
+            assert self._weights is not None
+            return self._weights(pid)
+        number, dtype = pid if isinstance(pid, tuple) else (pid, None)
+        if number not in self.memories:
+            self.memories[number] = Memory(self._storage(number), self.head.begins[number])
+        memory = self.memories[number]
+        if not isinstance(pid, tuple):
+            return memory
+        if dtype is None:
+            return memory.storage
+        return torch.TypedStorage(  # type: ignore[no-untyped-call]
+            wrap_storage=memory.storage, dtype=dtype, _internal=True
+        )
+
+
+class StrictUnpickler(ModuleUnpickler):
+    """Refuses what only this process finds."""
+
+    def find_class(self, module: str, name: str) -> Any:
+        """What a pickle names."""
+        if module == "__main__":
+            raise pickle.PicklingError(
+                f"it names {name} of the main program, which workers do not have; move it into a "
+                "file that they can import"
+            )
+        return super().find_class(module, name)

@@ -1,0 +1,210 @@
+"""What becomes of modules on their way to a worker and back: all kinds of them, and refusals."""
+
+from __future__ import annotations
+
+import json
+import os
+import pickle
+import subprocess
+import sys
+import threading
+from pathlib import Path
+from typing import Any
+
+import cloudpickle
+import pytest
+import torch
+from torch import nn
+from torch.nn.utils import parametrizations, prune
+
+from sparkdl.errors import ConfigError
+from sparkdl.serialization.travel.packed_module import (
+    as_on_driver,
+    pack,
+    pack_blank,
+    take_back,
+    travelled,
+    unpack,
+)
+
+HERE = Path(__file__).parent / "travelling"
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_every_kind_of_module_computes_the_same_in_another_process(tmp_path: Path) -> None:
+    """Forward and three steps each of SGD and Adam give equal bits; ties and hooks are there."""
+    file = tmp_path / "modules"
+    for script in ("modules.py", "worker.py"):  # each a process without the other's classes
+        run = [sys.executable, "-W", "error:TypedStorage", str(HERE / script), str(file)]
+        result = subprocess.run(run, cwd=tmp_path, capture_output=True, text=True)
+        assert result.returncode == 0, result.stderr
+    found = json.loads(result.stdout.splitlines()[-1])
+    assert found["bad"] == {}
+    assert len(found["names"]) > 40
+
+
+class Net(nn.Module):
+    def __init__(self, **attributes: Any) -> None:
+        super().__init__()
+        self.layer = nn.Linear(2, 2)
+        for name, value in attributes.items():
+            setattr(self, name, value)
+
+    def forward(self, x: torch.Tensor) -> Any:
+        return self.layer(x)
+
+
+LOCK = threading.Lock()
+
+
+class UsesLock(Net):
+    def forward(self, x: torch.Tensor) -> Any:
+        with LOCK:
+            return self.layer(x)
+
+
+class MadeAnew(Net):
+    def __reduce__(self) -> Any:
+        return MadeAnew, ()
+
+
+class Renamed:
+    """Says that it is a value of the main program, which workers do not have."""
+
+    def __reduce__(self) -> Any:
+        return "some_name"
+
+
+def hooked(value: Any) -> Net:
+    net = Net()
+    net.layer.weight.register_hook(lambda gradient: gradient if value else None)
+    return net
+
+
+def shares_with_a_script() -> nn.Module:
+    net = nn.Sequential(torch.jit.script(nn.Linear(2, 2)), nn.Linear(2, 2))
+    net[1].weight = net[0].weight
+    return net
+
+
+REFUSED: dict[str, tuple[Any, str]] = {
+    "lock": (lambda: Net(lock=threading.Lock()), "its attribute lock"),
+    "lock inside": (lambda: nn.Sequential(Net(parts=[{"a": threading.Lock()}])), "0.parts"),
+    "lambda": (lambda: Net(act=lambda x: (LOCK, x)), "its attribute act"),
+    "file": (lambda: Net(file=Path(os.devnull).open("w")), "its attribute file"),  # noqa: SIM115
+    "generator": (lambda: Net(rows=(x for x in "ab")), "its attribute rows"),
+    "thread": (lambda: Net(thread=threading.Thread()), "its attribute thread"),
+    "hook": (lambda: hooked(threading.Lock()), "its attribute layer.weight"),
+    "another": (MadeAnew, "layer.weight has other values"),
+    "tie with a script": (shares_with_a_script, "do not share memory"),
+}
+
+
+@pytest.mark.filterwarnings("ignore::ResourceWarning", "ignore:.torch.jit:DeprecationWarning")
+@pytest.mark.parametrize("kind", REFUSED)
+def test_what_cannot_travel_is_named(kind: str) -> None:
+    make, named = REFUSED[kind]
+    with pytest.raises(ConfigError, match=named):
+        travelled(make(), copies=True)
+
+
+def test_what_names_a_value_of_the_main_program_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Renamed, "__module__", "__main__")
+    monkeypatch.setattr(sys.modules["__main__"], "some_name", Renamed(), raising=False)
+    value = sys.modules["__main__"].some_name  # type: ignore[attr-defined]
+    with pytest.raises(ConfigError, match="names some_name of the main program"):
+        travelled(Net(value=value), copies=True)
+
+
+def test_the_global_that_cannot_travel_is_named() -> None:
+    cloudpickle.register_pickle_by_value(sys.modules[__name__])  # as the main program's classes
+    try:
+        with pytest.raises(ConfigError, match="its class UsesLock: forward, which uses LOCK"):
+            travelled(UsesLock(), copies=True)
+    finally:
+        cloudpickle.unregister_pickle_by_value(sys.modules[__name__])
+
+
+def test_memory_is_sent_once_and_only_what_is_needed() -> None:
+    table = torch.randn(100_000, 4)
+    net = Net(weight=nn.Parameter(table[7:9]), twin=nn.Parameter(table[8:10].t()))
+    packed = pack(net)
+    assert len(packed.tensors) < 2000  # the table has 1.6 MB
+    back = unpack(packed.skeleton, packed.tensors)
+    assert torch.equal(back.weight, table[7:9]) and torch.equal(back.twin, table[8:10].t())
+    back.weight.data[1] = 5.0
+    assert back.twin[:, 0].tolist() == [5.0] * 4
+
+
+def test_a_factorys_memory_is_not_copied_and_an_instances_is() -> None:
+    net = Net()
+    own = travelled(net, copies=True)
+    assert own.layer.weight.data_ptr() != net.layer.weight.data_ptr()
+    assert travelled(own, copies=False).layer.weight.data_ptr() == own.layer.weight.data_ptr()
+
+
+def test_a_blank_module_has_zeros_where_the_state_comes_along_and_nowhere_else() -> None:
+    memory = torch.arange(8.0)
+    net = Net(part=memory[4:])
+    net.row = nn.Parameter(memory[:4])
+    net.register_buffer("kept", torch.ones(2), persistent=False)
+    packed = pack_blank(net)
+    blank = unpack(packed.skeleton, packed.tensors)
+    assert not any(value.any() for value in blank.state_dict().values())
+    assert blank.part.tolist() == [4, 5, 6, 7] and blank.kept.tolist() == [1, 1]
+    assert net.row.tolist() == [0, 1, 2, 3]
+
+
+def test_a_hook_of_the_worker_takes_no_hooks_place() -> None:
+    net = Net()
+    net.layer.register_forward_hook(lambda module, given, output: output * 0)
+    packed = pack(net)
+    code = (
+        "import pickle, sys, torch\n"
+        "from sparkdl.serialization.travel.packed_module import unpack\n"
+        "net = unpack(*pickle.loads(sys.stdin.buffer.read()))\n"
+        "net.layer.register_forward_hook(lambda *given: None)\n"
+        "print(net.layer(torch.ones(1, 2)).abs().sum().item(), len(net.layer._forward_hooks))"
+    )
+    result = subprocess.run(
+        [sys.executable, "-c", code],
+        input=pickle.dumps((packed.skeleton, packed.tensors)),
+        capture_output=True,
+        check=True,
+        cwd=Path(__file__).parents[2],
+    )
+    assert result.stdout.decode().split() == ["0.0", "2"]
+
+
+def test_the_default_dtype_of_the_program_comes_along() -> None:
+    torch.set_default_dtype(torch.float64)
+    try:
+        skeleton = pack(Net()).skeleton
+    finally:
+        torch.set_default_dtype(torch.float32)
+    with as_on_driver(skeleton):
+        assert torch.eye(2).dtype is torch.float64
+    assert torch.eye(2).dtype is torch.float32
+
+
+def test_what_comes_back_replaces_what_it_does_not_fit() -> None:
+    net = Net()
+    net.register_buffer("mean", torch.tensor([0.5]).expand(4))
+    net.register_buffer("again", net.mean)
+    net.register_buffer("seen", torch.zeros(2, 3))
+    state = {**net.state_dict(), "mean": torch.arange(4.0), "seen": torch.ones(5)}
+    state["again"] = state["mean"]
+    kept = net.layer.weight.data_ptr()
+    take_back(net, state)
+    assert net.mean.tolist() == [0, 1, 2, 3] and net.again is net.mean
+    assert net.seen.shape == (5,) and net.layer.weight.data_ptr() == kept
+
+
+def test_tensors_of_graphs_and_made_classes_are_the_same_after_two_journeys() -> None:
+    net = nn.Sequential(parametrizations.weight_norm(nn.Linear(2, 2)), nn.Linear(2, 2))
+    prune.l1_unstructured(net[1], "weight", 0.5)
+    once = travelled(net, copies=True)
+    twice = travelled(once, copies=False)
+    x = torch.ones(3, 2)
+    assert torch.equal(twice(x), net(x)) and type(twice[0]).__name__ == type(net[0]).__name__

@@ -1,0 +1,1 @@
+"""Modules of many kinds, and the two processes between which they travel."""

@@ -1,0 +1,222 @@
+"""Modules of many kinds, given as instances and made by functions, train as in a plain loop."""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from collections.abc import Callable, Iterable, Iterator
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.nn.utils import parametrizations, prune
+
+from sparkdl import TorchRegressor
+from sparkdl.sync.averaging.parameter_averaging import ParameterAveraging
+
+if TYPE_CHECKING:
+    from pyspark.sql import DataFrame, SparkSession
+
+pytestmark = [pytest.mark.spark, pytest.mark.gang, pytest.mark.slow]
+
+ROWS, STEPS = 24, 3
+X = torch.linspace(-1, 1, ROWS * 4).reshape(ROWS, 4).sin()
+Y = X.sum(1).cos()
+
+
+@pytest.fixture(scope="module")
+def df(spark: SparkSession) -> DataFrame:
+    rows = [(x.tolist(), y.item()) for x, y in zip(X, Y, strict=True)]
+    return spark.createDataFrame(rows, "features array<float>, label float").cache()
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(4, 4), nn.Linear(4, 1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.last(torch.tanh(self.first(x)))
+
+
+def weight_norm() -> nn.Module:
+    net = Net()
+    parametrizations.weight_norm(net.first)
+    return net
+
+
+def pruned() -> nn.Module:
+    net = Net()
+    prune.l1_unstructured(net.first, "weight", 0.5)
+    net(X).sum().backward()  # it was tried by hand
+    return net
+
+
+def scripted() -> nn.Module:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)
+        return torch.jit.script(nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 1)))
+
+
+def masked() -> nn.Module:
+    net = Net()
+    mask = torch.tensor([[1.0], [0.0], [1.0], [0.0]])
+    net.first.weight.register_hook(lambda gradient: gradient * mask)
+    net.last.weight.register_post_accumulate_grad_hook(halve)
+    return net
+
+
+def halve(parameter: torch.Tensor) -> None:
+    assert parameter.grad is not None
+    parameter.grad.mul_(0.5)
+
+
+class Transposed(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.encoder, self.decoder = nn.Linear(4, 3, bias=False), nn.Linear(3, 4, bias=False)
+        self.decoder.weight.data = self.encoder.weight.data.t()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.decoder(torch.tanh(self.encoder(x))).sum(1, keepdim=True)
+
+
+class Edges(Net):
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("edges", torch.eye(4).roll(1, 0).to_sparse())
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward((self.edges @ x.t()).t())
+
+
+class Graph(Edges):
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("mean", torch.tensor([0.5]).expand(4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x - self.mean)
+
+
+class Decayed(Net):
+    """Says which of its parameters have no weight decay."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first.weight._no_weight_decay = True
+
+
+def decaying(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
+    """With weight decay, unless a parameter says otherwise."""
+    groups = [
+        {"params": [p], "weight_decay": 0.0 if hasattr(p, "_no_weight_decay") else 0.5}
+        for p in parameters
+    ]
+    return torch.optim.AdamW(groups, lr=0.05)
+
+
+class Slope(Net):
+    """Takes the slope of what it computes, and makes a tensor of the default dtype."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        with torch.enable_grad():
+            x = x.detach().requires_grad_(True)
+            (slope,) = torch.autograd.grad(F.silu(self.first(x)).sum(), x, create_graph=True)
+        return (slope @ torch.eye(4)) @ self.last.weight.t()
+
+
+def sgd(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
+    return torch.optim.SGD(parameters, lr=0.1)
+
+
+def plain_loop(module: nn.Module, make: Any, x: torch.Tensor = X) -> list[float]:
+    """The losses of the steps that a fit takes."""
+    module.train()
+    optimizer, losses = make(module.parameters()), []
+    for _ in range(STEPS):
+        optimizer.zero_grad()
+        loss = F.mse_loss(module(x).squeeze(1), Y.to(x.dtype))
+        losses.append(loss.item())
+        loss.backward()
+        optimizer.step()
+    module.eval()
+    return losses
+
+
+CASES: dict[str, tuple[Callable[[], nn.Module], Any, dict[str, Any]]] = {
+    "weight norm": (weight_norm, sgd, {}),
+    "weight norm in rounds": (
+        weight_norm, sgd,
+        {"syncStrategy": ParameterAveraging(averaging_period=2), "executionMode": "rounds"},
+    ),
+    "pruned": (pruned, sgd, {}),
+    "scripted": (scripted, sgd, {}),
+    "masked": (masked, sgd, {}),
+    "transposed": (Transposed, sgd, {}),
+    "sparse and expanded buffers": (Graph, sgd, {}),
+    "sparse buffers in rounds": (
+        Edges, sgd,
+        {"syncStrategy": ParameterAveraging(averaging_period=2), "executionMode": "rounds"},
+    ),
+    "attributes of parameters": (Decayed, decaying, {}),
+    "slope": (Slope, sgd, {}),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", CASES)
+def test_it_learns_what_a_plain_loop_learns(df: DataFrame, kind: str) -> None:
+    make, optimizer, params = CASES[kind]
+    torch.manual_seed(3)
+    given = make()
+    torch.manual_seed(3)
+    expected = make()
+    before = copy.deepcopy(dict(given.state_dict()))
+    losses = plain_loop(expected, optimizer)
+    model = TorchRegressor(
+        module=given, optimizer=optimizer, epochs=STEPS, batchSize=ROWS, numWorkers=1, loss="mse",
+        verbose=0, maxRestarts=0, device="cpu", **params,
+    ).fit(df)  # fmt: skip
+    history = [epoch["loss"] for epoch in model.summary.history]
+    assert history == pytest.approx(losses, rel=1e-4)
+    trained = model.module.state_dict()
+    for name, value in expected.state_dict().items():
+        found = trained[name]
+        assert found.layout is value.layout
+        assert torch.allclose(found.to_dense(), value.to_dense(), atol=1e-5), name
+        assert torch.equal(given.state_dict()[name].to_dense(), before[name].to_dense())
+    predicted = {tuple(r.features): r.prediction for r in model.transform(df).collect()}
+    wanted = expected(X).detach().squeeze(1)
+    found = torch.tensor([predicted[tuple(x.tolist())] for x in X])
+    assert torch.allclose(found, wanted, atol=1e-4)
+
+
+@pytest.fixture
+def double() -> Iterator[None]:
+    torch.set_default_dtype(torch.float64)
+    yield
+    torch.set_default_dtype(torch.float32)
+
+
+def test_the_default_dtype_of_the_program_is_that_of_workers(df: DataFrame, double: None) -> None:
+    torch.manual_seed(3)
+    given = Slope()
+    expected = copy.deepcopy(given)
+    losses = plain_loop(expected, sgd, X.double())
+    model = TorchRegressor(
+        module=given, optimizer=sgd, epochs=STEPS, batchSize=ROWS, numWorkers=1, verbose=0,
+        device="cpu",
+    ).fit(df)  # fmt: skip
+    assert [e["loss"] for e in model.summary.history] == pytest.approx(losses, rel=1e-9)
+    assert model.transform(df).count() == ROWS
+    assert model.evaluate(df)["rmse"] > 0
+
+
+def test_a_copy_of_a_used_model_predicts(df: DataFrame) -> None:
+    large = nn.Sequential(nn.Linear(4, 70_000), nn.Linear(70_000, 1))  # travels in a broadcast
+    model = TorchRegressor(module=large, maxSteps=1, numWorkers=1, verbose=0, device="cpu").fit(df)
+    expected = [row.prediction for row in model.transform(df).collect()]
+    copied = copy.deepcopy(model)
+    assert [row.prediction for row in copied.transform(df).collect()] == expected
