@@ -22,8 +22,9 @@ from sparkdl.data.collate import example_arguments
 from sparkdl.data.plan import TrainPlan
 from sparkdl.data.source import ShardRows
 from sparkdl.sync.collective import CollectiveStrategy
-from sparkdl.sync.frozen_layers import moving_buffers, training_mode
+from sparkdl.sync.frozen_layers import training_mode
 from sparkdl.sync.gradients.allreduce import tree_synchronizer
+from sparkdl.sync.module_tensors import Place, fingerprints
 from sparkdl.sync.strategy import MakeOptimizer, Pipelined, Synchronizer
 from sparkdl.train.callbacks import (
     NO_PLACE,
@@ -180,6 +181,7 @@ def train(
         return _Training(
             replica=replica,
             book=book,
+            first=fingerprints(module) if mesh is None else {},
             epoch_sums=no_sums(replica.loss, device),
             by_shard=ShardStates(replica, comm) if by_shard else None,
             shards=shards,
@@ -338,12 +340,13 @@ class _Training(RankState):
         self.replica.synchronizer.close_round()
         self.clock.lap("communication")
 
-    def _average_buffers(self) -> list[torch.Tensor]:
-        """Make buffers equal on all ranks where the strategy does not; return this rank's own."""
-        if self.replica.synchronizer.buffers_agree:
+    def _average_buffers(self) -> list[tuple[Place, torch.Tensor | None]]:
+        """Make equal on all ranks what the strategy does not; return this rank's own."""
+        synchronizer = self.replica.synchronizer
+        if synchronizer.buffers_agree:
             return []
-        own = [buffer.clone() for buffer in moving_buffers(self.replica.module)]
-        sync_buffers(self.replica.module, self.comm, self.with_rows)
+        trained = [] if synchronizer.divided is not None else synchronizer.trained_parameters()
+        own = sync_buffers(self.replica.module, self.comm, self.with_rows, trained)
         self.clock.lap("communication")
         return own
 
@@ -361,8 +364,8 @@ class _Training(RankState):
             own = self._average_buffers()
         self._enter(self._record(began))
         if not is_epoch_over and not self.book.is_complete:
-            for buffer, value in zip(moving_buffers(self.replica.module), own, strict=False):
-                buffer.detach().copy_(value)
+            for place, value in own:
+                place.set(value)
 
     def _record(self, began: float) -> Record:
         """The epoch's entry in the history so far, over all ranks, with validation rows."""

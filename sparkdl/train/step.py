@@ -112,6 +112,7 @@ class TrainStep:
         self._talks_within = talks_within
         self._looks = looks
         self._parameters = self._synchronizer.trained_parameters()
+        self._flags = self._trains()
         self._clock = clock
         self.loss = math.nan
         self.watch = LossWatch(self._config.divergence_factor)
@@ -136,6 +137,7 @@ class TrainStep:
         lightning = self._replica.lightning
         if lightning is not None and lightning.manual is not None:
             return self._train_manually(lightning, lightning.manual, batch, global_rows, step)
+        self._follow_freezing()
         self._synchronizer.zero_gradients()
         if self._synchronizer.is_late:
             batch = batch.rows(0, 0)
@@ -168,6 +170,7 @@ class TrainStep:
         """
         synchronizer = self._synchronizer
         assert isinstance(synchronizer, ShardTreeSynchronizer)
+        self._follow_freezing()
         synchronizer.zero_gradients()
         local = torch.zeros_like(states.epoch_sums)
         for place, number in enumerate(states.numbers):
@@ -185,6 +188,27 @@ class TrainStep:
             local.zero_()
         self._clock.lap("compute")
         return StepSums(local=local, shared=shared, ranks=None)
+
+    def _trains(self) -> list[bool]:
+        return [parameter.requires_grad for parameter in self._replica.module.parameters()]
+
+    def _follow_freezing(self) -> None:
+        """Train what shall train now; ConfigError if the strategy or the optimizer cannot."""
+        flags = self._trains()
+        if flags == self._flags:
+            return
+        self._flags = flags
+        self._synchronizer.follow_freezing()
+        self._parameters = self._synchronizer.trained_parameters()
+        groups = self._synchronizer.optimizer.param_groups
+        known = {id(parameter) for group in groups for parameter in group["params"]}
+        for name, parameter in self._replica.module.named_parameters():
+            if parameter.requires_grad and id(parameter) not in known:
+                raise ConfigError(
+                    f"parameter {name!r} was unfrozen while training runs, and the optimizer does "
+                    "not have it; unfreeze it in a callback, since with callbacks optimizers get "
+                    "frozen parameters too, or let configure_optimizers return one that has it"
+                )
 
     def _train_manually(
         self,

@@ -145,7 +145,7 @@ def method_of(
     if config.device == "cuda" and not isinstance(config.optimizer, str | type):
         return made  # the driver need not have what the user's own function asks for
     make = resolve_optimizer(config, module)
-    optimizer = make(p for p in module.parameters() if p.requires_grad)
+    optimizer = make(module.parameters())
     groups: Sequence[Mapping[str, Any]] = optimizer.state_dict()["param_groups"]
     options = tuple(
         {k: v.tolist() if isinstance(v, torch.Tensor) else v for k, v in group.items()}

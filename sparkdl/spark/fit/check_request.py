@@ -636,7 +636,7 @@ def check_training(
                     "the module has no parameters that train; check it, and frozenLayers"
                 )
             make = optimizers.resolve_optimizer(config, copied)
-            optimizer = make(p for p in copied.parameters() if p.requires_grad)
+            optimizer = make(copied.parameters())
             strategy.check_optimizer(optimizer)
             check_mesh_optimizer(config.parallelism, optimizer)
             schedule = optimizers.make_scheduler(config, optimizer, make, steps_per_epoch=1)

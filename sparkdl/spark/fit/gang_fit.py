@@ -27,6 +27,7 @@ from sparkdl.spark.run.resume import Attempts, by_host, find_checkpoint, gang_at
 from sparkdl.spark.run.run import Run, Trained
 from sparkdl.storage.checkpoint_format import decode, encode
 from sparkdl.storage.tensor_tree import Snapshot, pack
+from sparkdl.sync.module_tensors import give_tensors
 from sparkdl.sync.strategy import SyncStrategy
 from sparkdl.worker import training
 from sparkdl.worker.held_shards import differing
@@ -61,7 +62,7 @@ def train_in_gang(run: Run) -> Trained:
     if stored_at is None:
         if any(parameter.is_meta for parameter in run.module.parameters()):
             give_memory(run.module, torch.device("cpu"))
-        run.module.load_state_dict(_sent(run, result, "weights", training.FINAL))
+        give_tensors(run.module, _sent(run, result, "weights", training.FINAL))
     left = _sent(run, result, "left", training.LEFT) if run.keeps_state else None
     reports = {rank: json.loads(payload) for rank, kind, payload in result.rows if kind == "result"}
     return Trained(
