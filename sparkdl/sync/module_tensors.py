@@ -7,6 +7,7 @@ Forward may replace a buffer by one of another shape, set it to None, or registe
 
 from __future__ import annotations
 
+import itertools
 import json
 import zlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -167,6 +168,12 @@ def as_bits(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.detach().contiguous().view(-1).view(kind)
 
 
+def device_of(module: nn.Module) -> torch.device:
+    """Where a module's tensors are."""
+    some = next(itertools.chain(module.parameters(), module.buffers()), None)
+    return torch.device("cpu") if some is None else some.device
+
+
 def trains(module: nn.Module) -> dict[str, bool]:
     """Which parameters train, by name."""
     named = module.named_parameters(remove_duplicate=False)
@@ -219,8 +226,8 @@ class Agreement:
     """What ranks must make equal, besides what a strategy averages anyway.
 
     That is all buffers, unless frozen patterns hold them. Of what should be equal, which is frozen
-    parameters, held buffers, and ``trained`` parameters, it is what is not: forward may have changed
-    it. Ranks compare digests first, which is all that they do where nothing is odd.
+    parameters, held buffers, and ``trained`` parameters, it is what is not: forward may have
+    changed it. Ranks compare digests first, which is all that they do where nothing is odd.
     """
 
     def __init__(self, module: nn.Module, trained: Iterable[torch.Tensor] | None = None) -> None:
@@ -277,8 +284,7 @@ class Agreement:
         if value is not None and (list(value.shape), value.dtype) == (list(shape), dtype):
             assert place is not None
             return place
-        device = next(self._module.parameters()).device
-        made = torch.zeros(list(shape), dtype=dtype, device=device)
+        made = torch.zeros(list(shape), dtype=dtype, device=device_of(self._module))
         if place is None:
             give_tensors(self._module, {name: made})
             return next(p for p in places_of(self._module) if p.name == name)

@@ -134,8 +134,9 @@ class LayerLooks:
         found = {}
         for (name, parameter), values in zip(self._parameters.items(), self._before, strict=True):
             found[f"weights/{name}"] = _histogram(values)
-            if parameter.grad is not None:
-                found[f"gradients/{name}"] = _histogram(_sample(parameter.grad))
+            gradient = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+            if parameter.requires_grad:
+                found[f"gradients/{name}"] = _histogram(_sample(gradient))
         return {name: of for name, of in found.items() if of is not None}
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import torch
@@ -63,10 +63,10 @@ class RankState:
     """Has the norms of the epoch's gradients, and what the loss is compared with."""
     requests: Requests
     """What callbacks have asked for, and was not done yet."""
-    first: Mapping[str, int]
-    """What frozen parameters were before training, see `fingerprints`; forward may change them."""
     by_shard: ShardStates | None = None
     """What belongs to shards, if bits must not depend on who has them; else it is the rank's."""
+    first: Mapping[str, int] = field(default_factory=dict)
+    """What frozen parameters were before training, see `fingerprints`; forward may change them."""
 
     def snapshot(self) -> ResumePoint:
         """The present state; its tensors are the replica's own, not copies."""

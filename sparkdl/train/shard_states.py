@@ -108,6 +108,11 @@ class ShardStates:
         wants = replica.training_metrics is not None
         return Metrics.of(replica.config, replica.loss, replica.device) if wants else None
 
+    def follow_freezing(self) -> None:
+        """Expect other parameters to stay as they are: some train now that did not."""
+        now = fingerprints(self._replica.module)
+        self._first = {name: self._first[name] for name in now if name in self._first}
+
     def batches(self, parts: Iterator[Batch]) -> dict[int, Batch]:
         """A step's batch of each shard that has rows, by its number; see `Batches.by_shard`.
 

@@ -170,7 +170,8 @@ class TrainStep:
         """
         synchronizer = self._synchronizer
         assert isinstance(synchronizer, ShardTreeSynchronizer)
-        self._follow_freezing()
+        if self._follow_freezing():
+            states.follow_freezing()
         synchronizer.zero_gradients()
         local = torch.zeros_like(states.epoch_sums)
         for place, number in enumerate(states.numbers):
@@ -192,11 +193,15 @@ class TrainStep:
     def _trains(self) -> list[bool]:
         return [parameter.requires_grad for parameter in self._replica.module.parameters()]
 
-    def _follow_freezing(self) -> None:
-        """Train what shall train now; ConfigError if the strategy or the optimizer cannot."""
+    def _follow_freezing(self) -> bool:
+        """Train what shall train now, and say if that is new.
+
+        Raises:
+            ConfigError: the strategy or the optimizer cannot.
+        """
         flags = self._trains()
         if flags == self._flags:
-            return
+            return False
         self._flags = flags
         self._synchronizer.follow_freezing()
         self._parameters = self._synchronizer.trained_parameters()
@@ -209,6 +214,7 @@ class TrainStep:
                     "not have it; unfreeze it in a callback, since with callbacks optimizers get "
                     "frozen parameters too, or let configure_optimizers return one that has it"
                 )
+        return True
 
     def _train_manually(
         self,
@@ -368,7 +374,8 @@ class TrainStep:
         else:
             factor = torch.where(shared[1] > 0, divisor / shared[1], 0.0)
         gradients = [p.grad for p in self._parameters if p.grad is not None]
-        torch._foreach_mul_(gradients, factor)
+        if gradients:
+            torch._foreach_mul_(gradients, factor)
 
     def _read(self, shared: torch.Tensor, step: int) -> None:
         if self._replica.device.type != "cpu" and step % READ_EVERY != 0:

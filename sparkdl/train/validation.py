@@ -15,7 +15,7 @@ from sparkdl.data.collate import no_rows
 from sparkdl.data.plan import TrainPlan
 from sparkdl.sync.averaging.mean import as_real, fill, flat_of, is_number
 from sparkdl.sync.frozen_layers import evaluation_mode
-from sparkdl.sync.module_tensors import Agreement, Place, places_of
+from sparkdl.sync.module_tensors import Agreement, Place, device_of, places_of
 from sparkdl.sync.strategy import Pipelined
 from sparkdl.train.objective.label_losses import loss_record, no_sums, sums_of
 from sparkdl.train.objective.training_step import output_of, run, taken
@@ -156,7 +156,7 @@ def sync_buffers(
         return []
     held = {place.name: place.value for place in places_of(module, aliases=False)}
     agreement = Agreement(module, trained)
-    device = next(module.parameters()).device
+    device = device_of(module)
     digests = comm.all_gather(torch.tensor([agreement.digest], device=device)).flatten().tolist()
     counts = [rank in ranks_with_rows for rank in range(comm.world_size)]
     places = agreement.places(comm, digests, counts)

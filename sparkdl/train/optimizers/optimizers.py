@@ -172,6 +172,8 @@ def resolve_optimizer(config: TrainConfig, module: nn.Module | None = None) -> M
         can_fuse = may_fuse and all(
             p.is_floating_point() and p.device.type in ("cpu", "cuda") for p in parameters
         )
+        # Its first gradient of a parameter counts whole, which fused SGD does for all at once only.
+        can_fuse = can_fuse and not options.get("dampening")
         fused = {"fused": True} if can_fuse else {}
         for values in groups.values():
             # All parameters with a group's options: in groups an optimizer never looks at them.
@@ -179,10 +181,27 @@ def resolve_optimizer(config: TrainConfig, module: nn.Module | None = None) -> M
         made = _made(kind, divide(parameters) if divide else parameters, {**options, **fused})
         if not isinstance(made, torch.optim.Optimizer):
             raise ConfigError(f"optimizer must make a torch.optim.Optimizer; received {made!r}")
+        if can_fuse and kind is torch.optim.SGD:
+            made.register_step_pre_hook(_begin_momentum)
         return made
 
     setattr(make, TAKES_FROZEN, may_thaw)
     return make
+
+
+def _begin_momentum(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+    """Give a momentum of zero to what is used for the first time after others were.
+
+    Torch's fused SGD begins all or none in a step; without dampening the result is the same.
+    """
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    if not 0 < len(optimizer.state) < len(parameters):
+        return
+    for group in optimizer.param_groups:
+        for parameter in group["params"] if group["momentum"] else ():
+            if parameter.grad is not None and parameter not in optimizer.state:
+                zeros = torch.zeros_like(parameter, memory_format=torch.preserve_format)
+                optimizer.state[parameter]["momentum_buffer"] = zeros
 
 
 def _kind(config: TrainConfig, module: nn.Module | None) -> Any:
