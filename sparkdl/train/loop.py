@@ -42,6 +42,7 @@ from sparkdl.train.modules.sync_batch_norm import synchronized
 from sparkdl.train.objective.label_losses import no_sums
 from sparkdl.train.objective.metrics import Metrics
 from sparkdl.train.objective.training_step import logs
+from sparkdl.train.optimizers.stepping import set_mode
 from sparkdl.train.random_state import deterministic_algorithms, seed_everything
 from sparkdl.train.rank_state import DIVIDED, CheckpointSink, RankState, ResumePoint
 from sparkdl.train.replica import make_replica
@@ -274,6 +275,8 @@ class _Training(RankState):
             self.replica.lightning.call("on_train_start")
         for callback in config.callbacks:
             callback.on_train_begin(self._callback_state())
+        if not self.book.is_complete:
+            self._set_mode(trains=True)
         self.requests.refusal = None
         self.observer.clock(self.clock.seconds)
 
@@ -356,6 +359,7 @@ class _Training(RankState):
         Within an epoch each rank then goes on with its own buffers, as if nobody had looked.
         """
         self._close_round()
+        self._set_mode(trains=False)
         is_epoch_over = self.book.is_epoch_over
         if self.by_shard is not None:
             self.by_shard.average_buffers(for_good=is_epoch_over)
@@ -366,6 +370,12 @@ class _Training(RankState):
         if not is_epoch_over and not self.book.is_complete:
             for place, value in own:
                 place.set(value)
+        if not self.book.is_complete:
+            self._set_mode(trains=True)
+
+    def _set_mode(self, *, trains: bool) -> None:
+        """Have the weights for training, or for evaluation, where the optimizer knows both."""
+        set_mode(self.replica.synchronizer.optimizer, trains=trains)
 
     def _record(self, began: float) -> Record:
         """The epoch's entry in the history so far, over all ranks, with validation rows."""
@@ -450,10 +460,12 @@ class _Training(RankState):
         assert self.checkpoints is not None
         self.book.is_checkpoint_due = False
         self._close_round()
+        self._set_mode(trains=False)
         self.observer.phase("checkpoint")
         point = self.snapshot()
         assert point.rank_state is not None
         self.checkpoints.save(point.step, point.shared, point.rank_state)
+        self._set_mode(trains=True)
         self.clock.lap("checkpoint")
         self.observer.phase("train")
 

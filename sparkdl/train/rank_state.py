@@ -12,6 +12,7 @@ from sparkdl.sync.averaging.mean import merge
 from sparkdl.sync.divided_state import DividedState, Part, whole_part
 from sparkdl.sync.module_tensors import give_tensors, moved, places_of
 from sparkdl.train.callbacks import Requests, give_states, states_of
+from sparkdl.train.optimizers.nested_states import plain_state
 from sparkdl.train.random_state import random_state, seed_everything, set_random_state
 from sparkdl.train.replica import Replica
 from sparkdl.train.shard_states import ShardStates
@@ -193,7 +194,7 @@ class RankState:
         del own["model"]
         divided = synchronizer.divided
         is_own = synchronizer.keeps_optimizer and (divided is None or not divided.is_kept)
-        return {**own, "optimizer": synchronizer.optimizer.state_dict() if is_own else None}
+        return {**own, "optimizer": plain_state(synchronizer.optimizer) if is_own else None}
 
 
 def united(states: Sequence[Mapping[str, Any]]) -> dict[str, Any]:

@@ -27,6 +27,7 @@ from sparkdl.train.objective.lightning import TrainerStandIn
 from sparkdl.train.objective.loss import LossFunction
 from sparkdl.train.objective.metrics import Metrics
 from sparkdl.train.objective.training_step import StepLoss, objective_of
+from sparkdl.train.optimizers.nested_states import give_state, plain_state
 from sparkdl.train.optimizers.optimizers import Schedule, make_scheduler, resolve_optimizer
 
 
@@ -130,12 +131,12 @@ class Replica:
         divided = self.synchronizer.divided
         if divided is not None:
             model = {name: value for name, value in model.items() if name not in divided.parameters}
-        optimizer = self.synchronizer.optimizer.state_dict() if divided is None else None
+        optimizer = plain_state(self.synchronizer.optimizer) if divided is None else None
         return {
             "model": model,
             "trains": None if divided is not None else trains(self.module),
             "optimizer": optimizer,
-            "scheduler": None if self.scheduler is None else self.scheduler.state_dict(),
+            "scheduler": None if self.scheduler is None else plain_state(self.scheduler),
             "scaler": self.number_format.state_dict(),
         }
 
@@ -146,10 +147,10 @@ class Replica:
         if state.get("trains") is not None and set_trains(self.module, state["trains"]):
             self.synchronizer.follow_freezing()
         if state["optimizer"] is not None:
-            self.synchronizer.optimizer.load_state_dict(state["optimizer"])
+            give_state(self.synchronizer.optimizer, state["optimizer"])
         self.number_format.load_state_dict(state["scaler"])
         if self.scheduler is not None and state["scheduler"] is not None:
-            self.scheduler.load_state_dict(state["scheduler"])
+            give_state(self.scheduler, state["scheduler"])
 
 
 def make_replica(

@@ -34,6 +34,7 @@ from sparkdl.train.layer_looks import LayerLooks
 from sparkdl.train.modules.memory_format import in_memory_format
 from sparkdl.train.objective.logs import as_text, fill, from_text
 from sparkdl.train.optimizers.optimizers import require_steps
+from sparkdl.train.optimizers.stepping import set_mode
 from sparkdl.train.random_state import deterministic_algorithms, seed_everything
 from sparkdl.train.replica import make_replica
 from sparkdl.train.step import TrainStep
@@ -135,6 +136,7 @@ class RoundReplica:
         if replica.lightning is not None:
             replica.lightning.move_to(part.epoch, part.step, part.step_in_epoch)
             replica.lightning.place(shard_id, replica.plan.world_size)
+        set_mode(synchronizer.optimizer, trains=True)
         requests = Requests(refusal=IN_TASKS)
         clock = Clock()
         looks = self._looks if shard_id == 0 else None
@@ -174,6 +176,7 @@ class RoundReplica:
                         callback.on_step_end(seen)
                 clock.lap("other")
         loss_sum, weight = synchronizer.round_sums.tolist()
+        set_mode(synchronizer.optimizer, trains=False)
         return RoundOutcome(
             state=replica.state_dict(),
             loss_sum=loss_sum,

@@ -132,14 +132,15 @@ class ShardStates:
     def training(self, number: int) -> Iterator[Metrics | None]:
         """Have a shard's generators and buffers in place, and its metrics."""
         state = self._states[number]
-        with self._drawing(state):
+        with self.drawing(number):
             self._use(state.buffers)
             yield state.metrics
             state.buffers = self._buffers()
 
     @contextlib.contextmanager
-    def _drawing(self, state: ShardState) -> Iterator[None]:
+    def drawing(self, number: int) -> Iterator[None]:
         """Draw random numbers from a shard's generators; what is drawn between does not count."""
+        state = self._states[number]
         set_random_state(state.random)
         yield
         state.random = random_state()
@@ -211,7 +212,7 @@ class ShardStates:
         sums, packed = torch.zeros_like(self.epoch_sums), []
         for place, number in enumerate(self.numbers):
             batches = sequential_batches([rows[place]], replica.plan)
-            with self._drawing(self._states[number]):
+            with self.drawing(number):
                 sums[place] = measure(replica, (batch.map(torch.clone) for batch in batches))
             packed.append(replica.metrics.packed())
         values = replica.metrics.compute_over(self._gather.bytes(packed)) if replica.metrics else {}

@@ -616,6 +616,7 @@ def check_training(
     from sparkdl.train.objective.metrics import check_metrics
     from sparkdl.train.objective.training_step import objective_of
     from sparkdl.train.optimizers import optimizers
+    from sparkdl.train.optimizers.stepping import check_steps
 
     config = request.config
     strategy: SyncStrategy = config.sync_strategy
@@ -642,6 +643,7 @@ def check_training(
             schedule = optimizers.make_scheduler(config, optimizer, make, steps_per_epoch=1)
             if in_rounds:
                 optimizers.require_steps(schedule)
+            check_steps(optimizer, None if schedule is None else schedule.scheduler, config)
     return objective
 
 
