@@ -24,7 +24,8 @@ from sparkdl.sync.frozen_layers import is_held
 EXTRA = "_extra_state"
 """Key, behind a layer's name, of what its ``get_extra_state`` gives, as torch has it."""
 _COLUMNS = 1024
-_MASK = (1 << 32) - 1
+_SMALL = 1 << 16
+"""Numbers of a tensor that is looked at together with others."""
 
 
 class Place(NamedTuple):
@@ -204,6 +205,18 @@ def fingerprint(tensor: torch.Tensor | None) -> int:
     return zlib.crc32(data, len(bits))
 
 
+def fingerprint_of_all(tensors: Iterable[torch.Tensor | None]) -> str:
+    """The same of many tensors together, of which small ones would take longer one by one."""
+    found: list[int] = []
+    small: dict[tuple[torch.dtype, torch.device], list[torch.Tensor]] = {}
+    for tensor in tensors:
+        if tensor is not None and tensor.numel() < _SMALL and tensor.layout is torch.strided:
+            small.setdefault((tensor.dtype, tensor.device), []).append(tensor.flatten())
+        else:
+            found.append(fingerprint(tensor))
+    return str([*found, *(fingerprint(torch.cat(some)) for some in small.values())])
+
+
 def moved(module: nn.Module, first: Mapping[str, int]) -> dict[str, torch.Tensor]:
     """Frozen parameters that are not what they were when `fingerprints` gave ``first``."""
     frozen = ((place, first.get(place.name)) for place in _frozen(module))
@@ -244,7 +257,7 @@ class Agreement:
             or id(p.owner[p.key]) in wanted
         ]
         self._described = json.dumps([_described(place) for place in self._buffers])
-        numbers = "".join(f"{fingerprint(place.value)};" for place in self._still)
+        numbers = fingerprint_of_all([place.value for place in self._still])
         self.digest = zlib.crc32(numbers.encode(), zlib.crc32(self._described.encode()))
         """Of what this rank has; less than 2**32."""
 

@@ -27,7 +27,7 @@ from sparkdl.storage.stateful import Stateful
 from sparkdl.sync.averaging.averaging import AveragingStrategy
 from sparkdl.sync.averaging.mean import is_number, weighted_mean
 from sparkdl.sync.averaging.state_pieces import CHANGES
-from sparkdl.sync.module_tensors import no_mean, shape_of, tensors_of, trains
+from sparkdl.sync.module_tensors import no_mean, set_trains, shape_of, tensors_of, trains
 from sparkdl.sync.population.hyperparameters import rescaled, set_present_rate
 from sparkdl.train.state import Record, TrainState
 
@@ -125,6 +125,7 @@ class Averaged(Stateful):
         if self._strategy.optimizer_state == "reset":
             mean["optimizer"]["state"] = {}
         self._round = mean
+        set_trains(self._module, mean["trains"])  # callbacks of tasks may have changed it
 
     def follow_freezing(self) -> None:
         """Train what the run's module trains now, which callbacks may have changed."""
@@ -147,6 +148,7 @@ class Averaged(Stateful):
     def load_state_dict(self, state: dict[str, Any]) -> None:
         given = {**self.state_dict(), **state, "round": {**self._round, **state["round"]}}
         super().load_state_dict(given)
+        set_trains(self._module, self._round.get("trains", {}))
 
     def notes(self) -> list[Record]:
         return []

@@ -89,9 +89,10 @@ class Stepper:
 def check_closure(config: TrainConfig, name: str) -> None:
     """Refuse what makes no sense with an optimizer that wants a closure; raises ConfigError."""
     strategy = sync.resolve(config.sync_strategy)
-    is_plain = isinstance(strategy, AllReduce) and strategy.num_backup_workers == 0
-    is_plain = is_plain and not strategy.double_buffering
-    if not is_plain and not isinstance(strategy, AveragingStrategy):
+    fits = isinstance(strategy, AveragingStrategy)
+    if isinstance(strategy, AllReduce):
+        fits = strategy.num_backup_workers == 0 and not strategy.double_buffering
+    if not fits:
         raise ConfigError(
             f"optimizer {name} wants a closure, which computes gradients several times in a step; "
             f"that goes together with AllReduce() and with strategies that average replicas, not "
