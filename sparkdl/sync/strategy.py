@@ -11,6 +11,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from functools import cached_property
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Protocol, TypeAlias
 
 from sparkdl.config import TrainConfig
@@ -263,8 +264,13 @@ class Synchronizer(Stateful, ABC):
 
     def zero_gradients(self) -> None:
         """Forget the gradients of the last step; called before the first forward pass of one."""
-        for parameter in self.model.parameters():
+        for parameter in self._all_parameters:
             parameter.grad = None
+
+    @cached_property
+    def _all_parameters(self) -> list[nn.Parameter]:
+        """Those of the model, which take as long as a small step to be looked up."""
+        return list(self.model.parameters())
 
     def mark_used(self, parameters: Iterable[nn.Parameter]) -> None:
         """Note that parameters were used in this step where no hook of theirs can have run."""
@@ -322,5 +328,5 @@ class Synchronizer(Stateful, ABC):
 
     def close(self) -> None:
         """Release hooks, buffers and gradients; called once, also after a failure."""
-        for parameter in self.model.parameters():
+        for parameter in self._all_parameters:
             parameter.grad = None

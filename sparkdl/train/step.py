@@ -118,6 +118,7 @@ class TrainStep:
         self._talks_within = talks_within
         self._looks = looks
         self._parameters = self._synchronizer.trained_parameters()
+        self._all = list(replica.module.parameters())
         self._flags = self._trains()
         self._stepper = Stepper(self._synchronizer.optimizer)
         self._clock = clock
@@ -227,7 +228,7 @@ class TrainStep:
         return _mean(shared)
 
     def _trains(self) -> list[bool]:
-        return [parameter.requires_grad for parameter in self._replica.module.parameters()]
+        return [parameter.requires_grad for parameter in self._all]
 
     def _follow_freezing(self) -> bool:
         """Train what shall train now, and say if that is new.

@@ -78,6 +78,7 @@ class AllReduceSynchronizer(Synchronizer):
     def zero_gradients(self) -> None:
         if self._is_alone:
             super().zero_gradients()
+            return
         self._gradients.zero()
         self._num_sent = 0
 
