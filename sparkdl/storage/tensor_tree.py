@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import base64
 import struct
-from collections import Counter, OrderedDict
+from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -49,6 +49,13 @@ _SPARSE: dict[torch.layout, tuple[Callable[[torch.Tensor], Any], ...]] = {
 }
 """What a sparse tensor is made of, by its layout."""
 _NUMPY_KINDS = "biufcSUmM"
+_SEQUENCES: dict[type, str] = {
+    deque: "deque", set: "set", frozenset: "frozenset", torch.Size: "size",
+}  # fmt: skip
+_FACTORIES: dict[Any, str] = {
+    None: "none", list: "list", dict: "dict", int: "int", float: "float", set: "set",
+}  # fmt: skip
+"""What a defaultdict may make for keys that it lacks."""
 _LARGE_INT = 1 << 63
 """Larger ints are written in hexadecimal: Python refuses to print very long decimal ones."""
 
@@ -56,9 +63,10 @@ _LARGE_INT = 1 << 63
 def pack(tree: Any) -> tuple[Any, dict[str, torch.Tensor]]:
     """Take a tree apart into a JSON value and the tensors that it names; copies no tensor.
 
-    Accepts None, bool, int, float, str, bytes, list, tuple, dict (also OrderedDict and Counter)
-    with str or int keys, tensors, numpy arrays and numpy scalars; CheckpointError names path and
-    type of anything else. Tensors are named after their path. Those that are the same memory (tied
+    Accepts None, bool, int, float, complex, str, bytes, list, tuple, set, frozenset, deque, dict
+    (also OrderedDict, Counter and defaultdict) with str or int keys, tensors, their sizes, dtypes
+    and devices, numpy arrays and numpy scalars; CheckpointError names path and type of anything
+    else. Tensors are named after their path. Those that are the same memory (tied
     weights) are stored once and come back as one tensor.
     """
     packer = _Packer()
@@ -146,6 +154,19 @@ class _Packer:
             return {"tuple": [self.pack(item, (*path, str(i))) for i, item in enumerate(node)]}
         if type(node) is dict:
             return {"dict": self._items(node, path)}
+        if type(node) in _SEQUENCES:
+            items = [
+                self.pack(item, (*path, str(i))) for i, item in enumerate(_ordered_items(node))
+            ]
+            more = {"maxlen": node.maxlen} if isinstance(node, deque) else {}
+            return {_SEQUENCES[type(node)]: items, **more}
+        if type(node) is defaultdict and node.default_factory in _FACTORIES:
+            made = _FACTORIES[node.default_factory]
+            return {"default": self._items(node, path), "factory": made}
+        if type(node) is complex:
+            return {"complex number": [self.pack(node.real, path), self.pack(node.imag, path)]}
+        if type(node) in (torch.dtype, torch.device):
+            return {"torch": str(node).removeprefix("torch."), "kind": type(node).__name__}
         if type(node) is Counter:
             return {"counter": self._items(node, path)}
         if type(node) is OrderedDict:
@@ -241,6 +262,19 @@ def _ordered(value: Any, tensors: Mapping[str, torch.Tensor]) -> OrderedDict[Any
     return result
 
 
+def _listed(values: Any, tensors: Mapping[str, torch.Tensor]) -> list[Any]:
+    return [_unpack(item, tensors) for item in values]
+
+
+def _of_torch(kind: str, name: str) -> Any:
+    if kind == "device":
+        return torch.device(name)
+    found = getattr(torch, name)
+    if not isinstance(found, torch.dtype):
+        raise ValueError(f"dtype {name}")
+    return found
+
+
 def _array(value: Any, tensors: Mapping[str, torch.Tensor]) -> Any:
     data = bytearray(tensors[value["numpy"]].numpy().tobytes())  # writable, as the original was
     return np.ndarray(value["shape"], _dtype(value), data)
@@ -297,6 +331,16 @@ _READERS: dict[str, Callable[[Any, Mapping[str, torch.Tensor]], Any]] = {
     "dict": lambda value, tensors: dict(_pairs(value["dict"], tensors)),
     "counter": lambda value, tensors: Counter(dict(_pairs(value["counter"], tensors))),
     "ordered": _ordered,
+    "deque": lambda value, tensors: deque(_listed(value["deque"], tensors), value["maxlen"]),
+    "set": lambda value, tensors: set(_listed(value["set"], tensors)),
+    "frozenset": lambda value, tensors: frozenset(_listed(value["frozenset"], tensors)),
+    "size": lambda value, tensors: torch.Size(_listed(value["size"], tensors)),
+    "default": lambda value, tensors: defaultdict(
+        {made: kind for kind, made in _FACTORIES.items()}[value["factory"]],
+        _pairs(value["default"], tensors),
+    ),
+    "complex number": lambda value, tensors: complex(*_listed(value["complex number"], tensors)),
+    "torch": lambda value, _: _of_torch(value["kind"], value["torch"]),
     "tensor": lambda value, tensors: tensors[value["tensor"]],
     "complex": lambda value, tensors: torch.view_as_complex(tensors[value["complex"]]),
     "sparse": _sparse,
@@ -306,6 +350,11 @@ _READERS: dict[str, Callable[[Any, Mapping[str, torch.Tensor]], Any]] = {
         base64.b64decode(value["scalar"], validate=True), dtype=_dtype(value)
     )[0],
 }
+
+
+def _ordered_items(node: Any) -> list[Any]:
+    """The items of a sequence or of a set, in an order that does not depend on the process."""
+    return sorted(node, key=repr) if isinstance(node, set | frozenset) else list(node)
 
 
 def _text(data: bytes) -> str:

@@ -10,8 +10,7 @@ from torch import nn
 
 from sparkdl.comm.communicator import Communicator, counting_anew
 from sparkdl.mesh import Mesh
-from sparkdl.sync.gradient_buckets import FlatGradients, zeros
-from sparkdl.sync.strategy import MakeOptimizer, Reduced, Synchronizer
+from sparkdl.sync.strategy import MakeOptimizer, Reduced, Synchronizer, parameters_for
 
 OWN_WEIGHTS = "a lost task could not be run again if each replica kept weights of its own"
 """Why strategies of this kind do not run on plain Spark stages."""
@@ -36,20 +35,20 @@ class ApartSynchronizer(Synchronizer):
         self.model = model
         self._comm = counting_anew(comm)
         self.parameters = [p for p in model.parameters() if p.requires_grad]
-        self.optimizer = make_optimizer(self.parameters)
+        self.optimizer = make_optimizer(parameters_for(make_optimizer, model))
         self.round_sums = torch.zeros(2, dtype=torch.float64)
         """Weighted losses and weights of the samples of the present round, ``(2,)``."""
         self.round_steps = 0
-        self._gradients: FlatGradients | None = None
 
     @property
     def bytes_sent(self) -> int:
         return self._comm.bytes_sent
 
-    def zero_gradients(self) -> None:
-        if self._gradients is None:  # not earlier: steps before may hold theirs elsewhere
-            self._gradients = FlatGradients(self.parameters, 1 << 62, zeros)
-        self._gradients.zero()
+    def follow_freezing(self) -> None:
+        """See `Synchronizer.follow_freezing`; alone, a replica agrees with itself."""
+        if self._comm.world_size > 1:
+            super().follow_freezing()
+        self.parameters = self.trained_parameters()
 
     def reduce_gradients(self, sums: torch.Tensor, divisor: float) -> Reduced:
         self.round_sums += sums.cpu()
@@ -69,10 +68,6 @@ class ApartSynchronizer(Synchronizer):
         self.round_sums.zero_()
         self.round_steps = 0
 
-    def close(self) -> None:
-        if self._gradients is not None:
-            self._gradients.release()
-
     def learning_rate(self) -> float:
         """That of the first parameter group."""
         return float(self.optimizer.param_groups[0].get("lr", float("nan")))
@@ -90,6 +85,10 @@ class OwnWeightsSynchronizer(ApartSynchronizer):
     _own: list[torch.Tensor] | None = None
     """The replica's weights while the model shows the agreed ones; if a checkpoint does not hold
     them, the replica begins from the agreed."""
+
+    def follow_freezing(self) -> None:
+        """See `Synchronizer.follow_freezing`: weights of its own are those that trained before."""
+        Synchronizer.follow_freezing(self)
 
     @abstractmethod
     def show_agreed(self) -> None:

@@ -70,6 +70,11 @@ def training_mode(module: nn.Module, patterns: Sequence[str]) -> None:
             _HELD.discard(layer)
 
 
+def is_held(layer: nn.Module) -> bool:
+    """True if the layer's buffers stay as they are, by `training_mode`."""
+    return layer in _HELD
+
+
 def moving_buffers(module: nn.Module) -> list[torch.Tensor]:
     """The buffers that training may change, which replicas must agree on."""
     still = {id(buffer) for buffer in _held_buffers(module)}
@@ -77,7 +82,7 @@ def moving_buffers(module: nn.Module) -> list[torch.Tensor]:
 
 
 def still_names(module: nn.Module) -> frozenset[str]:
-    """Names, in the state dict, of what training does not change."""
+    """Names, in the state dict, of what training does not change, unless forward does."""
     buffers = {id(buffer) for buffer in _held_buffers(module)}
     still = {n for n, b in module.named_buffers(remove_duplicate=False) if id(b) in buffers}
     parameters = module.named_parameters(remove_duplicate=False)

@@ -1,8 +1,9 @@
 """Flat buffers, so that many small gradients, or changes of parameters, travel as few tensors.
 
-Gradients are views of flat buffers, which are cut into buckets. A parameter that takes no part in a
-step has a gradient of zero, not None, so that weight decay and momentum act on it the same way on
-every rank.
+Gradients are views of flat buffers, which are cut into buckets. Behind the last bucket lie marks,
+one number for each parameter, which say whether a backward pass has used it. They are summed with
+the bucket. A parameter that nobody has used in a step has no gradient then, as in a plain loop, so
+that neither weight decay nor momentum moves it.
 """
 
 from __future__ import annotations
@@ -30,13 +31,17 @@ Allocate = Callable[[int, torch.dtype, torch.device], torch.Tensor]
 
 
 class Bucket:
-    """Gradients that travel together: a flat tensor, and one view of it per parameter."""
+    """Gradients that travel together: a flat tensor, and one view of it per parameter.
+
+    ``flat`` may end with numbers that are no gradients; ``values`` has those that are.
+    """
 
     def __init__(self, parameters: Sequence[nn.Parameter], flat: torch.Tensor) -> None:
         self.parameters = tuple(parameters)
         self.flat = flat
         sizes = [parameter.numel() for parameter in parameters]
-        pieces = torch.split(flat, sizes)
+        self.values = flat[: sum(sizes)]
+        pieces = torch.split(self.values, sizes)
         self.gradients = tuple(
             piece.view(parameter.shape) for piece, parameter in zip(pieces, parameters, strict=True)
         )
@@ -44,21 +49,47 @@ class Bucket:
 
 
 class FlatGradients:
-    """The gradients of ``parameters``, in buckets of about ``bucket_bytes``."""
+    """The gradients of ``parameters``, in buckets of about ``bucket_bytes``, and their marks.
+
+    Attributes:
+        used: a byte for each parameter, which is 1 if a backward pass has used it since `zero`.
+        marks: the same behind the last bucket, as of `write_marks`; what travels.
+    """
 
     def __init__(
         self, parameters: Sequence[nn.Parameter], bucket_bytes: int, allocate: Allocate
     ) -> None:
         self.parameters = list(parameters)
-        self.buckets = make_buckets(self.parameters, bucket_bytes, allocate)
+        num_marks = len(self.parameters)
+        self.buckets = make_buckets(self.parameters, bucket_bytes, allocate, num_marks)
+        self.used = bytearray(num_marks)
+        self._used = torch.frombuffer(self.used, dtype=torch.uint8) if num_marks else zeros(0)
+        last = self.buckets[-1].flat if self.buckets else zeros(0)
+        self.marks = last[len(last) - num_marks :]
         self.attach()
 
     def zero(self) -> None:
-        """Set all gradients to zero; they stay views of the buckets."""
+        """Set all gradients to zero; they stay views of the buckets, and nothing is used."""
         for bucket in self.buckets:
             bucket.flat.zero_()
             bucket.num_missing = len(bucket.parameters)
+        self._used.zero_()
         self.attach()
+
+    @property
+    def are_all_used(self) -> bool:
+        """True if backward passes have used all parameters, so that nobody need ask the others."""
+        return 0 not in self.used
+
+    def write_marks(self) -> None:
+        """Note behind the last bucket what was used."""
+        self.marks.copy_(self._used)
+
+    def drop_unused(self, marks: torch.Tensor) -> None:
+        """Let parameters whose sum of marks is 0 have no gradient, until the next `zero`."""
+        for parameter, mark in zip(self.parameters, marks.tolist(), strict=True):
+            if not mark:
+                parameter.grad = None
 
     def attach(self) -> None:
         """Make ``.grad`` the views again: someone's ``zero_grad()`` may have dropped them."""
@@ -87,13 +118,20 @@ class BucketSums(Stateful):
         self._compressors = []
         if compression is not None and comm.world_size > 1:
             self._compressors = [compression.make(bucket.gradients, comm) for bucket in buckets]
+        self._sizes = [len(bucket.values) for bucket in buckets]
         self.pending: list[Pending] = []
         """What is under way."""
+
+    @property
+    def are_compressed(self) -> bool:
+        """True if only gradients travel, and not what lies behind them in a bucket."""
+        return bool(self._compressors)
 
     def start(self, number: int, flat: torch.Tensor) -> None:
         """Start to sum ``flat``, which is bucket ``number`` or lies like it."""
         if self._compressors:
-            self.pending.append(self._compressors[number].start(flat))
+            values = flat[: self._sizes[number]]
+            self.pending.append(self._compressors[number].start(values))
         else:
             self.start_plain(flat)
 
@@ -160,30 +198,35 @@ class Changes(BucketSums):
 
 
 def make_buckets(
-    parameters: Sequence[nn.Parameter], bucket_bytes: int, allocate: Allocate
+    parameters: Sequence[nn.Parameter], bucket_bytes: int, allocate: Allocate, num_more: int = 0
 ) -> list[Bucket]:
     """Cut the gradients of ``parameters`` into buckets, those that are ready first in front.
 
     Gradients become ready roughly in the reverse order of registration. Each dtype and device has
-    one flat buffer, of which its buckets are consecutive parts.
+    one flat buffer, of which its buckets are consecutive parts. Behind the last bucket there is
+    room for ``num_more`` numbers.
     """
     groups: dict[tuple[torch.dtype, torch.device], list[tuple[int, nn.Parameter]]] = {}
     for place, parameter in enumerate(reversed(parameters)):
         groups.setdefault((parameter.dtype, parameter.device), []).append((place, parameter))
     placed: list[tuple[int, Bucket]] = []
     for (dtype, device), members in groups.items():
-        total = sum(parameter.numel() for _, parameter in members)
+        has_last = members[-1][0] == len(parameters) - 1
+        total = sum(parameter.numel() for _, parameter in members) + num_more * has_last
         rest = allocate(total, dtype, device)
         sizes = [parameter.nbytes for _, parameter in members]
         for run in _runs(members, sizes, bucket_bytes):
             size = sum(parameter.numel() for _, parameter in run)
+            size += num_more * (run[-1][0] == len(parameters) - 1)
             bucket = Bucket([parameter for _, parameter in run], rest[:size])
             placed.append((run[-1][0], bucket))
             rest = rest[size:]
     return [bucket for _, bucket in sorted(placed, key=lambda pair: pair[0])]
 
 
-def zeros(numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+def zeros(
+    numel: int, dtype: torch.dtype | None = None, device: torch.device | None = None
+) -> torch.Tensor:
     """Memory of this process alone."""
     return torch.zeros(numel, dtype=dtype, device=device)
 

@@ -11,9 +11,11 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from functools import cached_property
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Protocol, TypeAlias
 
 from sparkdl.config import TrainConfig
+from sparkdl.errors import ConfigError
 from sparkdl.mesh import Mesh
 from sparkdl.storage.stateful import Stateful
 from sparkdl.sync.exchange_pattern import ModelSize, Pattern
@@ -31,6 +33,16 @@ MakeOptimizer = Callable[[Iterable["nn.Parameter"]], "torch.optim.Optimizer"]
 Autocast = Callable[[], AbstractContextManager[object]]
 SetupArguments: TypeAlias = "tuple[nn.Module, MakeOptimizer, Communicator]"
 """What `SyncStrategy.setup` gets, and every synchronizer that it makes."""
+
+
+TAKES_FROZEN = "takes_frozen"
+"""Attribute of a `MakeOptimizer` that is True if it wants frozen parameters too."""
+
+
+def parameters_for(make_optimizer: MakeOptimizer, model: nn.Module) -> list[nn.Parameter]:
+    """What an optimizer of a model gets: what trains, or also what may come to train."""
+    takes_frozen = getattr(make_optimizer, TAKES_FROZEN, False)
+    return [p for p in model.parameters() if p.requires_grad or takes_frozen]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -236,9 +248,32 @@ class Synchronizer(Stateful, ABC):
         gradients = [p.grad for p in parameters if p.grad is not None]
         return torch.nn.utils.get_total_norm(gradients)
 
+    def follow_freezing(self) -> None:
+        """Go on with other parameters that train: someone has set ``requires_grad`` of some.
+
+        Called between steps, on all ranks; nothing changes if they are the same as before.
+
+        Raises:
+            ConfigError: this strategy cannot.
+        """
+        raise ConfigError(
+            "requires_grad of parameters was changed while training runs, which this strategy does "
+            "not follow; use AllReduce or ParameterAveraging without options, or freeze and "
+            "unfreeze between fits, of which the second has the first one's model as initialWeights"
+        )
+
     def zero_gradients(self) -> None:
         """Forget the gradients of the last step; called before the first forward pass of one."""
-        self.optimizer.zero_grad()
+        for parameter in self._all_parameters:
+            parameter.grad = None
+
+    @cached_property
+    def _all_parameters(self) -> list[nn.Parameter]:
+        """Those of the model, which take as long as a small step to be looked up."""
+        return list(self.model.parameters())
+
+    def mark_used(self, parameters: Iterable[nn.Parameter]) -> None:
+        """Note that parameters were used in this step where no hook of theirs can have run."""
 
     def no_sync(self) -> AbstractContextManager[None]:
         """Context in which backward passes add to the local gradients only; here they always do."""
@@ -292,4 +327,6 @@ class Synchronizer(Stateful, ABC):
         return 0
 
     def close(self) -> None:
-        """Release hooks and buffers; called once, also after a failure."""
+        """Release hooks, buffers and gradients; called once, also after a failure."""
+        for parameter in self._all_parameters:
+            parameter.grad = None

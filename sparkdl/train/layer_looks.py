@@ -132,10 +132,12 @@ class LayerLooks:
 
     def _histograms(self) -> dict[str, Any]:
         found = {}
+        has_stepped = any(parameter.grad is not None for parameter in self._parameters.values())
         for (name, parameter), values in zip(self._parameters.items(), self._before, strict=True):
             found[f"weights/{name}"] = _histogram(values)
-            if parameter.grad is not None:
-                found[f"gradients/{name}"] = _histogram(_sample(parameter.grad))
+            if has_stepped:  # what no step uses has none
+                gradient = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+                found[f"gradients/{name}"] = _histogram(_sample(gradient))
         return {name: of for name, of in found.items() if of is not None}
 
 

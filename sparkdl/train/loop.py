@@ -22,8 +22,9 @@ from sparkdl.data.collate import example_arguments
 from sparkdl.data.plan import TrainPlan
 from sparkdl.data.source import ShardRows
 from sparkdl.sync.collective import CollectiveStrategy
-from sparkdl.sync.frozen_layers import moving_buffers, training_mode
+from sparkdl.sync.frozen_layers import training_mode
 from sparkdl.sync.gradients.allreduce import tree_synchronizer
+from sparkdl.sync.module_tensors import Place, fingerprints
 from sparkdl.sync.strategy import MakeOptimizer, Pipelined, Synchronizer
 from sparkdl.train.callbacks import (
     NO_PLACE,
@@ -41,6 +42,7 @@ from sparkdl.train.modules.sync_batch_norm import synchronized
 from sparkdl.train.objective.label_losses import no_sums
 from sparkdl.train.objective.metrics import Metrics
 from sparkdl.train.objective.training_step import logs
+from sparkdl.train.optimizers.stepping import set_mode
 from sparkdl.train.random_state import deterministic_algorithms, seed_everything
 from sparkdl.train.rank_state import DIVIDED, CheckpointSink, RankState, ResumePoint
 from sparkdl.train.replica import make_replica
@@ -180,6 +182,7 @@ def train(
         return _Training(
             replica=replica,
             book=book,
+            first=fingerprints(module) if mesh is None else {},
             epoch_sums=no_sums(replica.loss, device),
             by_shard=ShardStates(replica, comm) if by_shard else None,
             shards=shards,
@@ -272,6 +275,8 @@ class _Training(RankState):
             self.replica.lightning.call("on_train_start")
         for callback in config.callbacks:
             callback.on_train_begin(self._callback_state())
+        if not self.book.is_complete:
+            self._set_mode(trains=True)
         self.requests.refusal = None
         self.observer.clock(self.clock.seconds)
 
@@ -338,12 +343,13 @@ class _Training(RankState):
         self.replica.synchronizer.close_round()
         self.clock.lap("communication")
 
-    def _average_buffers(self) -> list[torch.Tensor]:
-        """Make buffers equal on all ranks where the strategy does not; return this rank's own."""
-        if self.replica.synchronizer.buffers_agree:
+    def _average_buffers(self) -> list[tuple[Place, torch.Tensor | None]]:
+        """Make equal on all ranks what the strategy does not; return this rank's own."""
+        synchronizer = self.replica.synchronizer
+        if synchronizer.buffers_agree:
             return []
-        own = [buffer.clone() for buffer in moving_buffers(self.replica.module)]
-        sync_buffers(self.replica.module, self.comm, self.with_rows)
+        trained = [] if synchronizer.divided is not None else synchronizer.trained_parameters()
+        own = sync_buffers(self.replica.module, self.comm, self.with_rows, trained)
         self.clock.lap("communication")
         return own
 
@@ -353,6 +359,7 @@ class _Training(RankState):
         Within an epoch each rank then goes on with its own buffers, as if nobody had looked.
         """
         self._close_round()
+        self._set_mode(trains=False)
         is_epoch_over = self.book.is_epoch_over
         if self.by_shard is not None:
             self.by_shard.average_buffers(for_good=is_epoch_over)
@@ -361,8 +368,14 @@ class _Training(RankState):
             own = self._average_buffers()
         self._enter(self._record(began))
         if not is_epoch_over and not self.book.is_complete:
-            for buffer, value in zip(moving_buffers(self.replica.module), own, strict=False):
-                buffer.detach().copy_(value)
+            for place, value in own:
+                place.set(value)
+        if not self.book.is_complete:
+            self._set_mode(trains=True)
+
+    def _set_mode(self, *, trains: bool) -> None:
+        """Have the weights for training, or for evaluation, where the optimizer knows both."""
+        set_mode(self.replica.synchronizer.optimizer, trains=trains)
 
     def _record(self, began: float) -> Record:
         """The epoch's entry in the history so far, over all ranks, with validation rows."""
@@ -447,10 +460,12 @@ class _Training(RankState):
         assert self.checkpoints is not None
         self.book.is_checkpoint_due = False
         self._close_round()
+        self._set_mode(trains=False)
         self.observer.phase("checkpoint")
         point = self.snapshot()
         assert point.rank_state is not None
         self.checkpoints.save(point.step, point.shared, point.rank_state)
+        self._set_mode(trains=True)
         self.clock.lap("checkpoint")
         self.observer.phase("train")
 

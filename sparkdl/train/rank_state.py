@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import torch
 
+from sparkdl.sync.averaging.mean import merge
 from sparkdl.sync.divided_state import DividedState, Part, whole_part
+from sparkdl.sync.module_tensors import give_tensors, moved, places_of
 from sparkdl.train.callbacks import Requests, give_states, states_of
+from sparkdl.train.optimizers.nested_states import plain_state
 from sparkdl.train.random_state import random_state, seed_everything, set_random_state
 from sparkdl.train.replica import Replica
 from sparkdl.train.shard_states import ShardStates
@@ -63,6 +66,8 @@ class RankState:
     """What callbacks have asked for, and was not done yet."""
     by_shard: ShardStates | None = None
     """What belongs to shards, if bits must not depend on who has them; else it is the rank's."""
+    first: Mapping[str, int] = field(default_factory=dict)
+    """What frozen parameters were before training, see `fingerprints`; forward may change them."""
 
     def snapshot(self) -> ResumePoint:
         """The present state; its tensors are the replica's own, not copies."""
@@ -73,10 +78,11 @@ class RankState:
             own = {"shards": self.by_shard.state_dict()}
         else:
             # Running statistics differ between ranks until the epoch ends.
-            buffers = self.replica.module.named_buffers()
+            module = self.replica.module
+            buffers = {p.name: p.value for p in places_of(module) if p.kind != "parameter"}
             own = {
                 "rng": random_state(),
-                "buffers": {name: value.detach() for name, value in buffers},
+                "buffers": {**buffers, **moved(module, self.first)},
                 "epoch_sums": self.epoch_sums,
             }
             if divided is not None:
@@ -142,16 +148,14 @@ class RankState:
             divided = DividedState(replica.module, replica.synchronizer.optimizer)
         best = divided.load([whole_part(shared)] if point.parts is None else point.parts())
         buffers = {k: v for k, v in shared["model"].items() if k not in divided.parameters}
-        replica.own_module.load_state_dict(buffers, strict=False)
+        give_tensors(replica.own_module, buffers)
         others = {name: shared[name] for name in ("scaler", "scheduler")}
         replica.load_state_dict({**others, "optimizer": None})
         return best
 
     def _restore_rank(self, state: dict[str, Any], *, is_united: bool, rank: int) -> None:
         replica = self.replica
-        buffers = dict(replica.module.named_buffers())
-        for name, value in state.get("buffers", {}).items():
-            buffers[name].detach().copy_(value)
+        give_tensors(replica.module, state.get("buffers", {}))
         if state["own"] is not None:
             replica.load_state_dict(state["own"])
         if not is_united:  # of what is united, no rank has kept anything of its own
@@ -190,7 +194,7 @@ class RankState:
         del own["model"]
         divided = synchronizer.divided
         is_own = synchronizer.keeps_optimizer and (divided is None or not divided.is_kept)
-        return {**own, "optimizer": synchronizer.optimizer.state_dict() if is_own else None}
+        return {**own, "optimizer": plain_state(synchronizer.optimizer) if is_own else None}
 
 
 def united(states: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
@@ -207,12 +211,7 @@ def united(states: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     if "shards" in first:
         shards = {number: own for state in states for number, own in state["shards"].items()}
         return {**first, "shards": shards}
-    buffers = {
-        name: torch.stack([s["buffers"][name].double() for s in states]).mean(0).to(value.dtype)
-        if value.is_floating_point()
-        else value
-        for name, value in first["buffers"].items()
-    }
+    buffers = merge([state["buffers"] for state in states], [1.0] * len(states))
     sums = torch.stack([state["epoch_sums"] for state in states]).sum(0)
     collected = [state["collected"] for state in states if "collected" in state]
     known = {name: value for name, value in first.items() if name not in ("rng", DIVIDED, OWN_ROWS)}

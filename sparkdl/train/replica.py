@@ -17,6 +17,7 @@ from sparkdl.data.batches import Batch, Batches
 from sparkdl.data.collate import example_arguments
 from sparkdl.data.plan import TrainPlan
 from sparkdl.data.source import ShardRows
+from sparkdl.sync.module_tensors import give_tensors, set_trains, tensors_of, trains
 from sparkdl.sync.population.hyperparameters import rescaled, set_present_rate
 from sparkdl.sync.strategy import MakeOptimizer, Synchronizer
 from sparkdl.train.modules.compiled import compile_in_place
@@ -26,6 +27,7 @@ from sparkdl.train.objective.lightning import TrainerStandIn
 from sparkdl.train.objective.loss import LossFunction
 from sparkdl.train.objective.metrics import Metrics
 from sparkdl.train.objective.training_step import StepLoss, objective_of
+from sparkdl.train.optimizers.nested_states import give_state, plain_state
 from sparkdl.train.optimizers.optimizers import Schedule, make_scheduler, resolve_optimizer
 
 
@@ -113,11 +115,11 @@ class Replica:
 
     def weights(self) -> dict[str, Any]:
         """A copy of the weights and buffers that lie on this rank."""
-        return copy.deepcopy(self.own_module.state_dict())
+        return copy.deepcopy(tensors_of(self.own_module))
 
     def set_weights(self, weights: Mapping[str, Any]) -> None:
         """Restore what `weights` gave."""
-        self.own_module.load_state_dict(weights)
+        give_tensors(self.own_module, weights)
 
     def state_dict(self) -> dict[str, Any]:
         """What training has made of it; the tensors are the replica's own, not copies.
@@ -125,29 +127,30 @@ class Replica:
         Of a module that is divided only buffers, and not the optimizer's state: see
         `DividedState.part`.
         """
-        model = self.own_module.state_dict()
+        model = tensors_of(self.own_module)
         divided = self.synchronizer.divided
         if divided is not None:
             model = {name: value for name, value in model.items() if name not in divided.parameters}
-        optimizer = self.synchronizer.optimizer.state_dict() if divided is None else None
+        optimizer = plain_state(self.synchronizer.optimizer) if divided is None else None
         return {
             "model": model,
+            "trains": None if divided is not None else trains(self.module),
             "optimizer": optimizer,
-            "scheduler": None if self.scheduler is None else self.scheduler.state_dict(),
+            "scheduler": None if self.scheduler is None else plain_state(self.scheduler),
             "scaler": self.number_format.state_dict(),
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore what `state_dict` gave, or a part of it without model or optimizer."""
         if "model" in state:
-            self.own_module.load_state_dict(
-                state["model"], strict=self.synchronizer.divided is None
-            )
+            give_tensors(self.own_module, state["model"])
+        if state.get("trains") is not None and set_trains(self.module, state["trains"]):
+            self.synchronizer.follow_freezing()
         if state["optimizer"] is not None:
-            self.synchronizer.optimizer.load_state_dict(state["optimizer"])
+            give_state(self.synchronizer.optimizer, state["optimizer"])
         self.number_format.load_state_dict(state["scaler"])
         if self.scheduler is not None and state["scheduler"] is not None:
-            self.scheduler.load_state_dict(state["scheduler"])
+            give_state(self.scheduler, state["scheduler"])
 
 
 def make_replica(

@@ -27,12 +27,14 @@ from sparkdl.data.source import ShardRows
 from sparkdl.sync.apart import ApartSynchronizer
 from sparkdl.sync.averaging.state_pieces import CHANGES
 from sparkdl.sync.frozen_layers import still_names, training_mode
+from sparkdl.sync.module_tensors import give_tensors, is_same, places_of, shape_of
 from sparkdl.sync.population.hyperparameters import set_values
 from sparkdl.train.callbacks import IN_TASKS, CallbackState, Observer, Requests
 from sparkdl.train.layer_looks import LayerLooks
 from sparkdl.train.modules.memory_format import in_memory_format
 from sparkdl.train.objective.logs import as_text, fill, from_text
 from sparkdl.train.optimizers.optimizers import require_steps
+from sparkdl.train.optimizers.stepping import set_mode
 from sparkdl.train.random_state import deterministic_algorithms, seed_everything
 from sparkdl.train.replica import make_replica
 from sparkdl.train.step import TrainStep
@@ -87,6 +89,8 @@ class RoundReplica:
         self._replica = make_replica(module, config, plan, device, setup)
         require_steps(self._replica.schedule)
         self._first = copy.deepcopy(self._replica.state_dict())
+        self._begin: Mapping[str, Any] = {}
+        """What the module held when the newest round began."""
         self._looks = None if looks is None else LayerLooks(looks, module, plan)
 
     def train(
@@ -117,7 +121,11 @@ class RoundReplica:
         replica, config = self._replica, self._replica.config
         synchronizer = replica.synchronizer
         assert isinstance(synchronizer, ApartSynchronizer)
-        replica.load_state_dict({**self._first, **state})  # all that an earlier round has changed
+        # All that an earlier round has changed.
+        model = {**self._first["model"], **state["model"]}
+        give_tensors(replica.module, model, removes_others=True)
+        replica.load_state_dict({**self._first, **state, "model": model})
+        self._begin = model
         synchronizer.close_round()
         if hyperparameters:
             set_values(synchronizer.optimizer, replica.scheduler, hyperparameters)
@@ -128,6 +136,7 @@ class RoundReplica:
         if replica.lightning is not None:
             replica.lightning.move_to(part.epoch, part.step, part.step_in_epoch)
             replica.lightning.place(shard_id, replica.plan.world_size)
+        set_mode(synchronizer.optimizer, trains=True)
         requests = Requests(refusal=IN_TASKS)
         clock = Clock()
         looks = self._looks if shard_id == 0 else None
@@ -167,6 +176,7 @@ class RoundReplica:
                         callback.on_step_end(seen)
                 clock.lap("other")
         loss_sum, weight = synchronizer.round_sums.tolist()
+        set_mode(synchronizer.optimizer, trains=False)
         return RoundOutcome(
             state=replica.state_dict(),
             loss_sum=loss_sum,
@@ -178,27 +188,43 @@ class RoundReplica:
             logs=None if replica.collector is None else as_text(replica.collector.packed()),
         )
 
-    def moving(
-        self, state: dict[str, Any], begin: Mapping[str, torch.Tensor] | None = None
-    ) -> dict[str, Any]:
+    def moving(self, state: dict[str, Any], *, compressed: bool = False) -> dict[str, Any]:
         """An outcome's state without those weights and buffers that training has left alone.
 
-        With ``begin``, the weights of the round's beginning, it has the parameters' `CHANGES` in
-        place of the parameters.
+        Where it is to be ``compressed``, it has the parameters' `CHANGES` in the round in place of
+        the parameters that train.
         """
         still = still_names(self._replica.module)
-        model = {name: value for name, value in state["model"].items() if name not in still}
-        if begin is None:
+        model = {
+            name: value
+            for name, value in state["model"].items()
+            if name not in still or not is_same(value, self._begin.get(name))
+        }
+        if not compressed:
             return {**state, "model": model}
         changes: dict[str, torch.Tensor] = {}
         made: dict[int, torch.Tensor] = {}
         for name, parameter in self._replica.module.named_parameters(remove_duplicate=False):
-            if name in model:
+            if name in model and name not in still:
                 value = model.pop(name)
                 if id(parameter) not in made:  # tied weights travel once
-                    made[id(parameter)] = value - begin[name].to(value.device)
+                    made[id(parameter)] = value - self._begin[name].to(value.device)
                 changes[name] = made[id(parameter)]
         return {**state, "model": model, CHANGES: changes}
+
+    def odd(self, moving: Mapping[str, Any]) -> dict[str, Any]:
+        """What the driver must know of what `moving` gave, besides the mean, as JSON values.
+
+        ``moved``: names of what should have stayed as it was; ``shapes``: of persistent buffers
+        that have another shape than at the round's beginning.
+        """
+        still, begin = still_names(self._replica.module), self._begin
+        places = [p for p in places_of(self._replica.module) if p.kind == "buffer"]
+        shapes = {place.name: shape_of(place.value) for place in places}
+        return {
+            "moved": sorted(still & moving["model"].keys()),
+            "shapes": {n: s for n, s in shapes.items() if n in begin and s != shape_of(begin[n])},
+        }
 
     def evaluate(
         self, state: dict[str, Any], validation: ShardRows
@@ -210,7 +236,8 @@ class RoundReplica:
             LightningModule has logged.
         """
         replica, lightning = self._replica, self._replica.lightning
-        replica.module.load_state_dict(state["model"])
+        model = {**self._first["model"], **state["model"]}
+        give_tensors(replica.module, model, removes_others=True)
         if lightning is not None:
             lightning.reset()
         with (

@@ -8,19 +8,28 @@ over shards are formed along the tree of `sync.gradients.shard_tree`, or in the 
 from __future__ import annotations
 
 import contextlib
+import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import nn
 
 from sparkdl.comm.communicator import Communicator
 from sparkdl.data.batches import Batch, sequential_batches
 from sparkdl.data.source import ShardRows
-from sparkdl.sync.averaging.mean import fill, flat_of
-from sparkdl.sync.frozen_layers import moving_buffers
+from sparkdl.errors import ConfigError
+from sparkdl.sync.averaging.mean import as_real, fill, flat_of, is_number
 from sparkdl.sync.gradients.shard_tree import ShardGather, tree_sum
+from sparkdl.sync.module_tensors import (
+    Place,
+    agreed_on,
+    fingerprints,
+    give_tensors,
+    kind_of,
+    moved,
+    places_of,
+)
 from sparkdl.train.objective.label_losses import no_sums
 from sparkdl.train.objective.metrics import Metrics
 from sparkdl.train.random_state import random_state, seed_everything, set_random_state
@@ -34,8 +43,8 @@ class ShardState:
 
     random: dict[str, Any]
     """See `random_state`."""
-    buffers: list[torch.Tensor]
-    """Of `moving_buffers`."""
+    buffers: dict[str, torch.Tensor | None]
+    """By name; not those of held layers."""
     metrics: Metrics | None
     """Has seen the shard's training batches of the present epoch, if they are wanted."""
 
@@ -54,7 +63,9 @@ class ShardStates:
         self._replica, plan = replica, replica.plan
         self._gather = ShardGather(comm, plan.shards_by_rank)
         self.numbers = plan.shards_by_rank[comm.rank]
-        self._slots = _buffer_slots(replica.module)
+        self._layers = [layer._buffers for layer in replica.module.modules()]
+        self._places = self._all_places()
+        self._first = fingerprints(replica.module)
         self._with_rows = [n for n, shard in enumerate(plan.shards) if shard.num_rows]
         none = no_sums(replica.loss, replica.device)
         self.epoch_sums = none.new_zeros((len(self.numbers), len(none)))
@@ -67,19 +78,40 @@ class ShardStates:
             seed_everything(self._replica.config.seed, number, step)
             self._states[number] = ShardState(
                 random=random_state(),
-                buffers=[buffer.clone() for buffer in self._buffers],
+                buffers=self._buffers(),
                 metrics=self._new_metrics(),
             )
 
-    @property
-    def _buffers(self) -> list[torch.Tensor]:
-        """The module's, which it may have replaced by others."""
-        return [owner[name].detach() for owner, name in self._slots]
+    def _all_places(self) -> list[Place]:
+        places = places_of(self._replica.module, aliases=False)
+        return [place for place in places if place.kind != "parameter" and not place.is_held]
+
+    def _buffers(self) -> dict[str, torch.Tensor | None]:
+        """Copies of the module's, which it may have replaced, or registered, meanwhile."""
+        if sum(map(len, self._layers)) != len(self._places):
+            self._places = self._all_places()
+        values = ((place.name, place.value) for place in self._places)
+        return {name: value if value is None else value.clone() for name, value in values}
+
+    def _use(self, buffers: Mapping[str, torch.Tensor | None]) -> None:
+        """Give the module a shard's buffers, and none that only other shards have."""
+        if buffers.keys() == {place.name for place in self._places}:
+            for place in self._places:
+                place.set(buffers[place.name])
+        else:
+            held = {p.name: p.value for p in places_of(self._replica.module) if p.is_held}
+            give_tensors(self._replica.module, {**held, **buffers}, removes_others=True)
+            self._places = self._all_places()
 
     def _new_metrics(self) -> Metrics | None:
         replica = self._replica
         wants = replica.training_metrics is not None
         return Metrics.of(replica.config, replica.loss, replica.device) if wants else None
+
+    def follow_freezing(self) -> None:
+        """Expect other parameters to stay as they are: some train now that did not."""
+        now = fingerprints(self._replica.module)
+        self._first = {name: self._first[name] for name in now if name in self._first}
 
     def batches(self, parts: Iterator[Batch]) -> dict[int, Batch]:
         """A step's batch of each shard that has rows, by its number; see `Batches.by_shard`.
@@ -100,14 +132,15 @@ class ShardStates:
     def training(self, number: int) -> Iterator[Metrics | None]:
         """Have a shard's generators and buffers in place, and its metrics."""
         state = self._states[number]
-        with self._drawing(state):
-            _copy(state.buffers, self._buffers)
+        with self.drawing(number):
+            self._use(state.buffers)
             yield state.metrics
-            _copy(self._buffers, state.buffers)
+            state.buffers = self._buffers()
 
     @contextlib.contextmanager
-    def _drawing(self, state: ShardState) -> Iterator[None]:
+    def drawing(self, number: int) -> Iterator[None]:
         """Draw random numbers from a shard's generators; what is drawn between does not count."""
+        state = self._states[number]
         set_random_state(state.random)
         yield
         state.random = random_state()
@@ -121,25 +154,45 @@ class ShardStates:
 
         Others than floating ones become those of the first of these. ``for_good``: all shards go on
         with them.
+
+        Raises:
+            ConfigError: forward has changed a frozen parameter; or a persistent buffer has other
+                shapes for other shards.
         """
-        buffers = self._buffers
-        floating = [place for place, b in enumerate(buffers) if b.is_floating_point()]
+        if changed := sorted(moved(self._replica.module, self._first)):
+            raise ConfigError(
+                f"forward changes {changed[0]!r}, which has no gradient, once for each shard; with "
+                "elasticity='bits' its values would depend on who trains which shard: make it a "
+                "buffer, or leave elasticity out"
+            )
+        kinds = {place.name: place.kind for place in self._places}
+        described = [
+            [[name, *kind_of(value), kinds.get(name, "fleeting")] for name, value in own.items()]
+            for own in (state.buffers for state in self._all)
+        ]
+        sent = self._gather.bytes([json.dumps(own).encode() for own in described])
+        counts = [number in self._with_rows for number in range(len(sent))]
+        device = self.epoch_sums.device
+        mean = {
+            name: torch.zeros(shape, dtype=getattr(torch, dtype), device=device)
+            for name, shape, dtype, _ in agreed_on([json.loads(own) for own in sent], counts)
+        }
+        mine = [
+            {name: _if_alike(state.buffers.get(name), zeros) for name, zeros in mean.items()}
+            for state in self._all
+        ]
+        floating = [name for name, zeros in mean.items() if is_number(zeros)]
         if floating:
-            like = torch.cat([buffers[place].double().flatten() for place in floating])
-            rows = like.new_empty((len(self.numbers), len(like)))
-            for row, state in zip(rows, self._all, strict=True):
-                row.copy_(flat_of([state.buffers[place].double() for place in floating]))
-            mean = tree_sum(self._gather(rows)[self._with_rows]) / len(self._with_rows)
-            fill([buffers[place] for place in floating], mean)
-        for place, buffer in enumerate(buffers):
-            if not buffer.is_floating_point():
-                rows = buffer.new_empty((len(self.numbers), *buffer.shape))
-                for row, state in zip(rows, self._all, strict=True):
-                    row.copy_(state.buffers[place])
-                buffer.copy_(self._gather(rows)[self._with_rows[0]])
+            flat = [flat_of([as_real(own[n]).double() for n in floating]) for own in mine]
+            sums = tree_sum(self._gather(torch.stack(flat))[self._with_rows])
+            fill([as_real(mean[name]) for name in floating], sums / len(self._with_rows))
+        for name in [name for name in mean if name not in floating]:
+            rows = torch.stack([own[name] for own in mine])
+            mean[name].copy_(self._gather(rows)[self._with_rows[0]])
+        give_tensors(self._replica.module, mean)
         if for_good:
             for state in self._all:
-                _copy(buffers, state.buffers)
+                state.buffers |= {name: value.clone() for name, value in mean.items()}
 
     @property
     def _all(self) -> list[ShardState]:
@@ -159,7 +212,7 @@ class ShardStates:
         sums, packed = torch.zeros_like(self.epoch_sums), []
         for place, number in enumerate(self.numbers):
             batches = sequential_batches([rows[place]], replica.plan)
-            with self._drawing(self._states[number]):
+            with self.drawing(number):
                 sums[place] = measure(replica, (batch.map(torch.clone) for batch in batches))
             packed.append(replica.metrics.packed())
         values = replica.metrics.compute_over(self._gather.bytes(packed)) if replica.metrics else {}
@@ -189,23 +242,16 @@ class ShardStates:
         for place, (number, state) in enumerate(self._states.items()):
             saved = states[str(number)]
             state.random = saved["random"]
-            _copy(saved["buffers"], state.buffers)
+            device = self.epoch_sums.device
+            state.buffers = {
+                name: value if value is None else value.to(device, copy=True)
+                for name, value in saved["buffers"].items()
+            }
             if state.metrics is not None:
                 state.metrics.load_state_dict(saved["metrics"])
             self.epoch_sums[place] = saved["epoch_sums"]
 
 
-def _copy(source: Sequence[torch.Tensor], into: Sequence[torch.Tensor]) -> None:
-    if into:
-        torch._foreach_copy_(list(into), list(source))
-
-
-def _buffer_slots(module: nn.Module) -> list[tuple[dict[str, Any], str]]:
-    """Where the buffers of `moving_buffers` are: a layer's dict, and the name in it."""
-    wanted = {id(buffer) for buffer in moving_buffers(module)}
-    slots: dict[int, tuple[dict[str, Any], str]] = {}
-    for layer in module.modules():
-        for name, buffer in layer._buffers.items():
-            if id(buffer) in wanted:
-                slots.setdefault(id(buffer), (layer._buffers, name))
-    return list(slots.values())
+def _if_alike(value: torch.Tensor | None, like: torch.Tensor) -> torch.Tensor:
+    """``value``, or ``like`` where it is another kind of tensor."""
+    return value if value is not None and kind_of(value) == kind_of(like) else like

@@ -11,7 +11,7 @@ from typing import Any
 
 from sparkdl.config import EarlyStopping, TrainConfig
 from sparkdl.data.plan import TrainPlan
-from sparkdl.errors import ConfigError, did_you_mean
+from sparkdl.errors import ConfigError, DataError, did_you_mean
 from sparkdl.sync.population.population import Competition
 from sparkdl.train.objective.divergence import diverged, warn_if_nan
 from sparkdl.train.objective.label_losses import loss_record
@@ -188,6 +188,7 @@ class EpochBook:
         self._plan = plan
         self._stopping = config.early_stopping
         self._interval = config.validation_interval
+        self._may_skip_steps = config.precision == "fp16"
         has_validation = plan.num_validation_rows > 0
         check_monitored(config, has_validation=has_validation, has_logs=has_logs)
 
@@ -250,12 +251,19 @@ class EpochBook:
 
         Raises:
             TrainingDiverged: the loss is not finite.
+            DataError: the epoch had no row that counts.
         """
         losses = loss_record(list(sums), labels)
         if sums[1] > 0 and not math.isfinite(losses["loss"]):
             raise diverged(losses["loss"], f"in epoch {self.state.epoch + 1}")
         state, num_steps = self.state, self._plan.steps_per_epoch
         is_whole = state.step_in_epoch == num_steps
+        if is_whole and sums[1] == 0 and not self._may_skip_steps:
+            raise DataError(
+                f"no row of epoch {self.state.epoch + 1} counts: all weights are 0, or all labels "
+                "are ignored; check weightCol (shares below 1 that were cast to whole numbers are "
+                "0) and the labels"
+            )
         counts_as_whole = is_whole or (self.is_epoch_over and not self.is_evaluation_due)
         return {
             "epoch": state.epoch + (1 if counts_as_whole else state.step_in_epoch / num_steps),

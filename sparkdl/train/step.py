@@ -30,6 +30,7 @@ from sparkdl.train.objective.lightning import TrainerStandIn
 from sparkdl.train.objective.manual import ManualBackward
 from sparkdl.train.objective.metrics import Metrics, detached
 from sparkdl.train.objective.training_step import run, taken
+from sparkdl.train.optimizers.stepping import Stepper
 from sparkdl.train.replica import Replica
 from sparkdl.train.shard_states import ShardStates
 from sparkdl.train.time_spent import Clock
@@ -58,6 +59,11 @@ def augmented(batch: Batch, augmentation: Callable[[Any], Any]) -> Batch:
                 f"tensor of shape {tuple(value.shape)}"
             )
     return dataclasses.replace(batch, inputs=changed.values)
+
+
+def _mean(shared: torch.Tensor) -> torch.Tensor:
+    """The mean loss that an optimizer's closure returns."""
+    return shared[0] / shared[1].clamp(min=torch.finfo(shared.dtype).tiny)
 
 
 READ_EVERY = 16
@@ -112,6 +118,9 @@ class TrainStep:
         self._talks_within = talks_within
         self._looks = looks
         self._parameters = self._synchronizer.trained_parameters()
+        self._all = list(replica.module.parameters())
+        self._flags = self._trains()
+        self._stepper = Stepper(self._synchronizer.optimizer)
         self._clock = clock
         self.loss = math.nan
         self.watch = LossWatch(self._config.divergence_factor)
@@ -136,11 +145,13 @@ class TrainStep:
         lightning = self._replica.lightning
         if lightning is not None and lightning.manual is not None:
             return self._train_manually(lightning, lightning.manual, batch, global_rows, step)
+        self._follow_freezing()
         self._synchronizer.zero_gradients()
         if self._synchronizer.is_late:
             batch = batch.rows(0, 0)
         if lightning is not None:
             lightning.begin_step(step, batch)
+        batch = self._augmented(batch)
         local = self._backward(batch, global_rows, self._replica.training_metrics)
         self._clock.lap("compute")
         shared, divisor, ranks = self._synchronizer.reduce_gradients(
@@ -151,7 +162,9 @@ class TrainStep:
         own_rows = batch.num_rows if replica_rows is None else replica_rows
         if divisor == 0 or (own_rows == 0 and self._synchronizer.trains_apart):
             self._advance_schedule(step)  # nothing to learn from; momentum alone must not move it
-        elif not self._update(shared, divisor, step):
+        elif not self._update(
+            shared, divisor, step, lambda: self._again(batch, global_rows, own_rows)
+        ):
             # The forward pass may have overflowed too; such a step is no part of the history.
             local.zero_()
         if lightning is not None:
@@ -168,6 +181,89 @@ class TrainStep:
         """
         synchronizer = self._synchronizer
         assert isinstance(synchronizer, ShardTreeSynchronizer)
+        if self._follow_freezing():
+            states.follow_freezing()
+        if self._config.augmentation is not None:
+            given, batches = batches, dict(batches)
+            for number, batch in given.items():
+                with states.drawing(number):
+                    batches[number] = self._augmented(batch)
+        local = self._over_shards(batches, global_rows, states)
+        self._clock.lap("compute")
+        shared, divisor, _ = synchronizer.reduce_gradients(local[:, :2].clone(), float(global_rows))
+        self._clock.lap("communication")
+        self._read(shared, step)
+        if not self._update(
+            shared, divisor, step, lambda: self._again_over_shards(batches, global_rows, states)
+        ):
+            local.zero_()
+        self._clock.lap("compute")
+        return StepSums(local=local, shared=shared, ranks=None)
+
+    def _again(self, batch: Batch, global_rows: int, own_rows: int) -> torch.Tensor:
+        """Loss and gradients once more, with other weights, for a closure; all ranks call."""
+        synchronizer = self._synchronizer
+        synchronizer.zero_gradients()
+        shared = self._backward(batch, global_rows, None)[:2].clone()
+        divisor = float(global_rows)
+        if not synchronizer.trains_apart:
+            shared, divisor, _ = synchronizer.reduce_gradients(shared, divisor)
+        return self._finished(shared, divisor)
+
+    def _again_over_shards(
+        self, batches: Mapping[int, Batch], global_rows: int, states: ShardStates
+    ) -> torch.Tensor:
+        """As `_again`, for `over_shards`."""
+        local = self._over_shards(batches, global_rows, states, counts=False)
+        shared, divisor, _ = self._synchronizer.reduce_gradients(local[:, :2], float(global_rows))
+        return self._finished(shared, divisor)
+
+    def _finished(self, shared: torch.Tensor, divisor: float) -> torch.Tensor:
+        """Make the gradients what an optimizer gets; the mean loss."""
+        self._divide_by_weights(shared, divisor)
+        if self._config.gradient_clip_norm is not None:
+            norm = self._synchronizer.gradient_norm(self._parameters)
+            most = self._config.gradient_clip_norm
+            torch.nn.utils.clip_grads_with_norm_(self._parameters, most, norm)
+        return _mean(shared)
+
+    def _trains(self) -> list[bool]:
+        return [parameter.requires_grad for parameter in self._all]
+
+    def _follow_freezing(self) -> bool:
+        """Train what shall train now, and say if that is new.
+
+        Raises:
+            ConfigError: the strategy or the optimizer cannot.
+        """
+        flags = self._trains()
+        if flags == self._flags:
+            return False
+        self._flags = flags
+        self._synchronizer.follow_freezing()
+        self._parameters = self._synchronizer.trained_parameters()
+        groups = self._synchronizer.optimizer.param_groups
+        known = {id(parameter) for group in groups for parameter in group["params"]}
+        for name, parameter in self._replica.module.named_parameters():
+            if parameter.requires_grad and id(parameter) not in known:
+                raise ConfigError(
+                    f"parameter {name!r} was unfrozen while training runs, and the optimizer does "
+                    "not have it; unfreeze it in a callback, since with callbacks optimizers get "
+                    "frozen parameters too, or let configure_optimizers return one that has it"
+                )
+        return True
+
+    def _over_shards(
+        self,
+        batches: Mapping[int, Batch],
+        global_rows: int,
+        states: ShardStates,
+        *,
+        counts: bool = True,
+    ) -> torch.Tensor:
+        """Forward and backward passes of all shards of this rank; what they sum up to."""
+        synchronizer = self._synchronizer
+        assert isinstance(synchronizer, ShardTreeSynchronizer)
         synchronizer.zero_gradients()
         local = torch.zeros_like(states.epoch_sums)
         for place, number in enumerate(states.numbers):
@@ -175,16 +271,9 @@ class TrainStep:
             batch = batches.get(number)
             if batch is not None and batch.num_rows > 0:
                 with states.training(number) as metrics:
-                    local[place] = self._backward(batch, global_rows, metrics)
+                    local[place] = self._backward(batch, global_rows, metrics if counts else None)
             synchronizer.end_shard(number)
-        self._clock.lap("compute")
-        shared, divisor, _ = synchronizer.reduce_gradients(local[:, :2].clone(), float(global_rows))
-        self._clock.lap("communication")
-        self._read(shared, step)
-        if not self._update(shared, divisor, step):
-            local.zero_()
-        self._clock.lap("compute")
-        return StepSums(local=local, shared=shared, ranks=None)
+        return local
 
     def _train_manually(
         self,
@@ -221,12 +310,15 @@ class TrainStep:
         self._read(shared, step)
         return StepSums(local=local, shared=shared, ranks=None)
 
+    def _augmented(self, batch: Batch) -> Batch:
+        if self._config.augmentation is None or batch.num_rows == 0:
+            return batch
+        return augmented(batch, self._config.augmentation)
+
     def _backward(self, batch: Batch, global_rows: int, metrics: Metrics | None) -> torch.Tensor:
         """Add up the gradients of ``loss / global_rows``; return `StepSums.local`."""
         loss = self._replica.loss
         sums = no_sums(loss, self._replica.device)
-        if self._config.augmentation is not None and batch.num_rows > 0:
-            batch = augmented(batch, self._config.augmentation)
         if self._looks is not None:
             self._looks.batch(batch)
         if self._synchronizer.pipeline is not None:
@@ -295,7 +387,13 @@ class TrainStep:
             sums[place] += value.detach() if isinstance(value, torch.Tensor) else value
         return sums
 
-    def _update(self, shared: torch.Tensor, divisor: float, step: int) -> bool:
+    def _update(
+        self,
+        shared: torch.Tensor,
+        divisor: float,
+        step: int,
+        again: Callable[[], torch.Tensor],
+    ) -> bool:
         optimizer = self._synchronizer.optimizer
         self._format.unscale(optimizer)
         self._divide_by_weights(shared, divisor)
@@ -311,7 +409,11 @@ class TrainStep:
             self._note_norm(norm)
         if self._looks is not None:
             self._looks.before(step)
-        was_stepped = self._format.step(optimizer)
+        if self._format.may_skip_steps:
+            was_stepped = self._format.step(optimizer)
+        else:
+            self._stepper(lambda: _mean(shared), again)
+            was_stepped = True
         if was_stepped:
             if self._looks is not None:
                 self._looks.after()
@@ -344,7 +446,8 @@ class TrainStep:
         else:
             factor = torch.where(shared[1] > 0, divisor / shared[1], 0.0)
         gradients = [p.grad for p in self._parameters if p.grad is not None]
-        torch._foreach_mul_(gradients, factor)
+        if gradients:
+            torch._foreach_mul_(gradients, factor)
 
     def _read(self, shared: torch.Tensor, step: int) -> None:
         if self._replica.device.type != "cpu" and step % READ_EVERY != 0:

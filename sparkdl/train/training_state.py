@@ -32,7 +32,8 @@ class TrainingMethod:
     scheduler: str | None
     """What makes the schedule, with its arguments, as text."""
     trained: tuple[str, ...]
-    """Names of the parameters that train."""
+    """Names of the parameters that train, or that the optimizer has because callbacks may unfreeze
+    them."""
     options: tuple[Mapping[str, Any], ...]
     """Of each parameter group; empty where the driver cannot make the optimizer."""
 
@@ -139,13 +140,15 @@ def method_of(
         strategy=_text(strategy),
         optimizer=_name(config.optimizer),
         scheduler=None if scheduler is None else _text(scheduler),
-        trained=tuple(name for name, p in module.named_parameters() if p.requires_grad),
+        trained=tuple(
+            name for name, p in module.named_parameters() if p.requires_grad or config.callbacks
+        ),
         options=(),
     )
     if config.device == "cuda" and not isinstance(config.optimizer, str | type):
         return made  # the driver need not have what the user's own function asks for
     make = resolve_optimizer(config, module)
-    optimizer = make(p for p in module.parameters() if p.requires_grad)
+    optimizer = make(module.parameters())
     groups: Sequence[Mapping[str, Any]] = optimizer.state_dict()["param_groups"]
     options = tuple(
         {k: v.tolist() if isinstance(v, torch.Tensor) else v for k, v in group.items()}
@@ -179,7 +182,8 @@ def left_by(shared: Mapping[str, Any]) -> dict[str, Any]:
     is_last = shared["best_model"] is None
     if "states" in parts:
         states = dict(parts["states"])
-        states["round"] = {key: v for key, v in states["round"].items() if key != "model"}
+        kept = states["round"].items()
+        states["round"] = {key: v for key, v in kept if key not in ("model", "trains")}
         parts["states"] = {k: v for k, v in states.items() if is_last or k == "round"}
     elif not is_last:
         del parts["strategy"]

@@ -174,8 +174,9 @@ def train_or_evaluate(
     sent: Results = []
     if outcome.weight > 0:
         assert pieces is not None
-        begin = tree["model"] if pieces.compression is not None else None
-        sent = list(pieces.cut(warm.replica.moving(outcome.state, begin), outcome.weight))
+        moving = warm.replica.moving(outcome.state, compressed=pieces.compression is not None)
+        report |= warm.replica.odd(moving)
+        sent = list(pieces.cut(moving, outcome.weight))
     report["bytes_sent"] = sum(len(data) for _, data in sent)
     return [("result", json.dumps(report).encode()), *sent]
 

@@ -111,6 +111,7 @@ def _train(order: WorkOrder, member: Member) -> Results:
     from sparkdl.storage.checkpoint_format import encode
     from sparkdl.storage.checkpoint_writer import CheckpointManager
     from sparkdl.storage.tensor_tree import snapshot
+    from sparkdl.sync.module_tensors import tensors_of
     from sparkdl.train.loop import train
     from sparkdl.train.training_state import left_by
     from sparkdl.worker.divided.sent_weights import MadeWeights, SentWeights, Unfilled
@@ -210,7 +211,7 @@ def _train(order: WorkOrder, member: Member) -> Results:
         elif mesh is not None:
             results += _gathered(module, outcome, member)
         elif comm.rank == 0:
-            weights = snapshot(module.state_dict())
+            weights = snapshot(tensors_of(module))
             results += deliver(member, "weights", FINAL, lambda: encode(weights))
             if order.keeps_state:
                 left = snapshot(left_by(outcome.final.shared))

@@ -77,9 +77,7 @@ def united_reference(
                 losses = nn.functional.cross_entropy(output, y, class_weight, reduction="none")
                 w = w if class_weight is None else w * class_weight[y]
                 losses = losses * (1.0 if class_weight is None else 1 / class_weight[y])
-            optimizer.zero_grad(set_to_none=False)
-            for parameter in trained:  # as in sparkdl, a parameter without part has gradient zero
-                parameter.grad = torch.zeros_like(parameter)
+            optimizer.zero_grad()
             loss = (losses * w).sum() / w.sum()
             loss.backward()
             if config.gradient_clip_norm is not None:

@@ -22,7 +22,6 @@ from sparkdl.serialization.travel.packed_module import (
     as_on_driver,
     pack,
     pack_blank,
-    take_back,
     travelled,
     unpack,
 )
@@ -186,19 +185,6 @@ def test_the_default_dtype_of_the_program_comes_along() -> None:
     with as_on_driver(skeleton):
         assert torch.eye(2).dtype is torch.float64
     assert torch.eye(2).dtype is torch.float32
-
-
-def test_what_comes_back_replaces_what_it_does_not_fit() -> None:
-    net = Net()
-    net.register_buffer("mean", torch.tensor([0.5]).expand(4))
-    net.register_buffer("again", net.mean)
-    net.register_buffer("seen", torch.zeros(2, 3))
-    state = {**net.state_dict(), "mean": torch.arange(4.0), "seen": torch.ones(5)}
-    state["again"] = state["mean"]
-    kept = net.layer.weight.data_ptr()
-    take_back(net, state)
-    assert net.mean.tolist() == [0, 1, 2, 3] and net.again is net.mean
-    assert net.seen.shape == (5,) and net.layer.weight.data_ptr() == kept
 
 
 def test_tensors_of_graphs_and_made_classes_are_the_same_after_two_journeys() -> None:

@@ -57,8 +57,8 @@ def bytes_by_pattern(
 def gradient_bytes(
     strategy: SyncStrategy, shapes: Sequence[tuple[int, ...]], world_size: int
 ) -> float:
-    """What a rank sends per step that sums gradients, and the sums of losses and weights."""
-    sums = all_reduce_bytes(16, world_size)
+    """What a rank sends per step that sums gradients, sums of losses and weights, and marks."""
+    sums = all_reduce_bytes(16 + 8 * len(shapes), world_size)
     return bytes_by_pattern(strategy, shapes, world_size, more=sums)
 
 

@@ -344,47 +344,6 @@ def unpack(skeleton: bytes, tensors: bytes, weights: GetWeight | None = None) ->
     return module
 
 
-def take_back(module: nn.Module, state: Mapping[str, Any]) -> None:
-    """Give the driver's module the state dict that has come back from a worker.
-
-    A tensor that the values do not fit into (of another shape, layout or dtype, or with several
-    numbers in one place) is replaced; layers that shared it share the new one.
-    """
-    made: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}  # the old ones too, for their ids
-    for part_name, part in module.named_modules(remove_duplicate=False):
-        for register in (part._parameters, part._buffers):
-            for key, own in list(register.items()):
-                value = state.get(f"{part_name}.{key}".lstrip("."))
-                if own is None or not isinstance(value, torch.Tensor) or _fits(own, value):
-                    continue
-                if isinstance(own, nn.Parameter):
-                    own.data = value.clone()
-                    continue
-                if id(own) not in made:
-                    new = value.clone()
-                    made[id(own)] = own, new if type(own) is type(new) else _like(own, new)
-                register[key] = made[id(own)][1]
-    module.load_state_dict(state)
-
-
-def _like(own: torch.Tensor, new: torch.Tensor) -> torch.Tensor:
-    """A tensor of the class and with the attributes of another one."""
-    made = new.as_subclass(type(own))
-    vars(made).update(vars(own))
-    return made
-
-
-def _fits(own: torch.Tensor, value: torch.Tensor) -> bool:
-    if nn.parameter.is_lazy(own):
-        return True  # which loading makes what it must be
-    is_plain = own.layout is torch.strided and not own.is_quantized and not own.is_nested
-    return (
-        is_plain
-        and (own.shape, own.dtype, own.layout) == (value.shape, value.dtype, value.layout)
-        and torch._debug_has_internal_overlap(own) != 1
-    )
-
-
 def _storage(memory: torch.Tensor) -> torch.UntypedStorage:
     return memory.untyped_storage()
 

@@ -661,6 +661,7 @@ def check_training(
     from sparkdl.train.objective.metrics import check_metrics
     from sparkdl.train.objective.training_step import objective_of
     from sparkdl.train.optimizers import optimizers
+    from sparkdl.train.optimizers.stepping import check_steps
 
     config = request.config
     strategy: SyncStrategy = config.sync_strategy
@@ -681,12 +682,13 @@ def check_training(
                     "the module has no parameters that train; check it, and frozenLayers"
                 )
             make = optimizers.resolve_optimizer(config, own)
-            optimizer = make(p for p in own.parameters() if p.requires_grad)
+            optimizer = make(own.parameters())
             strategy.check_optimizer(optimizer)
             check_mesh_optimizer(config.parallelism, optimizer)
             schedule = optimizers.make_scheduler(config, optimizer, make, steps_per_epoch=1)
             if in_rounds:
                 optimizers.require_steps(schedule)
+            check_steps(optimizer, None if schedule is None else schedule.scheduler, config)
     return objective
 
 

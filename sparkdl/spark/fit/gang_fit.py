@@ -18,7 +18,6 @@ from sparkdl.errors import StorageError
 from sparkdl.report.summary import TrainingSummary
 from sparkdl.serialization.recorded.recipe import give_memory
 from sparkdl.serialization.stored_module import can_be_stored
-from sparkdl.serialization.travel.packed_module import take_back
 from sparkdl.serialization.travel.pickling import dumps
 from sparkdl.spark.cluster.attempt import Attempt, Rows
 from sparkdl.spark.cluster.resize import Resize
@@ -28,6 +27,7 @@ from sparkdl.spark.run.resume import Attempts, by_host, find_checkpoint, gang_at
 from sparkdl.spark.run.run import Run, Trained
 from sparkdl.storage.checkpoint_format import decode, encode
 from sparkdl.storage.tensor_tree import Snapshot, num_bytes, pack
+from sparkdl.sync.module_tensors import give_tensors
 from sparkdl.sync.strategy import SyncStrategy
 from sparkdl.worker import training
 from sparkdl.worker.held_shards import differing
@@ -62,7 +62,7 @@ def train_in_gang(run: Run) -> Trained:
     if stored_at is None:
         if any(parameter.is_meta for parameter in run.module.parameters()):
             give_memory(run.module, torch.device("cpu"))
-        take_back(run.module, _sent(run, result, "weights", training.FINAL))
+        give_tensors(run.module, _sent(run, result, "weights", training.FINAL))
     left = _sent(run, result, "left", training.LEFT) if run.keeps_state else None
     reports = {rank: json.loads(payload) for rank, kind, payload in result.rows if kind == "result"}
     return Trained(

@@ -17,6 +17,7 @@ from typing import Any, ClassVar
 import torch
 
 from sparkdl.data.plan import RoundPart
+from sparkdl.errors import ConfigError
 from sparkdl.spark.rounds.driver_memory import round_state_bytes
 from sparkdl.spark.rounds.round_driver import RoundDone, run_rounds
 from sparkdl.spark.rounds.round_jobs import Evaluation, RoundJobs, encoded
@@ -24,7 +25,9 @@ from sparkdl.spark.rounds.round_stages import Merge, is_of_state, num_merge_task
 from sparkdl.spark.run.run import Run, Trained
 from sparkdl.storage.stateful import Stateful
 from sparkdl.sync.averaging.averaging import AveragingStrategy
+from sparkdl.sync.averaging.mean import is_number, weighted_mean
 from sparkdl.sync.averaging.state_pieces import CHANGES
+from sparkdl.sync.module_tensors import no_mean, set_trains, shape_of, tensors_of, trains
 from sparkdl.sync.population.hyperparameters import rescaled, set_present_rate
 from sparkdl.train.state import Record, TrainState
 
@@ -49,7 +52,8 @@ class Averaged(Stateful):
         num_tasks = num_merge_tasks(shards, state_bytes)
         self._merge = Merge(pieces=strategy.pieces(shards), num_tasks=num_tasks)
         self._outer = strategy.make_outer(run.plan.world_size)
-        self._round: dict[str, Any] = {"model": copy.deepcopy(run.module.state_dict())}
+        self._module = run.module
+        self._round: dict[str, Any] = {"model": copy.deepcopy(tensors_of(run.module))}
         self._trained = [n for n, p in run.module.named_parameters() if p.requires_grad]
 
     @property
@@ -76,9 +80,34 @@ class Averaged(Stateful):
         if found:
             pieces = self._merge.pieces
             means = ((name, pieces.mean(name, parts)) for name, parts in found.items())
-            self._go_on_from(pieces.put_together(means))
+            mean = pieces.put_together(means)
+            self._note_odd(mean["model"], reports)
+            self._go_on_from(mean)
         sent = {rank: report["bytes_sent"] for rank, report in reports.items()}
         return RoundDone(reports=reports, bytes_sent=sent)
+
+    def _note_odd(self, model: dict[str, Any], reports: dict[int, Any]) -> None:
+        """Take care of what `RoundReplica.odd` has found.
+
+        What some replicas have changed that should stay, counts for the others as it was.
+
+        Raises:
+            ConfigError: a persistent buffer has other shapes in other replicas.
+        """
+        counting = {rank: r for rank, r in reports.items() if r["weight"] > 0}
+        for name in sorted({name for report in counting.values() for name in report["shapes"]}):
+            own = shape_of(self._round["model"][name])
+            shapes = {rank: report["shapes"].get(name, own) for rank, report in counting.items()}
+            if any(shape != shapes[min(shapes)] for shape in shapes.values()):
+                raise no_mean(name, shapes)
+        is_equal = self._merge.pieces.count_equally
+        weights = {rank: 1.0 if is_equal else r["weight"] for rank, r in counting.items()}
+        for name in sorted({name for report in counting.values() for name in report["moved"]}):
+            ranks = [rank for rank, report in counting.items() if name in report["moved"]]
+            share = sum(weights[rank] for rank in ranks) / sum(weights.values())
+            before, now = self._round["model"][name], model[name]
+            if share < 1 and before.shape == now.shape and is_number(now):
+                model[name] = weighted_mean([before, now], [1 - share, share])
 
     def _go_on_from(self, mean: dict[str, Any]) -> None:
         """Begin the next round from what the strategy makes of the mean of the replicas."""
@@ -88,7 +117,7 @@ class Averaged(Stateful):
                 made[id(change)] = self._round["model"][name] + change
             mean["model"][name] = made[id(change)]
         # What does not train was not sent back.
-        mean["model"] = {n: mean["model"].get(n, value) for n, value in self.model().items()}
+        mean["model"] = {**self.model(), **mean["model"]}
         if self._outer is not None:
             learning_rate = float(mean["optimizer"]["param_groups"][0].get("lr", math.nan))
             anchor = [self._round["model"][name] for name in self._trained]
@@ -96,6 +125,18 @@ class Averaged(Stateful):
         if self._strategy.optimizer_state == "reset":
             mean["optimizer"]["state"] = {}
         self._round = mean
+        set_trains(self._module, mean["trains"])  # callbacks of tasks may have changed it
+
+    def follow_freezing(self) -> None:
+        """Train what the run's module trains now, which callbacks may have changed."""
+        flags = trains(self._module)
+        if self._outer is not None and flags != self._round.get("trains", flags):
+            raise ConfigError(
+                "a callback has changed requires_grad of parameters, which this strategy does not "
+                "follow; use AllReduce or ParameterAveraging"
+            )
+        if "trains" in self._round:
+            self._round["trains"] = flags
 
     def model(self) -> dict[str, Any]:
         model: dict[str, Any] = self._round["model"]
@@ -107,6 +148,7 @@ class Averaged(Stateful):
     def load_state_dict(self, state: dict[str, Any]) -> None:
         given = {**self.state_dict(), **state, "round": {**self._round, **state["round"]}}
         super().load_state_dict(given)
+        set_trains(self._module, self._round.get("trains", {}))
 
     def notes(self) -> list[Record]:
         return []

@@ -28,6 +28,7 @@ from sparkdl.spark.run.run import Run, Trained
 from sparkdl.storage.stateful import Stateful
 from sparkdl.sync.averaging.mean import merge
 from sparkdl.sync.averaging.period import FixedPeriod, Period
+from sparkdl.sync.module_tensors import tensors_of
 from sparkdl.sync.population.hyperparameters import first_values
 from sparkdl.sync.population.one_shot_averaging import OneShotAveraging
 from sparkdl.sync.population.population import (
@@ -97,7 +98,7 @@ class Population:
         self._run = run
         self._jobs = jobs
         self.shards = members_of(run.plan)
-        first = Member(model=encoded({"model": run.module.state_dict()}))
+        first = Member(model=encoded({"model": tensors_of(run.module)}))
         self.members = [first] * len(self.shards)
         self._notes: dict[tuple[int, int], Record] = {}
         """(step, member) -> what was seen of the member when it had taken so many steps."""
@@ -138,6 +139,9 @@ class Population:
             f"a callback asked for the learning rate {rate:g}, but each member of a population has "
             "its own; use another strategy, or PopulationBasedTraining with mutations"
         )
+
+    def follow_freezing(self) -> None:
+        """Nothing: members are trained apart from the run's module."""
 
     def measure(self) -> list[Record]:
         """Each member's entries of the history, over the validation rows of all shards."""
@@ -234,9 +238,7 @@ class _Competition(Population, Stateful, ABC):
         self._judge = strategy
         self._best_member = 0
         module = travelled(run.module, copies=True)
-        optimizer = resolve_optimizer(run.config, module)(
-            [parameter for parameter in module.parameters() if parameter.requires_grad]
-        )
+        optimizer = resolve_optimizer(run.config, module)(module.parameters())
         self._own = first_values(optimizer, strategy.mutations)
         self._values = [
             strategy.first(member, self._own, run.config.seed)

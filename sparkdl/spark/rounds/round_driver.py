@@ -23,7 +23,6 @@ from sparkdl.report.live.progress import Progress
 from sparkdl.report.summary import TrainingSummary
 from sparkdl.runtime.process import cpu_model, tuned_allocator
 from sparkdl.runtime.versions import versions
-from sparkdl.serialization.travel.packed_module import take_back
 from sparkdl.spark.rounds.round_jobs import Evaluation, RoundJobs, logged
 from sparkdl.spark.run.resume import find_checkpoint, patiently
 from sparkdl.spark.run.run import Run, Trained
@@ -31,6 +30,7 @@ from sparkdl.storage.checkpoint_format import Writer, load_shared
 from sparkdl.storage.checkpoint_writer import CheckpointManager
 from sparkdl.storage.lease import Lease
 from sparkdl.sync.averaging.period import Period, RoundReport
+from sparkdl.sync.module_tensors import give_tensors
 from sparkdl.train.callbacks import (
     NO_PLACE,
     OUTSIDE,
@@ -102,6 +102,9 @@ class Replicas(Protocol):
 
     def evaluate(self, state: TrainState) -> Evaluation:
         """Measure on the validation rows of all shards what `model` gives."""
+
+    def follow_freezing(self) -> None:
+        """Train what callbacks have left the run's module to train; ConfigError if it cannot."""
 
     def notes(self) -> list[Record]:
         """What was seen of each member of a population."""
@@ -202,7 +205,7 @@ class _Rounds:
                 self._save_if_due()
         if self.checkpoints is not None:
             self.checkpoints.final(book.state.step, self._shared_state(), {})
-        take_back(run.module, book.best_model or self.replicas.model())
+        give_tensors(run.module, book.best_model or self.replicas.model())
         self.requests.refusal = OUTSIDE
         for callback in callbacks:
             callback.on_train_end(self._callback_state())
@@ -285,7 +288,7 @@ class _Rounds:
             counts = evaluation.confusion
             run.view.fact(0, {"kind": "confusion", "epoch": record["epoch"], "counts": counts})
         if run.config.callbacks:
-            take_back(run.module, self.replicas.model())
+            give_tensors(run.module, self.replicas.model())
             call_evaluated(
                 run.config.callbacks,
                 self._callback_state,
@@ -293,6 +296,7 @@ class _Rounds:
                 self._act,
                 lambda: is_epoch_over or book.is_complete,
             )
+            self.replicas.follow_freezing()
 
     def _act(self) -> None:
         asked = self.requests.take(self.book.state.step)

@@ -31,8 +31,28 @@ class _Part:
 
     def __init__(self, parameters: Sequence[nn.Parameter]) -> None:
         self.gradients = FlatGradients(parameters, 1 << 62, zeros)
+        self._hooks = [
+            parameter.register_post_accumulate_grad_hook(partial(self._is_used, place))  # type: ignore[no-untyped-call]
+            for place, parameter in enumerate(parameters)
+        ]
         on_cpu = [nn.Parameter(torch.empty_like(p, device="cpu")) for p in parameters]
         self._received = make_buckets(on_cpu, 1 << 62, zeros)
+
+    def _is_used(self, place: int, parameter: torch.Tensor) -> None:
+        self.gradients.used[place] = 1
+
+    def of(self, push: Push | None) -> Push | None:
+        """``push`` with what no backward pass has used of this part."""
+        if push is None:
+            return None
+        used = self.gradients.used
+        return push._replace(unused=[place for place, one in enumerate(used) if not one])
+
+    def release(self) -> None:
+        """Let go of gradients and hooks."""
+        for hook in self._hooks:
+            hook.remove()
+        self.gradients.release()
 
     def incoming(self) -> list[torch.Tensor]:
         """Where the weights are received."""
@@ -107,8 +127,8 @@ class SliceExchange:
                 if push is not None:
                     inbox = self._served.inbox(rank)
                     for box, bucket in zip(inbox, own.gradients.buckets, strict=True):
-                        box.flat.copy_(bucket.flat)
-                self._served.push(rank, push)
+                        box.flat.copy_(bucket.values)
+                self._served.push(rank, own.of(push))
                 if is_pulling:
                     own.load(self._served.pull(rank))
             self._wait(futures)
@@ -137,7 +157,7 @@ class SliceExchange:
         if self.server is not None:
             self.server.stop()
         for part in self._parts.values():
-            part.gradients.release()
+            part.release()
 
     def _connect(self) -> None:
         comm = self._comm
@@ -162,7 +182,7 @@ class SliceExchange:
     def _step_with(self, link: SliceLink, part: _Part, push: Push | None, is_pulling: bool) -> None:
         buckets = part.gradients.buckets if push is not None else []
         gradients = [flat.cpu() for flat in flats(buckets)]
-        link.step(push, gradients, part.incoming() if is_pulling else [])
+        link.step(part.of(push), gradients, part.incoming() if is_pulling else [])
         if is_pulling:
             part.load()
 

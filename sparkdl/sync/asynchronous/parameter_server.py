@@ -85,6 +85,8 @@ class Push(NamedTuple):
     """The rank's part of the global batch; in bulk, in any unit that the ranks have in common."""
     options: Options
     """The numbers of the optimizer's groups at the step of which the gradient is."""
+    unused: Sequence[int] = ()
+    """Places, in the slice, of parameters that the rank has not used in this step."""
 
 
 class ServerSlice:
@@ -164,7 +166,7 @@ class ServerSlice:
                 if self._compensation is not None:
                     old = self._outboxes[rank]
                     self._compensation.apply(self._inboxes[rank], self._weights, old)
-                self._step(self._inboxes[rank], push.options, push.share)
+                self._step(self._inboxes[rank], push)
             if self._sets_free(rank):
                 self._changed.notify_all()
 
@@ -225,15 +227,20 @@ class ServerSlice:
                     sums.flat.mul_(share)
                 else:
                     sums.flat.add_(summands.flat, alpha=share)
-        self._step(self._inboxes[first], pushes[first].options, 1.0)
+        unused = set.intersection(*(set(push.unused) for push in pushes.values()))
+        self._step(self._inboxes[first], Push(1.0, pushes[first].options, sorted(unused)))
 
-    def _step(self, gradients: Sequence[Bucket], options: Options, share: float) -> None:
+    def _step(self, gradients: Sequence[Bucket], push: Push) -> None:
         assert self._optimizer is not None
         for weights, bucket in zip(self._weights, gradients, strict=True):
             for parameter, gradient in zip(weights.parameters, bucket.gradients, strict=True):
                 parameter.grad = gradient
+        if push.unused:
+            served = list(self._served.values())
+            for place in push.unused:  # as in a plain loop
+                served[place].grad = None
         try:
-            self._optimizer.step(options, share)
+            self._optimizer.step(push.options, push.share)
         except BaseException as error:
             self.failure = error
             self._changed.notify_all()

@@ -303,7 +303,7 @@ def _well_formed() -> Iterator[None]:
 
 def flats(buckets: Sequence[Bucket]) -> list[torch.Tensor]:
     """The memory of buckets, in order; what is sent."""
-    return [bucket.flat for bucket in buckets if bucket.flat.numel()]
+    return [bucket.values for bucket in buckets if bucket.values.numel()]
 
 
 def _bytes(tensor: torch.Tensor) -> memoryview:

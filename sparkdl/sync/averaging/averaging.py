@@ -170,13 +170,22 @@ class AveragingSynchronizer(ApartSynchronizer):
         weight = self.round_sums[1].item()
         if self._strategy.weighting == "equal":
             weight = float(weight > 0)
-        shares = self._replicas.shares(weight, self.learning_rate())
+        shares = self._replicas.shares(weight, self.learning_rate(), with_buffers=True)
         began = time.perf_counter()  # after `shares`, in which ranks wait for the slowest
         if any(shares):
             self._agree(shares)
+        self.parameters = self.trained_parameters()
         if self._period.needs_report:
             self._period.observe(self._report(step_seconds, time.perf_counter() - began))
         super().close_round()
+
+    def follow_freezing(self) -> None:
+        """See `Synchronizer.follow_freezing`; within a round what has trained in it is averaged."""
+        if self._needs_anchor:
+            Synchronizer.follow_freezing(self)
+        now = {id(parameter) for parameter in self.trained_parameters()}
+        own = {id(parameter) for parameter in self.parameters} if self.round_steps else set()
+        self.parameters = [p for p in self.model.parameters() if id(p) in now | own]
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """See `Synchronizer.load_state_dict`; the model must have been restored before."""

@@ -6,11 +6,13 @@ warm-up (post-local SGD) and their levels; `period.AdaptivePeriod` for the adapt
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
 import torch
+from torch import nn
 
 from sparkdl.comm.communicator import Communicator
 from sparkdl.comm.topology import arrange
@@ -158,7 +160,7 @@ class LocalSGDSynchronizer(AveragingSynchronizer):
         if self._inside is None or self.round_steps == 0:
             return
         seen = self.round_sums[1].item()
-        shares = self._inside.shares(seen - self._inside_weight)
+        shares = self._inside.shares(seen - self._inside_weight, with_buffers=True)
         self._inside_weight = seen
         if any(shares):
             self._take_mean(self._inside, shares)
@@ -198,6 +200,14 @@ class WarmUp(Synchronizer):
             self._take_over()
         self.buffers_agree = self._present.buffers_agree
         return is_closed
+
+    def follow_freezing(self) -> None:
+        if self._is_warming_up:
+            self._first.follow_freezing()
+        self._then.follow_freezing()
+
+    def mark_used(self, parameters: Iterable[nn.Parameter]) -> None:
+        self._present.mark_used(parameters)
 
     def close_round(self) -> None:
         self._present.close_round()

@@ -5,7 +5,6 @@ Both are the same up to rounding, and so is the mean of means: a tree of merges 
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Sequence
 from typing import Any
@@ -14,10 +13,14 @@ import torch
 from torch import nn
 
 from sparkdl.comm.communicator import Communicator
-from sparkdl.sync.frozen_layers import moving_buffers
+from sparkdl.storage.checkpoint_format import decode, encode
+from sparkdl.storage.tensor_tree import snapshot
+from sparkdl.sync.module_tensors import Agreement
 
 _PIECE = 1 << 16
 """Numbers that are summed at a time: their float64 sums stay in the cache."""
+_MOST_STATES = 1 << 20
+"""More parameters than this have states only where all have."""
 STEP = "step"
 """Key under which torch's optimizers count their steps; a count is no quantity to average."""
 
@@ -31,28 +34,39 @@ class MeanOfReplicas:
         self._model = model
         self._optimizer = optimizer
         self._comm = comm
-        self._has_state = [False] * comm.world_size
+        self._num_states = [0] * comm.world_size
+        self._agreement: Agreement | None = None
+        self._digests: list[int] = []
         self.learning_rate = math.nan
         """That of the first rank that counted when `shares` was last called: where a replica
         skips a step that others take, schedules differ."""
 
-    def shares(self, weight: float, learning_rate: float = math.nan) -> list[float]:
-        """Every rank's part in the mean, given this rank's weight; all zero if nobody has one."""
+    def shares(
+        self, weight: float, learning_rate: float = math.nan, *, with_buffers: bool = False
+    ) -> list[float]:
+        """Every rank's part in the mean, given this rank's weight; all zero if nobody has one.
+
+        ``with_buffers``: `buffers` follows.
+        """
         device = next(self._model.parameters()).device
-        mine = torch.tensor(
-            [weight, len(self._optimizer.state), learning_rate], dtype=torch.float64
-        )
-        weights, num_states, rates = self._comm.all_gather(mine.to(device)).cpu().unbind(1)
-        self._has_state = (num_states > 0).tolist()
+        self._agreement = Agreement(self._model) if with_buffers else None
+        digest = 0 if self._agreement is None else self._agreement.digest
+        # A float64 has room for both.
+        num_states = sum(map(bool, self._optimizer.state.values()))
+        both = digest * _MOST_STATES + min(num_states, _MOST_STATES - 1)
+        mine = torch.tensor([weight, both, learning_rate], dtype=torch.float64)
+        weights, numbers, rates = self._comm.all_gather(mine.to(device)).cpu().unbind(1)
+        self._digests = [int(number) // _MOST_STATES for number in numbers.tolist()]
+        self._num_states = [int(number) % _MOST_STATES for number in numbers.tolist()]
         self.learning_rate = rates[int((weights > 0).int().argmax())].item()
         total = weights.sum().item()
         return [one / total if total > 0 else 0.0 for one in weights.tolist()]
 
     def tensors(self, tensors: Sequence[torch.Tensor], shares: Sequence[float]) -> None:
-        """Overwrite floating tensors, of equal shapes on all ranks, by their mean."""
+        """Overwrite tensors of numbers, of equal shapes on all ranks, by their mean."""
         share = shares[self._comm.rank]
         pending = []
-        for group in by_kind(tensors):
+        for group in by_kind([as_real(tensor) for tensor in tensors]):
             flat = flat_of(group)
             if share == 0:
                 flat.zero_()  # not multiplied: a rank that does not count may hold infinities
@@ -64,28 +78,45 @@ class MeanOfReplicas:
             fill(group, flat)
 
     def buffers(self, shares: Sequence[float]) -> None:
-        """Overwrite floating buffers by their mean, others by those of the first that counts."""
-        buffers = moving_buffers(self._model)
-        self.tensors([b for b in buffers if b.is_floating_point()], shares)
-        source = next(rank for rank, share in enumerate(shares) if share > 0)
-        for buffer in buffers:
-            if not buffer.is_floating_point():
-                self._comm.broadcast(buffer, source)
+        """Overwrite floating buffers by their mean, others by those of the first that counts.
+
+        Also frozen parameters that forward has changed. `shares` was called with buffers.
+        """
+        assert self._agreement is not None
+        counts = [share > 0 for share in shares]
+        places = self._agreement.places(self._comm, self._digests, counts)
+        values = [(place, value) for place in places if (value := place.value) is not None]
+        means = [(place, value.clone()) for place, value in values if is_number(value)]
+        self.tensors([mean for _, mean in means], shares)
+        for place, mean in means:
+            place.set(mean)
+        for place, value in values:
+            if not is_number(value):
+                sent = value.contiguous()
+                self._comm.broadcast(sent, counts.index(True))
+                place.set(sent)
 
     def optimizer_state(self, shares: Sequence[float]) -> None:
-        """Overwrite the optimizer's state by the mean; counts of steps by the largest."""
-        if any(self._has_state) and not all(self._has_state):
-            self._complete_optimizer()
+        """Overwrite the optimizer's state by the mean; counts of steps by the largest.
+
+        States that some ranks have not made, of parameters that they have not used, are those of
+        the others.
+        """
         state = self._optimizer.state
         trained = [p for group in self._optimizer.param_groups for p in group["params"]]
-        tensors, steps = [], []
-        for parameter in trained:
+        everyone = [list(shares)] * len(trained)
+        if any(self._num_states) and set(self._num_states) != {len(trained)}:
+            everyone = self._complete_optimizer(trained, shares)
+        tensors: dict[tuple[float, ...], list[torch.Tensor]] = {}
+        steps = []
+        for parameter, own in zip(trained, everyone, strict=True):
             for key, value in state.get(parameter, {}).items():
                 if key == STEP:
                     steps.append((parameter, value))
-                elif isinstance(value, torch.Tensor) and value.is_floating_point():
-                    tensors.append(value)
-        self.tensors(tensors, shares)
+                elif isinstance(value, torch.Tensor) and is_number(value):
+                    tensors.setdefault(tuple(own), []).append(value)
+        for which, some in tensors.items():
+            self.tensors(some, which)
         self._largest_steps(steps)
 
     def _largest_steps(self, steps: Sequence[tuple[torch.Tensor, Any]]) -> None:
@@ -100,26 +131,52 @@ class MeanOfReplicas:
             else:
                 self._optimizer.state[parameter][STEP] = type(value)(step)
 
-    def _complete_optimizer(self) -> None:
-        """Give states of zeros to the optimizers that never stepped while others did."""
-        source = self._has_state.index(True)
-        state = self._optimizer.state
-        trained = [p for group in self._optimizer.param_groups for p in group["params"]]
-        kinds = [
-            (place, key, list(value.shape), str(value.dtype).removeprefix("torch."))
-            for place, parameter in enumerate(trained)
-            for key, value in state.get(parameter, {}).items()
-            if isinstance(value, torch.Tensor)
-        ]
-        mine = json.dumps(kinds).encode() if self._comm.rank == source else None
-        theirs = json.loads(self._comm.broadcast_bytes(mine, source))
-        if state:
-            return
-        for place, key, shape, dtype in theirs:
-            # torch keeps counts of steps on the CPU.
-            device = torch.device("cpu") if key == STEP else trained[place].device
-            zeros = torch.zeros(shape, dtype=getattr(torch, dtype), device=device)
-            state[trained[place]][key] = zeros
+    def _complete_optimizer(
+        self, trained: Sequence[torch.Tensor], shares: Sequence[float]
+    ) -> list[list[float]]:
+        """Give this rank the states that others have made; each parameter's shares in the mean."""
+        state, rank = self._optimizer.state, self._comm.rank
+        mine = bytes(bool(state.get(parameter)) for parameter in trained)
+        has = list(zip(*self._comm.all_gather_bytes(mine), strict=True))
+        """Of each parameter, which ranks have a state of it."""
+        sources = {
+            place: ranks.index(1) for place, ranks in enumerate(has) if 0 < sum(ranks) < len(ranks)
+        }
+        for source in sorted(set(sources.values())):
+            sent = [place for place, first in sources.items() if first == source]
+            tree = {place: state[trained[place]] for place in sent} if rank == source else {}
+            data = b"".join(encode(snapshot(tree))) if rank == source else None
+            theirs = decode(self._comm.broadcast_bytes(data, source), "the state of an optimizer")
+            for place in sent:
+                if not has[place][rank]:
+                    like = trained[place]
+                    state[like] = {key: placed(v, key, like) for key, v in theirs[place].items()}
+        found = []
+        for ranks in has:
+            own = [share * one for share, one in zip(shares, ranks, strict=True)]
+            total = sum(own)
+            is_alike = all(ranks) or not any(ranks)
+            if is_alike:
+                own, total = list(shares), 1.0
+            elif total == 0:  # nobody that counts has one: that of the first is as good as any
+                own[ranks.index(1)] = total = 1.0
+            found.append([one / total for one in own])
+        return found
+
+
+def placed(value: Any, key: Any, like: torch.Tensor) -> Any:
+    """A value of an optimizer's state where its parameter is; counts of steps are on the CPU."""
+    return value.to(like.device) if isinstance(value, torch.Tensor) and key != STEP else value
+
+
+def is_number(tensor: torch.Tensor) -> bool:
+    """True if a tensor has numbers of which there is a mean."""
+    return tensor.is_floating_point() or tensor.is_complex()
+
+
+def as_real(tensor: torch.Tensor) -> torch.Tensor:
+    """The same memory as real numbers."""
+    return torch.view_as_real(tensor.detach()) if tensor.is_complex() else tensor
 
 
 def flat_of(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
@@ -167,8 +224,14 @@ def _merge(states: list[Any], weights: list[float], key: Any = None) -> Any:
         return type(first)(merged) if type(first) in (list, tuple) else first
     if key == STEP:
         return max(states, key=float)
-    if isinstance(first, torch.Tensor) and first.is_floating_point():
-        return weighted_mean(states, weights)
+    if isinstance(first, torch.Tensor) and is_number(first):
+        # Those of another shape have no mean with it: a buffer that is each replica's own.
+        alike = [
+            (state, weight)
+            for state, weight in zip(states, weights, strict=True)
+            if isinstance(state, torch.Tensor) and state.shape == first.shape
+        ]
+        return weighted_mean([state for state, _ in alike], [weight for _, weight in alike])
     return first
 
 
@@ -182,6 +245,8 @@ def _merge_dicts(states: list[dict[Any, Any]], weights: list[float]) -> dict[Any
 
 def weighted_mean(tensors: Sequence[torch.Tensor], weights: Sequence[float]) -> torch.Tensor:
     """``sum(w * t) / sum(w)`` in the dtype of the first tensor, formed in float64."""
+    if tensors[0].is_complex():
+        return torch.view_as_complex(weighted_mean([as_real(t) for t in tensors], weights))
     total = sum(weights)
     mean = torch.empty_like(tensors[0], memory_format=torch.contiguous_format)
     flat = mean.view(-1)

@@ -31,6 +31,7 @@ from sparkdl.sync.divided.mesh_ranks import MeshRanks
 from sparkdl.sync.divided.pipeline import Pipeline
 from sparkdl.sync.divided.sequence import SEQUENCE, divide_sequence, stacks
 from sparkdl.sync.divided.stages import stages_by_order
+from sparkdl.sync.module_tensors import tensors_of
 from sparkdl.sync.regions import Region
 from sparkdl.sync.strategy import Pipelined
 
@@ -140,7 +141,7 @@ def whole_weights(
 
     Collective: all ranks take all pieces, and have one parameter at a time.
     """
-    state = module.state_dict()
+    state = tensors_of(module)
     gather: Callable[[torch.Tensor], torch.Tensor]
     apart: dict[str, torch.Tensor]
     if pipeline is None:

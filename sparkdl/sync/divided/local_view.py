@@ -71,8 +71,13 @@ class LocalGradients:
                 known = self._wrapped[id(own)] = own.grad, wrapped
             parameter.grad = known[1]
 
-    def collect(self) -> None:
-        """Give the view what has come elsewhere; the backward passes of the step are over."""
+    def collect(self) -> list[nn.Parameter]:
+        """Give the view what has come elsewhere; the backward passes of the step are over.
+
+        Returns:
+            Those of the view that count as used. What is divided all does: nothing says which of
+            its gradients, which lie in the view's memory from the start, have come.
+        """
         for parameter, own in self._pairs:
             grad = parameter.grad
             known = self._wrapped.get(id(own))
@@ -85,6 +90,7 @@ class LocalGradients:
                 own.grad = grad.to_local()
             else:
                 own.grad.copy_(grad.to_local())
+        return [own for _, own in self._pairs]
 
     def release(self) -> None:
         """Let go of all gradients."""

@@ -121,7 +121,7 @@ class MeshSynchronizer(Synchronizer):
         return self._inner.no_sync()
 
     def reduce_gradients(self, sums: torch.Tensor, divisor: float) -> Reduced:
-        self._gradients.collect()
+        self._inner.mark_used(self._gradients.collect())
         self._shards.all_reduce(sums)
         return self._inner.reduce_gradients(sums, divisor)
 

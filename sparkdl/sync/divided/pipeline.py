@@ -35,6 +35,7 @@ from sparkdl.errors import ConfigError
 from sparkdl.mesh import Mesh
 from sparkdl.sync.divided.stages import Sent, Skeleton, Stages, cut_layers, plain_attention
 from sparkdl.sync.frozen_layers import moving_buffers
+from sparkdl.sync.module_tensors import tensors_of
 from sparkdl.sync.strategy import Autocast
 
 MakeLoss = Callable[[Any, Batch], torch.Tensor]
@@ -284,7 +285,7 @@ class Pipeline:
 
     def of_all_ranks(self, state: Mapping[str, Any]) -> dict[str, Any]:
         """A state dict of the whole module; what other ranks have is on the meta device."""
-        whole = self.skeleton.state_dict()
+        whole = tensors_of(self.skeleton)
         return {
             name: state[name] if name in state else torch.empty_like(value, device="meta")
             for name, value in whole.items()

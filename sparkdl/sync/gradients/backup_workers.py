@@ -40,7 +40,7 @@ from sparkdl.errors import CommunicationError, ConfigError
 from sparkdl.sync.collective import CollectiveStrategy
 from sparkdl.sync.gradient_buckets import BucketSums
 from sparkdl.sync.gradients.gradient_sums import AllReduceSynchronizer
-from sparkdl.sync.strategy import Reduced, SetupArguments
+from sparkdl.sync.strategy import Reduced, SetupArguments, Synchronizer
 
 MAX_LAG = 4
 """Concluded steps that a late rank may not have taken yet."""
@@ -105,7 +105,8 @@ class BackupWorkersSynchronizer(AllReduceSynchronizer):
             raise ConfigError(_NO_CUDA)
         flats = [bucket.flat for bucket in self._buckets]
         quorum = comm.world_size - num_backup_workers
-        self._thread = StepThread(self._comm, quorum, flats, self._messages)
+        num_sums = len(self._with_marks(torch.zeros(2, dtype=torch.float64)))
+        self._thread = StepThread(self._comm, quorum, flats, self._messages, num_sums)
         self._has_samples = False
 
     def zero_gradients(self) -> None:
@@ -119,11 +120,16 @@ class BackupWorkersSynchronizer(AllReduceSynchronizer):
 
     def reduce_gradients(self, sums: torch.Tensor, divisor: float) -> Reduced:
         readiness = Readiness.READY if self._has_samples else Readiness.EMPTY
-        result = self._thread.contribute(readiness, sums)
+        result = self._thread.contribute(readiness, self._with_marks(sums))
         for bucket, flat in zip(self._buckets, result.flats, strict=True):
             if bucket.flat is not flat:
                 bucket.flat.copy_(flat)
-        return Reduced(result.sums, divisor, result.ranks)
+        self._gradients.drop_unused(self._marks_of(result.sums, sums))
+        return Reduced(result.sums[: len(sums)], divisor, result.ranks)
+
+    def follow_freezing(self) -> None:
+        """See `Synchronizer.follow_freezing`: others may take steps meanwhile."""
+        Synchronizer.follow_freezing(self)
 
     def close(self) -> None:
         """See `Synchronizer.close`; peers that still train are told."""
@@ -160,7 +166,12 @@ class StepThread(threading.Thread):
     """
 
     def __init__(
-        self, comm: Communicator, quorum: int, flats: Sequence[torch.Tensor], messages: BucketSums
+        self,
+        comm: Communicator,
+        quorum: int,
+        flats: Sequence[torch.Tensor],
+        messages: BucketSums,
+        num_sums: int,
     ) -> None:
         super().__init__(name="sparkdl backup workers", daemon=True)
         self._comm = comm
@@ -169,7 +180,7 @@ class StepThread(threading.Thread):
         self._messages = messages
         self._changed = threading.Condition()
         self._readiness = Readiness.NOT_READY
-        self._sums = torch.zeros(2, dtype=torch.float64)
+        self._sums = torch.zeros(num_sums, dtype=torch.float64)
         self._results: deque[ConcludedStep] = deque()
         self._is_leaving = False
         self._failure: Exception | None = None
@@ -249,7 +260,7 @@ class StepThread(threading.Thread):
         # A rank that is done by now counts as late too: the others know no better.
         if mine is Readiness.NOT_READY:
             flats = [torch.zeros_like(flat) for flat in self._flats]
-            sums = torch.zeros(2, dtype=torch.float64)
+            sums = torch.zeros_like(self._sums)
         else:
             flats, sums = list(self._flats), self._sums
         self._messages.start_plain(sums)

@@ -17,9 +17,8 @@ from typing import Any
 import torch
 
 from sparkdl.comm.compression.compression import Compression
-from sparkdl.sync.gradient_buckets import FlatGradients
 from sparkdl.sync.gradients.gradient_sums import AllReduceSynchronizer
-from sparkdl.sync.strategy import Reduced, SetupArguments
+from sparkdl.sync.strategy import Reduced, SetupArguments, Synchronizer
 
 
 class DoubleBufferingSynchronizer(AllReduceSynchronizer):
@@ -35,11 +34,13 @@ class DoubleBufferingSynchronizer(AllReduceSynchronizer):
         self, *setup: *SetupArguments, bucket_bytes: int, compression: Compression | None
     ) -> None:
         super().__init__(*setup, bucket_bytes=bucket_bytes, compression=compression)
-        parameters = self._gradients.parameters
-        self._other = FlatGradients(parameters, bucket_bytes, self._comm.allocate)
-        """The set that travels, or has arrived; the parameters' own is filled meanwhile."""
         self._underway: Reduced | None = None
-        """What comes with the other set; None before the first step."""
+        """What comes with the other set, with its marks; None before the first step."""
+
+    def _group(self) -> None:
+        self._other = self._new_gradients()
+        """The set that travels, or has arrived; the parameters' own is filled meanwhile."""
+        super()._group()
 
     def start_sums(self, sums: torch.Tensor) -> None:
         """Nothing: the sums travel with the gradients."""
@@ -47,14 +48,20 @@ class DoubleBufferingSynchronizer(AllReduceSynchronizer):
     def reduce_gradients(self, sums: torch.Tensor, divisor: float) -> Reduced:
         """See `Synchronizer.reduce_gradients`: sends this step's, returns those of the last."""
         self._messages.wait()
-        arrived = self._underway or Reduced(torch.zeros_like(sums), 0.0)
+        own = self._with_marks(sums)
+        arrived = self._underway or Reduced(torch.zeros_like(own), 0.0)
         self._gradients, self._other = self._other, self._gradients
         self._gradients.attach()
-        self._underway = Reduced(sums, divisor)
-        self._messages.start_plain(sums)
+        self._gradients.drop_unused(self._marks_of(arrived.sums, sums))
+        self._underway = Reduced(own, divisor)
+        self._messages.start_plain(own)
         for number, bucket in enumerate(self._other.buckets):
             self._messages.start(number, bucket.flat)
-        return arrived
+        return arrived._replace(sums=arrived.sums[: len(sums)])
+
+    def follow_freezing(self) -> None:
+        """See `Synchronizer.follow_freezing`: gradients under way are of other parameters."""
+        Synchronizer.follow_freezing(self)
 
     def close_round(self) -> None:
         """Wait for what is under way; it stays for the next step to apply."""
@@ -80,7 +87,7 @@ class DoubleBufferingSynchronizer(AllReduceSynchronizer):
         saved = state["underway"]["gradients"]
         for bucket, values in zip(self._other.buckets, saved, strict=True):
             bucket.flat.copy_(values)
-        sums = state["underway"]["sums"].to(self._gradients.parameters[0].device)
+        sums = state["underway"]["sums"].to(self._gradients.marks.device)
         self._underway = Reduced(sums, state["underway"]["divisor"])
 
     def close(self) -> None:

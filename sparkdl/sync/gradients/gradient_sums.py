@@ -2,22 +2,24 @@
 
 A bucket whose gradients are all there is sent at once (Li et al., "PyTorch Distributed", VLDB
 2020). Buckets are always sent in the same order: ranks that have no samples, or in which a
-parameter took no part, send theirs, with zeros, at the end.
+parameter took no part, send theirs, with zeros, at the end. What parameters were used travels
+behind the last bucket or, where buckets are compressed, with the sums of losses.
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from functools import partial
 from typing import Any
 
 import torch
+from torch import nn
 
 from sparkdl.comm.communicator import counting_anew
 from sparkdl.comm.compression.compression import Compression
 from sparkdl.sync.gradient_buckets import Bucket, BucketSums, FlatGradients
-from sparkdl.sync.strategy import Reduced, SetupArguments, Synchronizer
+from sparkdl.sync.strategy import Reduced, SetupArguments, Synchronizer, parameters_for
 
 
 class AllReduceSynchronizer(Synchronizer):
@@ -31,27 +33,52 @@ class AllReduceSynchronizer(Synchronizer):
     ) -> None:
         self.model, make_optimizer, comm = setup
         self._comm = counting_anew(comm)
-        parameters = [p for p in self.model.parameters() if p.requires_grad]
-        self.optimizer = make_optimizer(parameters)
-        self._gradients = FlatGradients(parameters, bucket_bytes, self._comm.allocate)
-        self._buckets = self._gradients.buckets
-        self._messages = BucketSums(self._buckets, self._comm, compression)
+        self.optimizer = make_optimizer(parameters_for(make_optimizer, self.model))
+        self._bucket_bytes, self._compression = bucket_bytes, compression
         self._sums: torch.Tensor | None = None
         self._num_sent = 0
         self._is_syncing = True
         self._hooks: list[torch.utils.hooks.RemovableHandle] = []
-        if self.sends_early and comm.world_size > 1:
-            for bucket in self._buckets:
-                for parameter in bucket.parameters:
-                    hook = partial(self._gradient_is_ready, bucket)
-                    handle = parameter.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
-                    self._hooks.append(handle)
+        self._group()
+
+    def _group(self) -> None:
+        """Lay out the gradients of the parameters that train at present."""
+        self._gradients = self._new_gradients()
+        self._buckets = self._gradients.buckets
+        self._messages = BucketSums(self._buckets, self._comm, self._compression)
+        places = {id(p): place for place, p in enumerate(self._gradients.parameters)}
+        for bucket in self._buckets:
+            for parameter in bucket.parameters:
+                hook = partial(self._gradient_is_ready, bucket, places[id(parameter)])
+                handle = parameter.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
+                self._hooks.append(handle)
+
+    def _new_gradients(self) -> FlatGradients:
+        parameters = [p for p in self.model.parameters() if p.requires_grad]
+        if self._is_alone:
+            parameters = []
+        return FlatGradients(parameters, self._bucket_bytes, self._comm.allocate)
+
+    @property
+    def _is_alone(self) -> bool:
+        """True if gradients are summed with nobody's: they are what autograd makes."""
+        return self._comm.world_size == 1 and self.sends_early
+
+    def follow_freezing(self) -> None:
+        now = [id(p) for p in self.model.parameters() if p.requires_grad]
+        if self._is_alone or now == [id(p) for p in self._gradients.parameters]:
+            return
+        self.close()
+        self._group()
 
     @property
     def bytes_sent(self) -> int:
         return self._comm.bytes_sent
 
     def zero_gradients(self) -> None:
+        if self._is_alone:
+            super().zero_gradients()
+            return
         self._gradients.zero()
         self._num_sent = 0
 
@@ -64,7 +91,7 @@ class AllReduceSynchronizer(Synchronizer):
             self._is_syncing = True
 
     def start_sums(self, sums: torch.Tensor) -> None:
-        if self._comm.world_size == 1:
+        if self._is_alone or self._messages.are_compressed:
             return
         # A message of its own: float32 buckets would round the sums. It travels during the
         # backward pass; after it, all ranks would wait once more.
@@ -72,16 +99,38 @@ class AllReduceSynchronizer(Synchronizer):
         self._messages.start_plain(sums)
 
     def reduce_gradients(self, sums: torch.Tensor, divisor: float) -> Reduced:
-        if self._comm.world_size == 1:
+        if self._is_alone:
             return Reduced(sums, divisor)
         if self._sums is None:  # an empty batch; before the buckets, as on the other ranks
             self.start_sums(sums)
         while self._num_sent < len(self._buckets):
             self._send_next()
+        if self._messages.are_compressed:
+            self._sums = self._with_marks(sums)
+            self._messages.start_plain(self._sums)
         self._messages.wait()
         shared, self._sums = self._sums, None
         assert shared is not None
-        return Reduced(shared, divisor)
+        if not self._gradients.are_all_used:
+            self._gradients.drop_unused(self._marks_of(shared, sums))
+        return Reduced(shared[: len(sums)], divisor)
+
+    def mark_used(self, parameters: Iterable[nn.Parameter]) -> None:
+        given = {id(parameter) for parameter in parameters}
+        for place, parameter in enumerate(self._gradients.parameters):
+            if id(parameter) in given:
+                self._gradients.used[place] = 1
+
+    def _with_marks(self, sums: torch.Tensor) -> torch.Tensor:
+        """Sums of a step, and behind them the marks where buckets do not bring them."""
+        self._gradients.write_marks()
+        if not self._messages.are_compressed:
+            return sums
+        return torch.cat([sums, self._gradients.marks.to(sums.dtype)])
+
+    def _marks_of(self, shared: torch.Tensor, sums: torch.Tensor) -> torch.Tensor:
+        """The sums of marks, given what has come of `_with_marks` of ``sums``."""
+        return shared[len(sums) :] if self._messages.are_compressed else self._gradients.marks
 
     def after_step(self, step: int) -> bool:
         """Replicas are equal after every step."""
@@ -107,9 +156,11 @@ class AllReduceSynchronizer(Synchronizer):
             hook.remove()
         self._hooks.clear()
         self._gradients.release()
+        super().close()
 
-    def _gradient_is_ready(self, bucket: Bucket, parameter: torch.Tensor) -> None:
-        if not self._is_syncing:
+    def _gradient_is_ready(self, bucket: Bucket, place: int, parameter: torch.Tensor) -> None:
+        self._gradients.used[place] = 1
+        if not self._is_syncing or not self.sends_early:
             return
         bucket.num_missing -= 1
         if bucket.num_missing < 0:
@@ -123,4 +174,6 @@ class AllReduceSynchronizer(Synchronizer):
     def _send_next(self) -> None:
         number = self._num_sent
         self._num_sent += 1
+        if self._num_sent == len(self._buckets):  # all that are used are known by then
+            self._gradients.write_marks()
         self._messages.start(number, self._buckets[number].flat)

@@ -11,6 +11,7 @@ order of its logical workers for the same end; a tree can be computed in any pie
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from typing import TypeVar
 
 import torch
@@ -18,7 +19,13 @@ import torch
 from sparkdl.comm.communicator import Communicator, Done, Pending, counting_anew
 from sparkdl.sync.exchange_pattern import ModelSize, Pattern
 from sparkdl.sync.gradient_buckets import Bucket, FlatGradients, zeros
-from sparkdl.sync.strategy import MakeOptimizer, Reduced, SetupArguments, Synchronizer
+from sparkdl.sync.strategy import (
+    MakeOptimizer,
+    Reduced,
+    SetupArguments,
+    Synchronizer,
+    parameters_for,
+)
 
 T = TypeVar("T")
 Node = tuple[int, int]
@@ -145,30 +152,50 @@ class ShardTreeSynchronizer(Synchronizer):
         self.model, make_optimizer, comm = setup
         self._comm = counting_anew(comm)
         self._gather = ShardGather(self._comm, shards_by_rank)
-        self._parameters = [p for p in self.model.parameters() if p.requires_grad]
-        self.optimizer = make_optimizer(self._parameters)
+        self.optimizer = make_optimizer(parameters_for(make_optimizer, self.model))
         self._bucket_bytes = bucket_bytes
         self._tree = tree_of(sum(map(len, shards_by_rank)))
         held = [held_nodes(self._tree, shards) for shards in shards_by_rank]
-        self._nodes = held[comm.rank]
-        most = max(map(len, held))
+        self._most_nodes = max(map(len, held))
         self._places = sorted(
             (node, rank, place) for rank, own in enumerate(held) for place, node in enumerate(own)
         )
         """Every node that a rank sends, the rank, and its place there."""
+        self._hooks: list[torch.utils.hooks.RemovableHandle] = []
+        self._group()
+
+    def _group(self) -> None:
+        """Lay out the gradients of the parameters that train at present."""
+        self._parameters = [p for p in self.model.parameters() if p.requires_grad]
         self._gradients = self._new_set()
         self._free: list[FlatGradients] = []
         """Sets of gradients that hold nothing of use."""
         self._kept: list[tuple[Node, FlatGradients]] = []
         """What this rank has added up in this step."""
+        self._are_all_used = False
+        """True if some shard of this rank has used all parameters in this step."""
+        for place, parameter in enumerate(self._parameters):
+            hook = partial(self._gradient_is_ready, place)
+            handle = parameter.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
+            self._hooks.append(handle)
         self._exchanges: list[_SliceExchange] = []
-        if comm.world_size > 1:
+        most, world_size = self._most_nodes, self._comm.world_size
+        if world_size > 1:
             num_bytes = sum(parameter.nbytes for parameter in self._parameters)
-            num_slices = 1 if is_small(num_bytes, most, comm.world_size) else comm.world_size
+            num_slices = 1 if is_small(num_bytes, most, world_size) else world_size
             self._exchanges = [
                 _SliceExchange(bucket, self._comm, most, num_slices, self._sum_slice)
                 for bucket in self._gradients.buckets
             ]
+
+    def follow_freezing(self) -> None:
+        now = [id(p) for p in self.model.parameters() if p.requires_grad]
+        if now != [id(p) for p in self._parameters]:
+            self.close()
+            self._group()
+
+    def _gradient_is_ready(self, place: int, parameter: torch.Tensor) -> None:
+        self._gradients.used[place] = 1
 
     @property
     def bytes_sent(self) -> int:
@@ -177,6 +204,7 @@ class ShardTreeSynchronizer(Synchronizer):
     def zero_gradients(self) -> None:
         self._free += [gradients for _, gradients in self._kept]
         self._kept = []
+        self._are_all_used = False
 
     def begin_shard(self) -> None:
         """The gradients of another shard follow: of the rank's next, in the order of numbers."""
@@ -188,6 +216,8 @@ class ShardTreeSynchronizer(Synchronizer):
 
     def end_shard(self, shard: int) -> None:
         """The gradients are those of ``shard``, a number of the plan's."""
+        self._gradients.write_marks()
+        self._are_all_used |= self._gradients.are_all_used
         parts = [*self._kept, ((shard, shard + 1), self._gradients)]
         self._kept = folded(self._tree, parts, self._added)
 
@@ -196,6 +226,7 @@ class ShardTreeSynchronizer(Synchronizer):
         if not self._exchanges:
             ((_, self._gradients),) = self._kept
             self._gradients.attach()
+            self._drop_unused()
             return Reduced(tree_sum(sums), divisor)
         gathered = self._gather.start(sums)
         for number, exchange in enumerate(self._exchanges):
@@ -205,7 +236,12 @@ class ShardTreeSynchronizer(Synchronizer):
             exchange.finish_slice()
         for exchange, bucket in zip(self._exchanges, self._gradients.buckets, strict=True):
             exchange.finish(bucket.flat)
+        self._drop_unused()
         return Reduced(tree_sum(gathered()), divisor)
+
+    def _drop_unused(self) -> None:
+        if not self._are_all_used:
+            self._gradients.drop_unused(self._gradients.marks)
 
     def after_step(self, step: int) -> bool:
         """Replicas are equal after every step."""
@@ -215,6 +251,9 @@ class ShardTreeSynchronizer(Synchronizer):
         """Nothing to do: every step closes its round."""
 
     def close(self) -> None:
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks.clear()
         for gradients in (self._gradients, *self._free, *(kept for _, kept in self._kept)):
             gradients.release()
 

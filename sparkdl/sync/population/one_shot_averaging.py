@@ -16,6 +16,7 @@ from sparkdl.comm.communicator import Communicator
 from sparkdl.sync.apart import OwnWeightsSynchronizer
 from sparkdl.sync.averaging.averaging import Weighting, check_choices
 from sparkdl.sync.averaging.mean import MeanOfReplicas
+from sparkdl.sync.module_tensors import give_tensors, places_of
 from sparkdl.sync.population.population import PopulationStrategy
 from sparkdl.sync.strategy import MakeOptimizer, SetupArguments
 
@@ -49,7 +50,7 @@ class OneShotSynchronizer(OwnWeightsSynchronizer):
 
     buffers_agree = True
     rank_state: ClassVar = (*OwnWeightsSynchronizer.rank_state, "own_buffers")
-    _own_buffers: list[torch.Tensor] | None = None
+    _own_buffers: dict[str, torch.Tensor | None] | None = None
     """The replica's buffers while the model shows the mean."""
 
     def __init__(self, *setup: *SetupArguments, strategy: OneShotAveraging) -> None:
@@ -59,15 +60,19 @@ class OneShotSynchronizer(OwnWeightsSynchronizer):
 
     def zero_gradients(self) -> None:
         if self._own_buffers is not None:
-            for buffer, own in zip(self.model.buffers(), self._own_buffers, strict=True):
-                buffer.detach().copy_(own)
+            give_tensors(self.model, self._own_buffers)
             self._own_buffers = None
         super().zero_gradients()
 
     def show_agreed(self) -> None:
-        self._own_buffers = [buffer.detach().clone() for buffer in self.model.buffers()]
+        self._own_buffers = {
+            place.name: place.value if place.value is None else place.value.clone()
+            for place in places_of(self.model)
+            if place.kind != "parameter"
+        }
         weight = self.round_sums[1].item()
-        shares = self._mean.shares(float(weight > 0) if self._weighting == "equal" else weight)
+        weight = float(weight > 0) if self._weighting == "equal" else weight
+        shares = self._mean.shares(weight, with_buffers=True)
         if any(shares):
             self._mean.tensors(self.parameters, shares)
             self._mean.buffers(shares)

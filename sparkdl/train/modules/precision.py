@@ -69,7 +69,8 @@ class NumberFormat:
 
         TrainingDiverged if they overflow at any scale.
         """
-        if self._scaler is None:
+        parameters = (p for group in optimizer.param_groups for p in group["params"])
+        if self._scaler is None or all(p.grad is None for p in parameters):
             optimizer.step()
             return True
         before = self._scaler.get_scale()

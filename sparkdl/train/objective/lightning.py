@@ -483,7 +483,7 @@ class OwnOptimizer:
                 f"{name} must return one optimizer, with at most one schedule; with several set "
                 "automatic_optimization=False, and step them in the training step"
             )
-        wanted = {id(parameter) for parameter in parameters}
+        wanted = {id(parameter) for parameter in parameters if parameter.requires_grad}
         groups = optimizer.param_groups
         has = {id(p) for group in groups for p in group["params"] if p.requires_grad}
         if has != wanted:

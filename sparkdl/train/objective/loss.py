@@ -119,7 +119,7 @@ class ModuleLoss:
                 "of samples, hence of workers; use reduction='mean'"
             )
         self._sums_dimensions = module.reduction == "batchmean"
-        self._module = cast(Any, copy.deepcopy(module).requires_grad_(False))
+        self._module = cast(Any, _own_copy(module))
         self._module.reduction = "none"
 
     def to(self, device: torch.device) -> None:
@@ -192,13 +192,28 @@ class ClassLoss(ModuleLoss):
         return torch.where(counted, weights, 0)
 
 
+def _own_copy(module: nn.Module) -> nn.Module:
+    """A copy of a loss that is a module.
+
+    Raises:
+        ConfigError: it has parameters that would train, but nobody trains those of a loss.
+    """
+    if own := [name for name, p in module.named_parameters() if p.requires_grad]:
+        raise ConfigError(
+            f"the loss {type(module).__name__} has parameters that train, such as {own[0]!r}, and "
+            "the optimizer has those of the module only; let forward of the module compute what "
+            "they are for, or call requires_grad_(False) on the loss if they shall stay as they are"
+        )
+    return copy.deepcopy(module)
+
+
 class CallableLoss:
     """A function of the user's, or a module without ``reduction``."""
 
     def __init__(self, function: Callable[[Any, Any], Any]) -> None:
         self._function = function
         if isinstance(function, nn.Module):
-            self._function = copy.deepcopy(function).requires_grad_(False)
+            self._function = _own_copy(function)
 
     def to(self, device: torch.device) -> None:
         if isinstance(self._function, nn.Module):

@@ -148,17 +148,22 @@ class ManualBackward:
         for parameter in trained:
             parameter.grad = None
         (loss * self._share).backward(*arguments, **options)  # type: ignore[no-untyped-call]
-        for own in by_kind([p.grad for p in trained if p.grad is not None]):
+        gradients = [torch.zeros_like(p) if p.grad is None else p.grad for p in trained]
+        used = torch.tensor([p.grad is not None for p in trained], device=trained[0].device)
+        marks = used.to(gradients[0].dtype)
+        for own in by_kind([*gradients, marks]):
             flat = flat_of(own)
             self.comm.all_reduce(flat)
             fill(own, flat)
+        for parameter, gradient, mark in zip(trained, gradients, marks.tolist(), strict=True):
+            parameter.grad = gradient if mark else None
         for parameter, old in zip(trained, before, strict=True):
             if parameter.grad is None:
                 parameter.grad = old
             elif old is not None:
                 parameter.grad += old
-        gradients = [p.grad for p in self._module.parameters()]
-        self._summed = [weakref.ref(g) for g in gradients if g is not None]
+        summed = [p.grad for p in self._module.parameters()]
+        self._summed = [weakref.ref(g) for g in summed if g is not None]
 
     def loss_of_step(self) -> torch.Tensor:
         """Sum of the losses of this step's backward passes; ConfigError if there was none."""

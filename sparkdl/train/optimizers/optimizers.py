@@ -19,7 +19,7 @@ from sparkdl.config import TrainConfig
 from sparkdl.errors import ConfigError, unknown
 from sparkdl.runtime.name_patterns import check_fit, fits
 from sparkdl.sync.averaging.outer_step import NEEDS_ANOTHER_LOOP, TORCH_OPTIMIZERS
-from sparkdl.sync.strategy import MakeOptimizer
+from sparkdl.sync.strategy import TAKES_FROZEN, MakeOptimizer
 from sparkdl.train.objective.divergence import warn_if_nan
 from sparkdl.train.objective.lightning import OwnOptimizer, is_lightning
 from sparkdl.train.objective.manual import SeveralSchedules
@@ -50,9 +50,9 @@ def without_compiler() -> Iterator[None]:
 
 
 def parameter_groups(
-    module: nn.Module, options: Mapping[str, Mapping[str, Any]]
+    module: nn.Module, options: Mapping[str, Mapping[str, Any]], *, may_thaw: bool = False
 ) -> Callable[[Sequence[nn.Parameter]], Groups]:
-    """What puts the parameters that train into groups.
+    """What puts the parameters that train, or may come to train, into groups.
 
     The first group holds what no pattern means, unless that is nothing; the others follow in the
     order in which they were given. Reports and schedules that speak of the learning rate mean the
@@ -61,10 +61,12 @@ def parameter_groups(
     Args:
         module: its parameters that train are divided.
         options: pattern (see `name_patterns`) -> options, in torch's words, such as ``lr``.
+        may_thaw: True if those that are frozen may train later.
 
     Returns:
-        A function of one parameter for each of the module's that trains, in its order; a strategy
-        may have others step in their stead. It raises a ConfigError if they are more or fewer.
+        A function of one parameter for each of the module's that trains, or may, in its order; a
+        strategy may have others step in their stead. It raises a ConfigError if they are more or
+        fewer.
 
     Raises:
         ConfigError: a pattern means no parameter that trains, or two mean the same one.
@@ -73,13 +75,18 @@ def parameter_groups(
     for name, parameter in module.named_parameters(remove_duplicate=False):
         aliases.setdefault(id(parameter), []).append(name)
     trained = [aliases[id(p)] for p in module.parameters() if p.requires_grad]
-    check_fit(options, [name for names in trained for name in names], "parameterGroups")
-    patterns = [_pattern_of(names, list(options)) for names in trained]
+    every = [aliases[id(p)] for p in module.parameters() if p.requires_grad or may_thaw]
+    check_fit(options, [name for names in every for name in names], "parameterGroups")
+    by_number = {
+        len(some): [_pattern_of(names, list(options)) for names in some]
+        for some in (trained, every)
+    }
 
     def divide(parameters: Sequence[nn.Parameter]) -> Groups:
-        if len(parameters) != len(patterns):
+        patterns = by_number.get(len(parameters))
+        if patterns is None:
             raise ConfigError(
-                f"parameterGroups divide the {len(patterns)} parameters that train, but the "
+                f"parameterGroups divide the {len(trained)} parameters that train, but the "
                 f"strategy makes an optimizer of {len(parameters)}; let it pass those with "
                 "requires_grad, in the module's order"
             )
@@ -118,8 +125,9 @@ def resolve_optimizer(config: TrainConfig, module: nn.Module | None = None) -> M
 
     Args:
         config: names the optimizer, its options and its parameter groups.
-        module: whose parameters these are, in its order, without those that are frozen; None if
-            they are no module's: then there are no groups.
+        module: whose parameters these are, in its order; None if they are no module's: then there
+            are no groups. The optimizer gets those that are frozen only if there are callbacks,
+            which may unfreeze them.
 
     Raises:
         ConfigError: the name is unknown, the options do not fit, or a callable that makes its own
@@ -154,13 +162,18 @@ def resolve_optimizer(config: TrainConfig, module: nn.Module | None = None) -> M
         and config.precision != "fp16"
         and not options.keys() & {"fused", "foreach", "differentiable"}
     )
-    divide = parameter_groups(module, groups) if module is not None and groups else None
+    may_thaw = bool(config.callbacks)
+    divide = None
+    if module is not None and groups:
+        divide = parameter_groups(module, groups, may_thaw=may_thaw)
 
     def make(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
-        parameters = list(parameters)
+        parameters = [p for p in parameters if p.requires_grad or may_thaw]
         can_fuse = may_fuse and all(
             p.is_floating_point() and p.device.type in ("cpu", "cuda") for p in parameters
         )
+        # Its first gradient of a parameter counts whole, which fused SGD does for all at once only.
+        can_fuse = can_fuse and not options.get("dampening")
         fused = {"fused": True} if can_fuse else {}
         for values in groups.values():
             # All parameters with a group's options: in groups an optimizer never looks at them.
@@ -168,9 +181,27 @@ def resolve_optimizer(config: TrainConfig, module: nn.Module | None = None) -> M
         made = _made(kind, divide(parameters) if divide else parameters, {**options, **fused})
         if not isinstance(made, torch.optim.Optimizer):
             raise ConfigError(f"optimizer must make a torch.optim.Optimizer; received {made!r}")
+        if can_fuse and kind is torch.optim.SGD:
+            made.register_step_pre_hook(_begin_momentum)
         return made
 
+    setattr(make, TAKES_FROZEN, may_thaw)
     return make
+
+
+def _begin_momentum(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+    """Give a momentum of zero to what is used for the first time after others were.
+
+    Torch's fused SGD begins all or none in a step; without dampening the result is the same.
+    """
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    if not 0 < len(optimizer.state) < len(parameters):
+        return
+    for group in optimizer.param_groups:
+        for parameter in group["params"] if group["momentum"] else ():
+            if parameter.grad is not None and parameter not in optimizer.state:
+                zeros = torch.zeros_like(parameter, memory_format=torch.preserve_format)
+                optimizer.state[parameter]["momentum_buffer"] = zeros
 
 
 def _kind(config: TrainConfig, module: nn.Module | None) -> Any:

@@ -131,6 +131,9 @@ class OwnLoss(nn.Module):
 
 def test_module_without_reduction_is_a_callable_that_is_not_trained() -> None:
     own = OwnLoss()
+    with pytest.raises(ConfigError, match=r"'scale'.*requires_grad_\(False\) on the loss"):
+        resolve_loss(own, "custom")
+    own.requires_grad_(False)
     output, target = data_for("mse")
     output.requires_grad_()
     loss_sum, _ = resolve_loss(own, "custom")(output, target, None)

@@ -1,0 +1,170 @@
+"""How optimizers are stepped that want more than a call of ``step()``, and what is refused.
+
+Some have a ``train()`` and an ``eval()``, between which the weights differ (schedule-free ones);
+some want a closure, which computes loss and gradients anew (L-BFGS, SAM).
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from sparkdl import sync
+from sparkdl.config import TrainConfig
+from sparkdl.errors import CheckpointError, ConfigError
+from sparkdl.storage.tensor_tree import pack
+from sparkdl.sync.averaging.averaging import AveragingStrategy
+from sparkdl.sync.gradients.allreduce import AllReduce
+from sparkdl.sync.module_tensors import fingerprint
+from sparkdl.train.optimizers.nested_states import plain_state
+
+_MOST_NUMBERS = 1 << 22
+"""Parameters of more numbers than this take no part in the trial step, unless all are larger."""
+
+
+def has_modes(optimizer: torch.optim.Optimizer) -> bool:
+    """True if weights are others for training than for evaluation."""
+    return all(callable(getattr(optimizer, name, None)) for name in ("train", "eval"))
+
+
+def set_mode(optimizer: torch.optim.Optimizer, *, trains: bool) -> None:
+    """Have the weights for training, or those that are measured and kept."""
+    if has_modes(optimizer):
+        (optimizer.train if trains else optimizer.eval)()  # type: ignore[attr-defined]
+
+
+def takes_closure(optimizer: torch.optim.Optimizer) -> bool | None:
+    """Whether ``step`` must have a closure; None: it may."""
+    try:
+        found = list(inspect.signature(optimizer.step).parameters.values())
+    except (TypeError, ValueError):
+        return False
+    own = next(
+        (one for one in found if one.name == "closure" or one.kind is one.VAR_POSITIONAL), None
+    )
+    if own is None:
+        return False
+    return True if own.default is own.empty and own.kind is not own.VAR_POSITIONAL else None
+
+
+class Stepper:
+    """Steps an optimizer, with a closure if it does not do without.
+
+    The gradients of the step are there already. So the first call of the closure computes nothing,
+    unless the optimizer has changed the weights before, as SAM does.
+    """
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self._optimizer = optimizer
+        self.with_closure = takes_closure(optimizer) is True
+
+    def __call__(self, loss: Callable[[], Any], again: Callable[[], Any]) -> None:
+        """Step; ``loss`` gives that of this moment, ``again`` gradients and loss of another."""
+        if not self.with_closure:
+            try:
+                self._optimizer.step()
+                return
+            except Exception:
+                if takes_closure(self._optimizer) is False:
+                    raise
+                self.with_closure = True  # if it was not that, it fails once more
+        before: list[int] | None = self._weights()
+
+        def closure() -> Any:
+            nonlocal before
+            is_first, before = before is not None and before == self._weights(), None
+            return loss() if is_first else again()
+
+        self._optimizer.step(closure)
+
+    def _weights(self) -> list[int]:
+        parameters = [p for group in self._optimizer.param_groups for p in group["params"]]
+        gradients = [fingerprint(p.grad) for p in parameters]
+        return [*map(fingerprint, parameters), *gradients]
+
+
+def check_closure(config: TrainConfig, name: str) -> None:
+    """Refuse what makes no sense with an optimizer that wants a closure; raises ConfigError."""
+    strategy = sync.resolve(config.sync_strategy)
+    fits = isinstance(strategy, AveragingStrategy)
+    if isinstance(strategy, AllReduce):
+        fits = strategy.num_backup_workers == 0 and not strategy.double_buffering
+    if not fits:
+        raise ConfigError(
+            f"optimizer {name} wants a closure, which computes gradients several times in a step; "
+            f"that goes together with AllReduce() and with strategies that average replicas, not "
+            f"with {strategy}"
+        )
+    if config.precision == "fp16" or config.parallelism is not None:
+        raise ConfigError(
+            f"optimizer {name} wants a closure, which computes gradients several times in a step; "
+            "leave out precision='fp16' and parallelism, or use another optimizer"
+        )
+
+
+def check_modes(config: TrainConfig, name: str) -> None:
+    """Refuse strategies that an optimizer with modes makes no sense with; raises ConfigError."""
+    strategy = sync.resolve(config.sync_strategy)
+    if not isinstance(strategy, AllReduce | AveragingStrategy):
+        raise ConfigError(
+            f"optimizer {name} has train() and eval(), between which the weights differ, and the "
+            f"workers of {type(strategy).__name__} exchange weights in between; use AllReduce or "
+            "ParameterAveraging"
+        )
+
+
+def check_steps(optimizer: torch.optim.Optimizer, scheduler: Any, config: TrainConfig) -> None:
+    """Step once, on a copy of the module, so that what training would refuse shows now.
+
+    Only parameters of moderate size take part. Torch's own optimizers and schedules, and ours, are
+    known to do, and are not asked.
+
+    Raises:
+        ConfigError: the optimizer cannot be stepped, or a checkpoint cannot hold a state.
+    """
+    name = type(optimizer).__name__
+    if has_modes(optimizer):
+        check_modes(config, name)
+    if takes_closure(optimizer) is True:
+        check_closure(config, name)
+    known = ("torch.", "sparkdl.")
+    if type(optimizer).__module__.startswith(known):
+        _check_kept("scheduler", scheduler)
+        return
+    every = [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
+    moderate = [p for p in every if p.numel() <= _MOST_NUMBERS] or every
+
+    def gradients() -> torch.Tensor:
+        for parameter in moderate:
+            parameter.grad = torch.full_like(parameter, 1e-3)
+        return torch.ones(())
+
+    stepper = Stepper(optimizer)
+    set_mode(optimizer, trains=True)
+    try:
+        gradients()
+        stepper(gradients, gradients)
+        set_mode(optimizer, trains=False)
+    except Exception as error:
+        raise ConfigError(
+            f"optimizer {name} fails in its first step: {type(error).__name__}: {error}; step it "
+            "once in a loop of your own, with gradients of some parameters and with none of others"
+        ) from error
+    if stepper.with_closure:
+        check_closure(config, name)
+    _check_kept("optimizer", optimizer)
+    _check_kept("scheduler", scheduler)
+
+
+def _check_kept(what: str, owner: Any) -> None:
+    if owner is None:
+        return
+    try:
+        pack(plain_state(owner))
+    except CheckpointError as error:
+        raise ConfigError(
+            f"{what} {type(owner).__name__} has a state that no checkpoint can hold: {error}"
+        ) from error

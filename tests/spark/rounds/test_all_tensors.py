@@ -1,0 +1,96 @@
+"""All that a module holds travels: to tasks, back to the driver, and into its module."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+from torch import nn
+
+from sparkdl.config import EarlyStopping
+from sparkdl.spark.fit.fit import fit
+from sparkdl.sync.module_tensors import tensors_of
+from sparkdl.train.callbacks import Callback, CallbackState
+from tests.spark.rounds.test_averaging_rounds import df, request
+
+if TYPE_CHECKING:
+    from pyspark.sql import DataFrame
+
+__all__ = ["df"]
+
+pytestmark = [pytest.mark.spark, pytest.mark.gang]
+
+
+class Everything(nn.Module):
+    """A teacher, buffers of all kinds, a parameter that nobody uses, and an own state dict."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.Linear(3, 8).requires_grad_(False)
+        self.head = nn.Linear(8, 3)
+        self.spare = nn.Linear(8, 3)
+        self.teacher = nn.Linear(8, 3).requires_grad_(False)
+        self.register_buffer("center", torch.zeros(3), persistent=False)
+        self.register_buffer("lengths", torch.zeros(1), persistent=False)
+        self.register_buffer("scale", torch.tensor([0.5]).expand(3))
+        self.register_buffer("seen", None)
+        self.rotation = nn.Parameter(torch.ones(3, dtype=torch.complex64))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.training:
+            self.center = self.center * 0.5 + x.detach().mean(0) * 0.5
+            self.lengths = torch.arange(float(len(x)))
+            self.seen = torch.ones(2) if self.seen is None else self.seen + 1
+            with torch.no_grad():
+                for mean, own in zip(
+                    self.teacher.parameters(), self.head.parameters(), strict=True
+                ):
+                    mean.data.lerp_(own, 0.5)
+        x = self.body(x * self.scale).tanh()
+        return (self.head(x) + self.teacher(x)) * (self.rotation * self.rotation.conj()).real
+
+    def state_dict(self, *arguments: Any, **options: Any) -> Any:
+        found = super().state_dict(*arguments, **options)
+        return {name: value for name, value in found.items() if "teacher" not in name}
+
+    def load_state_dict(self, *arguments: Any, **options: Any) -> Any:
+        raise AssertionError("this module has a way of its own")
+
+
+def make() -> nn.Module:
+    torch.manual_seed(5)
+    return Everything()
+
+
+class Thaw(Callback):
+    """Unfreezes the body after the first epoch, and freezes the head after the second."""
+
+    def on_epoch_end(self, state: CallbackState, record: Any) -> None:
+        model: Any = state.model
+        if record["epoch"] == 1:
+            model.body.requires_grad_(True)
+        if record["epoch"] == 2:
+            model.head.requires_grad_(False)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("stops", [False, True])
+def test_rounds_and_gangs_bring_all_tensors_home(df: DataFrame, stops: bool) -> None:
+    common = {"module": make, "epochs": 3, "callbacks": (Thaw(),), "optimizer": "adamw"}
+    common["optimizer_params"] = {"weight_decay": 0.3}
+    if stops:
+        common |= {"validation_col": "held_out", "early_stopping": EarlyStopping()}
+    found = [
+        tensors_of(fit(df, request(**common, execution_mode=mode)).module)
+        for mode in ("gang", "rounds")
+    ]
+    begin = tensors_of(make())
+    for name, value in found[0].items():
+        if name != "lengths":
+            torch.testing.assert_close(value, found[1][name], rtol=0, atol=1e-5, msg=name)
+        if name == "lengths" or begin[name] is None:
+            continue
+        is_same = torch.allclose(value, begin[name], rtol=0, atol=1e-6)  # means of equals round
+        assert is_same == name.startswith(("spare", "scale")), name
+    assert len(found[0]["lengths"]) == 8 and found[0]["seen"].tolist() != [0, 0]
