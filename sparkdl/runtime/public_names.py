@@ -16,8 +16,6 @@ from pkgutil import get_data
 from typing import Any
 
 from sparkdl.errors import ConfigError, did_you_mean, unknown
-from sparkdl.runtime.arguments import plain_arguments
-from sparkdl.runtime.tracebacks import plainly
 
 _imports = [
     node
@@ -35,6 +33,9 @@ def public(name: str) -> Any:
     A class that users make objects of takes plain values, and says in one sentence which arguments
     it does not know; see `runtime.arguments`.
     """
+    from sparkdl.runtime.arguments import plain_arguments
+    from sparkdl.runtime.tracebacks import plainly
+
     value = getattr(import_module(MODULE_OF[name]), name)
     makes = vars(value).get("__init__") if isinstance(value, type) else None
     is_protocol = getattr(value, "_is_protocol", False)

@@ -240,7 +240,7 @@ class EstimatorArguments(InputArguments, total=False):
         "sample before the fit. It is never scaled by the number of workers.", start=1e-3)]
     parameterGroups: Annotated[Mapping[str, Mapping[str, object]], Option(
         "options of the optimizer for some of the parameters (dict from a pattern of names, such "
-        "as 'encoder' or '*.bias', to a dict such as {'lr': 1e-4}); no parameter may fit two.",
+        "as 'encoder' or 'head.0', to a dict such as {'lr': 1e-4}); no parameter may fit two.",
         convert=converters.to_groups)]
     frozenLayers: Annotated[list[str], Option(
         "patterns of the names of layers or parameters that do not train, such as 'encoder' or "
