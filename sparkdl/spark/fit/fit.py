@@ -21,7 +21,6 @@ from torch import nn
 from sparkdl.config import EarlyStopping
 from sparkdl.data.column_stats import SpooledShard
 from sparkdl.data.plan import TrainPlan
-from sparkdl.errors import DataError
 from sparkdl.report.listeners.listener import wanted_looks
 from sparkdl.report.live.progress import EpochCallback
 from sparkdl.report.live.views import shows_lines
@@ -195,7 +194,7 @@ def _fit(
         recorder.facts(**known)
         recorder.phase("train")
         trained = train(run)
-        _require_learned(trained, plan)
+        _warn_if_none_counted(trained, plan)
         weights_of = _weights_of(trained, plan, checked.config.early_stopping)
         is_short = weights_of is not None and weights_of.stopped_early
         recorder.done(trained.summary.steps, stopped_early=is_short)
@@ -253,16 +252,15 @@ def _table(
     return table
 
 
-def _require_learned(trained: Trained, plan: TrainPlan) -> None:
-    """Refuse the result of a training in which no row has counted; raises DataError."""
+def _warn_if_none_counted(trained: Trained, plan: TrainPlan) -> None:
+    """Say so if no row for validation has counted; of those for training it is an error."""
     history = trained.summary.history
-    why = "all of them have the weight 0, or a label that the loss ignores"
-    # A loss that is no number for another reason ends the training.
-    if history and all(math.isnan(epoch.get("loss", 0.0)) for epoch in history):
-        raise DataError(f"none of the {plan.num_rows} rows has counted in training: {why}")
     if history and all(math.isnan(epoch.get("val_loss", 0.0)) for epoch in history):
-        rows = plan.num_validation_rows
-        logger.warning("none of the %d rows for validation has counted: %s", rows, why)
+        logger.warning(
+            "none of the %d rows for validation has counted: all of them have the weight 0, or a "
+            "label that the loss ignores",
+            plan.num_validation_rows,
+        )
 
 
 def _weights_of(
