@@ -141,7 +141,7 @@ def test_generator_states_go_on_with_the_same_numbers() -> None:
 @pytest.mark.parametrize(
     ("tree", "words"),
     [
-        ({"a": [0, {1}]}, "at a.1 has type builtins.set"),
+        ({"a": [0, range(1)]}, "at a.1 has type builtins.range"),
         ({"a": {(1,): 2}}, "a key at a has type builtins.tuple"),
         ({True: 1}, "a key at the top has type builtins.bool"),
         (object(), "at the top has type builtins.object"),

@@ -87,7 +87,7 @@ def test_a_task_trains_its_steps_and_gives_its_state(plan: TrainPlan, driver: Dr
     sent = decode(found["state"], "state")  # small tensors are in the frame of the state
     expected = plan.rows_by_rank(1)[0] + plan.rows_by_rank(2)[0]
     assert report["rows"] == report["weight"] == sent["weight"] == expected
-    assert sent["state"].keys() == {"model", "optimizer", "scheduler", "scaler"}
+    assert sent["state"].keys() == {"model", "optimizer", "scheduler", "scaler", "trains"}
     assert sent["state"]["optimizer"]["state"][0]["step"] == 2
     assert driver.events("done") != []
 
