@@ -63,15 +63,20 @@ class WorkerError(SparkDLError):
         rank: the rank that failed first.
         error_type: name of the original exception's class.
         worker_traceback: the traceback as that worker formatted it.
+        host: name of the host on which it ran; empty if nobody has told.
     """
 
-    def __init__(self, rank: int, error_type: str, message: str, worker_traceback: str) -> None:
+    def __init__(
+        self, rank: int, error_type: str, message: str, worker_traceback: str, host: str = ""
+    ) -> None:
+        who = f"rank {rank}" + f" on host {host}" * bool(host)
         super().__init__(
             f"{error_type} on rank {rank}: {message}\n\n"
-            f"Traceback of rank {rank}:\n{worker_traceback.rstrip()}"
+            f"Traceback of {who}:\n{worker_traceback.rstrip()}"
         )
-        self._arguments = (rank, error_type, message, worker_traceback)
+        self._arguments = (rank, error_type, message, worker_traceback, host)
         self.rank = rank
+        self.host = host
         self.error_type = error_type
         self.worker_traceback = worker_traceback
 

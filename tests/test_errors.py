@@ -35,11 +35,12 @@ ALL = [
     "message", ["no", "", "two\n\nparagraphs", "a: b: c", "x\n\nTraceback of rank 1:\nfake"]
 )
 def test_a_worker_error_survives_pickle(message: str) -> None:
-    error = WorkerError(3, "ValueError", message, "Traceback ...\nValueError\n")
+    error = WorkerError(3, "ValueError", message, "Traceback ...\nValueError\n", "node-7")
     again = pickle.loads(pickle.dumps(error))
     assert type(again) is WorkerError
     assert str(again) == str(error)
-    assert again.rank == 3
+    assert (again.rank, again.host) == (3, "node-7")
+    assert "\n\nTraceback of rank 3 on host node-7:\n" in str(again)
     assert again.error_type == "ValueError"
     assert again.worker_traceback == error.worker_traceback
 

@@ -273,6 +273,7 @@ def describe_failure(
         kind = "gang" if isinstance(error, GangError) else "sparkdl"
     return {
         "rank": rank,
+        "host": socket.gethostname(),
         "kind": kind,
         "type": type(error).__name__,
         "message": message[:_MOST_CHARACTERS] + _remedy(error),

@@ -186,7 +186,13 @@ def _raise_if_calls_differ(attempt: Attempt) -> None:
 
 
 def _of_user(failure: Mapping[str, Any]) -> WorkerError:
-    return WorkerError(failure["rank"], failure["type"], failure["message"], failure["traceback"])
+    return WorkerError(
+        failure["rank"],
+        failure["type"],
+        failure["message"],
+        failure["traceback"],
+        failure.get("host", ""),
+    )
 
 
 def _own_error(failure: Mapping[str, Any]) -> SparkDLError:
