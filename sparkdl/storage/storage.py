@@ -27,6 +27,7 @@ Data = bytes | bytearray | memoryview | Iterable[bytes | bytearray | memoryview]
 
 Buffer = bytes | memoryview
 _ASIDE = ".aside-"
+_COPIED_BYTES = 16 << 20
 _ABSENT = (FileNotFoundError, NotADirectoryError)
 _URL = re.compile("(?P<scheme>[A-Za-z][A-Za-z0-9+.-]+):(?P<rest>.*)", re.DOTALL)
 
@@ -338,7 +339,15 @@ class FsspecStorage:
         origin, place = self._at(source), self._at(target)
         with failures("move", f"{self._show(source)} to {target}"):
             self._fs.makedirs(str(PurePosixPath(place).parent), exist_ok=True)
-            self._fs.mv(origin, place)
+            try:
+                self._fs.mv(origin, place)
+                return
+            except NotImplementedError:  # it can neither rename nor copy, only read and write
+                pass
+        with failures("move", f"{self._show(source)} to {target}"):
+            with self._fs.open(origin, "rb") as old, self._fs.open(place, "wb") as new:
+                shutil.copyfileobj(old, new, _COPIED_BYTES)
+            self._fs.rm_file(origin)
 
     def part(self, path: str, begin: int, end: int) -> Buffer:
         place = self._at(path)

@@ -95,9 +95,7 @@ def test_values_are_compared(ours: Any, theirs: Any, is_same: bool) -> None:
 def test_an_attribute_that_cannot_be_written_takes_the_next_way() -> None:
     module = Plain()
     module.scale = range(2)
-    with pytest.raises(
-        DescribeError, match=r"attribute scale .* cannot be written.*'range'>"
-    ):
+    with pytest.raises(DescribeError, match=r"attribute scale .* cannot be written.*'range'>"):
         find_unlisted(module, Plain())
     with pytest.raises(ConfigError, match=r"pickle: .*attribute scale.*; and what needs no class"):
         save(module, Plain)

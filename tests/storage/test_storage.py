@@ -24,13 +24,22 @@ from tests.storage.contract import FolderContract
 from tests.storage.memory import MemoryStorage
 
 
-@pytest.fixture(params=["local", "memory", "fsspec-memory", "fsspec-local"])
-def storage(request: pytest.FixtureRequest, tmp_path: Path) -> Folder:
+def refuse(*_: object, **options: object) -> None:
+    raise NotImplementedError
+
+
+@pytest.fixture(params=["local", "memory", "fsspec-memory", "fsspec-local", "fsspec-no-rename"])
+def storage(
+    request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> Folder:
+    if request.param == "fsspec-no-rename":
+        monkeypatch.setattr("fsspec.implementations.local.LocalFileSystem.mv", refuse)
     makers = {
         "local": lambda: LocalStorage(tmp_path / "deep" / "root"),
         "memory": MemoryStorage,
         "fsspec-memory": lambda: FsspecStorage(f"memory://{tmp_path.name}"),
         "fsspec-local": lambda: FsspecStorage(f"local://{tmp_path}/root"),
+        "fsspec-no-rename": lambda: FsspecStorage(f"local://{tmp_path}/root"),
     }
     return makers[request.param]()
 
