@@ -47,6 +47,7 @@ def test_importing_it_brings_few_modules(clean: Path) -> None:
     assert [name for name in modules if name.startswith("sparkdl")] == [
         "sparkdl",
         "sparkdl.errors",
+        "sparkdl.familiar_names",
         "sparkdl.runtime",
         "sparkdl.runtime.installation",
         "sparkdl.runtime.public_names",
