@@ -155,10 +155,23 @@ def _typed(rows: Rows, column: Column) -> Rows:
     return values.reshape(len(values), *column.shape).astype(column.dtype, copy=False)
 
 
+def _in_utc(kind: pa.DataType) -> pa.DataType:
+    """The type with timestamps in UTC: Spark gives them the session's zone, and a file its own."""
+    if pa.types.is_timestamp(kind):
+        return kind if kind.tz is None else pa.timestamp(kind.unit, tz="UTC")
+    if pa.types.is_list(kind):
+        return pa.list_(kind.value_field.with_type(_in_utc(kind.value_type)))
+    if pa.types.is_struct(kind):
+        fields = [kind.field(number) for number in range(kind.num_fields)]
+        return pa.struct([field.with_type(_in_utc(field.type)) for field in fields])
+    return kind
+
+
 def _transformed(array: pa.StructArray, specification: Specification) -> Any:
     """What the user's function makes of the columns: an Arrow or numpy array."""
     assert specification.transform is not None
-    batch = pa.RecordBatch.from_arrays(array.flatten(), names=list(specification.columns))
+    values = [part.cast(_in_utc(part.type)) for part in array.flatten()]
+    batch = pa.RecordBatch.from_arrays(values, names=list(specification.columns))
     try:
         result = specification.transform(batch)
         if isinstance(result, pa.ChunkedArray):

@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.compute as pc
 import pytest
 
 from sparkdl.data.column_readers import BadRows, read, read_trained
@@ -102,6 +103,21 @@ def test_a_transform_gets_the_columns_by_name() -> None:
     assert rows.parts[0].tolist() == [97, 98, 63]
     both = struct(c0=pa.array([1, 2]), c1=pa.array([3, 4]))
     assert read(both, Tensor(("a.b", "c"), transform=total)).tolist() == [[1, 3], [2, 4]]  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize("zone", ["UTC", "Asia/Tokyo", "America/New_York"])
+def test_a_transform_gets_instants_in_utc(zone: str) -> None:
+    """Those of a DataFrame come in the session's time zone, those of a file in UTC."""
+    noon = pa.array([43_200_000_000], pa.timestamp("us", tz="UTC")).cast(
+        pa.timestamp("us", tz=zone)
+    )
+    hours = Tensor("when", transform=lambda rows: pc.hour(rows["when"]))
+    assert read(struct(when=noon), hours).tolist() == [12]
+    nested = struct(when=pa.ListArray.from_arrays([0, 1], noon), plain=noon.cast("int64"))
+    first = Tensor(("when", "plain"), transform=lambda rows: pc.hour(pc.list_flatten(rows["when"])))
+    assert read(nested, first).tolist() == [12]
+    local = pa.array([43_200_000_000], pa.timestamp("us"))  # of TIMESTAMP_NTZ
+    assert read(struct(when=local), hours).tolist() == [12]
 
 
 @pytest.mark.parametrize(
