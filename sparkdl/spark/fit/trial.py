@@ -93,7 +93,7 @@ def try_module(checked: CheckedValues, example: Example, sink: Sink | None = Non
         ConfigError: the module does not take the features, its output is not a classifier's, or
             the loss cannot compare it with the label.
     """
-    module, weights, objective = checked.module, checked.weights, checked.objective
+    module, weights = checked.module, checked.weights
     try:
         output = _output(module, example, checked.request, weights, sink)
     except ConfigError as error:
@@ -103,7 +103,7 @@ def try_module(checked: CheckedValues, example: Example, sink: Sink | None = Non
         logger.info("the driver makes the whole module to run it: %s", error.__cause__)
         weights.fill(module)
         output = _output(module, example, checked.request, weights, None)
-    return _judged(output, example, checked.request, objective)
+    return _judged(checked, output, example)
 
 
 def _output(
@@ -205,14 +205,17 @@ def _make_layers(module: nn.Module, tried: nn.Module) -> None:
             layer.__class__, layer.__dict__ = made[name].__class__, made[name].__dict__
 
 
-def _judged(output: Any, example: Example, request: FitRequest, objective: LossFunction) -> Trial:
+def _judged(checked: CheckedValues, output: Any, example: Example) -> Trial:
     """What follows from the module's output; raises ConfigError."""
+    from sparkdl.train.objective.loss import CallableLoss
     from sparkdl.train.objective.named_metrics import resolved
     from sparkdl.train.objective.training_step import StepLoss, taken
 
-    config = request.config
+    request, objective, config = checked.request, checked.objective, checked.request.config
     meant = taken(objective.shown if isinstance(objective, StepLoss) else objective, output)
     num_classes = _num_classes(meant) if config.task == "classification" else None
+    if num_classes is not None and isinstance(objective, CallableLoss):
+        _warn_of_probabilities(checked.module, meant)
     if not isinstance(objective, StepLoss) and (config.task != "custom" or request.labels):
         _try_loss(objective, meant, example)
     return Trial(
@@ -281,6 +284,19 @@ def _try_one(loss: ModuleLoss, output: Any, target: torch.Tensor, label: Column)
             f"{shape_text(('batch', *label.shape))}: {type(error).__name__}: {error}; adapt "
             "module or loss"
         ) from error
+
+
+def _warn_of_probabilities(module: nn.Module, output: torch.Tensor) -> None:
+    """Say so if a classifier seems to give probabilities, which are taken for logits."""
+    from torch import nn
+
+    names = [type(m).__name__ for m in module.modules() if isinstance(m, nn.Sigmoid | nn.Softmax)]
+    if names and bool(((output >= 0) & (output <= 1)).all()):
+        logger.warning(
+            "the module seems to end in a %s, but transform, evaluate and metrics take its output "
+            "for logits: every row may get the same class; leave it out, and let the loss apply it",
+            names[-1],
+        )
 
 
 def _num_classes(output: Any) -> int:

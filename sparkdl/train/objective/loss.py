@@ -105,7 +105,7 @@ def resolve_loss(loss: Any, task: Task) -> LossFunction:
     if isinstance(loss, nn.Module) and hasattr(loss, "reduction"):
         return ClassLoss(loss) if isinstance(loss, _CLASSES) else ModuleLoss(loss)
     if callable(loss):
-        return CallableLoss(loss)
+        return CallableLoss(loss, gives_logits=task == "classification")
     raise ConfigError(f"loss must be a name, an nn.Module or a callable; received {loss!r}")
 
 
@@ -210,8 +210,10 @@ def _own_copy(module: nn.Module) -> nn.Module:
 class CallableLoss:
     """A function of the user's, or a module without ``reduction``."""
 
-    def __init__(self, function: Callable[[Any, Any], Any]) -> None:
+    def __init__(self, function: Callable[[Any, Any], Any], *, gives_logits: bool = False) -> None:
+        """Take the function; of a classifier the output ``gives_logits``, as for ``transform``."""
         self._function = function
+        self._gives_logits = gives_logits
         if isinstance(function, nn.Module):
             self._function = _own_copy(function)
 
@@ -220,7 +222,10 @@ class CallableLoss:
             self._function.to(device)
 
     def predictions(self, output: Any) -> Any:
-        return output
+        if not self._gives_logits or not isinstance(output, torch.Tensor):
+            return output
+        is_single = output.dim() == 1 or output.shape[1] == 1
+        return torch.sigmoid(output) if is_single else torch.softmax(output, dim=1)
 
     def __call__(self, output: Any, target: Any, weight: torch.Tensor | None) -> Sums:
         result = self._function(_full_precision(output), target)

@@ -126,6 +126,17 @@ def test_a_softmax_before_the_loss_is_warned_of(caplog: pytest.LogCaptureFixture
     assert "leave the softmax out" in caplog.messages[0]
 
 
+def bce(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    return nn.functional.binary_cross_entropy(output.squeeze(1), target.float())
+
+
+def test_a_sigmoid_before_a_function_is_warned_of(caplog: pytest.LogCaptureFixture) -> None:
+    num_classes(nn.Sequential(nn.Sigmoid(), nn.Linear(4, 1)), [X, Y], request(loss=refuses))
+    assert not caplog.messages
+    num_classes(nn.Sequential(nn.Linear(4, 1), nn.Sigmoid()), [X, Y], request(loss=bce))
+    assert "seems to end in a Sigmoid" in caplog.messages[0]
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [

@@ -106,6 +106,18 @@ def test_batchmean_sums_over_the_other_dimensions() -> None:
     assert mean_of(loss, output, target) == pytest.approx(float(loss(output, target)))
 
 
+def test_of_a_classifier_metrics_see_probabilities_whatever_the_loss_is() -> None:
+    def function(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        return nn.functional.cross_entropy(output, target)
+
+    two, one = torch.randn(5, 2), torch.randn(5, 1)
+    loss = resolve_loss(function, "classification")
+    assert torch.equal(loss.predictions(two), two.softmax(1))
+    assert torch.equal(loss.predictions(one), one.sigmoid())
+    assert torch.equal(loss.predictions(one[:, 0]), one[:, 0].sigmoid())
+    assert resolve_loss(function, "regression").predictions(two) is two
+
+
 @pytest.mark.parametrize(
     "function",
     [
