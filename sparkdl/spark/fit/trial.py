@@ -103,7 +103,9 @@ def try_module(checked: CheckedValues, example: Example, sink: Sink | None = Non
         logger.info("the driver makes the whole module to run it: %s", error.__cause__)
         weights.fill(module)
         output = _output(module, example, checked.request, weights, None)
-    return _judged(checked, output, example)
+    trial = _judged(checked, output, example)
+    _warn_of_no_mean(checked, example)
+    return trial
 
 
 def _output(
@@ -286,16 +288,56 @@ def _try_one(loss: ModuleLoss, output: Any, target: torch.Tensor, label: Column)
         ) from error
 
 
+def _warn_of_no_mean(checked: CheckedValues, example: Example) -> None:
+    """Say so if a loss function gives for some rows another value than for their halves.
+
+    Workers and micro-batches see parts of a batch, so such a function means something else there.
+    """
+    import torch
+
+    from sparkdl.data.collate import narrow
+    from sparkdl.train.objective.loss import CallableLoss
+    from sparkdl.train.objective.training_step import StepLoss, taken
+
+    loss = checked.objective
+    is_tried = isinstance(loss, CallableLoss) and not isinstance(loss, StepLoss)
+    if not is_tried or checked.weights is not None or example.rows is None:
+        return
+    rows = min(len(values) for values in example.rows.values()) // 2 * 2
+    labels = [column for column in example.columns if column.role == "label"]
+    if rows < 2 * ROWS or len(labels) != 1 or labels[0].argument is not None:
+        return
+    with contextlib.suppress(Exception), torch.no_grad(), borrowed_generator(checked.config.seed):
+        tried = own_copy(checked.module, None).eval()  # the loss of training may see another kind
+        output = taken(loss, example.of("feature", rows).call(tried))
+        (target,) = example.of("label", rows).values
+        sums = [
+            torch.tensor(
+                [float(value) for value in loss(narrow(output, a, b), narrow(target, a, b), None)]
+            )
+            for a, b in ((0, rows), (0, rows // 2), (rows // 2, rows))
+        ]
+        whole, halves = (part[0] / part[1] for part in (sums[0], sums[1] + sums[2]))
+        if not torch.allclose(whole, halves, rtol=1e-3, atol=1e-6, equal_nan=True):
+            logger.warning(
+                "the loss function is no mean over rows: it gives %g for %d rows, and %g for their "
+                "halves together; with several workers, or gradientAccumulationSteps, training "
+                "sees the latter; return the loss of each row, or a pair (sum of losses, sum of "
+                "weights)",
+                *(whole, rows, halves),
+            )
+
+
 def _warn_of_probabilities(module: nn.Module, output: torch.Tensor) -> None:
     """Say so if a classifier seems to give probabilities, which are taken for logits."""
     from torch import nn
 
-    names = [type(m).__name__ for m in module.modules() if isinstance(m, nn.Sigmoid | nn.Softmax)]
-    if names and bool(((output >= 0) & (output <= 1)).all()):
+    *_, last = module.modules()
+    if isinstance(last, nn.Sigmoid | nn.Softmax) and bool(((output >= 0) & (output <= 1)).all()):
         logger.warning(
             "the module seems to end in a %s, but transform, evaluate and metrics take its output "
             "for logits: every row may get the same class; leave it out, and let the loss apply it",
-            names[-1],
+            type(last).__name__,
         )
 
 

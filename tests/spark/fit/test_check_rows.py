@@ -63,7 +63,9 @@ def num_classes(
 ) -> int | None:
     """What a trial shows, on zeros or on rows."""
     objective = objective_of(asked.config, module)
-    checked: Any = SimpleNamespace(module=module, weights=None, objective=objective, request=asked)
+    checked: Any = SimpleNamespace(
+        module=module, weights=None, objective=objective, request=asked, config=asked.config
+    )
     return try_module(checked, Example(columns=tuple(columns), rows=rows), sink).num_classes
 
 
@@ -124,6 +126,32 @@ def test_a_softmax_before_the_loss_is_warned_of(caplog: pytest.LogCaptureFixture
     assert not caplog.messages
     num_classes(nn.Sequential(nn.Linear(4, 3), nn.Softmax(1)), [X, Y], request())
     assert "leave the softmax out" in caplog.messages[0]
+
+
+WEIGHTS = torch.tensor([1.0, 5.0, 0.2])
+
+
+def weighted(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    return nn.functional.cross_entropy(output, target, weight=WEIGHTS)
+
+
+def mean(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    return nn.functional.cross_entropy(output, target)
+
+
+def pair(output: torch.Tensor, target: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    loss = nn.functional.cross_entropy(output, target, weight=WEIGHTS, reduction="sum")
+    return loss, WEIGHTS[target].sum()
+
+
+@pytest.mark.parametrize(("loss", "is_warned_of"), [(weighted, True), (mean, False), (pair, False)])
+def test_a_function_that_is_no_mean_over_rows(
+    loss: Any, is_warned_of: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    rows = {"feature x": torch.arange(32.0).reshape(8, 4), "label y": torch.arange(8) // 3}
+    num_classes(nn.Linear(4, 3), [X, Y], request(loss=loss), rows=rows)
+    assert ("is no mean over rows: it gives" in caplog.text) is is_warned_of
+    num_classes(nn.Linear(4, 3), [X, Y], request(loss=refuses), rows=rows)
 
 
 def bce(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
