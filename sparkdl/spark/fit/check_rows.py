@@ -42,6 +42,10 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+_LONG_ROW = 10_000
+"""Values of a row from which on zeros are worth a warning."""
+_FEW_VALUES = 0.05
+
 
 @dataclass(frozen=True, kw_only=True)
 class CheckedRows:
@@ -109,6 +113,7 @@ def _tried(
 ) -> Trial:
     """A trial on the rows that are at hand, else on zeros; real rows decide if these fail."""
     example = Example(columns=columns, rows=table.rows_at_hand(columns, shards))
+    _warn_of_zeros(example)
     try:
         return try_module(checked, example, sink)
     except ConfigError:
@@ -116,6 +121,25 @@ def _tried(
         if rows is None:
             raise
         return try_module(checked, replace(example, rows=rows), sink)
+
+
+def _warn_of_zeros(example: Example) -> None:
+    """Say so if long rows hold hardly anything but zeros, which the spool writes down."""
+    import torch
+
+    for column in example.columns:
+        values = None if example.rows is None else example.rows[column.key]
+        if not isinstance(values, torch.Tensor) or values[0].numel() < _LONG_ROW:
+            continue
+        share = float((values != 0).double().mean())
+        if share < _FEW_VALUES:
+            logger.warning(
+                'column "%s" has %d values in a row, of which %.2g %% are not 0, and each row '
+                "takes %.1f MB on the executors' disks; pass the vectors as they are: "
+                'inputs={"x": sparkdl.Sparse("%s")}',
+                *(column.name, values[0].numel(), 100 * share, values[0].nbytes / 1e6),
+                column.name,
+            )
 
 
 def check_stages(module: nn.Module, mesh: Mesh | None, columns: Items[Column]) -> None:

@@ -20,6 +20,7 @@ from sparkdl.spark.fit.check_rows import (
     check_empty_batches,
     check_labels,
     check_plan,
+    check_rows,
     check_single_rows,
     shaped,
 )
@@ -455,6 +456,27 @@ def test_sequences_are_padded_with_values_of_their_own() -> None:
     column = replace(X, dtype="int64", shape=(), specification=kind)
     with pytest.raises(ConfigError, match=r'padding_value 0.5 of "x" is no int64'):
         shaped([column, Y], [])
+
+
+def test_long_rows_of_zeros_are_warned_of(caplog: pytest.LogCaptureFixture) -> None:
+    wide = replace(X, shape=(20_000,))
+    values = torch.zeros(4, 20_000)
+    table: Any = SimpleNamespace(
+        columns=lambda shards: (wide, Y),
+        rows_at_hand=lambda columns, shards: {"feature x": values, "label y": torch.arange(4) % 3},
+        read_rows=lambda columns: None,
+        labels_outside=lambda *_: None,
+    )
+    asked = request(nn.Linear(20_000, 3))
+    values_of = {"module": asked.module, "weights": None, "request": asked, "config": asked.config}
+    checked: Any = SimpleNamespace(objective=objective_of(asked.config, asked.module), **values_of)
+    values[:, :2_000] = 1
+    check_rows(checked, table, [])
+    assert "Sparse" not in caplog.text
+    values[:, 10:] = 0
+    check_rows(checked, table, [])
+    assert "0.05 % are not 0, and each row takes 0.1 MB" in caplog.text
+    assert 'sparkdl.Sparse("x")' in caplog.text
 
 
 def with_maximum(*maxima: float | None) -> list[SpooledShard]:
