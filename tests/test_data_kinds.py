@@ -88,7 +88,7 @@ def test_simple_columns_may_be_fields_of_structs_too(people: DataFrame) -> None:
 @pytest.mark.parametrize(
     ("params", "error", "said"),
     [
-        ({"inputs": {"x": "user"}}, DataError, '"user" has type struct<.*no tensor can be made'),
+        ({"inputs": {"x": "user"}}, DataError, '"user" has type struct<.*cannot become a tensor'),
         ({"inputs": {"x": "user.size"}}, DataError, '"user" has no field "size"'),
         ({"inputs": {"x": Sequence("user.name")}}, DataError, "must be an array of numbers"),
         ({"inputs": {"x": Image("x")}}, DataError, "must be binary .* or Spark's image struct"),

@@ -296,7 +296,7 @@ def test_an_interrupt_ends_it_and_leaves_nothing(
         return real(*given)
 
     monkeypatch.setattr(measure_gang, "measure_rounds", pressed)
-    with pytest.raises(KeyboardInterrupt, match="the files that it needed are removed"):
+    with pytest.raises(KeyboardInterrupt, match="its temporary files are being removed"):
         explain(df, request(), QUICK)
     assert spools(spark) == []
 

@@ -273,7 +273,7 @@ def test_what_is_wrong_is_refused_before_any_job(spark: SparkSession, df: DataFr
         (
             request(feature_cols=("text",)),
             DataError,
-            '"text" has type string, of which no tensor',
+            '"text" has type string and cannot become a tensor',
         ),
         (
             request(label_col="features"),

@@ -143,7 +143,7 @@ def test_an_interrupt_cancels_it(spark: SparkSession) -> None:
     user = threading.Thread(target=press)
     user.start()
     began = time.monotonic()
-    with pytest.raises(KeyboardInterrupt, match="jobs are cancelled"), interruptible(spark):
+    with pytest.raises(KeyboardInterrupt, match="jobs were cancelled"), interruptible(spark):
         count_rows(spark.range(10).mapInArrow(slow, "id long"), None, 60.0)
     user.join()
     assert threads() == []
