@@ -28,6 +28,7 @@ from sparkdl.spark.fit.trial import (
     failed_layer,
     lent_weights,
     own_copy,
+    try_metrics,
     try_module,
 )
 from sparkdl.spark.frames.row_table import ShownRows
@@ -71,15 +72,18 @@ def check_rows(
     """
     request = checked.request
     columns = shaped(table.columns(shards), request.input_shapes)
-    if earlier is not None and _form(earlier.columns) == _form(columns):
+    is_known = earlier is not None and _form(earlier.columns) == _form(columns)
+    if earlier is not None and is_known:
         found = replace(earlier, columns=columns)
     else:
-        trial = _tried(checked, table, shards, columns, sink)
+        example, trial = _tried(checked, table, shards, columns, sink)
         found = CheckedRows(columns=columns, trial=trial)
         check_stages(checked.module, request.config.parallelism, columns)
     num_classes = found.trial.num_classes
     if num_classes is not None and request.label_col is not None:
         check_labels(table, request.label_col, num_classes, request.num_inputs, shards)
+    if not is_known:
+        try_metrics(checked, example, trial)
     return found
 
 
@@ -110,17 +114,18 @@ def _tried(
     shards: Items[SpooledShard],
     columns: tuple[Column, ...],
     sink: Sink | None,
-) -> Trial:
+) -> tuple[Example, Trial]:
     """A trial on the rows that are at hand, else on zeros; real rows decide if these fail."""
     example = Example(columns=columns, rows=table.rows_at_hand(columns, shards))
     _warn_of_zeros(example)
     try:
-        return try_module(checked, example, sink)
+        return example, try_module(checked, example, sink)
     except ConfigError:
         rows = None if example.rows is not None else table.read_rows(columns)
         if rows is None:
             raise
-        return try_module(checked, replace(example, rows=rows), sink)
+        example = replace(example, rows=rows)
+        return example, try_module(checked, example, sink)
 
 
 def _warn_of_zeros(example: Example) -> None:

@@ -11,10 +11,11 @@ import copy
 import logging
 import re
 import traceback
+import warnings
 from collections.abc import Callable, Mapping
 from collections.abc import Sequence as Items
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from sparkdl.data.plan import Column
@@ -81,6 +82,8 @@ class Trial:
     """Where the module's output has the tensor that loss and prediction mean; None: it is one."""
     metrics: Mapping[str, Any] | None
     """Those of the request, with a metric in place of each name, see `named_metrics`."""
+    output: Any = None
+    """What the loss takes of the module's output for some rows."""
 
 
 def try_module(checked: CheckedValues, example: Example, sink: Sink | None = None) -> Trial:
@@ -224,7 +227,45 @@ def _judged(checked: CheckedValues, output: Any, example: Example) -> Trial:
         num_classes=num_classes,
         prediction_key=None if meant is output else "logits",
         metrics=resolved(config.metrics, objective, meant),
+        output=meant,
     )
+
+
+def try_metrics(checked: CheckedValues, example: Example, trial: Trial) -> None:
+    """Compute the user's own metrics once, for real rows whose labels are known to be good.
+
+    Raises:
+        ConfigError: a metric does not take the module's output, or computes several numbers.
+    """
+    import torch
+
+    from sparkdl.comm.communicator import LocalCommunicator
+    from sparkdl.train.objective.metrics import Metrics
+    from sparkdl.train.objective.named_metrics import NamedMetric, flat
+    from sparkdl.train.objective.training_step import StepLoss
+
+    own = [m for _, _, m in flat(trial.metrics or {}) if not isinstance(m, NamedMetric)]
+    labels = [column for column in example.columns if column.role == "label"]
+    is_plain = len(labels) == 1 and labels[0].argument is None
+    is_hidden = isinstance(checked.objective, StepLoss)
+    if not own or not is_plain or is_hidden or example.rows is None or example.num_rows < ROWS:
+        return
+    metrics = Metrics.of(
+        replace(checked.config, metrics=trial.metrics), checked.objective, torch.device("cpu")
+    )
+    (target,) = example.of("label", ROWS).values
+    try:
+        with torch.no_grad(), warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of how few rows there are
+            metrics.update(trial.output, target)
+            metrics.compute(LocalCommunicator())
+    except ConfigError:
+        raise
+    except Exception as error:  # whatever a metric raises
+        raise ConfigError(
+            f"a metric of {sorted(trial.metrics or {})} cannot be computed of the module's output: "
+            f"{type(error).__name__}: {error}; choose one for this kind of output and label"
+        ) from error
 
 
 def lent_weights(weights: RecordedWeights | None) -> AbstractContextManager[None]:

@@ -458,6 +458,37 @@ def test_sequences_are_padded_with_values_of_their_own() -> None:
         shaped([column, Y], [])
 
 
+@pytest.mark.parametrize(
+    ("metric", "said"),
+    [
+        (lambda tm: tm.MulticlassAccuracy(3, average="none"), "must compute one number"),
+        (lambda tm: tm.BinaryAUROC(), "cannot be computed of the module's output"),
+        (lambda tm: tm.MulticlassAccuracy(3), None),
+    ],
+)
+def test_metrics_are_tried_on_rows_before_workers_start(metric: Any, said: str | None) -> None:
+    from torchmetrics import classification
+
+    asked = request(nn.Linear(4, 3), metrics={"m": metric(classification)})
+    table: Any = SimpleNamespace(
+        columns=lambda shards: (X, Y),
+        rows_at_hand=lambda columns, shards: {
+            "feature x": torch.ones(4, 4), "label y": torch.arange(4) % 3,
+        },
+        read_rows=lambda columns: None,
+        labels_outside=lambda *_: None,
+    )  # fmt: skip
+    checked: Any = SimpleNamespace(
+        module=asked.module, weights=None, request=asked, config=asked.config,
+        objective=objective_of(asked.config, asked.module),
+    )  # fmt: skip
+    if said is None:
+        assert check_rows(checked, table, []).trial.num_classes == 3
+        return
+    with pytest.raises(ConfigError, match=said):
+        check_rows(checked, table, [])
+
+
 def test_long_rows_of_zeros_are_warned_of(caplog: pytest.LogCaptureFixture) -> None:
     wide = replace(X, shape=(20_000,))
     values = torch.zeros(4, 20_000)
