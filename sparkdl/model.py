@@ -373,12 +373,12 @@ class TorchModel(Model, CheckedParams, Saved, MLReadable["TorchModel"], ModelAcc
         model.clear(model.getParam("weightCol"))
         schema = schema_of(dataset)
         fields = [require(schema, key) for key in keys] or schema.fields
-        kept = keys or tuple(dataset.columns)
         if find(type(schema)(fields), scoreCol):
             raise DataError(f'column "{scoreCol}" is in the DataFrame already; choose a scoreCol')
         task, columns = model._evaluate_task(dataset, {}, False)
         scored = evaluate_model.row_scores(task, dataset, columns, scoreCol)
-        return scored.select(*map(quoted, (*kept, scoreCol)))
+        # A join may leave two columns of one name, which nothing can select.
+        return scored.select(*map(quoted, (*keys, scoreCol))) if keys else scored
 
     def _evaluate_task(
         self, dataset: DataFrame, metrics: Mapping[str, Any], curves: bool | Sequence[int] | None

@@ -265,6 +265,13 @@ def test_scores_beside_vectors_over_files(spark: SparkSession, tmp_path: Path) -
     assert TorchModel(nn.Identity(), [X]).scores(files, "id").groupBy().max("loss").first() == (0,)
 
 
+def test_scores_of_rows_with_two_columns_of_one_name(rows: DataFrame) -> None:
+    twice = rows.select("x", "label", F.lit(1).alias("twice"), F.lit(2).alias("twice"))
+    scored = classifier().scores(twice)
+    assert scored.columns == ["x", "label", "twice", "twice", "loss"]
+    assert all(row[2:4] == (1, 2) and row[4] >= 0 for row in scored.collect())
+
+
 def test_scores_are_checked(rows: DataFrame) -> None:
     with pytest.raises(DataError, match='"absent" is not in the DataFrame'):
         classifier().scores(rows, "absent")
