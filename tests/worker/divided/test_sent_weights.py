@@ -82,7 +82,8 @@ def rebuilt(comm: Communicator, packed: PackedModule) -> tuple[dict[str, torch.T
 
 @pytest.mark.gang
 def test_it_is_the_module_that_was_packed(packed: PackedModule, gang: Gang) -> None:
-    expected = Net().state_dict()
+    net = Net()
+    expected = net.state_dict() | dict(net.named_buffers())  # also those that are not persistent
     numbers = sum(parameter.numel() for parameter in Net().parameters())
     for weights, own, odd in gang.run(rebuilt, packed):
         assert not odd
