@@ -21,6 +21,7 @@ from torch import nn
 from sparkdl.config import EarlyStopping
 from sparkdl.data.column_stats import SpooledShard
 from sparkdl.data.plan import TrainPlan
+from sparkdl.errors import DataError
 from sparkdl.report.listeners.listener import wanted_looks
 from sparkdl.report.live.progress import EpochCallback
 from sparkdl.report.live.views import shows_lines
@@ -194,7 +195,7 @@ def _fit(
         recorder.facts(**known)
         recorder.phase("train")
         trained = train(run)
-        _warn_if_none_counted(trained, plan)
+        _require_counted(trained, plan)
         weights_of = _weights_of(trained, plan, checked.config.early_stopping)
         is_short = weights_of is not None and weights_of.stopped_early
         recorder.done(trained.summary.steps, stopped_early=is_short)
@@ -252,9 +253,18 @@ def _table(
     return table
 
 
-def _warn_if_none_counted(trained: Trained, plan: TrainPlan) -> None:
-    """Say so if no row for validation has counted; of those for training it is an error."""
+def _require_counted(trained: Trained, plan: TrainPlan) -> None:
+    """Refuse a training in which no row has counted; say so if none for validation has.
+
+    Raises:
+        DataError: no row for training has, and no epoch was whole, which would have shown it.
+    """
     history = trained.summary.history
+    if history and all(math.isnan(epoch.get("loss", 0.0)) for epoch in history):
+        raise DataError(
+            "no row has counted in training: all weights are 0, or all labels are ignored; check "
+            "weightCol and the labels"
+        )
     if history and all(math.isnan(epoch.get("val_loss", 0.0)) for epoch in history):
         logger.warning(
             "none of the %d rows for validation has counted: all of them have the weight 0, or a "

@@ -151,8 +151,10 @@ def test_rows_of_which_none_counts(counted: Counted, caplog: pytest.LogCaptureFi
     ignored = counted.df.withColumn("label", F.col("label") * 0)
     for mode in ("gang", "rounds"):
         strategy = {"executionMode": mode, "syncStrategy": "parameteraveraging"}
-        with pytest.raises(DataError, match=r"no row of epoch 1 counts"):
+        with pytest.raises(DataError, match="no row has counted in training"):
             fit(ignored, nn.Linear(4, 3), loss=loss, **strategy)
+        with pytest.raises(DataError, match=r"no row of epoch 1 counts"):
+            fit(ignored, nn.Linear(4, 3), loss=loss, maxSteps=-1, batchSize=500, **strategy)
 
 
 def test_which_plans_answer_a_few_rows_at_once(spark: SparkSession, tmp_path: Path) -> None:
