@@ -125,7 +125,7 @@ def _fit(
 ) -> FitResult:
     """See `fit`."""
     checked = check_request(data, request)
-    look = cache(partial(check_rows.check_first_rows, checked, recorder.graph))
+    look = cache(partial(_look, checked, spools, recorder))
     with Cleanup() as stack:
         if spools is not None:
             recorder.phase("wait")
@@ -239,6 +239,16 @@ def _fit(
         summary=summary,
         training_state=state,
     )
+
+
+def _look(
+    checked: CheckedRequest, spools: Spools | None, recorder: Recorder
+) -> check_rows.CheckedRows | None:
+    """What the first rows show, unless all of them are known from another fit."""
+    is_frame = checked.data.source is None
+    if is_frame and spools is not None and spools.has(checked.fit_spec, checked.slots):
+        return None
+    return check_rows.check_first_rows(checked, recorder.graph)
 
 
 def _table(

@@ -86,6 +86,12 @@ class Spools:
             self._tables.append((key, table))
             return table
 
+    def has(self, spec: TableSpec, slots: Slots) -> bool:
+        """True if another fit has made the table for these columns and workers."""
+        key = _key(spec, slots)
+        with self._lock:
+            return any(known == key and bool(table.known) for known, table in self._tables)
+
     def close(self) -> None:
         """Remove all spools."""
         with self._lock:

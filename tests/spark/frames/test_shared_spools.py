@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 from sparkdl.errors import TrainingFailed
-from sparkdl.spark.frames.shared_spools import SlotQueue
+from sparkdl.spark.frames.row_table import TableSpec
+from sparkdl.spark.frames.shared_spools import SlotQueue, Spools
 
 
 def most_at_a_time(num_slots: int, total: int | None) -> int:
@@ -63,3 +66,17 @@ def test_a_fit_that_fails_gives_its_slots_back() -> None:
         raise ArithmeticError
     with queue.slots(2, 2):
         pass
+
+
+def test_a_table_is_there_once_its_shards_are_known() -> None:
+    spools, spec = Spools(), TableSpec(columns=(), num_shards=2)
+    slots: Any = SimpleNamespace(
+        num_workers=2, is_gang=True, cpus_per_worker=None, gpus_per_worker=None
+    )
+    table: Any = SimpleNamespace(known=())
+    assert not spools.has(spec, slots)
+    assert spools.take(spec, slots, lambda: table) is table
+    assert not spools.has(spec, slots)
+    table.known = ("shard",)
+    assert spools.has(spec, slots)
+    assert not spools.has(TableSpec(columns=(), num_shards=3), slots)
