@@ -286,7 +286,8 @@ def _remedy(error: BaseException) -> str:
     if isinstance(error, ModuleNotFoundError):
         return (
             "; the workers cannot import it: send your own modules with --py-files "
-            "(spark.submit.pyFiles) or spark.addArtifacts, and install packages there"
+            "(spark.submit.pyFiles), sparkContext.addPyFile(path) or spark.addArtifacts(path, "
+            "pyfile=True), and install packages there"
         )
     if type(error).__module__.startswith(("torch._dynamo.", "torch._inductor.")):
         return "; torch.compile cannot compile it on this worker: train without compile"

@@ -63,8 +63,9 @@ class Needs:
             except Exception as error:  # whatever a module raises when it is imported
                 return (
                     f"cannot import {module}.{name} ({type(error).__name__}: {error}); send your "
-                    "own modules with --py-files (spark.submit.pyFiles) or spark.addArtifacts, "
-                    "and install packages there"
+                    "own modules with --py-files (spark.submit.pyFiles), "
+                    "sparkContext.addPyFile(path) or spark.addArtifacts(path, pyfile=True), and "
+                    "install packages there"
                 )
         if self.cuda:
             from sparkdl.runtime.hardware import require_cuda

@@ -176,8 +176,8 @@ def check_labels(
     if found is not None:
         raise DataError(
             f'column "{label_col}" has {found[0]} label(s) outside the {num_classes} classes of '
-            f"the module's output, 0 to {num_classes - 1} ({found[1]}); mend the labels or widen "
-            "the module's output"
+            f"the module's output, 0 to {num_classes - 1} ({found[1]}); subtract 1 if "
+            "labels begin at 1, correct them, or widen the module's output"
         )
 
 

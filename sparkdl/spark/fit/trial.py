@@ -107,7 +107,7 @@ def try_module(checked: CheckedValues, example: Example, sink: Sink | None = Non
         weights.fill(module)
         output = _output(module, example, checked.request, weights, None)
     trial = _judged(checked, output, example)
-    _warn_of_no_mean(checked, example)
+    _check_means(checked, example)
     return trial
 
 
@@ -329,44 +329,66 @@ def _try_one(loss: ModuleLoss, output: Any, target: torch.Tensor, label: Column)
         ) from error
 
 
-def _warn_of_no_mean(checked: CheckedValues, example: Example) -> None:
-    """Say so if a loss function gives for some rows another value than for their halves.
+def _check_means(checked: CheckedValues, example: Example) -> None:
+    """See that a loss of the user's own means the same for all rows as for parts of them.
 
-    Workers and micro-batches see parts of a batch, so such a function means something else there.
+    Workers and micro-batches see parts of a batch. A function that gives another value for the
+    halves is warned of; a module must give what the losses of its single rows add up to.
+
+    Raises:
+        ConfigError: a module does not.
     """
     import torch
 
     from sparkdl.data.collate import narrow
-    from sparkdl.train.objective.loss import CallableLoss
+    from sparkdl.train.objective.loss import CallableLoss, ModuleLoss
     from sparkdl.train.objective.training_step import StepLoss, taken
 
-    loss = checked.objective
-    is_tried = isinstance(loss, CallableLoss) and not isinstance(loss, StepLoss)
-    if not is_tried or checked.weights is not None or example.rows is None:
+    given = checked.objective
+    if isinstance(given, StepLoss) or not isinstance(given, CallableLoss | ModuleLoss):
+        return
+    labels = [column for column in example.columns if column.role == "label"]
+    is_plain = len(labels) == 1 and labels[0].argument is None
+    if not is_plain or checked.weights is not None or example.rows is None:
         return
     rows = min(len(values) for values in example.rows.values()) // 2 * 2
-    labels = [column for column in example.columns if column.role == "label"]
-    if rows < 2 * ROWS or len(labels) != 1 or labels[0].argument is not None:
+    if rows < 2 * ROWS:
         return
+    whole = halves = own = None
+    # The loss may count its calls, and in training it may see another kind of output.
     with contextlib.suppress(Exception), torch.no_grad(), borrowed_generator(checked.config.seed):
-        tried = own_copy(checked.module, None).eval()  # the loss of training may see another kind
-        output = taken(loss, example.of("feature", rows).call(tried))
+        loss = copy.deepcopy(given)
+        output = taken(
+            loss, example.of("feature", rows).call(own_copy(checked.module, None).eval())
+        )
         (target,) = example.of("label", rows).values
-        sums = [
-            torch.tensor(
-                [float(value) for value in loss(narrow(output, a, b), narrow(target, a, b), None)]
-            )
-            for a, b in ((0, rows), (0, rows // 2), (rows // 2, rows))
-        ]
+        sums = []
+        for start, stop in ((0, rows), (0, rows // 2), (rows // 2, rows)):
+            part = loss(narrow(output, start, stop), narrow(target, start, stop), None)
+            sums.append(torch.tensor([float(value) for value in part]))
         whole, halves = (part[0] / part[1] for part in (sums[0], sums[1] + sums[2]))
-        if not torch.allclose(whole, halves, rtol=1e-3, atol=1e-6, equal_nan=True):
-            logger.warning(
-                "the loss function is no mean over rows: it gives %g for %d rows, and %g for their "
-                "halves together; with several workers, or gradientAccumulationSteps, training "
-                "sees the latter; return the loss of each row, or a pair (sum of losses, sum of "
-                "weights)",
-                *(whole, rows, halves),
-            )
+        own = loss.own_value(output, target) if isinstance(loss, ModuleLoss) else None
+    if whole is None or halves is None:
+        return
+    if own is not None and not _is_close(own.to(whole.dtype), whole):
+        name = type(checked.config.loss).__name__
+        raise ConfigError(
+            f"the loss {name} gives {own:g} for {rows} rows, but its losses of single rows "
+            f"(reduction='none') have the mean {whole:g}, and workers see parts of a batch; pass "
+            "a function of (output, target) that returns the loss of each row, or a pair (sum of "
+            "losses, sum of weights)"
+        )
+    if isinstance(given, CallableLoss) and not _is_close(whole, halves):
+        logger.warning(
+            "the loss function is no mean over rows: it gives %g for %d rows, and %g for their "
+            "halves together; with several workers, or gradientAccumulationSteps, training sees "
+            "the latter; return the loss of each row, or a pair (sum of losses, sum of weights)",
+            *(whole, rows, halves),
+        )
+
+
+def _is_close(one: torch.Tensor, other: torch.Tensor) -> bool:
+    return bool(one.isclose(other, rtol=1e-3, atol=1e-6, equal_nan=True))
 
 
 def _warn_of_probabilities(module: nn.Module, output: torch.Tensor) -> None:
@@ -439,6 +461,8 @@ def _shown_tensor(value: object) -> str:
 
 def refusal(error: Exception, module: nn.Module, features: Items[Column]) -> str:
     """One sentence: what the module got, what failed in which layer, and what to do."""
+    from torch import nn
+
     features = [column for column in features if column.role == "feature"]
     shown = ", ".join(_shown_input(column) for column in features)
     failed = failed_layer(error, module)
@@ -450,11 +474,16 @@ def refusal(error: Exception, module: nn.Module, features: Items[Column]) -> str
     if not isinstance(error, _TORCHS):
         return f"the module's forward failed on the features ({shown}): {what}; correct forward"
     whole = [f'"{c.name}" ({c.dtype})' for c in features if not c.dtype.startswith("float")]
-    cast = f"call .float() on {', '.join(whole)} in forward, " * bool(whole)
-    return (
-        f"the module cannot take the features ({shown}): {what}; {cast}adapt the module, or set "
-        "inputShape"
-    )
+    remedies = [f"call .float() on {', '.join(whole)} in forward"] * bool(whole)
+    if isinstance(error, TypeError) and len(features) > 1:
+        remedies = [
+            "each input column is an argument of forward; to have one vector, put the columns "
+            "together with VectorAssembler, or F.array"
+        ]
+    remedies.append("adapt the module")
+    if failed is None or not isinstance(failed.layer, nn.Linear):  # whose width no shape changes
+        remedies.append("set inputShape")
+    return f"the module cannot take the features ({shown}): {what}; {', or '.join(remedies)}"
 
 
 def _shown_input(column: Column) -> str:

@@ -49,7 +49,7 @@ _LONGEST = 400
 """Characters of one cause that are shown."""
 _FAILED = "a stage before sparkdl's failed on the rows of the DataFrame"
 _ALONE = "df.write.format('noop').mode('overwrite').save() runs the query alone"
-_HANDLE_INVALID = "drop or fill such rows, or set handleInvalid of that stage"
+_HANDLE_INVALID = 'drop or fill such rows, or set handleInvalid="skip" of that stage'
 _MEMORY = (
     "give executors more memory (spark.executor.memory) or fewer spark.executor.cores, or have "
     "the rows in more partitions"

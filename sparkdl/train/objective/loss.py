@@ -118,6 +118,7 @@ class ModuleLoss:
                 f"{type(module).__name__}(reduction={module.reduction!r}) grows with the number "
                 "of samples, hence of workers; use reduction='mean'"
             )
+        self._reduction = module.reduction
         self._sums_dimensions = module.reduction == "batchmean"
         self._module = cast(Any, _own_copy(module))
         self._module.reduction = "none"
@@ -136,13 +137,26 @@ class ModuleLoss:
         if isinstance(self._module, _ELEMENTWISE):
             output, target = match_shapes(output, target)
             target = target.to(output.dtype)
-        losses = self._module(output, target)
-        if losses.dim() == 0:
-            raise ConfigError(
-                f"{type(self._module).__name__}(reduction='none') returned a scalar; it must "
-                "return the loss of each sample"
-            )
+        losses = self._checked(self._module(output, target), target)
         return _per_sample(losses, self._sums_dimensions), None
+
+    def _checked(self, losses: Any, target: Any) -> torch.Tensor:
+        if not isinstance(losses, torch.Tensor) or losses.shape[:1] != (rows_of(target),):
+            shown: Any = tuple(losses.shape) if isinstance(losses, torch.Tensor) else type(losses)
+            raise ConfigError(
+                f"{type(self._module).__name__}(reduction='none') returned {shown or 'a scalar'} for "
+                f"{rows_of(target)} samples; it must return the loss of each sample"
+            )
+        return losses
+
+    def own_value(self, output: Any, target: Any) -> torch.Tensor | None:
+        """What a module of the user's own gives as it was passed; None: it is one of torch's."""
+        if type(self._module).__module__.startswith("torch.nn.") or self._reduction == "none":
+            return None
+        module = copy.deepcopy(self._module)
+        module.reduction = self._reduction
+        value = module(_full_precision(output), target)
+        return value if isinstance(value, torch.Tensor) and value.dim() == 0 else None
 
 
 class ClassLoss(ModuleLoss):
@@ -178,9 +192,9 @@ class ClassLoss(ModuleLoss):
         output = _full_precision(output)
         _check_tensors(output, target)
         if target.shape == output.shape and target.is_floating_point():
-            return self._module(output, target.to(output.dtype)), None
+            return self._checked(self._module(output, target.to(output.dtype)), target), None
         classes = _class_numbers(output, target)
-        return self._module(output, classes), classes
+        return self._checked(self._module(output, classes), target), classes
 
     def _counts(self, target: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         """By how much each target counts in torch's mean."""

@@ -21,6 +21,8 @@ from sparkdl.sync.gradients.allreduce import AllReduce
 from sparkdl.sync.module_tensors import fingerprint
 from sparkdl.train.optimizers.nested_states import plain_state
 
+_KNOWN = ("torch.", "sparkdl.")
+"""Packages whose optimizers do without a closure, or say that they do not."""
 _MOST_NUMBERS = 1 << 22
 """Parameters of more numbers than this take no part in the trial step, unless all are larger."""
 
@@ -60,17 +62,25 @@ class Stepper:
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
         self._optimizer = optimizer
         self.with_closure = takes_closure(optimizer) is True
+        is_known = type(optimizer).__module__.startswith(_KNOWN)
+        self._may_need_one = not is_known and takes_closure(optimizer) is None
 
     def __call__(self, loss: Callable[[], Any], again: Callable[[], Any]) -> None:
         """Step; ``loss`` gives that of this moment, ``again`` gradients and loss of another."""
         if not self.with_closure:
+            parameters = [p for group in self._optimizer.param_groups for p in group["params"]]
+            kept = [p.detach().clone() for p in parameters] if self._may_need_one else []
             try:
                 self._optimizer.step()
+                self._may_need_one = False
                 return
             except Exception:
-                if takes_closure(self._optimizer) is False:
+                if not self._may_need_one:
                     raise
                 self.with_closure = True  # if it was not that, it fails once more
+            with torch.no_grad():
+                for parameter, value in zip(parameters, kept, strict=True):
+                    parameter.copy_(value)  # it may have moved them before it failed
         before: list[int] | None = self._weights()
 
         def closure() -> Any:
@@ -130,8 +140,7 @@ def check_steps(optimizer: torch.optim.Optimizer, scheduler: Any, config: TrainC
         check_modes(config, name)
     if takes_closure(optimizer) is True:
         check_closure(config, name)
-    known = ("torch.", "sparkdl.")
-    if type(optimizer).__module__.startswith(known):
+    if type(optimizer).__module__.startswith(_KNOWN):
         _check_kept("scheduler", scheduler)
         return
     every = [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]

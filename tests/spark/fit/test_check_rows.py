@@ -155,6 +155,77 @@ def test_a_function_that_is_no_mean_over_rows(
     num_classes(nn.Linear(4, 3), [X, Y], request(loss=refuses), rows=rows)
 
 
+class Counting:
+    """Weighs the loss by how often it was called."""
+
+    calls = 0
+
+    def __call__(self, output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
+        return mean(output, target) * self.calls
+
+
+def test_a_loss_that_counts_its_calls_is_not_asked() -> None:
+    rows = {"feature x": torch.arange(32.0).reshape(8, 4), "label y": torch.arange(8) // 3}
+    loss = Counting()
+    num_classes(nn.Linear(4, 3), [X, Y], request(loss=loss), rows=rows)
+    assert loss.calls == 0
+
+
+class Focal(nn.CrossEntropyLoss):
+    """Its mean is over rows, not over class weights."""
+
+    def forward(self, output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        losses = nn.functional.cross_entropy(output, target, self.weight, reduction="none")
+        losses = (1 - torch.exp(-losses)) * losses
+        return losses if self.reduction == "none" else losses.mean()
+
+
+class RootMean(nn.MSELoss):
+    def forward(self, output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        return super().forward(output, target).sqrt()
+
+
+class Halved(nn.MSELoss):
+    def forward(self, output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        return super().forward(output, target) / 2
+
+
+class ByClass(nn.CrossEntropyLoss):
+    """Gives the losses of classes in place of those of rows."""
+
+    def forward(self, output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        losses = output.softmax(1).mean(0)
+        return losses if self.reduction == "none" else losses.mean()
+
+
+@pytest.mark.parametrize(
+    ("loss", "task", "said"),
+    [
+        (Focal(weight=WEIGHTS), "classification", "the loss Focal gives"),
+        (Focal(), "classification", None),
+        (RootMean(), "regression", "the loss RootMean gives"),
+        (Halved(), "regression", None),
+        (ByClass(), "classification", r"ByClass\(reduction='none'\) returned \(3,\) for 2 samples"),
+    ],
+)
+def test_a_loss_module_means_what_its_rows_add_up_to(
+    loss: nn.Module, task: str, said: str | None
+) -> None:
+    label = Y if task == "classification" else replace(Y, dtype="float32")
+    rows = {"feature x": torch.arange(32.0).reshape(8, 4), "label y": torch.arange(8) // 3}
+    if task == "regression":
+        rows["label y"] = rows["label y"].float().unsqueeze(1)
+        label = replace(label, shape=(1,))
+    net = nn.Linear(4, 3 if task == "classification" else 1)
+    asked = request(loss=loss, task=task)
+    if said is None:
+        num_classes(net, [X, label], asked, rows=rows)
+        return
+    with pytest.raises(ConfigError, match=said):
+        num_classes(net, [X, label], asked, rows=rows)
+
+
 def bce(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
     return nn.functional.binary_cross_entropy(output.squeeze(1), target.float())
 
@@ -249,7 +320,7 @@ def test_a_module_that_does_not_take_the_features() -> None:
     assert message == (
         'the module cannot take the features ("x" float32 (batch, 4)): Linear(in_features=5, '
         "out_features=3, bias=True), got float32 (batch, 4): mat1 and mat2 shapes cannot be "
-        "multiplied (batchx4 and 5x3); adapt the module, or set inputShape"
+        "multiplied (batchx4 and 5x3); adapt the module"
     )
     assert isinstance(caught.value.__cause__, RuntimeError)
     assert module.training
@@ -257,7 +328,7 @@ def test_a_module_that_does_not_take_the_features() -> None:
 
 def test_whole_numbers_where_the_module_takes_floating_ones() -> None:
     counts = Column(name="n", role="feature", dtype="int32", shape=(4,))
-    advice = r'call \.float\(\) on "n" \(int32\) in forward, adapt the module, or set inputShape'
+    advice = r'call \.float\(\) on "n" \(int32\) in forward, or adapt the module'
     with pytest.raises(ConfigError, match=advice):
         num_classes(nn.Linear(4, 3), [counts, Y], request())
 

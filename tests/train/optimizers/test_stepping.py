@@ -24,13 +24,45 @@ from sparkdl.sync.averaging.parameter_averaging import ParameterAveraging
 from sparkdl.sync.gradients.allreduce import AllReduce
 from sparkdl.train.callbacks import NullObserver
 from sparkdl.train.optimizers.nested_states import give_state, plain_state
-from sparkdl.train.optimizers.stepping import check_steps
+from sparkdl.train.optimizers.stepping import Stepper, check_steps
 from sparkdl.train.round_replica import RoundReplica
 from tests.gang import Gang
 from tests.sync.apart import assert_equal_bits
 from tests.train.runs import NUM_FEATURES, Keeper, but, make_data, plan_for, run, seeded, weights
 
 ROWS = [23, 14]
+
+
+class Sharpened(torch.optim.SGD):
+    """Moves the weights before it calls a closure, which its signature says may be missing."""
+
+    def step(self, closure: Any = None) -> Any:
+        parameters = [p for group in self.param_groups for p in group["params"]]
+        with torch.no_grad():
+            for p in parameters:
+                p.add_(p.grad)
+        with torch.enable_grad():
+            loss = closure()
+        with torch.no_grad():
+            for p in parameters:
+                p.sub_(1.0)
+        super().step()
+        return loss
+
+
+def test_an_optimizer_that_fails_after_it_has_moved_weights_begins_where_it_was() -> None:
+    weight = nn.Parameter(torch.tensor([2.0]))
+    weight.grad = torch.tensor([1.0])
+    seen: list[float] = []
+
+    def again() -> torch.Tensor:
+        seen.append(weight.item())
+        weight.grad = torch.tensor([1.0])
+        return torch.tensor(0.0)
+
+    Stepper(Sharpened([weight], lr=0.5))(lambda: torch.tensor(0.0), again)
+    assert seen == [3.0]
+    assert weight.item() == 1.5
 
 
 class ScheduleFree(torch.optim.Optimizer):
