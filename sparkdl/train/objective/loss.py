@@ -142,9 +142,10 @@ class ModuleLoss:
 
     def _checked(self, losses: Any, target: Any) -> torch.Tensor:
         if not isinstance(losses, torch.Tensor) or losses.shape[:1] != (rows_of(target),):
-            shown: Any = tuple(losses.shape) if isinstance(losses, torch.Tensor) else type(losses)
+            is_tensor = isinstance(losses, torch.Tensor)
+            shown = (tuple(losses.shape) or "a scalar") if is_tensor else type(losses)
             raise ConfigError(
-                f"{type(self._module).__name__}(reduction='none') returned {shown or 'a scalar'} for "
+                f"{type(self._module).__name__}(reduction='none') returned {shown} for "
                 f"{rows_of(target)} samples; it must return the loss of each sample"
             )
         return losses
