@@ -7,6 +7,7 @@ import contextlib
 import json
 import os
 import platform
+import shutil
 import statistics
 import subprocess
 import sys
@@ -269,10 +270,18 @@ def environment() -> Mapping[str, Any]:
         "cores": os.cpu_count(),
         "memory GiB": round(memory / 2**30),
         "python": platform.python_version(),
-        "versions": {name: metadata.version(name) for name in packages},
+        "versions": {name: version for name in packages if (version := _version(name))},
     }
 
 
+def _version(package: str) -> str | None:
+    with contextlib.suppress(metadata.PackageNotFoundError):
+        return metadata.version(package)
+    return None
+
+
 def _git(*words: str) -> str:
+    if shutil.which("git") is None:
+        return ""
     done = subprocess.run(["git", "-C", ROOT, *words], capture_output=True, text=True, check=False)
     return done.stdout.strip()

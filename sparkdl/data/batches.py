@@ -252,6 +252,40 @@ def cut(plan: TrainPlan, columns: Mapping[str, Rows], sizes: Sequence[int]) -> l
     return [Batch(*values) for values in parts]
 
 
+def copied_ahead(
+    batches: Generator[Batch, None, None], device: torch.device
+) -> Generator[Batch, None, None]:
+    """Copy batches to a CUDA device, each while the one before is used, on a stream of its own.
+
+    Sparse tensors stay where they are. Closes ``batches`` at the end.
+    """
+    stream = torch.cuda.Stream(device)
+
+    def copied(value: torch.Tensor) -> torch.Tensor:
+        return value.to(device, non_blocking=True) if value.layout == torch.strided else value
+
+    def used(value: torch.Tensor) -> torch.Tensor:
+        if value.is_cuda and value.layout == torch.strided:
+            value.record_stream(torch.cuda.current_stream(device))
+        return value
+
+    def following() -> tuple[Batch, torch.cuda.Event] | None:
+        batch = next(batches, None)
+        if batch is None:
+            return None
+        with torch.cuda.stream(stream):
+            return batch.map(copied), stream.record_event()
+
+    with contextlib.closing(batches):
+        ahead = following()
+        while ahead is not None:
+            batch, is_copied = ahead
+            torch.cuda.current_stream(device).wait_event(is_copied)
+            batch = batch.map(used)  # its memory is free once the step is done that uses it
+            ahead = following()
+            yield batch
+
+
 def _in_background(runs: Generator[list[Batch], None, None]) -> Generator[list[Batch], None, None]:
     """Draw from ``runs`` in a thread, two items ahead; its exception is raised here.
 

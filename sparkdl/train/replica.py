@@ -13,7 +13,7 @@ from torch import nn
 
 from sparkdl.comm.communicator import Communicator, LocalCommunicator
 from sparkdl.config import TrainConfig
-from sparkdl.data.batches import Batch, Batches
+from sparkdl.data.batches import Batch, Batches, copied_ahead
 from sparkdl.data.collate import example_arguments
 from sparkdl.data.plan import TrainPlan
 from sparkdl.data.source import ShardRows
@@ -83,11 +83,12 @@ class Replica:
     def batches(
         self, shards: Sequence[ShardRows], rank: int, *, epoch: int, first_step: int
     ) -> Generator[Batch, None, None]:
-        """The rank's training batches of an epoch, from a step of it on; in host memory.
+        """The rank's training batches of an epoch, from a step of it on; see `on_device`.
 
         With ``elasticity="bits"`` those of each shard apart, see `Batches.by_shard`.
         """
-        return iter(
+        is_cuda = self.device.type == "cuda"
+        batches = iter(
             Batches(
                 shards,
                 self.plan,
@@ -96,10 +97,11 @@ class Replica:
                 epoch=epoch,
                 start_step=first_step,
                 num_together=self.config.group_by_length,
-                pin_memory=self.device.type == "cuda",
+                pin_memory=is_cuda,
                 by_shard=self.config.elasticity == "bits",
             )
         )
+        return copied_ahead(batches, self.device) if is_cuda else batches
 
     def on_device(self, batch: Batch) -> Batch:
         """A training batch where the module is."""

@@ -495,11 +495,14 @@ def test_frozen_parts_keep_their_mode_through_evaluation() -> None:
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-def test_cuda_equals_cpu_and_resumes() -> None:
+@pytest.mark.parametrize("elasticity", ["rounding", "bits"])
+def test_cuda_equals_cpu_and_resumes(elasticity: Any) -> None:
     def make() -> nn.Module:
         return seeded(lambda: nn.Linear(NUM_FEATURES, 1))
 
-    config = TrainConfig(epochs=2, batch_size=4, learning_rate=0.05, deterministic=True)
+    config = TrainConfig(
+        epochs=2, batch_size=4, learning_rate=0.05, deterministic=True, elasticity=elasticity
+    )
     validation = make_data([6], dtype=torch.float32)
     sink = Keeper(steps=(3,))
     host, device, resumed = make(), make(), make()
