@@ -14,6 +14,7 @@ module. Weights that lie in a storage already are copied file by file, see
 
 from __future__ import annotations
 
+import contextlib
 import copy
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
@@ -297,6 +298,9 @@ def _find_way(module: nn.Module, factory: Any | None, example_inputs: Given | No
         return {"module": describe(module)}, {}, {}
     except DescribeError as error:
         causes.append(error)
+    if factory is None:  # its class may make it, but for attributes that training has changed
+        with contextlib.suppress(ConfigError, TypeError):
+            return _factory_way(module, type(module))
     try:
         if example_inputs is None:
             raise ConfigError("an exported program needs example inputs, and there are none")

@@ -429,6 +429,26 @@ def test_buffers_come_back_from_checkpoints_and_best_weights(gang: Gang, elastic
         assert_equal_bits(whole, resumed)
 
 
+class Attributed(InSomeSteps):
+    """Computes with plain attributes, which each rank has of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.center, self.seen = 0.0, []
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.training:
+            self.center = 0.5 * self.center + 0.5 * x.detach().mean(0)
+            self.seen.append(len(x))
+        return super().forward(x - self.center) / len(self.seen)
+
+
+def test_attributes_come_back_from_checkpoints(gang: Gang) -> None:
+    config = config_of("adam", sync_strategy=AllReduce())
+    for whole, resumed in gang.run(train_and_resume, Attributed, config, 7):
+        assert_equal_bits(whole, resumed)
+
+
 class OtherShapes(Net):
     def __init__(self) -> None:
         super().__init__()
