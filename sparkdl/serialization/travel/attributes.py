@@ -74,7 +74,7 @@ class Attributes:
         """
         self._module = module
         self._is_divided = is_divided
-        self._layers = _layers(module)
+        self._layers, self._scripts = _layers(module), _scripts(module)
         self._kept = [value for _, _, value in _values(module)]  # so that no id is used twice
         self._marks = self._all_marks()
         self._first: PackedModule | None = None
@@ -97,12 +97,15 @@ class Attributes:
         return any(self._changes())
 
     def packed(self) -> PackedModule:
-        """All that has changed, for `come_back`; the whole module where layers have.
+        """All that has changed, for `come_back`.
+
+        That is the whole module where layers have, and where it is scripted: nobody can list what
+        scripts hold.
 
         Raises:
-            ConfigError: layers have, and the module cannot be sent.
+            ConfigError: the module has to be sent, and cannot be.
         """
-        if self.changed_layers():
+        if self._scripts or self.changed_layers():
             return pack(self._module)
         return self._packed(*self._changes())
 
@@ -121,6 +124,9 @@ class Attributes:
                     value = own.pop(key)
                     if (layer, key) in self._marks or _can_be_sent(value, _names(self._module)):
                         lacks.append([_path(layer, key), type(value).__name__])
+        for layer, text in _scripts(self._module).items():
+            if text != self._scripts.get(layer):
+                lacks.append([layer or "self", "ScriptModule"])
         layers = self.changed_layers()
         return {"values": values, "removed": removed, "lacks": lacks, "layers": layers}
 
@@ -272,7 +278,7 @@ def _registered(module: nn.Module) -> Iterator[tuple[str, Any]]:
     """What both modules have, under names for pickles."""
     for name, layer in module.named_modules(remove_duplicate=False):
         yield f"layer {name}", layer
-        for key, value in {**layer._buffers, **layer._parameters}.items():
+        for key, value in (*layer._buffers.items(), *layer._parameters.items()):
             if value is not None:
                 yield f"tensor {_path(name, key)}", value
 
@@ -291,11 +297,20 @@ def _layers(module: nn.Module) -> dict[str, Any]:
     return {
         name: (
             type(layer),
-            list(layer._modules),
+            [key for key, _ in layer._modules.items()],
             [(key, p is None or hooks(p, TENSOR_HOOKS)) for key, p in layer._parameters.items()],
             hooks(layer, sorted(HOOKS)),
         )
         for name, layer in module.named_modules(remove_duplicate=False)
+    }
+
+
+def _scripts(module: nn.Module) -> dict[str, str]:
+    """What scripted layers say of their attributes, without tensors."""
+    return {
+        name: layer._c.dump_to_str(False, True, False)
+        for name, layer in module.named_modules()
+        if isinstance(layer, torch.jit.ScriptModule)
     }
 
 

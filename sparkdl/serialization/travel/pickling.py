@@ -88,7 +88,7 @@ def _script(value: Any) -> _Reduced:
 def _scripted(data: torch.Tensor) -> nn.Module:
     with _as_long_as_torch_has_them():
         module: nn.Module = torch.jit.load(  # type: ignore[no-untyped-call]
-            io.BytesIO(data.numpy().data)
+            io.BytesIO(data.numpy().data), map_location="cpu"
         )
     return module
 

@@ -279,6 +279,24 @@ class Counts(Net):
         return super().forward(x - self.center) / self.steps
 
 
+class ScriptedCounts(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.steps, self.center = nn.Linear(4, 1), 0, torch.zeros(4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.training:
+            self.steps += 1
+            self.center = 0.5 * self.center + 0.5 * x.mean(0)
+        return self.layer(x - self.center)
+
+
+def scripted_counts() -> nn.Module:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)
+        return torch.jit.script(ScriptedCounts())
+
+
 class Locks(Net):
     """Makes a lock when it is first needed."""
 
@@ -361,6 +379,7 @@ KEPT: dict[str, tuple[Callable[[], nn.Module], Changes | None]] = {
     "in rounds: set by a callback": (Net, Sets()),
     "attributes": (Remembers, None),
     "what cannot be sent": (Locks, None),
+    "scripted": (scripted_counts, None),
     "a state of its own": (Own, None),
     "set by a callback": (Net, Sets()),
     "pruned by a callback": (Net, Prunes()),
@@ -408,7 +427,7 @@ def test_what_training_leaves_besides_weights_comes_back(
     ).fit(df).module  # fmt: skip
     layers, wanted = dict(module.named_modules()), dict(expected.named_modules())
     assert list(layers) == list(wanted)
-    for name, layer in wanted.items():
+    for name, layer in wanted.items() if kind != "scripted" else ():
         own = vars(layer).keys() - vars(nn.Module()).keys() - {"lock"}
         assert vars(layers[name]).keys() - vars(nn.Module()).keys() - {"lock"} == own
         for key in own:
@@ -417,6 +436,9 @@ def test_what_training_leaves_besides_weights_comes_back(
     assert {n: p.requires_grad for n, p in module.named_parameters()} == {
         n: p.requires_grad for n, p in expected.named_parameters()
     }
+    if kind == "scripted":
+        assert module.steps == STEPS
+        assert torch.allclose(module.center, expected.center)
     with torch.no_grad():
         assert torch.allclose(module(X), expected.eval()(X), atol=1e-4)
     if "in rounds: what" in kind:
