@@ -33,7 +33,7 @@ from sparkdl.serialization.travel.pickling import (
 )
 from sparkdl.storage import tensor_tree
 from sparkdl.storage.checkpoint_format import decode
-from sparkdl.sync.module_tensors import fingerprint, set_trains, trains
+from sparkdl.sync.module_tensors import device_of, fingerprint, set_trains, trains
 
 logger = logging.getLogger(__name__)
 
@@ -115,11 +115,13 @@ class Attributes:
         New things that no process can send, such as locks, are made anew where they are needed.
         """
         values, removed = self._changes()
-        lacks = []
+        lacks, elsewhere = [], []
         for layer, own in values.items():
             for key in list(own):
                 try:
-                    tensor_tree.pack(own[key])
+                    if _devices(own[key]) - {"cpu"}:
+                        elsewhere.append([layer, key])
+                    own[key] = _plain(own[key])
                 except CheckpointError:
                     value = own.pop(key)
                     if (layer, key) in self._marks or _can_be_sent(value, _names(self._module)):
@@ -128,7 +130,13 @@ class Attributes:
             if text != self._scripts.get(layer):
                 lacks.append([layer or "self", "ScriptModule"])
         layers = self.changed_layers()
-        return {"values": values, "removed": removed, "lacks": lacks, "layers": layers}
+        return {
+            "values": values,
+            "elsewhere": elsewhere,
+            "removed": removed,
+            "lacks": lacks,
+            "layers": layers,
+        }
 
     def load_state_dict(self, state: Mapping[str, Any] | None) -> None:
         """Hold what `state_dict` gave, or came; with ``resets`` all else becomes what came.
@@ -157,7 +165,10 @@ class Attributes:
                 "strings, tensors, lists and dicts",
                 *(path, kind),
             )
-        _give(self._module, state["values"], state["removed"])
+        values = {layer: dict(own) for layer, own in state["values"].items()}
+        for layer, key in state["elsewhere"]:
+            values[layer][key] = _plain(values[layer][key], device_of(self._module))
+        _give(self._module, values, state["removed"])
 
     def _changes(self) -> tuple[Values, Removed]:
         """The attributes that are new or another, and the names of those that are gone."""
@@ -303,6 +314,18 @@ def _layers(module: nn.Module) -> dict[str, Any]:
         )
         for name, layer in module.named_modules(remove_duplicate=False)
     }
+
+
+def _devices(value: Any) -> set[str]:
+    """Kinds of devices on which the tensors of a value lie; raises CheckpointError."""
+    return {tensor.device.type for tensor in tensor_tree.pack(value)[1].values()}
+
+
+def _plain(value: Any, device: torch.device | None = None) -> Any:
+    """A value with tensors of no graph, on ``device`` if there is one; raises CheckpointError."""
+    tree, tensors = tensor_tree.pack(value)
+    found = {name: t if device is None else t.to(device) for name, t in tensors.items()}
+    return tensor_tree.unpack(tree, found)
 
 
 def _scripts(module: nn.Module) -> dict[str, str]:
