@@ -188,6 +188,27 @@ def prepare_module(
     )
 
 
+def why_not_saved(module: nn.Module, factory: Any | None) -> str | None:
+    """Why `prepare_module` will refuse a module, as far as that shows without trying to export it.
+
+    None: it may well be saved.
+    """
+    reason = None
+    for name, part in module.named_modules():
+        keys = [key for key, value in vars(part).items() if isinstance(value, torch.Generator)]
+        if isinstance(part, torch.jit.ScriptModule):
+            reason = f"{f'its layer {name}' if name else 'it'} is scripted"
+        elif keys:
+            reason = f"its attribute {f'{name}.{keys[0]}'.lstrip('.')} is a torch.Generator"
+    if reason is None:
+        return None
+    try:
+        describe(module if factory is None else factory)
+    except DescribeError as error:
+        return f"{reason}, which torch.export refuses, and {error}"
+    return None
+
+
 def prepare_stored(
     stored: StoredModule,
     factory: Any | None,
