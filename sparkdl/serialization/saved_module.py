@@ -14,6 +14,7 @@ module. Weights that lie in a storage already are copied file by file, see
 
 from __future__ import annotations
 
+import contextlib
 import copy
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
@@ -187,6 +188,27 @@ def prepare_module(
     )
 
 
+def why_not_saved(module: nn.Module, factory: Any | None) -> str | None:
+    """Why `prepare_module` will refuse a module, as far as that shows without trying to export it.
+
+    None: it may well be saved.
+    """
+    reason = None
+    for name, part in module.named_modules():
+        keys = [key for key, value in vars(part).items() if isinstance(value, torch.Generator)]
+        if isinstance(part, torch.jit.ScriptModule):
+            reason = f"{f'its layer {name}' if name else 'it'} is scripted"
+        elif keys:
+            reason = f"its attribute {f'{name}.{keys[0]}'.lstrip('.')} is a torch.Generator"
+    if reason is None:
+        return None
+    try:
+        describe(module if factory is None else factory)
+    except DescribeError as error:
+        return f"{reason}, which torch.export refuses, and {error}"
+    return None
+
+
 def prepare_stored(
     stored: StoredModule,
     factory: Any | None,
@@ -297,6 +319,9 @@ def _find_way(module: nn.Module, factory: Any | None, example_inputs: Given | No
         return {"module": describe(module)}, {}, {}
     except DescribeError as error:
         causes.append(error)
+    if factory is None:  # its class may make it, but for attributes that training has changed
+        with contextlib.suppress(ConfigError, TypeError):
+            return _factory_way(module, type(module))
     try:
         if example_inputs is None:
             raise ConfigError("an exported program needs example inputs, and there are none")

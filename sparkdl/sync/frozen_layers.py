@@ -43,7 +43,7 @@ def freeze(module: nn.Module, patterns: Sequence[str]) -> list[str]:
 def thaw(module: nn.Module, names: Sequence[str]) -> None:
     """Let the parameters ``names`` train again."""
     parameters = dict(module.named_parameters(remove_duplicate=False))
-    for name in names:
+    for name in parameters.keys() & names:  # a callback may have changed layers
         parameters[name].requires_grad = True
 
 

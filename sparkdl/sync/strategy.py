@@ -286,6 +286,14 @@ class Synchronizer(Stateful, ABC):
         then its own.
         """
 
+    def early_sums(self, sums: torch.Tensor, *, waits: bool) -> torch.Tensor | None:
+        """What `reduce_gradients` will give for ``sums``, before the last backward pass of a step.
+
+        All ranks call it, also without samples, or none does. None: it is known afterwards only, or
+        it takes a wait for the other ranks, and ``waits`` is False.
+        """
+        return sums if self.trains_apart else None
+
     @abstractmethod
     def reduce_gradients(self, sums: torch.Tensor, divisor: float) -> Reduced:
         """Finish the exchange of gradients after the last backward pass of a step.

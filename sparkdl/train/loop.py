@@ -44,7 +44,13 @@ from sparkdl.train.objective.metrics import Metrics
 from sparkdl.train.objective.training_step import logs
 from sparkdl.train.optimizers.stepping import set_mode
 from sparkdl.train.random_state import deterministic_algorithms, seed_everything
-from sparkdl.train.rank_state import DIVIDED, CheckpointSink, RankState, ResumePoint
+from sparkdl.train.rank_state import (
+    DIVIDED,
+    CheckpointSink,
+    HeldAttributes,
+    RankState,
+    ResumePoint,
+)
 from sparkdl.train.replica import make_replica
 from sparkdl.train.shard_states import ShardStates
 from sparkdl.train.state import EpochBook, Record
@@ -96,6 +102,7 @@ def train(
     observer: Observer,
     looks: Looks | None = None,
     fill: Fill | None = None,
+    held: HeldAttributes | None = None,
 ) -> TrainOutcome:
     """Train ``module`` in place; every rank calls, with equal weights.
 
@@ -114,6 +121,8 @@ def train(
         looks: what rank 0 looks at in its layers for the observer; None: nothing.
         fill: gives the module its weights once it is divided, if its parameters are on the meta
             device.
+        held: what the module holds besides parameters and buffers, for checkpoints; None: they do
+            without.
 
     Raises:
         ConfigError: loss, optimizer, metrics or early stopping cannot be used as they are.
@@ -183,6 +192,7 @@ def train(
             replica=replica,
             book=book,
             first=fingerprints(module) if mesh is None else {},
+            held=held,
             epoch_sums=no_sums(replica.loss, device),
             by_shard=ShardStates(replica, comm) if by_shard else None,
             shards=shards,

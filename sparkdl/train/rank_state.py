@@ -36,6 +36,16 @@ class CheckpointSink(Protocol):
         """Copy all tensors before returning; write them afterwards."""
 
 
+class HeldAttributes(Protocol):
+    """What a module holds besides parameters and buffers, as `Attributes` knows it."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """What training has changed of it."""
+
+    def load_state_dict(self, state: Mapping[str, Any] | None) -> None:
+        """Restore what `state_dict` gave; None: it is not known."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class ResumePoint:
     """A checkpoint as the training loop sees it. Its tensors may become the replica's own."""
@@ -69,11 +79,15 @@ class RankState:
     first: Mapping[str, int] = field(default_factory=dict)
     """What frozen parameters were before training, see `fingerprints`; forward may change them."""
 
+    held: HeldAttributes | None = None
+    """Of the module; None: nobody asks."""
+
     def snapshot(self) -> ResumePoint:
         """The present state; its tensors are the replica's own, not copies."""
         synchronizer = self.replica.synchronizer
         divided = synchronizer.divided
         own: dict[str, Any]
+        attributes = None if self.held is None else self.held.state_dict()
         if self.by_shard is not None:
             own = {"shards": self.by_shard.state_dict()}
         else:
@@ -98,9 +112,11 @@ class RankState:
                 **self.book.state_dict(),
                 **({} if divided is None else {"best_model": None}),
                 "callbacks": states_of(self.replica.config.callbacks),
+                "attributes": attributes,
             },
             rank_state={
                 **own,
+                "attributes": attributes,
                 "strategy": synchronizer.rank_state_dict(),
                 "own": self._own_state(),
                 "gradient_norms": self.step.gradient_norms,
@@ -115,6 +131,9 @@ class RankState:
         has drawn yet. Otherwise an epoch that was under way is begun anew with the checkpoint's
         weights.
         """
+        state = point.rank_state
+        if self.held is not None:  # before weights, which may be of other layers
+            self.held.load_state_dict((state or point.shared).get("attributes"))
         best = self._restore_weights(point)
         synchronizer = self.replica.synchronizer
         was_divided = point.parts is not None and synchronizer.divided is None
@@ -125,7 +144,6 @@ class RankState:
         self.book.load_state_dict({**point.shared, "best_model": best})
         if "callbacks" in point.shared:  # those of an earlier fit are not asked
             give_states(self.replica.config.callbacks, point.shared["callbacks"])
-        state = point.rank_state
         if state is None:
             self.book.state.begin_epoch_anew()
             if self.by_shard is not None:

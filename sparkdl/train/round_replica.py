@@ -24,6 +24,7 @@ from sparkdl.config import Looks, TrainConfig
 from sparkdl.data.batches import sequential_batches
 from sparkdl.data.plan import RoundPart, TrainPlan
 from sparkdl.data.source import ShardRows
+from sparkdl.errors import ConfigError
 from sparkdl.sync.apart import ApartSynchronizer
 from sparkdl.sync.averaging.state_pieces import CHANGES
 from sparkdl.sync.frozen_layers import still_names, training_mode
@@ -36,6 +37,7 @@ from sparkdl.train.objective.logs import as_text, fill, from_text
 from sparkdl.train.optimizers.optimizers import require_steps
 from sparkdl.train.optimizers.stepping import set_mode
 from sparkdl.train.random_state import deterministic_algorithms, seed_everything
+from sparkdl.train.rank_state import HeldAttributes
 from sparkdl.train.replica import make_replica
 from sparkdl.train.step import TrainStep
 from sparkdl.train.time_spent import Clock
@@ -43,12 +45,37 @@ from sparkdl.train.validation import measure
 from sparkdl.train.validation import record as evaluation_record
 
 
+def check_held(found: Mapping[str, Any]) -> None:
+    """Refuse changes of a module that the next task cannot have.
+
+    Args:
+        found: what `HeldAttributes.state_dict` gave.
+
+    Raises:
+        ConfigError: layers are others, or attributes of which nobody can read a plain form.
+    """
+    if found["layers"]:
+        raise ConfigError(
+            f"a callback has changed layers of the module ({', '.join(found['layers'][:5])}), and "
+            "in rounds tasks hand on its numbers only; change layers before fit, or use "
+            "executionMode='gang'"
+        )
+    if found["lacks"]:
+        shown = ", ".join(f"{path}, a {kind}" for path, kind in found["lacks"][:5])
+        raise ConfigError(
+            f"forward or a callback has changed attributes of the module ({shown}), and in rounds "
+            "tasks hand on numbers, strings, tensors, lists and dicts only; use these, or a "
+            "buffer, or executionMode='gang'"
+        )
+
+
 @dataclass(frozen=True, kw_only=True)
 class RoundOutcome:
     """What a replica has come to."""
 
     state: dict[str, Any]
-    """``model``, ``optimizer``, ``scheduler``, ``scaler``: the replica's own tensors."""
+    """``model``, ``optimizer``, ``scheduler``, ``scaler``: the replica's own tensors; and
+    ``attributes``, what the module holds besides that is not as it came."""
     loss_sum: float
     """Weighted losses over the samples of the round."""
     weight: float
@@ -73,6 +100,8 @@ class RoundReplica:
         plan: the numbers that follow from it; each shard is a rank of its own.
         device: where this process computes.
         looks: what is looked at in the layers where the first shard is trained on; None: nothing.
+        held: what the module holds besides parameters and buffers, which it shall hold again when
+            a round begins; None: nobody cares.
     """
 
     def __init__(
@@ -82,6 +111,7 @@ class RoundReplica:
         plan: TrainPlan,
         device: torch.device,
         looks: Looks | None = None,
+        held: HeldAttributes | None = None,
     ) -> None:
         # The driver watches the mean over replicas for an explosion; one replica's loss may jump.
         config = dataclasses.replace(config, divergence_factor=None)
@@ -89,6 +119,7 @@ class RoundReplica:
         self._replica = make_replica(module, config, plan, device, setup)
         require_steps(self._replica.schedule)
         self._first = copy.deepcopy(self._replica.state_dict())
+        self._held = held
         self._begin: Mapping[str, Any] = {}
         """What the module held when the newest round began."""
         self._looks = None if looks is None else LayerLooks(looks, module, plan)
@@ -122,8 +153,7 @@ class RoundReplica:
         synchronizer = replica.synchronizer
         assert isinstance(synchronizer, ApartSynchronizer)
         # All that an earlier round has changed.
-        model = {**self._first["model"], **state["model"]}
-        give_tensors(replica.module, model, removes_others=True)
+        model = self._give(state)
         replica.load_state_dict({**self._first, **state, "model": model})
         self._begin = model
         synchronizer.close_round()
@@ -178,7 +208,7 @@ class RoundReplica:
         loss_sum, weight = synchronizer.round_sums.tolist()
         set_mode(synchronizer.optimizer, trains=False)
         return RoundOutcome(
-            state=replica.state_dict(),
+            state={**replica.state_dict(), "attributes": self._attributes()},
             loss_sum=loss_sum,
             weight=weight,
             rows=num_rows,
@@ -187,6 +217,22 @@ class RoundReplica:
             label_sums=tuple(label_sums.tolist()),
             logs=None if replica.collector is None else as_text(replica.collector.packed()),
         )
+
+    def _give(self, state: Mapping[str, Any]) -> dict[str, Any]:
+        """Have the module hold what ``state`` says, and else what came; return its tensors."""
+        if self._held is not None:
+            self._held.load_state_dict(state.get("attributes"))
+        model = {**self._first["model"], **state["model"]}
+        give_tensors(self._replica.module, model, removes_others=True)
+        return model
+
+    def _attributes(self) -> dict[str, Any] | None:
+        """What the module holds besides tensors that is not as it came; see `check_held`."""
+        if self._held is None:
+            return None
+        found = self._held.state_dict()
+        check_held(found)
+        return found
 
     def moving(self, state: dict[str, Any], *, compressed: bool = False) -> dict[str, Any]:
         """An outcome's state without those weights and buffers that training has left alone.
@@ -200,6 +246,7 @@ class RoundReplica:
             for name, value in state["model"].items()
             if name not in still or not is_same(value, self._begin.get(name))
         }
+        state = {name: value for name, value in state.items() if name != "attributes"}
         if not compressed:
             return {**state, "model": model}
         changes: dict[str, torch.Tensor] = {}
@@ -236,8 +283,7 @@ class RoundReplica:
             LightningModule has logged.
         """
         replica, lightning = self._replica, self._replica.lightning
-        model = {**self._first["model"], **state["model"]}
-        give_tensors(replica.module, model, removes_others=True)
+        self._give(state)
         if lightning is not None:
             lightning.reset()
         with (

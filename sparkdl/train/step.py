@@ -27,6 +27,7 @@ from sparkdl.train.layer_looks import LayerLooks
 from sparkdl.train.objective.divergence import LossWatch
 from sparkdl.train.objective.label_losses import no_sums, sums_of
 from sparkdl.train.objective.lightning import TrainerStandIn
+from sparkdl.train.objective.loss import ClassLoss
 from sparkdl.train.objective.manual import ManualBackward
 from sparkdl.train.objective.metrics import Metrics, detached
 from sparkdl.train.objective.training_step import run, taken
@@ -120,6 +121,13 @@ class TrainStep:
         self._parameters = self._synchronizer.trained_parameters()
         self._all = list(replica.module.parameters())
         self._flags = self._trains()
+        loss, columns = replica.loss, replica.plan.columns
+        self._weighs = any(column.role == "weight" for column in columns) or (
+            isinstance(loss, ClassLoss) and loss.has_weights
+        )
+        """True if rows do not count alike, which all ranks know."""
+        self._divisor: float | torch.Tensor | None = None
+        """What the losses of this step were divided by, if that was their weights' sum."""
         self._stepper = Stepper(self._synchronizer.optimizer)
         self._clock = clock
         self.loss = math.nan
@@ -159,11 +167,12 @@ class TrainStep:
         )
         self._clock.lap("communication")
         self._read(shared, step)
+        divided_by = divisor if self._divisor is None else self._divisor
         own_rows = batch.num_rows if replica_rows is None else replica_rows
         if divisor == 0 or (own_rows == 0 and self._synchronizer.trains_apart):
             self._advance_schedule(step)  # nothing to learn from; momentum alone must not move it
         elif not self._update(
-            shared, divisor, step, lambda: self._again(batch, global_rows, own_rows)
+            shared, divided_by, step, lambda: self._again(batch, global_rows, own_rows)
         ):
             # The forward pass may have overflowed too; such a step is no part of the history.
             local.zero_()
@@ -208,7 +217,7 @@ class TrainStep:
         divisor = float(global_rows)
         if not synchronizer.trains_apart:
             shared, divisor, _ = synchronizer.reduce_gradients(shared, divisor)
-        return self._finished(shared, divisor)
+        return self._finished(shared, divisor if self._divisor is None else self._divisor)
 
     def _again_over_shards(
         self, batches: Mapping[int, Batch], global_rows: int, states: ShardStates
@@ -218,7 +227,7 @@ class TrainStep:
         shared, divisor, _ = self._synchronizer.reduce_gradients(local[:, :2], float(global_rows))
         return self._finished(shared, divisor)
 
-    def _finished(self, shared: torch.Tensor, divisor: float) -> torch.Tensor:
+    def _finished(self, shared: torch.Tensor, divisor: float | torch.Tensor) -> torch.Tensor:
         """Make the gradients what an optimizer gets; the mean loss."""
         self._divide_by_weights(shared, divisor)
         if self._config.gradient_clip_norm is not None:
@@ -316,7 +325,12 @@ class TrainStep:
         return augmented(batch, self._config.augmentation)
 
     def _backward(self, batch: Batch, global_rows: int, metrics: Metrics | None) -> torch.Tensor:
-        """Add up the gradients of ``loss / global_rows``; return `StepSums.local`."""
+        """Add up the gradients of ``loss / global_rows``; return `StepSums.local`.
+
+        The loss is divided by the sum of the weights instead, in `_divisor`, where that is known in
+        time, so that hooks of gradients see what they see in a loop of one's own.
+        """
+        self._divisor = None
         loss = self._replica.loss
         sums = no_sums(loss, self._replica.device)
         if self._looks is not None:
@@ -343,8 +357,25 @@ class TrainStep:
                         metrics.update(detached(output), micro_batch.target)
                 if is_last:
                     self._synchronizer.start_sums(sums[:2].clone())
-                self._format.backward(loss_sum, global_rows)
+                    self._divisor = self._weight_of_all(sums, global_rows)
+                divisor = global_rows if self._divisor is None else self._divisor
+                self._format.backward(loss_sum, divisor)
+        if num_parts == 0:
+            self._divisor = self._weight_of_all(sums, global_rows)
         return sums
+
+    def _weight_of_all(self, sums: torch.Tensor, global_rows: int) -> float | torch.Tensor | None:
+        """The weights of all rows that share a gradient, if they are known; not 0."""
+        if self._config.gradient_accumulation_steps > 1:  # earlier parts do not know it
+            return None
+        if self._talks_within and self._synchronizer.trains_apart:  # one pass needs one divisor
+            return None
+        shared = self._synchronizer.early_sums(sums[:2].clone(), waits=self._weighs)
+        if shared is None:
+            return None
+        if self._replica.device.type != "cpu":
+            return torch.where(shared[1] > 0, shared[1], float(global_rows))
+        return shared[1].item() or float(global_rows)
 
     def _through_stages(
         self, pipeline: Pipelined, batch: Batch, global_rows: int, metrics: Metrics | None
@@ -390,7 +421,7 @@ class TrainStep:
     def _update(
         self,
         shared: torch.Tensor,
-        divisor: float,
+        divisor: float | torch.Tensor,
         step: int,
         again: Callable[[], torch.Tensor],
     ) -> bool:
@@ -435,7 +466,7 @@ class TrainStep:
                 warnings.filterwarnings("ignore", message="Detected call of `lr_scheduler.step")
                 schedule.scheduler.step()
 
-    def _divide_by_weights(self, shared: torch.Tensor, divisor: float) -> None:
+    def _divide_by_weights(self, shared: torch.Tensor, divisor: float | torch.Tensor) -> None:
         """Turn the sum of losses by ``divisor`` into the mean that the weights ask for."""
         factor: torch.Tensor | float
         if self._replica.device.type == "cpu":

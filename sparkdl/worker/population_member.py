@@ -109,7 +109,7 @@ def _train(
     report["learning_rate"] = outcome.state["optimizer"]["param_groups"][0].get("lr")
     if contest is not None:
         report["contest"] = contest
-    model = {"model": outcome.state.pop("model")}
+    model = {name: outcome.state.pop(name) for name in ("model", "attributes")}
     return [
         ("result", json.dumps(report).encode()),
         (MODEL, encoded(model)),

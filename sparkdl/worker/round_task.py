@@ -20,6 +20,7 @@ import cloudpickle
 
 from sparkdl.comm.access import Address
 from sparkdl.comm.channel import ChannelClient
+from sparkdl.comm.file_chunks import gathered
 from sparkdl.comm.worker_environment import SparkTask
 from sparkdl.config import Looks
 from sparkdl.data.plan import RoundPart, Shard, Split, TrainPlan
@@ -38,6 +39,8 @@ if TYPE_CHECKING:
     from sparkdl.sync.averaging.state_pieces import Pieces
     from sparkdl.train.round_replica import RoundOutcome, RoundReplica
 
+ATTRIBUTES = "attributes"
+"""Kind of the row that has what a module holds besides tensors and is not as it came."""
 _SILENT_SECONDS = 5.0
 """A task that works says so several times a second."""
 
@@ -160,9 +163,11 @@ def train_or_evaluate(
 
     Returns:
         ``("result", JSON)`` and, after training on samples, the pieces of the state, see
-        `state_pieces`; after measuring ``("metrics", bytes)``.
+        `state_pieces`, and what the module holds besides tensors; after measuring
+        ``("metrics", bytes)``.
     """
-    from sparkdl.storage.checkpoint_format import decode
+    from sparkdl.storage.checkpoint_format import decode, encode
+    from sparkdl.storage.tensor_tree import snapshot
 
     tree = decode(state, "the round's state")
     if part is None:
@@ -177,6 +182,7 @@ def train_or_evaluate(
         moving = warm.replica.moving(outcome.state, compressed=pieces.compression is not None)
         report |= warm.replica.odd(moving)
         sent = list(pieces.cut(moving, outcome.weight))
+        sent.append((ATTRIBUTES, gathered(encode(snapshot(outcome.state["attributes"])))))
     report["bytes_sent"] = sum(len(data) for _, data in sent)
     return [("result", json.dumps(report).encode()), *sent]
 
@@ -188,6 +194,7 @@ class Warm:
         import os
 
         from sparkdl.runtime.hardware import choose_device
+        from sparkdl.serialization.travel.attributes import Attributes
         from sparkdl.serialization.travel.packed_module import as_on_driver, unpack
         from sparkdl.train.round_replica import RoundReplica
 
@@ -201,8 +208,10 @@ class Warm:
         self.plan = order.plan
         self.source = order.source
         with self.as_on_driver():
+            module = unpack(skeleton, tensors)
+            held = Attributes(module, resets=True)
             self.replica: RoundReplica = RoundReplica(
-                unpack(skeleton, tensors), config, order.plan, device, order.looks
+                module, config, order.plan, device, order.looks, held
             )
         self.rows: dict[int, int] = {}
         """Samples that this process has trained on, by shard; for the progress bar only."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
+import pickle
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -60,6 +61,8 @@ STATE = f"{OF_DRIVER}/state.safetensors"
 """What an earlier fit has left."""
 LEFT = "left.safetensors"
 """What this one leaves."""
+HELD = "held.pickle"
+"""What has changed of the module besides parameters and buffers, see `Attributes.packed`."""
 _MESH = "mesh"
 """Key in a checkpoint's manifest of the mesh along which the model was divided."""
 
@@ -107,6 +110,7 @@ def run(environment: WorkerEnvironment, order: WorkOrder) -> Iterator[tuple[str,
 
 def _train(order: WorkOrder, member: Member) -> Results:
     from sparkdl.comm.process_group import lost_peers
+    from sparkdl.serialization.travel.attributes import Attributes
     from sparkdl.serialization.travel.packed_module import as_on_driver
     from sparkdl.storage.checkpoint_format import encode
     from sparkdl.storage.checkpoint_writer import CheckpointManager
@@ -149,6 +153,7 @@ def _train(order: WorkOrder, member: Member) -> Results:
         else:
             stack.enter_context(contextlib.closing(unfilled))
             module, fill = unfilled.module, partial(unfilled.fill, device=member.device)
+        held = Attributes(module, is_divided=mesh is not None)
         storage = checkpoint_storage(order, files)
         environment = _bits_depend_on(order, mesh, module)
         checkpoints = None
@@ -192,6 +197,7 @@ def _train(order: WorkOrder, member: Member) -> Results:
             observer=reporter,
             looks=order.looks,
             fill=fill,
+            held=held,
         )
         reporter.phase("finish")
         if checkpoints is not None and order.storage_url is not None:
@@ -216,6 +222,9 @@ def _train(order: WorkOrder, member: Member) -> Results:
             if order.keeps_state:
                 left = snapshot(left_by(outcome.final.shared))
                 results += deliver(member, "left", LEFT, lambda: encode(left))
+        if comm.rank == 0:
+            packed = pickle.dumps(held.packed())
+            results += deliver(member, "held", HELD, lambda: [packed])
     return results
 
 

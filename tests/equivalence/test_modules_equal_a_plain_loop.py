@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
+from sparkdl.comm.communicator import LocalCommunicator
 from sparkdl.config import TrainConfig
 from sparkdl.data.batches import Batches
 from sparkdl.data.spool.mapped import MappedRows
@@ -427,6 +429,123 @@ def test_buffers_come_back_from_checkpoints_and_best_weights(gang: Gang, elastic
     config = config_of("adam", sync_strategy=AllReduce(), **options)
     for whole, resumed in gang.run(train_and_resume, Buffers, config, 7):
         assert_equal_bits(whole, resumed)
+
+
+class Attributed(InSomeSteps):
+    """Computes with plain attributes, which each rank has of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.center, self.seen = 0.0, []
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.training:
+            self.center = 0.5 * self.center + 0.5 * x.detach().mean(0)
+            self.seen.append(len(x))
+        return super().forward(x - self.center) / len(self.seen)
+
+
+def test_attributes_come_back_from_checkpoints(gang: Gang) -> None:
+    config = config_of("adam", sync_strategy=AllReduce())
+    for whole, resumed in gang.run(train_and_resume, Attributed, config, 7):
+        assert_equal_bits(whole, resumed)
+
+
+class Clipped(nn.Module):
+    """Clips gradients in hooks, and notes those that a hook has seen."""
+
+    def __init__(self, outputs: int) -> None:
+        super().__init__()
+        self.body, self.head = nn.Linear(NUM_FEATURES, 5), nn.Linear(5, outputs)
+        self.seen: list[torch.Tensor] = []
+        self.body.weight.register_hook(lambda gradient: gradient.clamp(-0.02, 0.02))
+        self.head.weight.register_hook(self.seen.append)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        hidden = self.body(x).tanh()
+        if hidden.requires_grad:
+            hidden.register_hook(lambda gradient: gradient.clamp(-0.01, 0.01))
+        return self.head(hidden)
+
+
+CLASS_WEIGHTS = torch.tensor([0.2, 3.0, 1.5], dtype=torch.float64)
+
+
+def pair(output: torch.Tensor, target: torch.Tensor) -> Any:
+    weights = target.abs()
+    return (weights * (output.squeeze(1) - target) ** 2).sum(), weights.sum()
+
+
+WEIGHED: dict[str, tuple[Any, bool, str]] = {
+    "weight column": ("mse", True, "regression"),
+    "class weights": (nn.CrossEntropyLoss(CLASS_WEIGHTS), False, "classification"),
+    "both": (nn.CrossEntropyLoss(CLASS_WEIGHTS), True, "classification"),
+    "ignored": (nn.CrossEntropyLoss(ignore_index=1), False, "classification"),
+    "a pair": (pair, False, "regression"),
+}
+
+
+def mean_loss(loss: Any, output: torch.Tensor, target: torch.Tensor, weight: Any) -> Any:
+    """The weighted mean, as torch has it where there is no column of weights."""
+    if not isinstance(loss, str) and weight is None:
+        value = loss(output, target)
+        return value if isinstance(value, torch.Tensor) else value[0] / value[1]
+    if isinstance(loss, str):
+        return (weight * (output.squeeze(1) - target) ** 2).sum() / weight.sum()
+    both = weight * CLASS_WEIGHTS[target]
+    losses = nn.functional.cross_entropy(output, target, reduction="none")
+    return (both * losses).sum() / both.sum()
+
+
+def hooked_run(comm: Any, kind: str, rows: list[int], **changes: Any) -> dict[str, Any]:
+    loss, weighted, task = WEIGHED[kind]
+    config = but(config_of("sgd", **changes), loss=loss)
+    net = made(lambda: Clipped(3 if task == "classification" else 1))
+    run(net, config, make_data(rows, task=task), comm=comm, weighted=weighted)
+    seen = torch.stack(net.seen) if net.seen else torch.zeros(0)
+    return {**copy.deepcopy(tensors_of(net)), "seen": seen}
+
+
+@pytest.mark.parametrize("strategy", [AllReduce(), ParameterAveraging(averaging_period=2)])
+@pytest.mark.parametrize("kind", WEIGHED)
+def test_hooks_see_the_gradient_of_the_weighted_mean(kind: str, strategy: Any) -> None:
+    loss, weighted, task = WEIGHED[kind]
+    config = config_of("sgd")
+    net = made(lambda: Clipped(3 if task == "classification" else 1))
+    shards = make_data([23], task=task)
+    plan = plan_for(shards, config, weighted=weighted)
+    optimizer = torch.optim.SGD(net.parameters(), **OPTIMIZERS["sgd"][1])
+    for epoch in range(config.epochs):
+        for part in Batches([MappedRows(shards[0], plan)], plan, 0, seed=config.seed, epoch=epoch):
+            optimizer.zero_grad()
+            mean_loss(loss, net(part.inputs[0]), part.target, part.weight).backward()
+            optimizer.step()
+    expected = {**tensors_of(net), "seen": torch.stack(net.seen)}
+    found = hooked_run(LocalCommunicator(), kind, [23], sync_strategy=strategy)
+    assert_alike(found, expected)
+
+
+@pytest.mark.parametrize("kind", ["weight column", "class weights"])
+def test_hooks_of_several_workers_see_what_adds_up(gang: Gang, kind: str) -> None:
+    """The first step's gradient is that of one worker; a worker without rows waits along."""
+    loss, weighted, task = WEIGHED[kind]
+    hooked = partial(hooked_run, sync_strategy=AllReduce(), epochs=1)
+    first, second = gang.run(hooked, kind, [9, 5])
+    config, shards = config_of("sgd"), make_data([9, 5], task=task)
+    plan = plan_for(shards, config, world_size=2, weighted=weighted)
+    parts = [
+        next(iter(Batches([MappedRows(shards[i], plan)], plan, i, seed=config.seed, epoch=0)))
+        for i in (0, 1)
+    ]
+    net = made(lambda: Clipped(3 if task == "classification" else 1))
+    weight = torch.cat([part.weight for part in parts]) if weighted else None
+    output = net(torch.cat([part.inputs[0] for part in parts]))
+    mean_loss(loss, output, torch.cat([part.target for part in parts]), weight).backward()
+    summed = first["seen"][0] + second["seen"][0]
+    torch.testing.assert_close(summed, net.seen[0], rtol=0, atol=1e-12)
+    with_rows, without = gang.run(hooked, kind, [9, 0])
+    assert len(without.pop("seen")) == 0 < len(with_rows.pop("seen"))
+    assert_equal_bits(with_rows, without)
 
 
 class OtherShapes(Net):

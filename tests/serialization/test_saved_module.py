@@ -138,6 +138,16 @@ def test_a_module_that_its_factory_makes_otherwise_comes_back(make: Any) -> None
     assert torch.equal(back(X), module(X))
 
 
+def test_attributes_that_training_has_changed_are_saved_with_an_instance() -> None:
+    module = Plain()
+    module.steps, module.center = 7, torch.ones(2)  # type: ignore[assignment]
+    storage = save(module)
+    assert recipe(storage) >= {"factory"}
+    back, _ = load_module_from(storage, "m")
+    assert (back.steps, back.center.tolist()) == (7, [1.0, 1.0])  # type: ignore[union-attr, operator]
+    assert torch.equal(back(X), module.eval()(X))
+
+
 def test_code_that_changed_since_is_a_configuration_error(monkeypatch: pytest.MonkeyPatch) -> None:
     storage = save(Plain(), Plain)
     monkeypatch.setattr("tests.describable.Plain", lambda: Plain().double())

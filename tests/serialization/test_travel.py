@@ -8,6 +8,7 @@ import pickle
 import subprocess
 import sys
 import threading
+import types
 from pathlib import Path
 from typing import Any
 
@@ -194,3 +195,31 @@ def test_tensors_of_graphs_and_made_classes_are_the_same_after_two_journeys() ->
     twice = travelled(once, copies=False)
     x = torch.ones(3, 2)
     assert torch.equal(twice(x), net(x)) and type(twice[0]).__name__ == type(net[0]).__name__
+
+
+NOTEBOOK = """
+from torch import nn
+FACTOR = 1.0
+class Cell(nn.Module):
+    def forward(self, x):
+        return FACTOR * x
+"""
+
+
+def test_a_class_of_the_program_stays_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its functions see what the program gives to its globals later, as they did before."""
+    notebook = types.ModuleType("a_notebook")
+    monkeypatch.setitem(sys.modules, notebook.__name__, notebook)
+    exec(NOTEBOOK, vars(notebook))
+    cloudpickle.register_pickle_by_value(notebook)
+    try:
+        given = notebook.Cell()
+        packed = pack(given)
+        modules = [given, travelled(given, copies=True), unpack(packed.skeleton, packed.tensors)]
+        notebook.FACTOR = 3.0
+        again = pack(given)
+    finally:
+        cloudpickle.unregister_pickle_by_value(notebook)
+    assert all(type(module) is notebook.Cell for module in modules)
+    assert [module(1.0) for module in modules] == [3.0] * 3
+    assert again.skeleton != packed.skeleton

@@ -15,6 +15,7 @@ from sparkdl.comm.communicator import Communicator, LocalCommunicator
 from sparkdl.config import Looks, TrainConfig
 from sparkdl.data.plan import Column, Shard, TrainPlan, make_plan
 from sparkdl.data.spool.mapped import MappedRows, ShardData
+from sparkdl.serialization.travel.attributes import Attributes
 from sparkdl.train.callbacks import NullObserver
 from sparkdl.train.loop import TrainOutcome, train
 from sparkdl.train.rank_state import ResumePoint
@@ -127,6 +128,7 @@ def run(
         resume=copy.deepcopy(resume),
         observer=observer or NullObserver(),
         looks=looks,
+        held=Attributes(module),
     )
 
 

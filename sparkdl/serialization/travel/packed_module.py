@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import io
 import pickle
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -93,13 +93,6 @@ def pack(
             del unmade[n]
             is_taken = True
     blank = _blanks(module) if is_blank else {}
-    named: dict[str, torch.Tensor] = {}
-    tree: list[dict[str, str]] = []
-    for number, span in enumerate(pickler.spans):
-        tree.append({"tensor": str(number)})
-        part = torch.empty(0, dtype=torch.uint8, device=span.storage.device)
-        begin, size = (0, 0) if number in unmade else (span.begin, max(0, span.end - span.begin))
-        named[str(number)] = part.set_(span.storage, begin, (size,), (1,))
 
     def values(part: torch.Tensor) -> torch.Tensor:
         if weights is not None and weights.number(part.untyped_storage()) is not None:
@@ -112,7 +105,7 @@ def pack(
         return part.cpu()
 
     def pieces() -> Iterator[bytes | memoryview]:
-        yield from encode(tensor_tree.Snapshot(tree, named), values)
+        yield from memories(pickler, values, unmade)
 
     tensors = b"" if is_taken else b"".join(pieces())
     recipe = b"" if weights is None or not unmade else weights.packed(unmade)
@@ -125,6 +118,21 @@ def pack(
         recipe=recipe,
         pieces=pieces if is_taken else None,
     )
+
+
+def memories(
+    pickler: ModulePickler,
+    values: Callable[[torch.Tensor], torch.Tensor] = torch.Tensor.cpu,
+    unmade: Collection[int] = (),
+) -> Iterator[bytes | memoryview]:
+    """The memory of tensors that have been pickled, by its numbers; of ``unmade`` nothing."""
+    named: dict[str, torch.Tensor] = {}
+    for number, span in enumerate(pickler.spans):
+        part = torch.empty(0, dtype=torch.uint8, device=span.storage.device)
+        begin, size = (0, 0) if number in unmade else (span.begin, max(0, span.end - span.begin))
+        named[str(number)] = part.set_(span.storage, begin, (size,), (1,))
+    tree = [{"tensor": number} for number in named]
+    yield from encode(tensor_tree.Snapshot(tree, named), values)
 
 
 def pack_blank(module: nn.Module) -> PackedModule:

@@ -88,7 +88,7 @@ def _script(value: Any) -> _Reduced:
 def _scripted(data: torch.Tensor) -> nn.Module:
     with _as_long_as_torch_has_them():
         module: nn.Module = torch.jit.load(  # type: ignore[no-untyped-call]
-            io.BytesIO(data.numpy().data)
+            io.BytesIO(data.numpy().data), map_location="cpu"
         )
     return module
 
@@ -475,6 +475,11 @@ class ModuleUnpickler(pickle.Unpickler):
         # Hooks are filed under numbers; one that is registered here must not take another's place.
         RemovableHandle.next_id = max(RemovableHandle.next_id, self.head.next_hook)
 
+    def find_class(self, module: str, name: str) -> Any:
+        """What a pickle names."""
+        found = super().find_class(module, name)
+        return _set_class if found is cloudpickle.cloudpickle._class_setstate else found
+
     def persistent_load(self, pid: Any) -> Any:
         """What stands in the pickle for it; see `ModulePickler.persistent_id`."""
         if isinstance(pid, str):
@@ -491,6 +496,19 @@ class ModuleUnpickler(pickle.Unpickler):
         return torch.TypedStorage(  # type: ignore[no-untyped-call]
             wrap_storage=memory.storage, dtype=dtype, _internal=True
         )
+
+
+def _set_class(kind: type, state: Any) -> type:
+    """Fill a class that a pickle brings, unless this process has defined it.
+
+    Its functions would become copies, which do not see what the program gives to its globals later.
+    """
+    own = vars(sys.modules.get(kind.__module__, types))
+    functions = (getattr(member, "__func__", member) for member in vars(kind).values())
+    if any(getattr(function, "__globals__", None) is own for function in functions):
+        return kind
+    filled: type = cloudpickle.cloudpickle._class_setstate(kind, state)
+    return filled
 
 
 class StrictUnpickler(ModuleUnpickler):

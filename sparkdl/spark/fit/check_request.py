@@ -29,6 +29,7 @@ from sparkdl.mesh import Mesh
 from sparkdl.runtime.process import borrowed_generator
 from sparkdl.serialization.identity import identity
 from sparkdl.serialization.initial_weights import InitialWeights, load_initial_weights
+from sparkdl.serialization.saved_module import why_not_saved
 from sparkdl.serialization.travel.packed_module import travelled
 from sparkdl.serialization.travel.pickling import Pickler, dumps
 from sparkdl.spark.cluster.cluster_info import parse_bytes
@@ -461,6 +462,9 @@ def check_values(request: FitRequest) -> CheckedValues:
         check_cache_dir(request.cache_dir)
     module, weights, float_dtype = begin_module(request)
     frozen = freeze(module, config.frozen_layers)
+    factory = None if isinstance(request.module, nn.Module) else request.module
+    if (obstacle := why_not_saved(module, factory)) is not None:
+        logger.warning("the fitted model will predict, but save will refuse it: %s", obstacle)
     has_logs = check_lightning(module, config, in_rounds=mode == "rounds")
     check_elasticity(config, config.sync_strategy, has_logs=has_logs)
     check_mesh(request, module, mode, has_logs=has_logs)
@@ -661,7 +665,7 @@ def check_training(
     from sparkdl.train.objective.metrics import check_metrics
     from sparkdl.train.objective.training_step import objective_of
     from sparkdl.train.optimizers import optimizers
-    from sparkdl.train.optimizers.stepping import check_steps
+    from sparkdl.train.optimizers.stepping import check_length, check_steps
 
     config = request.config
     strategy: SyncStrategy = config.sync_strategy
@@ -689,6 +693,11 @@ def check_training(
             if in_rounds:
                 optimizers.require_steps(schedule)
             check_steps(optimizer, None if schedule is None else schedule.scheduler, config)
+            if config.scheduler is not None and schedule is not None:
+                fewest = config.epochs  # with one step each
+                if config.max_steps >= 0:
+                    fewest = min(config.max_steps, fewest)
+                check_length(schedule, fewest, config)
     return objective
 
 

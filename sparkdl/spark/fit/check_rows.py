@@ -200,6 +200,7 @@ def check_plan(checked: CheckedRequest, plan: TrainPlan, *, has_validation: bool
         ) from error
     check_empty_batches(checked.module, plan, checked.config, checked.weights)
     check_single_rows(checked.module, plan, checked.config, checked.weights)
+    check_schedule(checked, plan)
     if checked.has_logs:
         check_manual_plan(checked.module, plan, apart=checked.strategy.trains_apart)
     module, slots = checked.module, checked.slots
@@ -219,6 +220,26 @@ def check_plan(checked: CheckedRequest, plan: TrainPlan, *, has_validation: bool
         spool_bytes=plan.largest_spool_bytes,
         num_workers=slots.num_workers,
     )
+
+
+def check_schedule(checked: CheckedRequest, plan: TrainPlan) -> None:
+    """See that the schedule lasts for all steps; raises ConfigError.
+
+    One that needs a GPU is not made, nor one of parameters that are not here. Those of a
+    LightningModule may ask for the number of steps.
+    """
+    from sparkdl.train.optimizers import optimizers
+    from sparkdl.train.optimizers.stepping import check_length
+
+    config, module = checked.config, checked.module
+    if config.scheduler is None or config.device == "cuda" or checked.weights is not None:
+        return
+    with borrowed_generator(config.seed), optimizers.without_compiler():
+        make = optimizers.resolve_optimizer(config, module)
+        optimizer = make(module.parameters())
+        schedule = optimizers.make_scheduler(config, optimizer, make, plan.steps_per_epoch)
+        if schedule is not None:
+            check_length(schedule, plan.first_step + plan.total_steps, config)
 
 
 def check_single_rows(

@@ -200,7 +200,8 @@ def _fit(
         is_short = weights_of is not None and weights_of.stopped_early
         recorder.done(trained.summary.steps, stopped_early=is_short)
         recorder.phase("clean up")
-    thaw(checked.module, checked.frozen)  # a choice of this training, not of the module
+    fitted = trained.module or checked.module
+    thaw(fitted, checked.frozen)  # a choice of this training, not of the module
     laps = recorder.end_phase()
     phases = {f"fit: {name}": seconds for name, seconds in laps.items()}
     summary = replace(
@@ -221,11 +222,11 @@ def _fit(
     if trained.left is not None:
         assert checked.method is not None
         state = TrainingState(**trained.left, method=checked.method)
-    module: nn.Module | StoredModule = checked.module.eval()
+    module: nn.Module | StoredModule = fitted.eval()
     if trained.stored_at is not None:
         assert link.url is not None
         module = StoredModule.of(
-            checked.module,
+            fitted,
             open_on_driver(checked.spark, link.url),
             trained.stored_at,
             mesh=checked.config.parallelism,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import pickle
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
@@ -18,6 +19,8 @@ from sparkdl.errors import StorageError
 from sparkdl.report.summary import TrainingSummary
 from sparkdl.serialization.recorded.recipe import give_memory
 from sparkdl.serialization.stored_module import can_be_stored
+from sparkdl.serialization.travel.attributes import come_back
+from sparkdl.serialization.travel.packed_module import PackedModule
 from sparkdl.serialization.travel.pickling import dumps
 from sparkdl.spark.cluster.attempt import Attempt, Rows
 from sparkdl.spark.cluster.resize import Resize
@@ -59,7 +62,9 @@ def train_in_gang(run: Run) -> Trained:
         finally:
             if place is not None:
                 _remove_others(run, stored_at)
-    if stored_at is None:
+    packed: PackedModule = pickle.loads(_data(run, result, "held", training.HELD))
+    module = come_back(run.module, packed)
+    if stored_at is None and module is run.module:
         if any(parameter.is_meta for parameter in run.module.parameters()):
             give_memory(run.module, torch.device("cpu"))
         give_tensors(run.module, _sent(run, result, "weights", training.FINAL))
@@ -70,6 +75,7 @@ def train_in_gang(run: Run) -> Trained:
         was_stopped=reports[0]["was_stopped"],
         left=left,
         stored_at=stored_at,
+        module=module,
     )
 
 
@@ -267,10 +273,14 @@ def _warn_of_space(run: Run) -> None:
 
 
 def _sent(run: Run, result: GangResult, kind: str, name: str) -> Any:
+    """The tree that rank 0 has delivered."""
+    return decode(_data(run, result, kind, name), name)
+
+
+def _data(run: Run, result: GangResult, kind: str, name: str) -> bytes:
     """What rank 0 has delivered as rows of this kind, or as the file of this name."""
     in_rows = [payload for _, its_kind, payload in result.rows if its_kind == kind]
-    data = in_rows[0] if in_rows else run.link.files.read(name)
-    return decode(data, name)
+    return in_rows[0] if in_rows else run.link.files.read(name)
 
 
 def _summary(result: GangResult, reports: Mapping[int, Any]) -> TrainingSummary:

@@ -23,6 +23,7 @@ from sparkdl.spark.rounds.round_driver import RoundDone, run_rounds
 from sparkdl.spark.rounds.round_jobs import Evaluation, RoundJobs, encoded
 from sparkdl.spark.rounds.round_stages import Merge, is_of_state, num_merge_tasks
 from sparkdl.spark.run.run import Run, Trained
+from sparkdl.storage.checkpoint_format import decode
 from sparkdl.storage.stateful import Stateful
 from sparkdl.sync.averaging.averaging import AveragingStrategy
 from sparkdl.sync.averaging.mean import is_number, weighted_mean
@@ -30,6 +31,7 @@ from sparkdl.sync.averaging.state_pieces import CHANGES
 from sparkdl.sync.module_tensors import no_mean, set_trains, shape_of, tensors_of, trains
 from sparkdl.sync.population.hyperparameters import rescaled, set_present_rate
 from sparkdl.train.state import Record, TrainState
+from sparkdl.worker.round_task import ATTRIBUTES
 
 
 def train_in_rounds(run: Run, strategy: AveragingStrategy) -> Trained:
@@ -83,6 +85,9 @@ class Averaged(Stateful):
             mean = pieces.put_together(means)
             self._note_odd(mean["model"], reports)
             self._go_on_from(mean)
+            # Not numbers of which there is a mean: those of the first shard.
+            _, _, held = min(row for row in rows if row[1] == ATTRIBUTES)
+            self.set_attributes(decode(held, "attributes of the module"))
         sent = {rank: report["bytes_sent"] for rank, report in reports.items()}
         return RoundDone(reports=reports, bytes_sent=sent)
 
@@ -142,8 +147,15 @@ class Averaged(Stateful):
         model: dict[str, Any] = self._round["model"]
         return model
 
+    def attributes(self) -> dict[str, Any] | None:
+        found: dict[str, Any] | None = self._round.get("attributes")
+        return found
+
+    def set_attributes(self, attributes: dict[str, Any]) -> None:
+        self._round["attributes"] = attributes
+
     def evaluate(self, state: TrainState) -> Evaluation:
-        return self._jobs.measure(self.model())
+        return self._jobs.measure(self.model(), self.attributes())
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         given = {**self.state_dict(), **state, "round": {**self._round, **state["round"]}}

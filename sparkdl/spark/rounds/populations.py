@@ -140,6 +140,23 @@ class Population:
             "its own; use another strategy, or PopulationBasedTraining with mutations"
         )
 
+    @property
+    def result(self) -> Member:
+        """The member whose module has the attributes of the result."""
+        return self.members[0]
+
+    def attributes(self) -> dict[str, Any] | None:
+        """See `Replicas.attributes`."""
+        found: dict[str, Any] | None = decoded(self.result.model).get("attributes")
+        return found
+
+    def set_attributes(self, attributes: dict[str, Any]) -> None:
+        """Raise ConfigError: members are trained apart from the run's module."""
+        raise ConfigError(
+            "a callback has changed attributes of the module, but each member of a population has "
+            "a module of its own; use another strategy, or change them in on_step_end"
+        )
+
     def follow_freezing(self) -> None:
         """Nothing: members are trained apart from the run's module."""
 
@@ -225,7 +242,7 @@ class _OneShot(Population):
         return merged
 
     def evaluate(self, state: TrainState) -> Evaluation:
-        return self._jobs.measure(self.model())
+        return self._jobs.measure(self.model(), self.attributes())
 
 
 class _Competition(Population, Stateful, ABC):
@@ -250,7 +267,11 @@ class _Competition(Population, Stateful, ABC):
 
     @property
     def learning_rate(self) -> float:
-        return self.members[self._best_member].learning_rate
+        return self.result.learning_rate
+
+    @property
+    def result(self) -> Member:
+        return self.members[self._best_member]
 
     @abstractmethod
     def train(self, part: RoundPart) -> RoundDone:
@@ -270,8 +291,7 @@ class _Competition(Population, Stateful, ABC):
         return self._measured[1]
 
     def model(self) -> dict[str, Any]:
-        best = self.members[self._best_member]
-        model: dict[str, Any] = decoded(best.model)["model"]
+        model: dict[str, Any] = decoded(self.result.model)["model"]
         return model
 
     def evaluate(self, state: TrainState) -> Evaluation:

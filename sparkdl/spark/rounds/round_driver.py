@@ -10,7 +10,7 @@ import contextlib
 import copy
 import math
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal, Protocol
@@ -23,6 +23,7 @@ from sparkdl.report.live.progress import Progress
 from sparkdl.report.summary import TrainingSummary
 from sparkdl.runtime.process import cpu_model, tuned_allocator
 from sparkdl.runtime.versions import versions
+from sparkdl.serialization.travel.attributes import Attributes
 from sparkdl.spark.rounds.round_jobs import Evaluation, RoundJobs, logged
 from sparkdl.spark.run.resume import find_checkpoint, patiently
 from sparkdl.spark.run.run import Run, Trained
@@ -45,6 +46,7 @@ from sparkdl.train.objective.logs import fill
 from sparkdl.train.objective.metric_states import added
 from sparkdl.train.objective.metrics import Metrics
 from sparkdl.train.objective.training_step import logs
+from sparkdl.train.round_replica import check_held
 from sparkdl.train.state import EpochBook, Record, TrainState
 from sparkdl.train.training_state import left_by
 
@@ -99,6 +101,12 @@ class Replicas(Protocol):
 
     def model(self) -> dict[str, Any]:
         """The ``state_dict`` that would be the result if the run ended now."""
+
+    def attributes(self) -> dict[str, Any] | None:
+        """What the module holds besides tensors that is not as it came; None: nothing."""
+
+    def set_attributes(self, attributes: dict[str, Any]) -> None:
+        """Go on with other ones; raises ConfigError if the strategy cannot."""
 
     def evaluate(self, state: TrainState) -> Evaluation:
         """Measure on the validation rows of all shards what `model` gives."""
@@ -171,6 +179,7 @@ class _Rounds:
         self.book = EpochBook(run.config, run.plan, has_logs=logs(run.config, run.module))
         self.jobs = RoundJobs(run, self.book)
         self.replicas = make(self.jobs)
+        self.held = Attributes(run.module, resets=True)
         self.totals = Totals(run.plan.world_size, self.jobs.labels, run.view.spent)
         self.checkpoints: CheckpointManager | None = None
         self.lease: Lease | None = None
@@ -188,8 +197,10 @@ class _Rounds:
         self._resume()
         run.view.attempt(0, book.state.step)
         totals.began = time.perf_counter()
-        for callback in callbacks:
-            callback.on_train_begin(self._callback_state())
+        self.held.load_state_dict(self.replicas.attributes())
+        with self._followed():
+            for callback in callbacks:
+                callback.on_train_begin(self._callback_state())
         self.requests.refusal = None
         self.requests.no_save = NO_PLACE if self.checkpoints is None else None
         while not book.is_complete:
@@ -206,6 +217,7 @@ class _Rounds:
         if self.checkpoints is not None:
             self.checkpoints.final(book.state.step, self._shared_state(), {})
         give_tensors(run.module, book.best_model or self.replicas.model())
+        self.held.load_state_dict(self.replicas.attributes())
         self.requests.refusal = OUTSIDE
         for callback in callbacks:
             callback.on_train_end(self._callback_state())
@@ -289,14 +301,26 @@ class _Rounds:
             run.view.fact(0, {"kind": "confusion", "epoch": record["epoch"], "counts": counts})
         if run.config.callbacks:
             give_tensors(run.module, self.replicas.model())
-            call_evaluated(
-                run.config.callbacks,
-                self._callback_state,
-                record,
-                self._act,
-                lambda: is_epoch_over or book.is_complete,
-            )
+            self.held.load_state_dict(self.replicas.attributes())
+            with self._followed():
+                call_evaluated(
+                    run.config.callbacks,
+                    self._callback_state,
+                    record,
+                    self._act,
+                    lambda: is_epoch_over or book.is_complete,
+                )
             self.replicas.follow_freezing()
+
+    @contextlib.contextmanager
+    def _followed(self) -> Iterator[None]:
+        """Have the replicas take over what callbacks change of the module's attributes within."""
+        before = Attributes(self.run.module)
+        yield
+        if before.has_changed() or before.changed_layers():
+            found = self.held.state_dict()
+            check_held(found)
+            self.replicas.set_attributes(found)
 
     def _act(self) -> None:
         asked = self.requests.take(self.book.state.step)

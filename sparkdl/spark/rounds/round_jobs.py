@@ -107,9 +107,10 @@ class RoundJobs:
             work = partial(train_or_evaluate, pieces=merge.pieces)
         return self.run(part, work, lambda order: run_stage(self._run, order, state, merge))
 
-    def measure(self, model: dict[str, Any]) -> Evaluation:
+    def measure(self, model: dict[str, Any], attributes: dict[str, Any] | None) -> Evaluation:
         """Measure one model on the validation rows of all shards."""
-        rows = self.run_on_all(None, partial(encoded, {"model": model}))
+        state = {"model": model, "attributes": attributes}
+        rows = self.run_on_all(None, partial(encoded, state))
         reports = [json.loads(data) for _, kind, data in rows if kind == "result"]
         return self.evaluation(reports, [data for _, kind, data in rows if kind == "metrics"])
 

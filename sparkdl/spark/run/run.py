@@ -57,7 +57,9 @@ class Trained:
     left: Mapping[str, Any] | None
     """What `training_state.left_by` gave; None if it is not kept."""
     stored_at: str | None = None
-    """Folder of the link's storage that has the weights; None: the run's module has them."""
+    """Folder of the link's storage that has the weights; None: the module has them."""
+    module: nn.Module | None = None
+    """Another one than the run's, where callbacks have changed layers."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -191,6 +191,9 @@ class WarmUp(Synchronizer):
     def start_sums(self, sums: torch.Tensor) -> None:
         self._present.start_sums(sums)
 
+    def early_sums(self, sums: torch.Tensor, *, waits: bool) -> torch.Tensor | None:
+        return self._present.early_sums(sums, waits=waits)
+
     def reduce_gradients(self, sums: torch.Tensor, divisor: float) -> Reduced:
         return self._present.reduce_gradients(sums, divisor)
 

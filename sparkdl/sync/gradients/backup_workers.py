@@ -118,6 +118,9 @@ class BackupWorkersSynchronizer(AllReduceSynchronizer):
         """Note that there are samples; the sums travel with the gradients."""
         self._has_samples = True
 
+    def early_sums(self, sums: torch.Tensor, *, waits: bool) -> None:
+        """None: the sums travel with the gradients."""
+
     def reduce_gradients(self, sums: torch.Tensor, divisor: float) -> Reduced:
         readiness = Readiness.READY if self._has_samples else Readiness.EMPTY
         result = self._thread.contribute(readiness, self._with_marks(sums))

@@ -45,6 +45,9 @@ class DoubleBufferingSynchronizer(AllReduceSynchronizer):
     def start_sums(self, sums: torch.Tensor) -> None:
         """Nothing: the sums travel with the gradients."""
 
+    def early_sums(self, sums: torch.Tensor, *, waits: bool) -> None:
+        """None: the sums travel with the gradients."""
+
     def reduce_gradients(self, sums: torch.Tensor, divisor: float) -> Reduced:
         """See `Synchronizer.reduce_gradients`: sends this step's, returns those of the last."""
         self._messages.wait()

@@ -98,6 +98,16 @@ class AllReduceSynchronizer(Synchronizer):
         self._sums = sums
         self._messages.start_plain(sums)
 
+    def early_sums(self, sums: torch.Tensor, *, waits: bool) -> torch.Tensor | None:
+        if self._is_alone:
+            return sums
+        if not waits or self._messages.are_compressed:
+            return None
+        if self._sums is None:
+            self.start_sums(sums)
+        self._messages.wait()
+        return self._sums
+
     def reduce_gradients(self, sums: torch.Tensor, divisor: float) -> Reduced:
         if self._is_alone:
             return Reduced(sums, divisor)

@@ -48,13 +48,16 @@ class NumberFormat:
             return contextlib.nullcontext()
         return torch.autocast(self._device.type, dtype=self._dtype)
 
-    def backward(self, loss: torch.Tensor, divisor: float = 1.0) -> None:
+    def backward(self, loss: torch.Tensor, divisor: float | torch.Tensor = 1.0) -> None:
         """Run the backward pass of ``loss / divisor``, scaled."""
         if self._scaler is not None:
             scaled = self._scaler.scale(loss / divisor)
             scaled.backward()  # type: ignore[no-untyped-call]
             return
         # The gradient with which the backward pass of a division would begin.
+        if isinstance(divisor, torch.Tensor):  # on a device, for whose number nobody waits
+            loss.backward((torch.ones_like(loss) / divisor).to(loss.dtype))  # type: ignore[no-untyped-call]
+            return
         if self._begin is None or (divisor, loss.dtype) != (self._divisor, self._begin.dtype):
             self._begin, self._divisor = torch.ones_like(loss) / divisor, divisor
         loss.backward(self._begin)  # type: ignore[no-untyped-call]

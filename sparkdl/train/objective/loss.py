@@ -174,6 +174,11 @@ class ClassLoss(ModuleLoss):
         return torch.exp(output)
 
     @property
+    def has_weights(self) -> bool:
+        """True if classes weigh differently in the mean."""
+        return self._module.weight is not None and not self.counts_alike
+
+    @property
     def ignore_index(self) -> int:
         """The class number of samples that count for nothing."""
         return int(self._module.ignore_index)

@@ -7,6 +7,8 @@ some want a closure, which computes loss and gradients anew (L-BFGS, SAM).
 from __future__ import annotations
 
 import inspect
+import logging
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -19,10 +21,16 @@ from sparkdl.storage.tensor_tree import pack
 from sparkdl.sync.averaging.averaging import AveragingStrategy
 from sparkdl.sync.gradients.allreduce import AllReduce
 from sparkdl.sync.module_tensors import fingerprint
+from sparkdl.train.objective.manual import SeveralSchedules
 from sparkdl.train.optimizers.nested_states import plain_state
+from sparkdl.train.optimizers.optimizers import Schedule
+
+logger = logging.getLogger(__name__)
 
 _KNOWN = ("torch.", "sparkdl.")
 """Packages whose optimizers do without a closure, or say that they do not."""
+_MOST_STEPS = 50_000
+"""Of a schedule that is tried; longer ones go to their end at once."""
 _MOST_NUMBERS = 1 << 22
 """Parameters of more numbers than this take no part in the trial step, unless all are larger."""
 
@@ -166,6 +174,38 @@ def check_steps(optimizer: torch.optim.Optimizer, scheduler: Any, config: TrainC
         check_closure(config, name)
     _check_kept("optimizer", optimizer)
     _check_kept("scheduler", scheduler)
+
+
+def check_length(schedule: Schedule, num_steps: int, config: TrainConfig) -> None:
+    """Step a schedule as often as the run will, which changes it; long ones only at the end.
+
+    Warns where the run may end earlier.
+
+    Raises:
+        ConfigError: it fails.
+    """
+    scheduler: Any = schedule.scheduler
+    times = 0 if schedule.monitors or isinstance(scheduler, SeveralSchedules) else num_steps
+    times //= schedule.every
+    if times > _MOST_STEPS:
+        scheduler.last_epoch, times = times - 1, 1
+    problem = None
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch wants steps of the optimizer in between
+        try:
+            for _ in range(times):
+                scheduler.step()
+        except Exception as error:  # whatever a schedule of the user's own raises
+            problem = (
+                f"scheduler {type(scheduler).__name__} fails within the {num_steps} steps that "
+                f"this fit takes at least: {type(error).__name__}: {error}; it is stepped after "
+                "each step, not each epoch: give it as many (total_steps), or set maxSteps"
+            )
+    if problem is None:
+        return
+    if config.early_stopping is None and not config.callbacks:
+        raise ConfigError(problem)
+    logger.warning("unless training is stopped before: %s", problem)
 
 
 def _check_kept(what: str, owner: Any) -> None:

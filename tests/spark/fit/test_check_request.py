@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import warnings
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -253,3 +254,40 @@ def test_bits_need_what_belongs_to_shards(changes: dict[str, Any], remedy: str) 
     check_values(request(nn.Linear(4, 3), elasticity="bits"))
     with pytest.raises(ConfigError, match=remedy):
         check_values(request(nn.Linear(4, 3), elasticity="bits", **changes))
+
+
+def scripted_outside_of_files() -> nn.Module:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)
+        return torch.jit.script(nn.Linear(3, 1))
+
+
+class Noisy(nn.Linear):
+    def __init__(self, *sizes: int) -> None:
+        super().__init__(*sizes)
+        self.source = torch.Generator()
+
+
+@pytest.mark.parametrize(
+    ("make", "words"),
+    [
+        (lambda: scripted_outside_of_files(), "it is scripted"),
+        (lambda: nn.Sequential(Noisy(3, 1)), "its attribute 0.source is a torch.Generator"),
+    ],
+)
+def test_a_module_that_save_will_refuse_is_warned_of(
+    make: Any, words: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    check_values(request(make()))
+    check_values(request(make))
+    assert [words in record.message for record in caplog.records] == [True, True]
+    caplog.clear()
+    check_values(request(scripted_outside_of_files))
+    check_values(request(nn.Linear(3, 1)))
+    assert not caplog.records
+
+
+def test_a_schedule_that_is_too_short_for_any_rows_is_refused() -> None:
+    short = partial(torch.optim.lr_scheduler.OneCycleLR, max_lr=0.1, total_steps=3)
+    with pytest.raises(ConfigError, match="OneCycleLR fails within the 4 steps"):
+        check_values(request(nn.Linear(3, 1), epochs=4, scheduler=short))

@@ -178,3 +178,9 @@ def test_which_plans_answer_a_few_rows_at_once(spark: SparkSession, tmp_path: Pa
     assert [is_answered_early(df) for df in narrow] == [True] * len(narrow)
     assert [is_answered_early(df) for df in wide] == [False] * len(wide)
     cached.unpersist()
+
+
+def test_a_schedule_that_ends_before_the_run(counted: Counted) -> None:
+    short = partial(torch.optim.lr_scheduler.OneCycleLR, max_lr=0.1, total_steps=50)
+    with pytest.raises(ConfigError, match="OneCycleLR fails within the 96 steps"):
+        fit(counted.df, nn.Linear(4, 3), maxSteps=-1, batchSize=32, scheduler=short)

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import copy
+import re
+import threading
 import warnings
 from collections.abc import Callable, Iterable, Iterator
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -14,7 +17,9 @@ from torch import nn
 from torch.nn.utils import parametrizations, prune
 
 from sparkdl import TorchRegressor
+from sparkdl.errors import ConfigError, WorkerError
 from sparkdl.sync.averaging.parameter_averaging import ParameterAveraging
+from sparkdl.train.callbacks import Callback, CallbackState
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame, SparkSession
@@ -220,3 +225,243 @@ def test_a_copy_of_a_used_model_predicts(df: DataFrame) -> None:
     expected = [row.prediction for row in model.transform(df).collect()]
     copied = copy.deepcopy(model)
     assert [row.prediction for row in copied.transform(df).collect()] == expected
+
+
+class Stats:
+    """A running statistic of a user's own class."""
+
+    def __init__(self) -> None:
+        self.count, self.total = 0, torch.zeros(4)
+
+    def see(self, x: torch.Tensor) -> None:
+        self.count += len(x)
+        self.total = self.total + x.sum(0)
+
+
+class Remembers(Net):
+    """Keeps what it has seen outside of parameters and buffers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inited, self.steps, self.mean = False, 0, 0.0
+        self.center, self.seen, self.stats = torch.zeros(4), [], Stats()
+        self.layers = [self.first, self.last]
+        self.noise = np.random.default_rng(5)
+        self.once = "once"
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if not self.inited:
+            self.scale, self.inited = 1 / (x.std(0) + 1e-3), True
+            del self.once
+        if self.training:
+            self.steps += 1
+            self.mean = 0.9 * self.mean + 0.1 * x.mean().item()
+            self.center.mul_(0.5).add_(x.mean(0), alpha=0.5)
+            self.seen.append((self.steps, x.shape))
+            self.stats.see(x)
+            self.first.last_input = x
+            self.noise.normal()
+        return super().forward((x - self.center) * self.scale) + self.mean
+
+
+class Counts(Net):
+    """Keeps plain values only, which tasks of rounds hand on."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.steps, self.center, self.seen = 0, torch.zeros(4), [0.0]
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.training:
+            self.steps += 1
+            self.center = 0.5 * self.center + 0.5 * x.mean(0)
+            self.seen.append(x.mean().item())
+        return super().forward(x - self.center) / self.steps
+
+
+class ScriptedCounts(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.steps, self.center = nn.Linear(4, 1), 0, torch.zeros(4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.training:
+            self.steps += 1
+            self.center = 0.5 * self.center + 0.5 * x.mean(0)
+        return self.layer(x - self.center)
+
+
+def scripted_counts() -> nn.Module:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)
+        return torch.jit.script(ScriptedCounts())
+
+
+class Locks(Net):
+    """Makes a lock when it is first needed."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if not hasattr(self, "lock"):
+            self.lock = threading.Lock()
+        self.steps = getattr(self, "steps", 0) + 1
+        with self.lock:
+            return super().forward(x)
+
+
+class Own(Net):
+    """Has its own idea of its state."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lock, self.steps = threading.Lock(), 0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        with self.lock:
+            self.steps += 1
+            return super().forward(x)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**{k: v for k, v in vars(self).items() if k != "lock"}, "saved": True}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        assert state.pop("saved") and "_parameters" in state
+        super().__setstate__(state)
+        self.lock = threading.Lock()
+
+
+class Changes(Callback):
+    """Changes the module at the ends of epochs."""
+
+    def on_epoch_end(self, state: CallbackState, record: Any) -> None:
+        self.change(state.model, state.epoch)
+
+    def change(self, model: Any, epoch: int) -> None:
+        raise NotImplementedError
+
+
+class Prunes(Changes):
+    def change(self, model: Any, epoch: int) -> None:
+        if epoch == 1:
+            prune.l1_unstructured(model.first, "weight", 0.5)
+
+
+class Replaces(Changes):
+    def change(self, model: Any, epoch: int) -> None:
+        if epoch == 2:
+            torch.manual_seed(8)
+            model.last = nn.Sequential(nn.Linear(4, 2), nn.Linear(2, 1))
+
+
+class Sets(Changes):
+    def change(self, model: Any, epoch: int) -> None:
+        model.steps, model.first.note = 10 * epoch, {"epoch": epoch}
+
+
+class Hooks(Changes):
+    def change(self, model: Any, epoch: int) -> None:
+        if epoch == 1:
+            model.first.register_forward_hook(doubled)
+
+
+def doubled(layer: nn.Module, given: Any, output: torch.Tensor) -> torch.Tensor:
+    return output * 2
+
+
+class Thaws(Changes):
+    def change(self, model: Any, epoch: int) -> None:
+        model.first.requires_grad_(epoch == 1)
+
+
+ROUNDS = {"syncStrategy": ParameterAveraging(averaging_period=1), "executionMode": "rounds"}
+KEPT: dict[str, tuple[Callable[[], nn.Module], Changes | None]] = {
+    "in rounds: attributes": (Counts, None),
+    "in rounds: what cannot be sent": (Locks, None),
+    "in rounds: set by a callback": (Net, Sets()),
+    "attributes": (Remembers, None),
+    "what cannot be sent": (Locks, None),
+    "scripted": (scripted_counts, None),
+    "a state of its own": (Own, None),
+    "set by a callback": (Net, Sets()),
+    "pruned by a callback": (Net, Prunes()),
+    "a layer of a callback": (Net, Replaces()),
+    "a hook of a callback": (Net, Hooks()),
+    "frozen by a callback": (Net, Thaws()),
+}
+
+
+def plain(value: Any) -> Any:
+    """An attribute as something that can be compared; Spark gives rows in another order."""
+    if isinstance(value, nn.Module):
+        return repr(value)
+    if isinstance(value, np.random.Generator):
+        return value.normal()
+    if isinstance(value, torch.Tensor):
+        return sorted(round(number, 4) for number in value.flatten().tolist())
+    if isinstance(value, list | tuple):
+        return [plain(one) for one in value]
+    if isinstance(value, Stats):
+        return plain([value.count, value.total])
+    return round(value, 4) if isinstance(value, float) else value
+
+
+@pytest.mark.parametrize("kind", KEPT)
+def test_what_training_leaves_besides_weights_comes_back(
+    df: DataFrame, kind: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    make, callback = KEPT[kind]
+    torch.manual_seed(3)
+    given = make()
+    torch.manual_seed(3)
+    expected = make()
+    optimizer = sgd(expected.parameters())
+    for epoch in range(STEPS):
+        optimizer.zero_grad()
+        F.mse_loss(expected(X).squeeze(1), Y).backward()
+        optimizer.step()
+        if callback is not None:
+            callback.change(expected, epoch + 1)
+    module = TorchRegressor(
+        module=given, optimizer=sgd, epochs=STEPS, batchSize=ROWS, numWorkers=1, loss="mse",
+        verbose=0, maxRestarts=0, device="cpu", callbacks=[callback] if callback else [],
+        **(ROUNDS if "rounds" in kind else {}),
+    ).fit(df).module  # fmt: skip
+    layers, wanted = dict(module.named_modules()), dict(expected.named_modules())
+    assert list(layers) == list(wanted)
+    for name, layer in wanted.items() if kind != "scripted" else ():
+        own = vars(layer).keys() - vars(nn.Module()).keys() - {"lock"}
+        assert vars(layers[name]).keys() - vars(nn.Module()).keys() - {"lock"} == own
+        for key in own:
+            found = vars(layers[name])[key]
+            assert plain(found) == plain(vars(layer)[key]), (name, key)
+    assert {n: p.requires_grad for n, p in module.named_parameters()} == {
+        n: p.requires_grad for n, p in expected.named_parameters()
+    }
+    if kind == "scripted":
+        assert module.steps == STEPS
+        assert torch.allclose(module.center, expected.center)
+    with torch.no_grad():
+        assert torch.allclose(module(X), expected.eval()(X), atol=1e-4)
+    if "in rounds: what" in kind:
+        return  # tasks of rounds make it anew each
+    told = [record.message for record in caplog.records if "cannot be sent back" in record.message]
+    assert len(told) == (kind == "what cannot be sent")
+    if kind == "attributes":
+        assert module.layers[0] is module.first
+
+
+@pytest.mark.parametrize(
+    ("make", "callback", "message"),
+    [
+        (Net, Prunes(), "changed layers of the module (first)"),
+        (Remembers, None, "changed attributes of the module (stats, a Stats, noise, a Generator)"),
+    ],
+)
+def test_rounds_refuse_what_tasks_cannot_hand_on(
+    df: DataFrame, make: Callable[[], nn.Module], callback: Changes | None, message: str
+) -> None:
+    estimator = TorchRegressor(
+        module=make(), optimizer=sgd, epochs=STEPS, batchSize=ROWS, numWorkers=1, loss="mse",
+        verbose=0, maxRestarts=0, device="cpu", callbacks=[callback] if callback else [], **ROUNDS,
+    )  # fmt: skip
+    with pytest.raises((ConfigError, WorkerError), match=re.escape(message)):
+        estimator.fit(df)

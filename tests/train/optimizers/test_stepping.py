@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from torch.optim.lr_scheduler import ExponentialLR, LRScheduler
 
-from sparkdl.config import TrainConfig
+from sparkdl.config import EarlyStopping, TrainConfig
 from sparkdl.data.batches import Batches
 from sparkdl.data.plan import RoundPart
 from sparkdl.data.spool.mapped import MappedRows
@@ -24,7 +24,8 @@ from sparkdl.sync.averaging.parameter_averaging import ParameterAveraging
 from sparkdl.sync.gradients.allreduce import AllReduce
 from sparkdl.train.callbacks import NullObserver
 from sparkdl.train.optimizers.nested_states import give_state, plain_state
-from sparkdl.train.optimizers.stepping import Stepper, check_steps
+from sparkdl.train.optimizers.optimizers import Schedule
+from sparkdl.train.optimizers.stepping import Stepper, check_length, check_steps
 from sparkdl.train.round_replica import RoundReplica
 from tests.gang import Gang
 from tests.sync.apart import assert_equal_bits
@@ -326,3 +327,36 @@ def test_what_cannot_be_is_refused_before_any_job() -> None:
 
     with pytest.raises(ConfigError, match="Failing fails in its first step: KeyError"):
         check(lambda parameters: Failing(parameters, lr=0.1))
+
+
+def one_cycle(total_steps: int, optimizer: torch.optim.Optimizer) -> Any:
+    return torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=0.1, total_steps=total_steps)
+
+
+def nested(total_steps: int, optimizer: torch.optim.Optimizer) -> Any:
+    parts = [torch.optim.lr_scheduler.ConstantLR(optimizer), one_cycle(total_steps - 4, optimizer)]
+    return torch.optim.lr_scheduler.SequentialLR(optimizer, parts, milestones=[4])
+
+
+def table(total_steps: int, optimizer: torch.optim.Optimizer) -> Any:
+    rates = [1.0] * (total_steps + 1)
+    return torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: rates[step])
+
+
+@pytest.mark.parametrize(
+    ("make", "num_steps"), [(one_cycle, 20), (nested, 20), (table, 20), (one_cycle, 60_000)]
+)
+def test_a_schedule_lasts_for_all_steps(
+    make: Any, num_steps: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    config = TrainConfig()
+
+    def check(total_steps: int, config: TrainConfig = config) -> None:
+        optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=0.1)
+        check_length(Schedule(make(total_steps, optimizer)), num_steps, config)
+
+    check(num_steps)
+    with pytest.raises(ConfigError, match=f"within the {num_steps} steps.*total_steps"):
+        check(num_steps - 1)
+    check(num_steps - 1, but(config, early_stopping=EarlyStopping(monitor="loss")))
+    assert "unless training is stopped before" in caplog.text

@@ -1,0 +1,405 @@
+"""What the layers of a module hold besides parameters, buffers and other layers, and its way back.
+
+Forward may count steps or keep a mean in a plain attribute; a callback may set one, or change the
+layers themselves. In a plain loop the module has all of that at the end. `Attributes` notes what
+came, and tells what is another at the end. Values go back to the driver as modules come from it;
+checkpoints, of which nothing is unpickled, have those that are plain.
+"""
+
+from __future__ import annotations
+
+import copyreg
+import functools
+import hashlib
+import io
+import logging
+import pickle
+import types
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from sparkdl.errors import CheckpointError, ConfigError
+from sparkdl.serialization.travel.packed_module import PackedModule, memories, pack
+from sparkdl.serialization.travel.pickling import (
+    HOOKS,
+    TENSOR_HOOKS,
+    ModulePickler,
+    Pickler,
+    StrictUnpickler,
+)
+from sparkdl.storage import tensor_tree
+from sparkdl.storage.checkpoint_format import decode
+from sparkdl.sync.module_tensors import device_of, fingerprint, set_trains, trains
+
+logger = logging.getLogger(__name__)
+
+_TORCHS = {*vars(nn.Module()), "_compiled_call_impl"}
+"""What torch itself keeps in each module: registers, hooks, the mode, a compiled twin."""
+_PLAIN = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.Size)
+_REMEDY = "keep it in a buffer, or in an attribute of numbers, strings, tensors, lists and dicts"
+
+Values = dict[str, dict[str, Any]]
+"""Attributes by the names of their layers, and their own."""
+Removed = dict[str, list[str]]
+"""Names of attributes, likewise."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Changes:
+    """What has become of the attributes. Picklable if the values are."""
+
+    values: Values
+    removed: Removed
+    stay: list[tuple[str, str]]
+    """Names and types of those that cannot be sent."""
+    trains: dict[str, bool]
+
+
+class Attributes:
+    """Knows what a module held when it came, and what is another now."""
+
+    def __init__(
+        self, module: nn.Module, *, resets: bool = False, is_divided: bool = False
+    ) -> None:
+        """Take note of what ``module`` holds.
+
+        Args:
+            module: as it came.
+            resets: whether it shall hold that again later.
+            is_divided: whether layers become others because a mesh divides them.
+        """
+        self._module = module
+        self._is_divided = is_divided
+        self._layers, self._scripts = _layers(module), _scripts(module)
+        self._kept = [value for _, _, value in _values(module)]  # so that no id is used twice
+        self._marks = self._all_marks()
+        self._first: PackedModule | None = None
+        if resets:
+            self._first = self._packed(_all(module), {})
+
+    def changed_layers(self) -> list[str]:
+        """Names of layers that are there no more, are new, or have other parts, classes or hooks.
+
+        Buffers are no matter: forward may make them.
+        """
+        if self._is_divided:
+            return []
+        now = _layers(self._module)
+        names = [*self._layers, *(name for name in now if name not in self._layers)]
+        return [name for name in names if self._layers.get(name) != now.get(name)]
+
+    def has_changed(self) -> bool:
+        """True if an attribute is new, another or gone."""
+        return any(self._changes())
+
+    def packed(self) -> PackedModule:
+        """All that has changed, for `come_back`.
+
+        That is the whole module where layers have, and where it is scripted: nobody can list what
+        scripts hold.
+
+        Raises:
+            ConfigError: the module has to be sent, and cannot be.
+        """
+        if self._scripts or self.changed_layers():
+            return pack(self._module)
+        return self._packed(*self._changes())
+
+    def state_dict(self) -> dict[str, Any]:
+        """What has changed, as far as it is plain, and what it lacks, for a checkpoint.
+
+        New things that no process can send, such as locks, are made anew where they are needed.
+        """
+        values, removed = self._changes()
+        lacks, elsewhere = [], []
+        for layer, own in values.items():
+            for key in list(own):
+                try:
+                    if _devices(own[key]) - {"cpu"}:
+                        elsewhere.append([layer, key])
+                    own[key] = _plain(own[key])
+                except CheckpointError:
+                    value = own.pop(key)
+                    if (layer, key) in self._marks or _can_be_sent(value, _names(self._module)):
+                        lacks.append([_path(layer, key), type(value).__name__])
+        for layer, text in _scripts(self._module).items():
+            if text != self._scripts.get(layer):
+                lacks.append([layer or "self", "ScriptModule"])
+        layers = self.changed_layers()
+        return {
+            "values": values,
+            "elsewhere": elsewhere,
+            "removed": removed,
+            "lacks": lacks,
+            "layers": layers,
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any] | None) -> None:
+        """Hold what `state_dict` gave, or came; with ``resets`` all else becomes what came.
+
+        Raises:
+            ConfigError: layers had changed.
+        """
+        if state is not None and state["layers"]:
+            raise ConfigError(
+                f"a callback has changed layers of the module ({', '.join(state['layers'][:5])}), "
+                "and training cannot go on from its checkpoint, which has their numbers only; "
+                "change layers before fit, and begin another fit where they shall change"
+            )
+        if self._first is not None:
+            values, removed = self._changes()
+            if values or removed:
+                lost = {layer: list(own) for layer, own in values.items()}
+                first = _read(self._module, self._first)
+                _give(self._module, first.values, lost)
+        if state is None:
+            return
+        for path, kind in state["lacks"]:
+            logger.warning(
+                "the checkpoint lacks the attribute %s, a %s, which training has changed: it is "
+                "again what it was at first; keep it in a buffer, or in an attribute of numbers, "
+                "strings, tensors, lists and dicts",
+                *(path, kind),
+            )
+        values = {layer: dict(own) for layer, own in state["values"].items()}
+        for layer, key in state["elsewhere"]:
+            values[layer][key] = _plain(values[layer][key], device_of(self._module))
+        _give(self._module, values, state["removed"])
+
+    def _changes(self) -> tuple[Values, Removed]:
+        """The attributes that are new or another, and the names of those that are gone."""
+        now = self._all_marks()
+        values: Values = {}
+        for layer, key, value in _values(self._module):
+            if now[layer, key] is not None and self._marks.get((layer, key)) != now[layer, key]:
+                values.setdefault(layer, {})[key] = value
+        removed: Removed = {}
+        for layer, key in sorted(self._marks.keys() - now.keys()):
+            removed.setdefault(layer, []).append(key)
+        return values, removed
+
+    def _packed(self, values: Values, removed: Removed) -> PackedModule:
+        names = _names(self._module)
+        stay = []
+        for layer, own in values.items():
+            for key in list(own):
+                if not _can_be_sent(own[key], names):
+                    stay.append((_path(layer, key), type(own.pop(key)).__name__))
+        flags = trains(self._module)
+        file = io.BytesIO()
+        pickler = _Referring(file, names)
+        pickler.dump(_Changes(values=values, removed=removed, stay=stay, trains=flags))
+        skeleton = pickle.dumps(pickler.head()) + file.getvalue()
+        return PackedModule(digest="", skeleton=skeleton, tensors=b"".join(memories(pickler)))
+
+    def _all_marks(self) -> dict[tuple[str, str], Any]:
+        names = _names(self._module)
+        return {(layer, key): _mark(value, names) for layer, key, value in _values(self._module)}
+
+
+def come_back(module: nn.Module, packed: PackedModule) -> nn.Module:
+    """Give a module what `Attributes.packed` gave of the one that was trained.
+
+    Returns:
+        The module, or another one, where layers have changed.
+    """
+    found = _read(module, packed)
+    if isinstance(found, nn.Module):
+        return found
+    for path, kind in found.stay:
+        logger.warning(
+            "the attribute %s, a %s that training has made or changed, cannot be sent back: the "
+            "fitted module is without it, or has what it was before; leave it out in a "
+            "__getstate__ of the class if forward makes it anew",
+            *(path, kind),
+        )
+    _give(module, found.values, found.removed)
+    set_trains(module, found.trains)
+    return module
+
+
+def _read(module: nn.Module, packed: PackedModule) -> Any:
+    """What `Attributes` has packed, which may refer to what is registered in ``module``."""
+    registered = dict(_registered(module))
+    found = decode(packed.tensors, "attributes of the module")
+    unpickler = StrictUnpickler(
+        io.BytesIO(packed.skeleton),
+        lambda number: found[number].untyped_storage(),
+        lambda name: registered[name],
+    )
+    return unpickler.load()
+
+
+def _give(module: nn.Module, values: Mapping[str, Any], removed: Mapping[str, Any]) -> None:
+    """Set attributes, after others were removed."""
+    for name in values.keys() | removed.keys():
+        layer, given = module.get_submodule(name), values.get(name, {})
+        kind: Any = type(layer)
+        if kind.__setstate__ is not nn.Module.__setstate__ and not _is_parametrized(kind):
+            state = layer.__getstate__()  # type: ignore[no-untyped-call]
+            layer.__setstate__({**state, **given} if isinstance(state, dict) else given[""])  # type: ignore[no-untyped-call]
+            continue
+        slots = {key: given[key] for key in _slots(layer) & given.keys()}
+        vars(layer).update({key: value for key, value in given.items() if key not in slots})
+        for key, value in slots.items():
+            object.__setattr__(layer, key, value)
+        for key in removed.get(name, ()):
+            vars(layer).pop(key, None)
+
+
+def _all(module: nn.Module) -> Values:
+    found: Values = {}
+    for layer, key, value in _values(module):
+        found.setdefault(layer, {})[key] = value
+    return found
+
+
+def _values(module: nn.Module) -> Iterator[tuple[str, str, Any]]:
+    """The attributes of all layers: the layer's name, their own, and what they hold."""
+    for name, layer in module.named_modules():
+        kind: Any = type(layer)
+        if isinstance(layer, torch.jit.ScriptModule):
+            continue
+        state: Any = vars(layer)
+        if kind.__getstate__ is not nn.Module.__getstate__ and not _is_parametrized(kind):
+            state = layer.__getstate__()
+        if not isinstance(state, dict):
+            yield name, "", state
+            continue
+        slots = {slot: getattr(layer, slot) for slot in _slots(layer) if hasattr(layer, slot)}
+        for key, value in {**state, **slots}.items():
+            if key not in _TORCHS:
+                yield name, key, value
+
+
+def _slots(layer: nn.Module) -> set[str]:
+    return set(copyreg._slotnames(type(layer)))  # type: ignore[attr-defined]
+
+
+def _is_parametrized(kind: Any) -> bool:
+    """True for a class that torch has made for a module with parametrizations."""
+    return "__getstate__" in vars(kind) and kind.__name__.startswith("Parametrized")
+
+
+def _registered(module: nn.Module) -> Iterator[tuple[str, Any]]:
+    """What both modules have, under names for pickles."""
+    for name, layer in module.named_modules(remove_duplicate=False):
+        yield f"layer {name}", layer
+        for key, value in (*layer._buffers.items(), *layer._parameters.items()):
+            if value is not None:
+                yield f"tensor {_path(name, key)}", value
+
+
+def _names(module: nn.Module) -> dict[int, str]:
+    return {id(value): name for name, value in reversed(list(_registered(module)))}
+
+
+def _layers(module: nn.Module) -> dict[str, Any]:
+    """What makes each layer what it is, for this process."""
+
+    def hooks(owner: Any, registers: Any) -> list[list[int]]:
+        found = (getattr(owner, register, None) or {} for register in registers)
+        return [[id(hook) for hook in one.values() if not _is_of_training(hook)] for one in found]
+
+    return {
+        name: (
+            type(layer),
+            [key for key, _ in layer._modules.items()],
+            [(key, p is None or hooks(p, TENSOR_HOOKS)) for key, p in layer._parameters.items()],
+            hooks(layer, sorted(HOOKS)),
+        )
+        for name, layer in module.named_modules(remove_duplicate=False)
+    }
+
+
+def _devices(value: Any) -> set[str]:
+    """Kinds of devices on which the tensors of a value lie; raises CheckpointError."""
+    return {tensor.device.type for tensor in tensor_tree.pack(value)[1].values()}
+
+
+def _plain(value: Any, device: torch.device | None = None) -> Any:
+    """A value with tensors of no graph, on ``device`` if there is one; raises CheckpointError."""
+    tree, tensors = tensor_tree.pack(value)
+    found = {name: t if device is None else t.to(device) for name, t in tensors.items()}
+    return tensor_tree.unpack(tree, found)
+
+
+def _scripts(module: nn.Module) -> dict[str, str]:
+    """What scripted layers say of their attributes, without tensors."""
+    return {
+        name: layer._c.dump_to_str(False, True, False)
+        for name, layer in module.named_modules()
+        if isinstance(layer, torch.jit.ScriptModule)
+    }
+
+
+def _is_of_training(value: Any) -> bool:
+    """True for what training itself keeps in a module while it lasts."""
+    value = value.func if isinstance(value, functools.partial) else value
+    owner = getattr(value, "__module__", None) or ""
+    return str(owner).startswith(("sparkdl.", "torch.distributed."))
+
+
+def _path(layer: str, key: str) -> str:
+    return ".".join(filter(None, (layer, key)))
+
+
+class _Referring(ModulePickler):
+    """Names what is registered in the module, which the driver has."""
+
+    def __init__(self, file: io.BytesIO, names: Mapping[int, str]) -> None:
+        super().__init__(file)
+        self._names = names
+
+    def persistent_id(self, value: Any) -> Any:
+        return self._names.get(id(value)) or super().persistent_id(value)
+
+
+def _can_be_sent(value: Any, names: Mapping[int, str]) -> bool:
+    try:
+        _Referring(io.BytesIO(), names).dump(value)
+    except Exception:  # whatever the value's class raises
+        return False
+    return True
+
+
+class _Marking(Pickler):
+    """Writes what tells one value from another in this process."""
+
+    def __init__(self, file: io.BytesIO, names: Mapping[int, str]) -> None:
+        super().__init__(file)
+        self._names = names
+
+    def persistent_id(self, value: Any) -> Any:
+        """A name, or what tells a tensor from others; code is what it is."""
+        if id(value) in self._names:
+            return self._names[id(value)]
+        if isinstance(value, type | types.FunctionType):
+            return "code", id(value)
+        if not isinstance(value, torch.Tensor):
+            return None
+        if type(value) not in (torch.Tensor, nn.Parameter) or value.is_meta or value.is_quantized:
+            return "tensor", id(value), value._version
+        if value.layout is not torch.strided:
+            parts = tensor_tree.pack(value.detach())[1].values()
+            return "tensor", str(value.layout), *map(fingerprint, parts)
+        numbers = fingerprint(value.detach().resolve_conj().resolve_neg())
+        return "tensor", str(value.dtype), tuple(value.shape), value.requires_grad, numbers
+
+
+def _mark(value: Any, names: Mapping[int, str]) -> Any:
+    """What tells one value from another in this process; None: it is no matter."""
+    if _is_of_training(value):
+        return None
+    if type(value) in _PLAIN:
+        return type(value), repr(value)
+    file = io.BytesIO()
+    try:
+        _Marking(file, names).dump(value)
+    except Exception:  # whatever the value's class raises
+        return type(value), id(value)
+    return type(value), hashlib.sha256(file.getbuffer()).digest()
