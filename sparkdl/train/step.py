@@ -413,10 +413,12 @@ class TrainStep:
         if self._replica.device.type == "cpu":  # numbers take a tenth of the time of small tensors
             numbers = [v.item() if isinstance(v, torch.Tensor) else v for v in values]
             return torch.tensor(numbers, dtype=torch.float64)
-        sums = torch.zeros(len(values), dtype=torch.float64, device=self._replica.device)
-        for place, value in enumerate(values):
-            sums[place] += value.detach() if isinstance(value, torch.Tensor) else value
-        return sums
+        device = self._replica.device
+        there = [v.detach() for v in values if isinstance(v, torch.Tensor)]
+        there = [v.to(device, torch.float64).reshape(()) for v in there]
+        if not isinstance(weight_sum, torch.Tensor):
+            there.insert(1, torch.full_like(there[0], weight_sum))
+        return torch.stack(there)  # few calls: each costs the host some microseconds
 
     def _update(
         self,
@@ -468,6 +470,8 @@ class TrainStep:
 
     def _divide_by_weights(self, shared: torch.Tensor, divisor: float | torch.Tensor) -> None:
         """Turn the sum of losses by ``divisor`` into the mean that the weights ask for."""
+        if isinstance(divisor, torch.Tensor):  # their sum, by which the losses were divided
+            return
         factor: torch.Tensor | float
         if self._replica.device.type == "cpu":
             weight_sum = shared[1].item()
