@@ -259,7 +259,7 @@ def copied_ahead(
 
     Sparse tensors stay where they are. Closes ``batches`` at the end.
     """
-    stream = torch.cuda.Stream(device)
+    stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
     def copied(value: torch.Tensor) -> torch.Tensor:
         return value.to(device, non_blocking=True) if value.layout == torch.strided else value
