@@ -24,6 +24,7 @@ from sparkdl.cli.job_files.job_file import (
     DataSection,
     EvaluateJob,
     PredictJob,
+    SparkSection,
     TrainJob,
     brings_modules,
     load_job,
@@ -350,8 +351,19 @@ def _show_training(job: TrainJob, report: TrainReport, form: Form) -> None:
     print(f"\nmodel: {report.path}")
     if summary.report_path is not None:
         print(f"report: {summary.report_path}")
-    print("next:")
-    print("\n".join(f"  {command}" for command in next_commands(report.path, form, job.data)))
+    print(f"next{options_to_repeat(form)}:")
+    commands = next_commands(report.path, form, job.data, job.spark)
+    print("\n".join(f"  {command}" for command in commands))
+
+
+def options_to_repeat(form: Form) -> str:
+    """What to add to the commands that are printed, where spark-submit was given a cluster."""
+    from pyspark import SparkConf
+
+    is_submitted = form is Form.SCRIPT and "PYSPARK_GATEWAY_PORT" in os.environ
+    if not is_submitted or SparkConf().get("spark.master", "local").startswith("local"):
+        return ""
+    return ", with the --master, --properties-file and other options of this spark-submit"
 
 
 def rows_settings(data: DataSection) -> list[str]:
@@ -367,9 +379,13 @@ def rows_settings(data: DataSection) -> list[str]:
     return [f"--set {shlex.quote(setting)}" for setting in settings]
 
 
-def next_commands(path: str, form: Form, data: DataSection) -> list[str]:
+def next_commands(
+    path: str, form: Form, data: DataSection, spark: SparkSection | None = None
+) -> list[str]:
     """What a user would run now, from the shell that ran this job."""
     model, rows = f"--set model.path={shlex.quote(path)}", rows_settings(data)
+    if spark is not None and spark.master is not None:
+        rows.append(f"--set {shlex.quote(f'spark.master={spark.master}')}")
     if form is Form.COMMAND:
         given = " ".join([model, "--set data.path=ROWS", *rows])
         return [

@@ -246,7 +246,8 @@ class Recorder(View):
                 self._folder.finish(record, page(record))
             except Exception as failure:
                 self._give_up(failure)
-        self.doing("waiting for listeners", "")
+        if self.listeners:
+            self.doing("waiting for listeners", "")
         self.listeners.end(record, self._module)
 
     @property

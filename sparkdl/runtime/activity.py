@@ -14,6 +14,8 @@ Show = Callable[[str, str | None], None]
 
 STOPPING = "stopping"
 """What is done while work is ended before its end, which views show also in training."""
+FOR_SLOTS = "for slots"
+"""In what is done, or its detail, where nothing goes on until slots are free."""
 
 _show: ContextVar[Show | None] = ContextVar("sparkdl_activity", default=None)
 

@@ -13,8 +13,20 @@ from typing import Any
 import pytest
 
 from sparkdl.cli.images.ledger import Report
-from sparkdl.cli.job_commands import TRAIN, Form, next_commands, prepared_lines
-from sparkdl.cli.job_files.job_file import DataSection, EvaluateJob, PredictJob, load_job
+from sparkdl.cli.job_commands import (
+    TRAIN,
+    Form,
+    next_commands,
+    options_to_repeat,
+    prepared_lines,
+)
+from sparkdl.cli.job_files.job_file import (
+    DataSection,
+    EvaluateJob,
+    PredictJob,
+    SparkSection,
+    load_job,
+)
 from sparkdl.cli.jobs import TrainReport
 from sparkdl.report.summary import TrainingSummary, WeightsOf
 
@@ -31,7 +43,7 @@ def test_training_says_which_weights_the_model_has(capsys: pytest.CaptureFixture
         stopped_early=True,
     )
     summary = TrainingSummary(history=[{"epoch": 7}], weights_of=weights)
-    job: Any = SimpleNamespace(data=PLAIN)
+    job: Any = SimpleNamespace(data=PLAIN, spark=SparkSection())
     TRAIN.show(job, TrainReport(path="m", summary=summary, scores=None), Form.COMMAND)
     assert (
         "weights of epoch 7 (best val_loss 0.123), of 40 epochs; stopped early after epoch 10\n"
@@ -86,6 +98,20 @@ def test_they_read_rows_as_training_did() -> None:
         assert job.model.path == "my models/m"
     in_catalog = DataSection(format="table", table="db.t")
     assert "table" not in next_commands("m", Form.COMMAND, in_catalog)[0]
+
+
+def test_they_run_where_training_ran(monkeypatch: pytest.MonkeyPatch) -> None:
+    section = SparkSection(master="local[3]")
+    evaluate, *_ = next_commands("m", Form.COMMAND, PLAIN, section)
+    words = shlex.split(evaluate)[3::2]
+    assert load_job(EvaluateJob, None, words).spark == section
+    conf = {"spark.master": "spark://h:7077"}
+    monkeypatch.setattr("pyspark.SparkConf", lambda: conf)
+    monkeypatch.setenv("PYSPARK_GATEWAY_PORT", "1")
+    assert "--properties-file" in options_to_repeat(Form.SCRIPT)
+    assert options_to_repeat(Form.COMMAND) == ""
+    conf["spark.master"] = "local[2]"
+    assert options_to_repeat(Form.SCRIPT) == ""
 
 
 def report(num_bad: int = 7) -> Report:

@@ -24,7 +24,7 @@ from sparkdl.runtime.activity import doing
 from sparkdl.runtime.versions import installed, versions
 from sparkdl.spark.cluster import cluster_info
 from sparkdl.spark.cluster.cluster_info import ClusterInfo
-from sparkdl.spark.cluster.probe import PYTHON_REMEDY
+from sparkdl.spark.cluster.probe import python_remedy
 from sparkdl.spark.cluster.slots import Slots, await_executors
 from sparkdl.spark.session.compat import conf
 from sparkdl.spark.session.failures import is_spark_error, spark_message
@@ -294,4 +294,4 @@ def _in_session(error: Exception) -> str:
         said = spark_message(error)
     except Exception as another:  # the JVM that is asked may be gone
         said = f"{type(error).__name__}, then {type(another).__name__}"
-    return f"Spark has failed ({said}); {PYTHON_REMEDY}"
+    return f"Spark has failed ({said}); {python_remedy(error)}"

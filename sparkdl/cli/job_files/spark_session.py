@@ -8,6 +8,7 @@ import sys
 from collections.abc import Mapping, MutableMapping
 from pathlib import Path
 
+from pyspark import SparkConf
 from pyspark.errors import PySparkRuntimeError
 from pyspark.sql import SparkSession
 
@@ -66,10 +67,20 @@ def make_session(section: SparkSection, app_name: str) -> SparkSession:
         ) from error
     except Py4JJavaError as error:
         said = spark_message(error).partition(" | ")[0]
+        given = section.master or SparkConf().get("spark.master")
         raise ClusterError(
-            f"Spark does not start on {section.master or 'the default master'}: {said}; "
-            "'sparkdl doctor' looks for the cause, such as a master that does not answer"
+            f"Spark does not start on {given or 'the default master'}: {said}; {_remedy(error)}"
         ) from error
+
+
+def _remedy(error: Exception) -> str:
+    """What to do about a session that does not start."""
+    if "EventLog" in str(error):  # in the stack of the JVM
+        return (
+            "it cannot write its event log: make the folder that spark.eventLog.dir names, or set "
+            "spark.eventLog.enabled=false"
+        )
+    return "'sparkdl doctor' looks for the cause, such as a master that does not answer"
 
 
 def _is_submitted(environ: Mapping[str, str]) -> bool:

@@ -219,6 +219,9 @@ class Listeners:
     def __init__(self) -> None:
         self._entries: list[_Entry] = []
 
+    def __bool__(self) -> bool:
+        return bool(self._entries)
+
     def start(self, start: RunStart, listeners: Sequence[Listener]) -> None:
         """Start them; what one raises is raised, and those before it are told of the end."""
         for listener in listeners:

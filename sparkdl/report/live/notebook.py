@@ -145,7 +145,8 @@ class NotebookView(RunView):
     def close(self) -> None:
         if not self.has_ended:
             self.has_ended = True
-            self.state = f"ended in {self.state}" if self.epochs else "ended"
+            state = self.stopped_in or self.state
+            self.state = f"ended in {state}" if self.epochs else "ended"
         self._board.changed("progress", "curves", at_once=True)
 
     def text(self) -> str:

@@ -21,7 +21,7 @@ from tqdm import tqdm
 
 from sparkdl.data.plan import TrainPlan
 from sparkdl.report.record.run_record import curve_names, thin
-from sparkdl.runtime.activity import STOPPING
+from sparkdl.runtime.activity import FOR_SLOTS, STOPPING
 
 logger = logging.getLogger(__name__)
 
@@ -29,6 +29,8 @@ _USUAL_COLUMNS = 80
 """Of a terminal that does not say how many it has."""
 _SHORT_SECONDS = 1.0
 """A phase that takes less has no line without a terminal, and no time with one."""
+_AGAIN_SECONDS = 60.0
+"""A phase that takes longer has another line without a terminal, and one after each such time."""
 _LEAST_SECONDS = 2.0
 _LEAST_REPORTS = 3
 """Of steps, after the first one, before anything is said."""
@@ -184,6 +186,8 @@ class RunView(View):
         self._least_level = logging.NOTSET if shows_logs else logging.WARNING
         self.epochs = self.total_steps = 0
         self.state = "starting"
+        self.stopped_in = ""
+        """The state in which the run was when it was stopped; empty: it was not."""
         self.has_ended = self.is_training = self.is_stopping = False
         self.step = 0
         self._loss = ""
@@ -200,6 +204,8 @@ class RunView(View):
     def phase(self, what: str, detail: str) -> bool:
         """Take note of what the driver does; False if training goes on, which says more."""
         self.is_stopping = what == STOPPING
+        if self.is_stopping and not self.stopped_in:
+            self.stopped_in = self.state
         self.is_training = self.is_training and not self.is_stopping
         if self.is_training:
             return False
@@ -300,7 +306,8 @@ def has_stderr() -> bool:
 def say(line: str) -> None:
     """Print a line on stderr, where there is one."""
     if has_stderr():
-        print(line, file=sys.stderr, flush=True)
+        sys.stderr.write(f"{line}\n")  # at once: others may write, too
+        sys.stderr.flush()
 
 
 def _columns(output: int) -> int | None:
@@ -327,8 +334,10 @@ class ConsoleView(RunView):
         self._bar: Any = None
         """The line in place; it has no bar before the steps are known."""
         self._drawn = "", ""
-        self._said = ""
-        """The newest phase that has a line."""
+        self._said: tuple[str, int] | None = None
+        """What the newest line of a phase was for: the phase, and which minute of it."""
+        self._has_said_wait = False
+        """Whether a line of this phase has said that it waits for slots."""
         if name:
             self._open.add(self)
             if len(self._open) > 1:
@@ -404,10 +413,18 @@ class ConsoleView(RunView):
         if self._bar is not None:
             self._redraw()
             return
-        is_new = self._phase != self._said and not self._has_bar and not self.is_training
-        if is_new and self.seconds_in_phase() >= _SHORT_SECONDS:
-            self._said = self._phase
-            self._write(self.phase_text)
+        if self._has_bar or self.is_training or not self._phase:
+            return
+        seconds = self.seconds_in_phase()
+        times = int(seconds // _AGAIN_SECONDS)
+        saying, waits = (self._phase, times), FOR_SLOTS in self.phase_text
+        if self._said is None or self._said[0] != self._phase:
+            self._has_said_wait = False
+        is_new = saying != self._said or (waits and not self._has_said_wait)
+        if is_new and seconds >= _SHORT_SECONDS:
+            self._said, self._has_said_wait = saying, self._has_said_wait or waits
+            so_far = f", for {tqdm.format_interval(seconds)} so far" if times else ""
+            self._write(self.phase_text + so_far)
 
     def _end_line(self) -> None:
         if self._bar is not None:

@@ -6,6 +6,7 @@ import contextlib
 import functools
 import importlib
 import json
+import re
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -29,13 +30,20 @@ from sparkdl.storage.storage import Storage, open_storage, without_password
 if TYPE_CHECKING:
     from pyspark.resource import ResourceProfile
 
-PYTHON_REMEDY = (
+_PYTHON_REMEDY = (
     "executors need the Python that PYSPARK_PYTHON or spark.pyspark.python names, at that path: "
     "install it there, or ship one with --archives env.tar.gz#env and "
     "PYSPARK_PYTHON=./env/bin/python; where they were lost, their logs say why"
 )
 """What to do about executors that cannot start a Python worker."""
+_DAEMON_REMEDY = (
+    "spark.python.daemon.module=sparkdl.spark.daemon has executors import sparkdl before files of "
+    "--py-files are there: send it with --archives packages.tar.gz#packages and "
+    "spark.executorEnv.PYTHONPATH=packages, install it there, or leave that entry out"
+)
+"""What to do about executors on which the daemon of our own cannot be imported."""
 _SCHEMA = pa.schema([("answer", pa.string())])
+_NO_DAEMON = re.compile(r"No module named '?sparkdl\b|sparkdl\.spark\.daemon")
 _CONNECT_SECONDS = 5.0
 """Longest wait for one answer of the driver's channel, and for all where it is not needed."""
 _OUTAGE_SECONDS = 30.0
@@ -204,8 +212,9 @@ def probe(
             ) from error
         except Exception as error:
             raise_unless_loss(error)
+            said = spark_message(error)
             raise ClusterError(
-                f"no task could run on the executors ({spark_message(error)}); {PYTHON_REMEDY}"
+                f"no task could run on the executors ({said}); {python_remedy(error)}"
             ) from error
     answers = [json.loads(row["answer"]) for row in rows]
     for answer in answers:
@@ -215,6 +224,11 @@ def probe(
         reaches_driver=all(answer["reaches_driver"] for answer in answers),
         storage_failure=failures[0] if failures else None,
     )
+
+
+def python_remedy(error: Exception) -> str:
+    """What to do about executors that cannot start a Python worker, by Spark's error."""
+    return _DAEMON_REMEDY if _NO_DAEMON.search(str(error)) else _PYTHON_REMEDY
 
 
 def _check(answer: Mapping[str, object], storage_url: str | None) -> None:

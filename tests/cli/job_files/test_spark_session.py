@@ -73,6 +73,25 @@ def test_a_master_that_does_not_answer_is_told_in_one_line(
         make_session(SparkSection(master="spark://h:7"), "test")
 
 
+def test_an_event_log_that_cannot_be_written_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    class NoFolder(Py4JJavaError):
+        def __init__(self) -> None:
+            Exception.__init__(self)
+
+        def __str__(self) -> str:
+            return (
+                "java.io.IOException: Incomplete HDFS URI, no host: hdfs:///spark-events\n"
+                "\tat org.apache.spark.deploy.history.EventLogFileWriter.<init>(E.scala:60)"
+            )
+
+    def fail(builder: object) -> None:
+        raise NoFolder
+
+    monkeypatch.setattr(type(SparkSession.builder), "getOrCreate", fail)
+    with pytest.raises(ClusterError, match=r"no host: hdfs:///spark-events; .*eventLog\.enabled=f"):
+        make_session(SparkSection(), "test")
+
+
 def test_a_jvm_that_ends_is_an_error_of_the_cluster(monkeypatch: pytest.MonkeyPatch) -> None:
     failing(monkeypatch, "JAVA_GATEWAY_EXITED")
     with pytest.raises(ClusterError, match="'sparkdl doctor' looks for the cause"):

@@ -15,6 +15,7 @@ from sparkdl.errors import SparkDLError
 from sparkdl.report.live import notebook, progress
 from sparkdl.report.live.notebook import Board, Bundle, NotebookLine, NotebookView, in_notebook
 from sparkdl.report.live.progress import Progress, View
+from sparkdl.runtime.activity import STOPPING
 from tests.report.live.test_progress import PLAN, Clock, at
 
 RECORD = {"epoch": 1, "steps": 10, "seconds": 3.0, "learning_rate": 0.1, "loss": 0.5}
@@ -130,6 +131,16 @@ def test_the_end_shows_what_was_put_off(board: Board, cell: FakeCell) -> None:
     view.progress(0, at(1, 10))
     view.close()
     assert "image/png" in cell.outputs["curves"]
+    assert cell.text("progress").startswith("fit 1: ended in epoch 1 of 2 · 1 of 20 steps")
+
+
+def test_a_fit_that_was_stopped_says_in_what(board: Board, cell: FakeCell) -> None:
+    view = view_of(board)
+    view.attempt(0, 0)
+    view.progress(0, at(1, 10))
+    for what in (STOPPING, "cleaning up", "waiting for listeners"):
+        view.activity(what, "")
+    view.close()
     assert cell.text("progress").startswith("fit 1: ended in epoch 1 of 2 · 1 of 20 steps")
 
 

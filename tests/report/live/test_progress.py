@@ -388,6 +388,41 @@ def test_in_a_file_each_phase_that_takes_long_has_one_line(console: Console, clo
     assert console.lines() == ["waiting for slots (0 of 2 are there)", "writing the rows"]
 
 
+def test_in_a_file_a_wait_for_slots_is_said_and_each_minute_of_a_phase(
+    console: Console, clock: Clock
+) -> None:
+    view = ConsoleView(has_bar=False, shows_logs=False)
+    for second in range(130):
+        detail = "waiting for slots" if 5 <= second < 20 or second > 30 else "0 of 2 tasks done"
+        view.activity("checking the executors", detail)
+        view.tick()
+        clock.now += 1
+    view.close()
+    assert console.lines() == [
+        "checking the executors (0 of 2 tasks done)",
+        "checking the executors (waiting for slots)",
+        "checking the executors (waiting for slots), for 01:00 so far",
+        "checking the executors (waiting for slots), for 02:00 so far",
+    ]
+
+
+def test_lines_of_several_threads_do_not_run_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    written: list[str] = []
+
+    class Stderr:
+        closed = False
+
+        def write(self, text: str) -> None:
+            written.append(text)
+
+        def flush(self) -> None:
+            pass
+
+    monkeypatch.setattr(progress.sys, "stderr", Stderr())
+    progress.say("a line")
+    assert written == ["a line\n"]
+
+
 @pytest.mark.parametrize("has_bar", [True, False])
 def test_lines_say_whose_they_are_once_there_are_several(console: Console, has_bar: bool) -> None:
     first = console_view(has_bar=has_bar, shows_logs=False, name="deep")

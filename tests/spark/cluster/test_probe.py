@@ -94,6 +94,19 @@ def test_an_executor_that_does_not_answer(monkeypatch: pytest.MonkeyPatch) -> No
     spark.sparkContext.cancelJobsWithTag.assert_called_with("sparkdl-r-probe")
 
 
+@pytest.mark.parametrize(
+    ("said", "remedy"),
+    [
+        ("python: Error while finding module specification for 'sparkdl.spark.daemon' "
+         "(ModuleNotFoundError: No module named 'sparkdl')", "daemon.module=sparkdl.spark.daemon"),
+        ("python3.11: No module named sparkdl", "--archives packages"),
+        ('Cannot run program "python9": error=2, No such file', "PYSPARK_PYTHON=./env/bin/python"),
+    ],
+)  # fmt: skip
+def test_the_remedy_fits_what_kept_python_from_starting(said: str, remedy: str) -> None:
+    assert remedy in module.python_remedy(RuntimeError(f"Error from python worker:\n  {said}"))
+
+
 @pytest.mark.spark
 def test_a_task_that_executors_cannot_import(
     spark: SparkSession, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
