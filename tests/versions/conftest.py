@@ -9,7 +9,6 @@ import json
 import os
 import platform
 import shutil
-import subprocess
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -25,6 +24,7 @@ from tests.test_install import load
 FOLDER = ROOT / "build" / "versions"
 RESOLUTIONS = {"oldest": "lowest-direct", "newest": "highest"}
 INSTALL_SECONDS = 600
+UV = str(Path(sys.executable).with_name("uv"))
 PROGRAM = Path(__file__).with_name("program.py")
 
 
@@ -45,8 +45,8 @@ class Environment:
 
     def versions(self) -> dict[str, str]:
         """The versions of its Python and of its packages."""
-        uv = [str(Path(sys.executable).with_name("uv")), "pip", "list", "--format", "json"]
-        listed = run([*uv, "--python", str(self.folder / "bin" / "python")]).stdout
+        python = str(self.folder / "bin" / "python")
+        listed = run([UV, "pip", "list", "--format", "json", "--python", python]).stdout
         found = {entry["name"]: entry["version"] for entry in json.loads(listed)}
         return {**found, "python": platform.python_version()}
 
@@ -58,30 +58,34 @@ def environments() -> Callable[[str], Environment]:
     @cache
     def made(name: str) -> Environment:
         environment = Environment(FOLDER / name)
-        shutil.rmtree(environment.folder, ignore_errors=True)
-        make = [sys.executable, "-m", "venv", "--without-pip", str(environment.folder)]
-        run(make, seconds=INSTALL_SECONDS)
-        python = environment.folder / "bin" / "python"
-        install(python, RESOLUTIONS[name])
+        words = ["--resolution", RESOLUTIONS[name], "--editable", ".[spark,torch]"]
+        install(make_environment(environment.folder), *words)
         environment.run("python", str(PROGRAM), "train", str(environment.models))
         return environment
 
     return made
 
 
-def install(python: Path, resolution: str) -> None:
-    """Install sparkdl, as a link to this tree, with uv from where pip takes its files.
+def install(python: Path, *words: str, folder: Path = ROOT) -> None:
+    """Run ``pip install WORDS`` in a folder for another Python, with uv from where pip takes files.
 
     Other versions of torch may exist here as builds for CUDA only, which are gigabytes large. So
     it is the torch that ``make tools`` has installed, unless ``CUDA=1`` asks for all of its range.
     """
     ours = load("install")
-    pip = [sys.executable, "-m", "pip", "config", "list"]
-    listed = subprocess.run(pip, check=True, capture_output=True, text=True).stdout
+    listed = run([sys.executable, "-m", "pip", "config", "list"]).stdout
     held = FOLDER / "held.txt"
+    FOLDER.mkdir(parents=True, exist_ok=True)
     is_held = not os.environ.get("CUDA")
     held.write_text(f"torch=={metadata.version('torch')}\n" * is_held, encoding="utf-8")
-    uv = [str(Path(sys.executable).with_name("uv")), "pip", "install", "--quiet"]
     options = [*ours.uv_options(ours.settings_of(listed)), *ours.NOT_COMPRESSED]
-    options += ["--python", str(python), "--resolution", resolution, "--constraints", str(held)]
-    run([*uv, *options, "--editable", f"{ROOT}[spark,torch]"], seconds=INSTALL_SECONDS)
+    options += ["--quiet", "--python", str(python), "--constraints", str(held)]
+    run([UV, "pip", "install", *options, *words], folder=folder, seconds=INSTALL_SECONDS)
+
+
+def make_environment(folder: Path) -> Path:
+    """Make an environment without packages anew; its Python."""
+    shutil.rmtree(folder, ignore_errors=True)
+    make = [sys.executable, "-m", "venv", "--without-pip", str(folder)]
+    run(make, seconds=INSTALL_SECONDS)
+    return folder / "bin" / "python"

@@ -3,15 +3,27 @@
 from __future__ import annotations
 
 import json
+import shlex
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
 from sparkdl.runtime.versions import TESTED, numbers
+from tests.docs.commands import pip_lines
+from tests.packaging.archives import copy_sources, run
 from tests.versions import program
-from tests.versions.conftest import PROGRAM, RESOLUTIONS, Environment
+from tests.versions.conftest import (
+    FOLDER,
+    PROGRAM,
+    RESOLUTIONS,
+    UV,
+    Environment,
+    install,
+    make_environment,
+)
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
 
@@ -76,6 +88,19 @@ def test_the_package_knows_what_was_tested(environments: Environments) -> None:
         assert found == known, (
             f"write {found} into TESTED[{package!r}], sparkdl/runtime/versions.py"
         )
+
+
+@pytest.fixture(scope="module")
+def clone(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return copy_sources(tmp_path_factory.mktemp("clone"))
+
+
+@pytest.mark.parametrize("line", pip_lines())
+def test_what_the_pages_say_to_install_fits_together(line: str, clone: Path) -> None:
+    python = make_environment(FOLDER / "line")
+    install(python, *shlex.split(line)[2:], folder=clone)
+    if "--no-deps" not in line:
+        run([UV, "pip", "check", "--python", str(python)])
 
 
 def short(version: str) -> str:
