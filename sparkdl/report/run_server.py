@@ -74,7 +74,7 @@ def _readable_row(name: str, record: RunRecord) -> Markup:
     if "epochs" in facts:
         epochs += f" of {facts['epochs']}"
     if count_of(own) != count_of(last):
-        epochs += f"; the model has {count_of(own):.4g}"
+        epochs += f"; kept {count_of(own):.4g}"
     measured = [
         f"{key[4:].replace('_', ' ')} {html.value(value)}"
         for key, value in own.items()

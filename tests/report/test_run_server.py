@@ -88,7 +88,7 @@ def test_the_list_shows_what_models_have_and_why_runs_failed(tmp_path: Path) -> 
     with serving(tmp_path) as server:
         _, text, _ = ask(server, "/")
     assert "0.125" in text and "loss 0.0625" in text and "0.875" not in text
-    assert "3 of 3; the model has 2" in text
+    assert "3 of 3; kept 2" in text
     assert "DataError: &lt;b&gt; is null; xxx" in text and "x…" in text and "its trace" not in text
 
 
