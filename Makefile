@@ -19,9 +19,9 @@ export SPARK_CONF_DIR ?= $(CURDIR)/conf
 SUBMIT := $(BIN)/spark-submit
 
 .DEFAULT_GOAL := help
-.PHONY: help setup tools train evaluate predict test test-all promises lint format types docs picture unit plain
+.PHONY: help setup tools train evaluate predict test test-all promises lint format types docs picture tables unit plain
 .PHONY: gangs spark pages connect cluster cluster-gpu notebooks test-hdfs standalone petastorm
-.PHONY: archive package bench lock clean prerequisites faults soak
+.PHONY: archive package versions bench lock clean prerequisites faults soak
 
 help: ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 18
@@ -123,6 +123,9 @@ docs: tools ## the documentation as a site in docs/_build/html
 picture: tools ## docs/report.png anew, from a fit on digits
 	@$(BIN)/python -m docs.draw_report
 
+tables: tools ## docs/api/params.md and job_files.md anew, from the classes
+	@$(BIN)/python -m docs.write_tables
+
 unit: tools ## the tests of TESTS, as TESTS=tests/sync, slow ones too
 	@-.ci/get_chromium.sh >/dev/null
 	@$(PYTEST) -m "not bench" $(TESTS)
@@ -184,6 +187,12 @@ petastorm: prerequisites ## the tests with petastorm, in .venv-petastorm
 		$(PETASTORM)/bin/python -m pytest -m "not bench and not slow" \
 		tests/petastorm tests/data/sources/test_parquet.py tests/data/test_arrow_arrays.py \
 		tests/inference/test_predict.py
+
+# With the oldest and with the newest packages of the ranges, each in an environment that is made anew
+# in build/versions. torch is that of .venv, since others may exist as builds for CUDA only, which
+# are gigabytes large: CUDA=1 takes the oldest and the newest of its range, whatever their build.
+versions: tools ## train and predict with the oldest and the newest versions that setup.py allows
+	@$(PYTEST) -rP tests/versions
 
 # The first run fetches Hadoop's jars with pip and apt-get into a cache (tests/hdfs/jars.py).
 test-hdfs: tools ## the tests against a real HDFS

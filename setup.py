@@ -23,31 +23,36 @@ def version() -> str:
     return found.group(1)
 
 
+# A range ends before the first version that may break what is used here: the next major one, and of
+# torch and pyspark, of which more than the public names is used, the next that nobody has tried.
+# cryptography, fsspec, pyarrow and pillow have no end: their numbers count dates or releases, and
+# say nothing of what breaks. `make versions` runs both ends; sparkdl/runtime/versions.py has what
+# it has run.
 CORE = [
-    "cloudpickle>=3.0",
+    "cloudpickle>=3.0,<4",
     "cryptography>=42.0",
     "fsspec>=2024.2",
-    "numpy>=1.26",
-    "pyarrow>=14.0",
-    "safetensors>=0.4.3",
-    "tqdm>=4.66",
+    "numpy>=1.26,<3",
+    "pyarrow>=14.0",  # Spark asks for more: see the extra
+    "safetensors>=0.4.3,<1",
+    "tqdm>=4.66,<5",
 ]
 
 # petastorm is none of these: it asks for versions that nothing else here runs with, so it has an
 # environment of its own (docs/sources.md).
 EXTRAS = {
-    "completion": ["argcomplete>=3.3"],
-    "spark": ["pyspark>=4.1,<4.4", "pandas>=2.2,<3"],
+    "completion": ["argcomplete>=3.3,<4"],
+    "spark": ["pyspark[sql]>=4.1,<4.4", "pandas>=2.2,<3"],  # [sql]: with the pyarrow that it needs
     "connect": ["pyspark[connect]>=4.1,<4.4", "pandas>=2.2,<3"],
     "torch": ["torch>=2.9,<2.15"],  # torch.export's archives, read without their guards
-    "onnx": ["onnx>=1.18", "onnxscript>=0.5", "onnxruntime>=1.22"],
-    "metrics": ["torchmetrics>=1.4"],
+    "onnx": ["onnx>=1.18,<2", "onnxscript>=0.5,<1", "onnxruntime>=1.22,<2"],
+    "metrics": ["torchmetrics>=1.4,<2"],
     "images": ["pillow>=10.3"],
-    "plot": ["matplotlib>=3.8"],
-    "tensorboard": ["tensorboard>=2.17", "pillow>=10.3"],
-    "mlflow": ["mlflow-skinny>=2.16"],
-    "tune": ["optuna>=4.2", "matplotlib>=3.8"],
-    "demo": ["scikit-learn>=1.5"],
+    "plot": ["matplotlib>=3.8,<4"],
+    "tensorboard": ["tensorboard>=2.17,<3", "pillow>=10.3"],
+    "mlflow": ["mlflow-skinny>=2.16,<4"],
+    "tune": ["optuna>=4.2,<6", "matplotlib>=3.8,<4"],
+    "demo": ["scikit-learn>=1.5,<2"],
 }
 TOOLS = [
     "build>=1.2",  # with setuptools below: wheel and sdist, looked at by the tests

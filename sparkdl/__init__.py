@@ -14,7 +14,7 @@ from sparkdl.errors import did_you_mean
 from sparkdl.runtime.installation import refuse_mixed_installation
 from sparkdl.runtime.public_names import MODULE_OF, public
 
-__version__ = "0.1.0.dev0"
+__version__ = "0.1.0"
 
 __all__ = sorted({*MODULE_OF, "__version__"})
 

@@ -41,9 +41,10 @@ jvm.prepare()
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # A process has one Spark context: these directories bring their own, so each is named on a command
-# line of its own, as the parts of the Makefile do. So is the one that builds the package.
+# line of its own, as the parts of the Makefile do. So are those that install the package.
 _OWN_CONTEXT = [
-    *("cluster", "cluster_gpu", "faults", "hdfs", "notebooks", "packaging", "standalone")
+    *("cluster", "cluster_gpu", "faults", "hdfs", "notebooks", "packaging", "standalone"),
+    "versions",
 ]
 collect_ignore = [
     name for name in _OWN_CONTEXT if not any(f"tests/{name}" in word for word in sys.argv)

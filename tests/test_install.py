@@ -31,8 +31,8 @@ def pins(name: str) -> dict[str, str]:
     return dict(line.split("==") for line in lines if not line.startswith("#"))
 
 
-def ranges(extras: list[str]) -> list[Requirement]:
-    """Of the core and of some extras, as setup.py has them."""
+def declared() -> dict[str, list[str]]:
+    """What setup.py asks for: the core, each extra, and the tools of development."""
     tree = ast.parse((ROOT / "setup.py").read_text(encoding="utf-8"))
     values = {
         node.targets[0].id: ast.literal_eval(node.value)
@@ -41,9 +41,7 @@ def ranges(extras: list[str]) -> list[Requirement]:
         and isinstance(node.targets[0], ast.Name)
         and node.targets[0].id in ("CORE", "EXTRAS", "TOOLS")
     }
-    core, optional, tools = values["CORE"], values["EXTRAS"], values["TOOLS"]
-    named = [*core, *(line for extra in extras for line in optional.get(extra, tools))]
-    return [Requirement(line) for line in named]
+    return {"core": values["CORE"], "tools": values["TOOLS"], **values["EXTRAS"]}
 
 
 def test_a_lock_leaves_out_local_versions_and_what_torch_pins() -> None:
@@ -64,13 +62,14 @@ def test_the_lock_of_training_is_a_small_part_of_the_other() -> None:
 @pytest.mark.parametrize(
     ("lock", "extras"),
     [
-        ("requirements.lock", ["spark", "torch", "demo"]),
-        ("requirements-dev.lock", ["spark", "torch", "demo", "images", "metrics", "tools"]),
+        ("requirements.lock", ["core", "spark", "torch", "demo"]),
+        ("requirements-dev.lock", list(declared())),
     ],
 )
 def test_locked_versions_are_in_the_ranges_of_setup_py(lock: str, extras: list[str]) -> None:
     versions = pins(lock)
-    for requirement in ranges(extras):
+    asked_for = declared()
+    for requirement in (Requirement(line) for extra in extras for line in asked_for[extra]):
         name = requirement.name.lower().replace("_", "-")
         assert requirement.specifier.contains(versions[name]), f"{requirement}, {versions[name]}"
 

@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from torch import nn
 
     from sparkdl.data.plan import TrainPlan
+    from sparkdl.report.summary import WeightsOf
 
 logger = logging.getLogger(__name__)
 
@@ -82,7 +83,7 @@ class Recorder(View):
         self._rows: tuple[float, float] | None = None
         self._history: list[dict[str, float]] = []
         self._module: nn.Module | None = None
-        self._weights = ""
+        self._weights: WeightsOf | None = None
         self._stop = threading.Event()
         self._writer = threading.Thread(target=self._keep_writing, name="sparkdl-record")
         self._writer.daemon = True
@@ -215,9 +216,9 @@ class Recorder(View):
         self,
         history: Sequence[Mapping[str, float]],
         module: nn.Module | None = None,
-        weights: str = "",
+        weights: WeightsOf | None = None,
     ) -> None:
-        """What came of the run: a record per epoch or report, the module, `weights` in words."""
+        """What came of the run: a record per epoch or report, the module, and its weights."""
         self._history, self._module = [dict(record) for record in history], module
         self._weights = weights
         thin(self._history)
@@ -235,7 +236,8 @@ class Recorder(View):
             status="succeeded" if error is None else "failed",
             error=None if error is None else described(error),
             history=self._history,
-            weights=self._weights,
+            weights=str(self._weights or ""),
+            kept={} if self._weights is None else presentable(self._weights.values),
         )
         record = self.record()
         self._stop.set()

@@ -67,27 +67,35 @@ def _odd_values(name: str, error: Exception) -> SparkDLError:
 
 def _readable_row(name: str, record: RunRecord) -> Markup:
     last: Mapping[str, Any] = record.history[-1] if record.history else {}
+    own = record.measured
     link = tag("a", record.title, href=f"/runs/{quote(name)}/")
     facts = record.facts
     epochs = f"{count_of(last) or 0:.4g}"
     if "epochs" in facts:
         epochs += f" of {facts['epochs']}"
+    if count_of(own) != count_of(last):
+        epochs += f"; kept {count_of(own):.4g}"
     measured = [
         f"{key[4:].replace('_', ' ')} {html.value(value)}"
-        for key, value in last.items()
+        for key, value in own.items()
         if key.startswith("val_")
     ]
     values = [
         html.moment(record.started)[: len("2026-01-01 00:00")],
         html.duration(record.seconds),
         epochs,
-        html.value(last["loss"]) if "loss" in last else "",
+        html.value(own["loss"]) if "loss" in own else "",
         _sparkline([entry.get("loss") for entry in record.history]),
         ", ".join(measured[:3]),
         str(facts.get("workers", "")),
         str(record.restarts),
     ]
-    what = tag("div", record.name if record.run_name else "", class_="quiet")
+    said = [record.name] if record.run_name else []
+    if record.error is not None:
+        message = record.error["message"].strip().partition("\n")[0]
+        text = f"{record.error['type']}: {message}"
+        said.append(text[:_MOST_CHARACTERS] + "…" * (len(text) > _MOST_CHARACTERS))
+    what = joined(*(tag("div", text, class_="quiet") for text in said))
     named = ("", "", *_COLUMNS[2:])
     return row(joined(link, what), badge(record.status), *values, names=named)
 
@@ -104,6 +112,8 @@ def _sparkline(values: Sequence[float | None]) -> Markup:
     return tag("svg", line, viewBox="0 0 80 22", width=80, height=22, role="img")
 
 
+_MOST_CHARACTERS = 120
+"""Of the reason of a failure, in the list."""
 _COLUMNS = (
     "run", "status", "started (UTC)", "duration", "epochs", "loss", "", "validation", "workers",
     "restarts",

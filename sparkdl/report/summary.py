@@ -206,7 +206,8 @@ class TrainingSummary:
                 if name.startswith("fit: ")
             },
             history=[dict(record) for record in self.history],
-            weights="" if self.weights_of is None else str(self.weights_of),
+            weights=str(self.weights_of or ""),
+            kept={} if self.weights_of is None else dict(self.weights_of.values),
         )
 
     def curves(self) -> dict[str, dict[str, Line]]:

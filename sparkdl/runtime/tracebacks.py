@@ -88,6 +88,11 @@ def formatted(error: BaseException) -> str:
     return "".join(lines)
 
 
+def is_of_packages(error: BaseException) -> bool:
+    """True if an exception passed through no code of the user's: packages alone raised it."""
+    return error.__traceback__ is not None and _users_frames(error.__traceback__) is None
+
+
 def _explains_itself(error: BaseException) -> bool:
     if isinstance(error, SparkDLError | KeyboardInterrupt):
         return True

@@ -1,13 +1,26 @@
-"""The versions of the software that driver and workers must share, and how they differ."""
+"""The versions that driver and workers must share, how they differ, and which were tested."""
 
 from __future__ import annotations
 
 import platform
+import re
 from collections.abc import Mapping
 from functools import cache
 from importlib import metadata
 
 _COMPARED = ("torch", "pyspark", "pyarrow")
+TESTED = {
+    "python": ("3.11", "3.11"),
+    "pyspark": ("4.1", "4.3"),
+    "torch": ("2.13", "2.13"),
+    "pandas": ("2.2", "2.3"),
+    "numpy": ("1.26", "2.4"),
+    "pyarrow": ("15.0", "26.0"),
+    "cloudpickle": ("3.0", "3.1"),
+    "safetensors": ("0.4", "0.8"),
+    "fsspec": ("2024.2", "2026.9"),
+}
+"""Package -> the oldest and the newest version with which ``make versions`` has trained."""
 
 
 def versions() -> dict[str, str]:
@@ -25,6 +38,32 @@ def installed(package: str) -> str | None:
         return metadata.version(package)
     except metadata.PackageNotFoundError:
         return None
+
+
+def numbers(version: str) -> list[int]:
+    """The numbers of a version; 4.1.0 is 4.1."""
+    found = [int(part) for part in re.split(r"[^\d.]", version)[0].split(".") if part]
+    return (found + 4 * [0])[:4]
+
+
+def distance(name: str, version: str) -> str | None:
+    """Say that a version is older or newer than those that were tested; None if it is neither."""
+    oldest, newest = TESTED[name]
+    if numbers(version)[:2] < numbers(oldest)[:2]:
+        return f"{version} is older than the oldest tested, {oldest}"
+    if numbers(version)[:2] > numbers(newest)[:2]:
+        return f"{version} is newer than the newest tested, {newest}"
+    return None
+
+
+def untested() -> str:
+    """What an error can say of the versions here: nothing, or a clause about those not tested."""
+    said = ""
+    for name in TESTED:
+        version = platform.python_version() if name == "python" else installed(name)
+        if version is not None and (found := distance(name, version)) is not None:
+            said += f"; {name} {found}"
+    return said
 
 
 def difference(driver: Mapping[str, str], worker: Mapping[str, str], where: str) -> str | None:

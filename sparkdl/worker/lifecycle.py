@@ -29,8 +29,8 @@ from sparkdl.errors import (
 )
 from sparkdl.runtime.hardware import hardware
 from sparkdl.runtime.process import spared_collector, torch_threads, tuned_allocator
-from sparkdl.runtime.tracebacks import formatted
-from sparkdl.runtime.versions import difference, versions
+from sparkdl.runtime.tracebacks import formatted, is_of_packages
+from sparkdl.runtime.versions import difference, untested, versions
 from sparkdl.storage.mounted import Subfolder
 from sparkdl.storage.retried import Retried, again
 from sparkdl.storage.storage import Storage, open_storage, without_password
@@ -299,7 +299,8 @@ def _remedy(error: BaseException) -> str:
             "gradientAccumulationSteps, which cuts each batch into smaller ones, or divide the "
             f"model among workers with parallelism=Mesh(shard=...){_limit_of_addresses()}"
         )
-    return ""
+    of_user = isinstance(error, SparkDLError) or not is_of_packages(error)
+    return "" if of_user else untested()
 
 
 def _limit_of_addresses() -> str:

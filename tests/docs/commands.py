@@ -13,7 +13,7 @@ from sparkdl.cli.job_files.job_file import EvaluateJob, PredictJob, TrainJob, lo
 from sparkdl.cli.job_files.prepare_file import PrepareJob
 from sparkdl.cli.job_files.study_file import TuneJob
 from sparkdl.errors import ConfigError
-from tests.docs.blocks import ROOT, Block
+from tests.docs.blocks import ROOT, Block, pages
 
 KINDS = {
     "train": TrainJob,
@@ -60,6 +60,14 @@ def _lines_of(text: str) -> Iterator[list[str]]:
         line = ""
     if line:
         raise ValueError(f"a quotation is never closed: {line}")
+
+
+def pip_lines() -> list[str]:
+    """Every command with which a page or a notebook installs something, once."""
+    files = [*(ROOT / page for page in pages()), *sorted((ROOT / "notebooks").glob("*.ipynb"))]
+    text = "\n".join(path.read_text(encoding="utf-8") for path in files)
+    found = re.findall(r"\bpip install [^`\n#\"&]+", text)
+    return sorted({line.strip() for line in found if line.strip() != "pip install"})
 
 
 def without_variables(command: Sequence[str]) -> list[str]:

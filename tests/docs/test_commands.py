@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 from pyspark.sql import SparkSession
 
-from tests.docs.blocks import ROOT, Block, blocks
+from tests.docs.blocks import ROOT, Block, blocks, blocks_of
 from tests.docs.commands import commands_of, problem, runnable
 from tests.docs.conftest import working_in
 
@@ -111,6 +111,8 @@ def workspace(tmp_path_factory: pytest.TempPathFactory, digits: Path) -> Path:
     folder = tmp_path_factory.mktemp("docs-commands")
     for name in ("conf", "jobs"):
         (folder / name).symlink_to(ROOT / name)
+    (job,) = (block for block in blocks_of("docs/tutorial.md") if block.language == "toml")
+    (folder / "digits.toml").write_text(job.text, encoding="utf-8")  # as the page says
     (folder / "data").mkdir()
     shutil.copytree(digits, folder / "data" / "digits")  # a command writes them once more
     return folder

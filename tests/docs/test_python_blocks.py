@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -62,7 +63,7 @@ def test_the_twenty_lines_are_a_program_that_prints_what_it_is_asked_for(clone: 
         env=environment, capture_output=True, text=True, timeout=280, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr[-3000:]
-    assert "probability" in done.stdout
+    assert re.search(r"^\|label\|prediction\|$", done.stdout, re.MULTILINE)
     stacks = ("\tat ", "Traceback")
     assert not [line for line in done.stderr.splitlines() if line.startswith(stacks)]
     assert (clone / "models" / "net" / "metadata").is_dir()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import subprocess
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,12 +12,30 @@ ROOT = Path(__file__).parent.parent.parent
 COMMAND_SECONDS = 240
 
 
+# What a clone holds; most of it has no place in a package.
+SOURCES = (
+    "CHANGELOG.md", "CONTRIBUTING.md", "LICENSE", "MANIFEST.in", "Makefile", "README.md",
+    "benchmarks", "conf", "docs", "jobs", "pyproject.toml", "requirements.lock",
+    "requirements-dev.lock", "requirements-petastorm.txt", "setup.py", "sparkdl", "tests",
+)  # fmt: skip
+
+
 @dataclass(frozen=True)
 class Built:
     """Where the two archives are."""
 
     wheel: Path
     sdist: Path
+
+
+def copy_sources(folder: Path) -> Path:
+    """Copy them, since building leaves files in the tree; returns the folder."""
+    for name in SOURCES:
+        if (ROOT / name).is_dir():
+            shutil.copytree(ROOT / name, folder / name)
+        else:
+            shutil.copy(ROOT / name, folder)
+    return folder
 
 
 def run(

@@ -2,36 +2,23 @@
 
 from __future__ import annotations
 
-import shutil
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from tests.packaging.archives import ROOT, Built, run
+from tests.packaging.archives import ROOT, Built, copy_sources, run
 
 CLEAN = ROOT / ".venv-package"
 BUILD_SECONDS = 300
 INSTALL_SECONDS = 600
 
-# What a clone holds; most of it has no place in a package.
-SOURCES = (
-    "CHANGELOG.md", "CONTRIBUTING.md", "LICENSE", "MANIFEST.in", "Makefile", "README.md",
-    "benchmarks", "conf", "docs", "jobs", "pyproject.toml", "requirements.lock",
-    "requirements-dev.lock", "setup.py", "sparkdl", "tests",
-)  # fmt: skip
-
 
 @pytest.fixture(scope="session")
 def built(tmp_path_factory: pytest.TempPathFactory) -> Built:
     """Built from a copy, so that nothing is left in the tree; the wheel from the sdist."""
-    copy, target = tmp_path_factory.mktemp("clone"), tmp_path_factory.mktemp("dist")
-    for name in SOURCES:
-        if (ROOT / name).is_dir():
-            shutil.copytree(ROOT / name, copy / name)
-        else:
-            shutil.copy(ROOT / name, copy)
+    copy, target = copy_sources(tmp_path_factory.mktemp("clone")), tmp_path_factory.mktemp("dist")
     command = [sys.executable, "-m", "build", "--no-isolation", "--outdir", str(target), str(copy)]
     run(command, seconds=BUILD_SECONDS)
     (wheel,), (sdist,) = target.glob("*.whl"), target.glob("*.tar.gz")

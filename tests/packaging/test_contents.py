@@ -82,5 +82,8 @@ def test_everybody_is_told_name_version_and_licence(built: Built) -> None:
         if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "__version__"
     ]
     assert [found["Name"], found["Version"]] == ["sparkdl-torch", *versions]
+    changes = (ROOT / "CHANGELOG.md").read_text(encoding="utf-8")
+    dated = re.findall(r"^## \[([\d.]+)\] - \d{4}-\d\d-\d\d$", changes, re.MULTILINE)
+    assert dated[:1] == versions
     assert found["License-Expression"] == "Apache-2.0"
     assert found["Description-Content-Type"] == "text/markdown"

@@ -20,6 +20,7 @@ from sparkdl.report.live.progress import EpochCallback, Progress, View
 from sparkdl.report.record.run_folder import RunReader
 from sparkdl.report.record.run_record import RunRecord
 from sparkdl.report.recorder import described, recording
+from sparkdl.report.summary import WeightsOf
 from sparkdl.storage.storage import LocalStorage
 from tests.train.runs import make_data, plan_for
 
@@ -422,8 +423,12 @@ def test_events_that_nobody_takes_do_not_fill_the_hub(monkeypatch: pytest.Monkey
 
 def test_the_record_says_which_weights_the_model_has() -> None:
     with start() as recorder:
-        recorder.succeeded([{"epoch": 1, "loss": 1.0}], weights="epoch 1, of 1 epoch")
-    assert recorder.record().weights == "epoch 1, of 1 epoch"
+        first, last = {"epoch": 1.0, "loss": 0.5}, {"epoch": 2.0, "loss": 1.0}
+        weights = WeightsOf(values=first, best="loss", planned_epochs=2, last_epoch=2.0)
+        recorder.succeeded([first, last], weights=weights)
+    found = recorder.record()
+    assert found.weights == "epoch 1 (best loss 0.5), of 2 epochs"
+    assert found.measured == first and found.history[-1] == last
 
 
 def test_steps_of_a_fit_that_goes_on_are_counted_from_where_it_began() -> None:

@@ -73,6 +73,25 @@ def test_the_list_has_all_runs_the_newest_first(runs: Path) -> None:
     assert headers["Cache-Control"] == "no-store"
 
 
+def test_the_list_shows_what_models_have_and_why_runs_failed(tmp_path: Path) -> None:
+    best = {"epoch": 2, "loss": 0.125, "val_loss": 0.0625}
+    last = {"epoch": 3, "loss": 0.75, "val_loss": 0.875}
+    ended = RunRecord(
+        run_id="1", name="TorchClassifier", started=1.7e9, status="succeeded", kept=best,
+        history=[best, last], facts={"epochs": 3},
+    )  # fmt: skip
+    error = {"type": "DataError", "message": f"<b> is null; {'x' * 200}\nand its trace"}
+    failed = RunRecord(run_id="2", name="Other", started=1.8e9, status="failed", error=error)
+    for record_ in (ended, failed):
+        name = folder_name(record_.name, record_.run_id, record_.started)
+        RunFolder(LocalStorage(tmp_path), name).finish(record_, page(record_))
+    with serving(tmp_path) as server:
+        _, text, _ = ask(server, "/")
+    assert "0.125" in text and "loss 0.0625" in text and "0.875" not in text
+    assert "3 of 3; kept 2" in text
+    assert "DataError: &lt;b&gt; is null; xxx" in text and "x…" in text and "its trace" not in text
+
+
 def test_a_run_has_a_page_and_json(runs: Path) -> None:
     with serving(runs) as server:
         status, text, _ = ask(server, f"/runs/{ENDED}/")

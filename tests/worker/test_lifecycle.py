@@ -9,7 +9,7 @@ import resource
 import socket
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -154,6 +154,32 @@ def test_errors_that_do_not_say_what_to_do_get_a_remedy(error: Exception, remedy
     assert remedy in found["message"]
     assert (found["kind"], found["host"]) == ("user", socket.gethostname())
     assert describe_failure(ValueError("x"), 1)["message"] == "x"
+
+
+def test_packages_that_fail_by_themselves_name_a_version_that_nobody_tested(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def describe(act: Callable[[], object]) -> str:
+        with pytest.raises(TypeError) as caught:
+            act()
+        error = caught.value
+        if act is by_torch:  # without this test's own frame, which is a user's
+            assert error.__traceback__ is not None
+            error.__traceback__ = error.__traceback__.tb_next.tb_next  # type: ignore[union-attr]
+        message: str = describe_failure(error, 0)["message"]
+        return message
+
+    def by_torch() -> None:
+        torch.distributed.init_process_group(no_such=1)  # type: ignore[call-arg]
+
+    def by_user() -> None:
+        raise TypeError("mine")
+
+    monkeypatch.setattr("sparkdl.runtime.versions.TESTED", {"torch": ("2.0", "2.1")})
+    assert describe(by_user) == "mine"
+    assert describe(by_torch).endswith(" is newer than the newest tested, 2.1")
+    monkeypatch.setattr("sparkdl.runtime.versions.TESTED", {"torch": ("2.0", "99")})
+    assert "tested" not in describe(by_torch)
 
 
 def test_a_limit_on_addresses_is_told(monkeypatch: pytest.MonkeyPatch) -> None:

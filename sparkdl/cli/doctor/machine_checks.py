@@ -15,11 +15,9 @@ from pathlib import Path
 import sparkdl
 from sparkdl.cli.doctor.finding import Finding, bounded, left_out, note, ok, wrong
 from sparkdl.errors import ClusterError
-from sparkdl.runtime.versions import installed
+from sparkdl.runtime.versions import TESTED, distance, installed, numbers
 
 _DISTRIBUTION = "sparkdl-torch"
-_NEEDED = ("pyspark", "pandas", "torch")
-"""Packages of extras that training needs."""
 _WORKERS = "PYSPARK_PYTHON"
 NO_BYTECODE = "PYTHONDONTWRITEBYTECODE"
 UNSET_REMEDY = (
@@ -36,11 +34,13 @@ _NAME_SECONDS = 10.0
 
 def examine_machine(environ: Mapping[str, str], *, is_remote: bool = False) -> Iterator[Finding]:
     """Look at this machine; with ``is_remote`` it is a client of Spark Connect."""
-    yield ok("Python", f"{platform.python_version()}, {sys.executable}")
+    said = distance("python", platform.python_version())
+    text = f"{said or platform.python_version()}; {sys.executable}"
+    yield note("Python", text) if said else ok("Python", text)
     yield ok("sparkdl", f"{sparkdl.__version__}, {Path(sparkdl.__file__).parent}")
     yield from foreign_package()
     ranges = required_ranges()
-    for package in _NEEDED:
+    for package in (name for name in TESTED if name != "python"):
         yield package_finding(package, installed(package), ranges.get(package, ""))
     if is_remote:
         for subject in (_WORKERS, "Java"):
@@ -72,20 +72,15 @@ def package_finding(package: str, version: str | None, allowed: str) -> Finding:
         return wrong(package, f"is not installed; {remedy}")
     if not is_within(version, allowed):
         return wrong(package, f"{version} is outside the range {allowed}; {remedy}")
-    return ok(package, version)
+    said = distance(package, version)
+    return ok(package, version) if said is None else note(package, said)
 
 
 def is_within(version: str, allowed: str) -> bool:
     """Whether a version is in a range of ``>=`` and ``<`` bounds; other bounds do not count."""
     bounds = re.findall(r"(>=|<)([\d.]+)", allowed)
-    ours = _release(version)
-    return all((ours >= _release(bound)) == (sign == ">=") for sign, bound in bounds)
-
-
-def _release(version: str) -> list[int]:
-    """The numbers of a version; 4.1.0 is 4.1."""
-    numbers = [int(part) for part in re.split(r"[^\d.]", version)[0].split(".") if part]
-    return (numbers + 4 * [0])[:4]
+    ours = numbers(version)
+    return all((ours >= numbers(bound)) == (sign == ">=") for sign, bound in bounds)
 
 
 def foreign_package() -> Iterator[Finding]:
@@ -159,7 +154,7 @@ def spark_home(home: Path, pyspark: str | None) -> Finding:
     if not jars:
         return wrong("SPARK_HOME", f"{home} holds no Spark; {remedy}")
     version = jars[0].stem.rpartition("-")[2]
-    if pyspark is not None and _release(version)[:2] != _release(pyspark)[:2]:
+    if pyspark is not None and numbers(version)[:2] != numbers(pyspark)[:2]:
         return wrong("SPARK_HOME", f"{home} is Spark {version}, pyspark is {pyspark}; {remedy}")
     return ok("SPARK_HOME", f"Spark {version}, {home}")
 

@@ -89,6 +89,13 @@ def body(record: RunRecord) -> Markup:
     )
 
 
+_PHASES = {
+    "preflight": "the fit is checked before rows are read",
+    "spool": "rows are shuffled and written to local disks, where workers map them into memory",
+}
+"""What the names of phases say to who has read no page about them."""
+
+
 def badge(status: str) -> Markup:
     """A run's status."""
     return tag("span", status, class_=f"badge {status}")
@@ -114,10 +121,13 @@ def _tiles(record: RunRecord) -> Markup:
     training = None if seconds is None else f"{html.duration(seconds)} of it training"
     tiles = [_tile("duration", html.duration(record.seconds), training)]
     if record.history:
-        last = record.history[-1]
-        names = sorted(curve_names([last]), key=lambda name: name.startswith("val_"))
+        own, last = record.measured, record.history[-1]
+        names = sorted(curve_names([own]), key=lambda name: name.startswith("val_"))
         for key in names[:4]:
-            tiles.append(_tile(key, html.value(last[key]), _best(record.history, key)))
+            small = _best(record.history, key)
+            if own.get("epoch") != last.get("epoch"):
+                small = f"epoch {own['epoch']:.4g}; at the end {html.value(last.get(key))}"
+            tiles.append(_tile(key, html.value(own[key]), small))
     speed = _rows_per_second(record)
     if speed is not None:
         tiles.append(_tile("rows per s", html.value(speed), "all workers"))
@@ -209,7 +219,7 @@ def _time(record: RunRecord) -> Markup:
     used = [name for name in SPENT_ON if any(total.get(name) for total in totals.values())]
     legend = [tag("span", tag("i", class_=f"key on-{n}"), n, class_="entry") for n in used]
     hidden = len(totals) - len(shown_ranks(record))
-    hints = []
+    hints = [f"{name}: {_PHASES[name]}." for name in record.laps if name in _PHASES]
     if hidden > 0:
         hints.append(f"{hidden} more ranks are in the table; shown are those that waited least.")
     if len(totals) > 1 and "waiting" not in used:

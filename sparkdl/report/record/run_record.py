@@ -68,6 +68,8 @@ class RunRecord:
     """What was measured: a record per epoch, or per report of a function."""
     weights: str = ""
     """Which weights the model has, in words: ``epoch 7 (best val_loss 0.123), of 10 epochs``."""
+    kept: dict[str, Any] = field(default_factory=dict)
+    """The history's record of when the model had these weights; empty: there is no model yet."""
     steps: list[list[float | None]] = field(default_factory=list)
     """``[at, step, loss, rows per second of rank 0]``, sampled."""
     spent: dict[str, list[list[Any]]] = field(default_factory=dict)
@@ -90,6 +92,11 @@ class RunRecord:
     def title(self) -> str:
         """The user's name for the run, or what was run."""
         return self.run_name or self.name
+
+    @property
+    def measured(self) -> dict[str, Any]:
+        """What was measured of the model; until there is one, the last record of the history."""
+        return self.kept or (self.history[-1] if self.history else {})
 
     @property
     def restarts(self) -> int:
@@ -254,6 +261,7 @@ class RecordBuilder:
                 values["seconds"] = event["at"]
                 values["history"] = event.get("history") or values["history"]
                 values["weights"] = event.get("weights", "")
+                values["kept"] = event.get("kept", {})
 
     def record(self) -> RunRecord:
         """What is known so far; raises StorageError if the events were not those of a run."""

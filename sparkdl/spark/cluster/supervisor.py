@@ -25,7 +25,7 @@ from sparkdl.comm.worker_environment import SparkTask
 from sparkdl.errors import ClusterError, TrainingFailed
 from sparkdl.report.live.progress import Progress, View
 from sparkdl.runtime.activity import doing
-from sparkdl.runtime.versions import versions
+from sparkdl.runtime.versions import untested, versions
 from sparkdl.spark.cluster.attempt import Attempt, Rows, Silence, restart_reason
 from sparkdl.spark.cluster.gang import GangTask, Work, launch
 from sparkdl.spark.cluster.link import Link
@@ -232,7 +232,9 @@ def _given_up(what: str, times: int, reason: str, max_restarts: int) -> Training
         if reason.startswith(failures.LOST) or reason.endswith(failures.SILENT)
         else ""
     )
-    message = f"{what} failed {often} (maxRestarts={max_restarts}); last: {reason}{remedy}"
+    message = (
+        f"{what} failed {often} (maxRestarts={max_restarts}); last: {reason}{remedy}{untested()}"
+    )
     return TrainingFailed(message)
 
 

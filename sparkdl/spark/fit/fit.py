@@ -103,7 +103,7 @@ def fit(
         if isinstance(module, StoredModule) and request.listeners:  # who get it whole
             module = module.module
         whole = module if isinstance(module, nn.Module) else None
-        recorder.succeeded(made.history, whole, str(made.weights_of or ""))
+        recorder.succeeded(made.history, whole, made.weights_of)
     seconds = time.perf_counter() - began
     other = {"fit: other": seconds - made.seconds}  # what is before and after the phases
     summary = replace(

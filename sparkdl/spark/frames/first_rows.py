@@ -62,7 +62,10 @@ class FirstRows(SpooledRows):
             return None
         values = self._rows.column(index).to_pylist()
         number = sum(isinstance(v, int | float) and v >= num_classes for v in values)
-        return number, f"{stats.maximum:g} is one of them, among the first {len(values)} rows"
+        where = (
+            f"counted in the first {len(values)} rows alone, where {stats.maximum:g} is the highest"
+        )
+        return number, where
 
 
 def first_rows(df: DataFrame, spec: TableSpec) -> FirstRows | None:

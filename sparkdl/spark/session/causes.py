@@ -46,6 +46,8 @@ _CLUSTER = frozenset(
     {
         "KRYO_BUFFER_OVERFLOW",
         "LOCAL_RELATION_SIZE_LIMIT_EXCEEDED",
+        "PACKAGE_NOT_INSTALLED",
+        "UNSUPPORTED_PACKAGE_VERSION",
         "_LEGACY_ERROR_TEMP_2097",  # could not execute a broadcast in time
         "_LEGACY_ERROR_TEMP_2105",  # no memory to grow a hash map
         "_LEGACY_ERROR_TEMP_2107",  # no memory to build a hash map

@@ -20,6 +20,7 @@ from sparkdl.cli.doctor.machine_checks import (
     spark_home,
     workers_python,
 )
+from sparkdl.runtime.versions import TESTED
 
 
 def install(folder: Path, name: str, body: str) -> Path:
@@ -78,7 +79,9 @@ def test_the_ranges_are_those_of_the_installation() -> None:
     assert set(ranges["pyspark"].split(",")) == {">=4.1", "<4.4"}
 
 
-def test_packages_are_there_missing_or_of_another_version() -> None:
+def test_packages_are_there_missing_or_of_another_version(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     assert package_finding("torch", "2.13.0", ">=2.9").state == "ok"
     missing = package_finding("torch", None, ">=2.9")
     assert (missing.state, missing.text) == (
@@ -88,6 +91,19 @@ def test_packages_are_there_missing_or_of_another_version() -> None:
     old = package_finding("pyspark", "3.5.1", "<4.4,>=4.1")
     assert old.state == "wrong"
     assert "3.5.1 is outside the range <4.4,>=4.1; pip install" in old.text
+    monkeypatch.setitem(TESTED, "torch", ("2.9", "2.14"))
+    new = package_finding("torch", "2.16.0+cpu", ">=2.9")
+    assert (new.state, new.text) == (
+        "note",
+        "2.16.0+cpu is newer than the newest tested, 2.14",
+    )
+
+
+def test_a_python_that_nobody_tested_is_noted(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(TESTED, "python", ("3.9", "3.10"))
+    first = next(examine_machine(os.environ))
+    assert (first.subject, first.state) == ("Python", "note")
+    assert f"newer than the newest tested, 3.10; {sys.executable}" in first.text
 
 
 JAVA_17 = "echo 'openjdk version \"17.0.2\" 2022-01-18' >&2"

@@ -3,6 +3,7 @@ from __future__ import annotations
 import re
 from dataclasses import replace
 from html.parser import HTMLParser
+from itertools import product
 from typing import Any
 
 import pytest
@@ -70,6 +71,45 @@ def test_an_end_with_other_steps_than_planned_is_not_measured_by_them(
     history = [{"epoch": 2, "loss": 1.0}]
     changed = replace(record(), facts=facts, history=history, steps=[[1.0, last, 1.0, None]])
     assert ("of 10 planned" in page(changed)) == shown
+
+
+def test_tiles_show_what_the_model_has_and_say_what_phases_are() -> None:
+    whole = record()
+    best = {**whole.history[2], "val_loss": 0.0123}
+    texts = Checker(page(replace(whole, kept=best))).texts
+    place = texts.index("val_loss")
+    last = html.value(whole.history[-1]["val_loss"])
+    assert texts[place + 1 : place + 3] == ["0.0123", f"epoch {best['epoch']:g}; at the end {last}"]
+    assert Checker(page(whole)).texts[place + 1] == last
+    assert "spool: rows are shuffled and written to local disks" in " ".join(texts)
+
+
+def luminance(colour: str) -> float:
+    """Relative luminance by WCAG 2.2."""
+    parts = [int(colour[place : place + 2], 16) / 255 for place in (1, 3, 5)]
+    linear = [c / 12.92 if c <= 0.04045 else ((c + 0.055) / 1.055) ** 2.4 for c in parts]
+    return sum(share * part for share, part in zip((0.2126, 0.7152, 0.0722), linear, strict=True))
+
+
+@pytest.mark.parametrize("is_dark", [False, True])
+def test_badges_can_be_read(is_dark: bool) -> None:
+    style = page(record()).partition("<style>")[2]
+    found = re.findall(r"--([\w-]+): (#\w{6})", style)
+    half = next(n for n, (name, _) in enumerate(found) if n and name == "page")
+    colours = dict(found[half:] if is_dark else found[:half])
+    rules = re.findall(
+        r"\.badge[.\w, ]* \{ color: var\(--(\w+)\); background: rgb\((.*?)%\)", style
+    )
+    assert {name for name, _ in rules} == {"good", "bad", "accent"}
+    for (name, ground), behind in product(rules, ("card", "page")):
+        red, green, blue, percent = (int(word) for word in re.findall(r"\d+", ground))
+        below = [int(colours[behind][place : place + 2], 16) for place in (1, 3, 5)]
+        mixed = [
+            round((own * percent + other * (100 - percent)) / 100)
+            for own, other in zip((red, green, blue), below, strict=True)
+        ]
+        pair = [luminance(colours[name]), luminance("#{:02x}{:02x}{:02x}".format(*mixed))]
+        assert (max(pair) + 0.05) / (min(pair) + 0.05) >= 4.5, f"{name} on {behind}"
 
 
 def test_what_a_run_says_cannot_become_markup() -> None:

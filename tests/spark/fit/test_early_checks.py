@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import re
 import sys
 from functools import partial
 from pathlib import Path
@@ -56,8 +57,13 @@ def test_a_mistake_that_the_first_rows_show(counted: Counted) -> None:
         fit(counted.df, nn.Linear(5, 3))
     with pytest.raises(ConfigError, match="has one output"):
         fit(counted.df, nn.Linear(4, 1))
-    with pytest.raises(DataError, match=r"label\(s\) outside the 2 classes .* among the first"):
+    with pytest.raises(DataError, match=r"label\(s\) outside the 2 classes") as caught:
         fit(counted.df, nn.Linear(4, 2))
+    told = str(caught.value)
+    (looked,) = (
+        int(part) for part in re.findall(r"in the first (\d+) rows alone, where 2 is", told)
+    )
+    assert f"has {sum(number % 3 == 2 for number in range(looked))} label(s)" in told
     with pytest.raises(ConfigError, match=r"use squeeze\(-1\)"):
         TorchRegressor(module=nn.Sequential(nn.Linear(4, 1), Squeezed()), verbose=0).fit(counted.df)
     assert counted.num_rows.value - before < ROWS / 8  # of four looks

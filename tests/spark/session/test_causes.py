@@ -175,6 +175,11 @@ def test_what_fails_on_rows_is_an_error_of_the_data(text: str, told: str) -> Non
             f"Caused by: {NPE}",
             "phase: NullPointerException: no name; Spark calls this an error of its own",
         ),
+        (
+            "[UNSUPPORTED_PACKAGE_VERSION] PyArrow >= 15.0.0 must be installed; however, your "
+            "version is 14.0.0.",
+            "your version is 14.0.0; change what Spark names there",
+        ),
     ],
 )
 def test_what_the_cluster_lacks_is_not_started_again(text: str, remedy: str) -> None:
