@@ -19,7 +19,7 @@ export SPARK_CONF_DIR ?= $(CURDIR)/conf
 SUBMIT := $(BIN)/spark-submit
 
 .DEFAULT_GOAL := help
-.PHONY: help setup tools train evaluate predict test test-all promises lint format types docs picture tables unit plain
+.PHONY: help setup tools train evaluate predict test test-all promises lint format types docs picture unit plain
 .PHONY: gangs spark pages connect cluster cluster-gpu notebooks test-hdfs standalone petastorm
 .PHONY: archive package versions bench lock clean prerequisites faults soak
 
@@ -122,9 +122,6 @@ docs: tools ## the documentation as a site in docs/_build/html
 
 picture: tools ## docs/report.png anew, from a fit on digits
 	@$(BIN)/python -m docs.draw_report
-
-tables: tools ## docs/api/params.md and job_files.md anew, from the classes
-	@$(BIN)/python -m docs.write_tables
 
 unit: tools ## the tests of TESTS, as TESTS=tests/sync, slow ones too
 	@-.ci/get_chromium.sh >/dev/null

@@ -21,6 +21,8 @@ extensions = [
     "sphinx.ext.napoleon",
     "repository_links",
     "public_names",
+    "param_tables",
+    "job_file_tables",
 ]
 exclude_patterns = ["_build", "extensions", "static"]
 myst_heading_anchors = 3

@@ -14,7 +14,6 @@ import pytest
 
 import sparkdl
 import sparkdl.models
-from docs import write_tables
 from sparkdl.cli.job_files.job_file import EstimatorSection, TrainJob
 from sparkdl.cli.job_files.prepare_file import PrepareJob
 from sparkdl.cli.job_files.study_file import TuneJob
@@ -88,26 +87,20 @@ def test_every_field_of_a_dataclass_with_a_page_says_what_it_is(name: str) -> No
     assert {field.name for field in dataclasses.fields(cls)} <= told
 
 
-@pytest.mark.parametrize("page", write_tables.PAGES, ids=lambda page: page.stem)
-def test_tables_are_those_of_the_classes(page: Path) -> None:
-    text = page.read_text(encoding="utf-8")
-    assert write_tables.written(text) == text, "make tables"
-
-
 @pytest.mark.parametrize("names", [ESTIMATORS, MODELS], ids=["estimators", "models"])
-def test_the_table_has_every_param(names: list[str]) -> None:
-    rows = [line.split(" | ") for line in write_tables.params(" ".join(names))[3:-1]]
+def test_the_table_has_every_param(names: list[str], extension: Any) -> None:
+    rows = extension("param_tables").rows(names)
     assert len(rows) == len({row[0] for row in rows}) > 15
-    assert all(all(cell.strip("| ") for cell in row) for row in rows)
-    table = {row[0].strip("| "): row for row in rows}
+    assert all(all(cell.strip() for cell in row) for row in rows)
+    table = {row[0]: row for row in rows}
     assert "`cross_entropy`" in table["`loss`"][1].replace("'", "")
     assert "`TorchRegressor" in table["`loss`"][1]
     assert "Only in" in table["`labels`"][2] or names == MODELS
 
 
 @pytest.mark.parametrize("kind", [TrainJob, TuneJob, PrepareJob], ids=lambda k: k.__name__)
-def test_the_tables_have_every_key_of_a_job_file(kind: type) -> None:
-    text = "\n".join(write_tables.job_file(f"{kind.__module__}:{kind.__name__}"))
+def test_the_tables_have_every_key_of_a_job_file(kind: type, extension: Any) -> None:
+    text = "\n".join(extension("job_file_tables").lines_of(kind))
     sections = {field.name for field in dataclasses.fields(kind)}
     assert {f"**`[{name}]`**" for name in sections} <= set(
         re.findall(r"\*\*`\[[\w.]+\]`\*\*", text)
@@ -129,9 +122,10 @@ def test_links_to_files_that_are_pages_of_the_site_are_bent(extension: Any) -> N
     assert bent("[b](data.md) [c](https://a.b/c)", "docs") == "[b](data.md) [c](https://a.b/c)"
 
 
-def test_cells_of_tables_are_markdown() -> None:
-    assert write_tables.as_markdown("a ``b``\n  and `c`") == "a `b` and `c`"
-    assert write_tables.table(["x"], [["a|b"]]) == ["", "| x |", "| --- |", "| a\\|b |", ""]
+def test_cells_of_tables_are_markdown(extension: Any) -> None:
+    tables = extension("tables")
+    assert tables.as_markdown("a ``b``\n  and `c`") == "a `b` and `c`"
+    assert tables.table(["x"], [["a|b"]]) == ["", "| x |", "| --- |", "| a\\|b |", ""]
 
 
 def test_no_page_is_left_out_of_the_site() -> None:
