@@ -116,7 +116,17 @@ types: tools ## mypy, strict, on the package
 	@$(BIN)/mypy
 
 # Every warning fails the build; -E, since what comes from docstrings is not told to be new.
-docs: tools ## the documentation as a site in docs/_build/html
+# The builder of Markdown, and the pages that it makes of the docstrings.
+REFERENCE = $(BIN)/python -m sphinx -W --keep-going -E -q -b markdown -d build/reference/doctrees docs/reference build/reference/api
+
+reference: tools ## docs/api anew, from the docstrings
+	@$(REFERENCE)
+	@cp build/reference/api/*.md docs/api/
+
+docs: tools ## the documentation as a site in docs/_build/html; fails if docs/api is not as the docstrings are
+	@rm -rf build/reference
+	@$(REFERENCE)
+	@diff -r docs/api build/reference/api || { echo "docs/api is old: run make reference"; exit 1; }
 	@$(BIN)/python -m sphinx -W --keep-going -n -E -q -b html docs docs/_build/html
 	@echo "docs/_build/html/index.html"
 

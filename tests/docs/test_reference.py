@@ -19,26 +19,28 @@ from sparkdl.cli.job_files.prepare_file import PrepareJob
 from sparkdl.cli.job_files.study_file import TuneJob
 from tests.docs.blocks import DOCS
 
-EXTENSIONS = str(DOCS / "extensions")
+SOURCES = DOCS / "reference"
+FOLDERS = (str(SOURCES / "extensions"), str(DOCS))
 ESTIMATORS = ["TorchClassifier", "TorchRegressor", "TorchEstimator"]
 MODELS = [f"{name}Model" for name in ESTIMATORS[:2]] + ["TorchModel"]
 
 
 @pytest.fixture
 def extension(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[str], Any]]:
-    """Imports a module of docs/extensions, as docs/conf.py does."""
-    monkeypatch.syspath_prepend(EXTENSIONS)
+    """Imports what extends Sphinx, as docs/conf.py and docs/reference/conf.py do."""
+    for folder in FOLDERS:
+        monkeypatch.syspath_prepend(folder)
     yield importlib.import_module
     for name in [n for n, m in sys.modules.items() if _lies_there(m)]:
         del sys.modules[name]
 
 
 def _lies_there(module: ModuleType) -> bool:
-    return str(getattr(module, "__file__", None) or "").startswith(EXTENSIONS)
+    return str(getattr(module, "__file__", None) or "").startswith(FOLDERS)
 
 
 def documented() -> Counter[str]:
-    text = "\n".join(path.read_text(encoding="utf-8") for path in (DOCS / "api").glob("*.md"))
+    text = "\n".join(path.read_text(encoding="utf-8") for path in SOURCES.glob("*.md"))
     return Counter(
         re.findall(r"^\.\. auto(?:class|exception|function|module):: ([\w.]+)$", text, re.MULTILINE)
     )
@@ -48,7 +50,7 @@ def test_every_public_name_is_documented_once(extension: Any) -> None:
     names = {name for name in sparkdl.__all__ if not name.startswith("_")}
     found = documented()
     assert {name: count for name, count in found.items() if count > 1} == {}
-    others = extension("public_names").other_names(DOCS / "api")
+    others = extension("public_names").other_names(SOURCES)
     own = {name.removeprefix("sparkdl.") for name in found if name.count(".") == 1}
     assert names == set(others) | own - {"models"}
     assert not set(others) & own
@@ -128,13 +130,40 @@ def test_cells_of_tables_are_markdown(extension: Any) -> None:
     assert tables.table(["x"], [["a|b"]]) == ["", "| x |", "| --- |", "| a\\|b |", ""]
 
 
+def test_a_signature_is_a_heading_and_a_block_of_lines(extension: Any) -> None:
+    from sphinx import addnodes
+
+    def signature(*parameters: str) -> Any:
+        given = [addnodes.desc_parameter("", name) for name in parameters]
+        return addnodes.desc_signature(
+            "", "", addnodes.desc_name("", "f"), addnodes.desc_parameterlist("", "", *given)
+        )
+
+    as_python = extension("plain_signatures").as_python
+    assert as_python(signature("a", "*", "b=1")) == "f(a, *, b=1)"
+    long = "c: " + "x" * 100
+    assert as_python(signature("a", long)) == f"f(\n    a,\n    {long},\n)"
+
+
+def test_cells_are_not_padded(extension: Any) -> None:
+    not_padded = extension("plain_signatures").not_padded
+    page = "a  b\n| c   | d |\n|-----|------|\n"
+    assert not_padded(page) == "a  b\n| c | d |\n|---|---|\n"
+
+
+def test_every_source_has_its_page_which_a_git_host_shows() -> None:
+    names = {path.name for path in SOURCES.glob("*.md")}
+    assert names == {path.name for path in (DOCS / "api").glob("*.md")}
+    index = (DOCS / "api/index.md").read_text(encoding="utf-8")
+    for name in names - {"index.md"}:
+        page = (DOCS / "api" / name).read_text(encoding="utf-8")
+        assert "{eval-rst}" not in page
+        assert f"]({name})" in index
+
+
 def test_no_page_is_left_out_of_the_site() -> None:
-    index = (DOCS / "index.md").read_text(encoding="utf-8") + (DOCS / "api/index.md").read_text(
-        "utf-8"
-    )
-    entries = re.findall(r"^([\w/\[\]*]+)$", index, re.MULTILINE)
+    index = (DOCS / "index.md").read_text(encoding="utf-8")
+    entries = re.findall(r"^([\w/]+)$", index, re.MULTILINE)
     for page in [*DOCS.glob("*.md"), *(DOCS / "api").glob("*.md")]:
-        name = page.stem
-        assert page.name == "index.md" or any(
-            Path(name).match(Path(entry).name) for entry in entries
-        ), page
+        name = page.relative_to(DOCS).with_suffix("").as_posix()
+        assert name == "index" or name in entries
