@@ -13,6 +13,7 @@ from sphinx.util.docutils import SphinxDirective
 from tables import as_markdown, table
 
 import sparkdl
+from sparkdl.spark.params import param_table
 
 if TYPE_CHECKING:
     from docutils import nodes
@@ -20,10 +21,18 @@ if TYPE_CHECKING:
 
 
 def rows(names: list[str]) -> list[tuple[str, str, str]]:
-    """Name, default, meaning; in alphabetical order."""
+    """Name, default, meaning; in the order of the table of Params, which is that of tasks."""
     instances = [_instance(name) for name in names]
-    params = sorted({param.name for each in instances for param in each.params})
-    return [(f"`{name}`", _default(instances, name), _meaning(instances, name)) for name in params]
+    there = {param.name for each in instances for param in each.params}
+    tables = [each for name, each in vars(param_table).items() if name.endswith("Arguments")]
+    order = dict.fromkeys(name for each in tables for name in param_table.options(each))
+    if missing := there - order.keys():
+        raise ValueError(f"the table of Params lacks {sorted(missing)}")
+    return [
+        (f"`{name}`", _default(instances, name), _meaning(instances, name))
+        for name in order
+        if name in there
+    ]
 
 
 def _instance(name: str) -> Params:
