@@ -80,6 +80,8 @@ class GangOrder:
     """The driver's, which every worker compares with its own."""
     start_timeout_seconds: float
     collective_timeout_seconds: float
+    slots_timeout_seconds: float = 0.0
+    """How much longer the other workers may take to come: they may wait for slots."""
     heartbeat_timeout_seconds: float = 60.0
     """Silence after which a rank counts as hung."""
     spares_memory: bool = False
@@ -189,7 +191,8 @@ class GangRank:
         """
         address = self.environment.address
         require_same_versions(self.order.versions, f"rank {self.environment.rank} on {address}")
-        return numbered(self._gather("hello", f"{address}/{socket.gethostname()}"))
+        more = self.order.slots_timeout_seconds
+        return numbered(self._gather("hello", f"{address}/{socket.gethostname()}", more))
 
     @contextlib.contextmanager
     def communicator(self, device: torch.device, nodes: tuple[int, ...]) -> Iterator[Communicator]:
@@ -247,10 +250,10 @@ class GangRank:
         if self.environment.rank != 0 and not self.order.driver_hosts_channel:
             self.client.set(f"bye/{self.environment.rank}", b"")
 
-    def _gather(self, what: str, value: str) -> list[str]:
+    def _gather(self, what: str, value: str, more_seconds: float = 0.0) -> list[str]:
         """Give this rank's value, and wait for those of all ranks."""
         rank, size = self.environment.rank, self.environment.world_size
-        seconds = self.order.start_timeout_seconds
+        seconds = self.order.start_timeout_seconds + more_seconds
         try:
             return self.client.gather(what, rank, size, value, seconds)
         except TimeoutError as error:

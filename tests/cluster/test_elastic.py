@@ -6,6 +6,7 @@ import re
 import subprocess
 import sys
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -102,3 +103,19 @@ def test_a_gang_under_dynamic_allocation_has_the_same_bits(undisturbed: str, gan
     said = gangs.split("gang:")[1]
     assert said.split("digest ")[1].strip() == undisturbed
     assert re.search(r"restarts 1\nsizes \[\[0, 2\], \[1[05], 2\]\]", said)
+
+
+def test_gangs_of_two_applications_that_start_together_both_train(
+    undisturbed: str, master: str, tmp_path: Path
+) -> None:
+    """Each has one of two slots, until one of them gives its own back; no restart is counted."""
+    settings = [*DYNAMIC, "spark.dynamicAllocation.minExecutors=0", "spark.sparkdl.startTimeout=20"]
+    with ThreadPoolExecutor(2) as pool:
+        begun = [
+            pool.submit(train, "competing", master, tmp_path / name, *settings)
+            for name in ("one", "other")
+        ]
+        said = [future.result() for future in begun]
+    for text in said:
+        assert "restarts 0" in text
+        assert text.split("digest ")[1].strip() == undisturbed

@@ -1,6 +1,6 @@
 """A driver program for `test_elastic.py`: trains on a cluster that may change.
 
-Usage: train_on_changing.py rounds|gangs MASTER DIRECTORY [KEY=VALUE ...]
+Usage: train_on_changing.py rounds|gangs|competing MASTER DIRECTORY [KEY=VALUE ...]
 
 With ``gangs``, one that grows (range) and one that loses a worker (gang) train one after the other.
 In the directory each fit leaves a file of its own name when what it waits for has come.
@@ -45,6 +45,8 @@ def wanted(mode: str, marker: str) -> FitRequest:
     """What is trained: rounds with a slow task, a gang with a lost worker, or one that grows."""
     if mode == "rounds":
         return in_rounds(faults.Straggle(marker, 3, 10))
+    if mode == "competing":
+        return request(Slow())
     if mode == "gang":
         return request(faults.KillWorker(marker, 1, 17))
     return request(Grows(marker), num_workers=3, min_workers=1)
@@ -60,6 +62,14 @@ class Grows(Callback):
         if state.step >= 6:
             Path(self.marker).touch()
         time.sleep(1.0 if state.world_size == 1 else 0)
+
+
+@dataclass
+class Slow(Callback):
+    """Takes its time, so that a competitor is met."""
+
+    def on_step_end(self, state: CallbackState) -> None:
+        time.sleep(0.2)
 
 
 def until_there(marker: str, batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:

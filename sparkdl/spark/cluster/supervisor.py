@@ -28,6 +28,7 @@ from sparkdl.runtime.activity import doing
 from sparkdl.runtime.versions import untested, versions
 from sparkdl.spark.cluster.attempt import Attempt, Rows, Silence, restart_reason
 from sparkdl.spark.cluster.gang import GangTask, Work, launch
+from sparkdl.spark.cluster.let_go import LetGo
 from sparkdl.spark.cluster.link import Link
 from sparkdl.spark.cluster.slots import Slots
 from sparkdl.spark.session import failures
@@ -64,6 +65,10 @@ class Launch:
             threads=self.slots.threads,
             versions=versions(),
             start_timeout_seconds=self.settings.start_timeout_seconds,
+            # The driver knows better, and ends them before.
+            slots_timeout_seconds=(
+                0.0 if self.slots.is_barrier else self.settings.queue_timeout_seconds
+            ),
             collective_timeout_seconds=self.settings.collective_timeout_seconds,
             heartbeat_timeout_seconds=self.settings.heartbeat_timeout_seconds,
             **work,
@@ -177,6 +182,7 @@ def supervise(
         SparkDLError: what a worker raised on purpose, such as a version mismatch.
     """
     failed, furthest, losses = 0, -1, 0
+    changes = [*changes, *(LetGo.of(run) if needs_all else ())]
     sizes: list[tuple[int, int]] = []
     for restarts in itertools.count():
         attempt = Attempt(
