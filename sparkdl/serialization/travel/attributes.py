@@ -39,6 +39,8 @@ logger = logging.getLogger(__name__)
 
 _TORCHS = {*vars(nn.Module()), "_compiled_call_impl"}
 """What torch itself keeps in each module: registers, hooks, the mode, a compiled twin."""
+_OF_MESH = ("__composable_api_", "_is_fsdp_", "_fsdp_")
+"""Begin the names of attributes with which torch divides layers."""
 _PLAIN = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.Size)
 _REMEDY = "keep it in a buffer, or in an attribute of numbers, strings, tensors, lists and dicts"
 
@@ -272,7 +274,7 @@ def _values(module: nn.Module) -> Iterator[tuple[str, str, Any]]:
             continue
         slots = {slot: getattr(layer, slot) for slot in _slots(layer) if hasattr(layer, slot)}
         for key, value in {**state, **slots}.items():
-            if key not in _TORCHS:
+            if key not in _TORCHS and not key.startswith(_OF_MESH):
                 yield name, key, value
 
 
