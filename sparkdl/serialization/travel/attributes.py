@@ -237,7 +237,7 @@ def _read(module: nn.Module, packed: PackedModule) -> Any:
 
 
 def _give(module: nn.Module, values: Mapping[str, Any], removed: Mapping[str, Any]) -> None:
-    """Set attributes, after others were removed."""
+    """Remove attributes, then set others."""
     for name in values.keys() | removed.keys():
         layer, given = module.get_submodule(name), values.get(name, {})
         kind: Any = type(layer)
@@ -245,12 +245,12 @@ def _give(module: nn.Module, values: Mapping[str, Any], removed: Mapping[str, An
             state = layer.__getstate__()  # type: ignore[no-untyped-call]
             layer.__setstate__({**state, **given} if isinstance(state, dict) else given[""])  # type: ignore[no-untyped-call]
             continue
+        for key in removed.get(name, ()):
+            vars(layer).pop(key, None)
         slots = {key: given[key] for key in _slots(layer) & given.keys()}
         vars(layer).update({key: value for key, value in given.items() if key not in slots})
         for key, value in slots.items():
             object.__setattr__(layer, key, value)
-        for key in removed.get(name, ()):
-            vars(layer).pop(key, None)
 
 
 def _all(module: nn.Module) -> Values:
