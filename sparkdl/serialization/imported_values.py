@@ -20,6 +20,7 @@ import subprocess
 import sys
 import types
 from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
 import cloudpickle
@@ -169,12 +170,20 @@ def _digest(value: Any) -> str:
         value = value.fget
     about: Any
     if isinstance(value, types.FunctionType):
-        about = identity((value.__code__, value.__defaults__, value.__kwdefaults__))
+        # Of code that comes from the file nobody asks what it is: imports may have rewritten it.
+        code = None if _is_of_its_file(value) else value.__code__
+        about = identity((code, value.__defaults__, value.__kwdefaults__))
+        about = [value.__module__, value.__qualname__, about]
     elif isinstance(value, type | types.ModuleType):
         about = [getattr(value, "__module__", ""), getattr(value, "__qualname__", value.__name__)]
     else:
         about = identity(value)
     return hashlib.sha256(json.dumps(about).encode()).hexdigest()
+
+
+def _is_of_its_file(function: types.FunctionType) -> bool:
+    file = getattr(sys.modules.get(function.__module__), "__file__", None) or ""
+    return Path(file).stem == Path(function.__code__.co_filename).stem
 
 
 def _is_fixed(place: Place) -> bool:
