@@ -6,11 +6,8 @@ import contextlib
 import functools
 import importlib
 import json
-<<<<<<< HEAD
-import re
-=======
 import logging
->>>>>>> modules32
+import re
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -41,13 +38,9 @@ from sparkdl.storage.storage import Storage, open_storage, without_password
 if TYPE_CHECKING:
     from pyspark.resource import ResourceProfile
 
-<<<<<<< HEAD
-_PYTHON_REMEDY = (
-=======
 logger = logging.getLogger(__name__)
 
-PYTHON_REMEDY = (
->>>>>>> modules32
+_PYTHON_REMEDY = (
     "executors need the Python that PYSPARK_PYTHON or spark.pyspark.python names, at that path: "
     "install it there, or ship one with --archives env.tar.gz#env and "
     "PYSPARK_PYTHON=./env/bin/python; where they were lost, their logs say why"
@@ -255,11 +248,11 @@ def probe(
     )
 
 
-<<<<<<< HEAD
 def python_remedy(error: Exception) -> str:
     """What to do about executors that cannot start a Python worker, by Spark's error."""
     return _DAEMON_REMEDY if _NO_DAEMON.search(str(error)) else _PYTHON_REMEDY
-=======
+
+
 def _check_values(answers: Iterable[Mapping[str, Any]]) -> None:
     """Refuse what the program has changed in modules that executors import from files."""
     there: dict[Place, str] = {}
@@ -284,7 +277,6 @@ def _check_values(answers: Iterable[Mapping[str, Any]]) -> None:
 
 def _shown(places: Sequence[Place]) -> str:
     return ", ".join(".".join(place) for place in places[:5])
->>>>>>> modules32
 
 
 def _check(answer: Mapping[str, object], storage_url: str | None) -> None:
