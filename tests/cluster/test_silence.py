@@ -151,7 +151,8 @@ def test_a_worker_that_gets_a_fiftieth_of_a_processor(
 
     with entries(cluster, heartbeatTimeout=10), beside(limit):
         # It has lived for some seconds before.
-        result = fit(df, request(faults.Slow(0.2), faults.ComputeInC(str(marker), 1, 12)))
+        slow = faults.Slow(0.2, last_step=12)
+        result = fit(df, request(slow, faults.ComputeInC(str(marker), 1, 12)))
     assert [len(pids) > 1 for pids in limits] == [True]
     assert result.summary.restarts == 0
     assert digest(result) == undisturbed
