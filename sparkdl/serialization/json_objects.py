@@ -17,6 +17,7 @@ import dataclasses
 import functools
 import inspect
 import math
+import re
 import types
 from collections import OrderedDict
 from collections.abc import Callable, Mapping
@@ -165,9 +166,9 @@ def _describe_tensor(value: Any) -> Any:
 def _restore_tensor(description: Mapping[str, Any], trust: Trust) -> Any:
     data = bytearray(base64.b64decode(description["tensor"], validate=True))
     dtype, shape = _restore_dtype(description, trust), description["shape"]
-    if not data:
-        return torch.empty(shape, dtype=dtype)
-    return torch.frombuffer(data, dtype=torch.uint8).view(dtype).reshape(shape)
+    # To no bytes belongs no shape but one with a size of 0.
+    flat = torch.frombuffer(data, dtype=torch.uint8) if data else torch.empty(0, dtype=torch.uint8)
+    return flat.view(dtype).reshape(shape)
 
 
 def _restore_dtype(description: Mapping[str, Any], trust: Trust) -> Any:
@@ -180,7 +181,9 @@ def _restore_dtype(description: Mapping[str, Any], trust: Trust) -> Any:
 def _restore_partial(description: Mapping[str, Any], trust: Trust) -> Any:
     function = restore(description["partial"], trust)
     keywords = {name: restore(item, trust) for name, item in description["keywords"].items()}
-    return functools.partial(function, *restore(description["args"], trust), **keywords)
+    args = restore(description["args"], trust)
+    trust.check_call(function, args, keywords)
+    return functools.partial(function, *args, **keywords)
 
 
 def _restore_dataclass(description: Mapping[str, Any], trust: Trust) -> Any:
@@ -234,10 +237,23 @@ def _restore_module(description: Mapping[str, Any], trust: Trust) -> nn.Module:
     return module
 
 
+def check_name(name: Any) -> str:
+    """Return the name of a child or an attribute; ConfigError if it is no plain one.
+
+    Tools write such names into Python source, as ``torch.fx`` does.
+    """
+    if not isinstance(name, str) or not (name.isidentifier() or re.fullmatch("[0-9]+", name)):
+        raise ConfigError(
+            f"a part of a module is called {name!r}; names of parts in a saved file are "
+            "identifiers or numbers"
+        )
+    return name
+
+
 def _construct(kind: type[nn.Module], args: Any, trust: Trust) -> nn.Module:
     if isinstance(args, dict):
         return kind(**{name: restore(item, trust) for name, item in args.items()})
-    children = [(name, restore(item, trust)) for name, item in args]
+    children = [(check_name(name), restore(item, trust)) for name, item in args]
     if kind is nn.ModuleList:
         return nn.ModuleList(child for _, child in children)
     return kind(OrderedDict(children))
