@@ -89,15 +89,17 @@ def restore(description: Any, trust: Trust = USUAL) -> Any:
     """
     if description is None or isinstance(description, bool | int | float | str):
         return description
-    if isinstance(description, list):
-        return [restore(item, trust) for item in description]
-    kind = next(iter(description), None) if isinstance(description, dict) else None
-    if kind not in _RESTORERS:
-        raise ConfigError(f"not a description of an object: {_short(description)}")
     try:
+        if isinstance(description, list):
+            return [restore(item, trust) for item in description]
+        kind = next(iter(description), None) if isinstance(description, dict) else None
+        if kind not in _RESTORERS:
+            raise ConfigError(f"not a description of an object: {_short(description)}")
         return _RESTORERS[kind](description, trust)
     except SparkDLError:
         raise
+    except RecursionError:
+        raise ConfigError("a description of an object is nested too deeply") from None
     except Exception as error:  # constructors raise whatever they like
         raise ConfigError(
             f"cannot make the object described by {_short(description)}: "

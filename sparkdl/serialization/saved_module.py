@@ -266,7 +266,7 @@ def open_module(
     return SavedModule(path=path, index=index, files=files, trust=trust, sharded=sharded)
 
 
-def read_module_index(storage: Storage, path: str) -> dict[str, Any]:
+def read_module_index(storage: Folder, path: str) -> dict[str, Any]:
     """What ``module.json`` says; the other files are not looked at.
 
     StorageError if it is missing, damaged or of a later version.

@@ -173,6 +173,37 @@ def test_attributes_that_are_torchs_own_are_refused(key: str) -> None:
         give_unlisted(nn.ReLU(), {"buffers": {CHILD: torch.ones(1)}, "attributes": []})
 
 
+@pytest.mark.parametrize("file", ["module.json", "weights.safetensors"])
+def test_a_pipe_in_the_place_of_a_file_is_an_error(tmp_path: Path, file: str) -> None:
+    place = hostile(tmp_path, {"factory": {"import": "tests.describable:make_net"}})
+    (place / "model" / file).unlink()
+    os.mkfifo(place / "model" / file)
+    with pytest.raises(StorageError, match="a pipe, a socket or a device"):
+        load_module(place)
+
+
+def test_files_that_are_larger_than_they_should_be_are_not_read(tmp_path: Path) -> None:
+    """A file of a terabyte without content takes no space on the disk."""
+    place = hostile(tmp_path, {"factory": {"import": "tests.describable:make_net"}})
+    for file, words in (("weights.safetensors", "expected"), ("module.json", "are no index")):
+        os.truncate(place / "model" / file, 1 << 40)
+        with pytest.raises(StorageError, match=words):
+            load_module(place)
+
+
+def test_descriptions_that_are_nested_too_deeply_are_an_error() -> None:
+    for wrap in (
+        lambda inner: [inner],
+        lambda inner: {"tuple": [inner]},
+        lambda inner: {"x": inner},
+    ):
+        deep: Any = None
+        for _ in range(3000):
+            deep = wrap(deep)
+        with pytest.raises(ConfigError, match="nested too deeply"):
+            restore([deep])
+
+
 def test_tensors_without_bytes_show_no_memory() -> None:
     for shape in ([4096], [], [2, 3]):
         with pytest.raises(ConfigError, match="cannot make"):
