@@ -110,11 +110,9 @@ def spark() -> Iterator[SparkSession]:
     """A session with two slots: classic, or Spark Connect if ``SPARKDL_TEST_SPARK=connect``."""
     from pyspark.sql import SparkSession
 
-    # Spark ends workers that idle for a minute; the next have torch in memory already.
-    daemon = "spark.python.daemon.module", "sparkdl.spark.daemon"
     if ON_CONNECT:
-        # The client may not set it; its server reads this.
-        os.environ["PYSPARK_SUBMIT_ARGS"] = f"--conf {'='.join(daemon)} pyspark-shell"
+        # The client may not set the entries; its server reads this.
+        os.environ["PYSPARK_SUBMIT_ARGS"] = jvm.SUBMIT_ARGS
         session = SparkSession.builder.remote("local[2]").getOrCreate()
     else:
         session = (
@@ -124,11 +122,12 @@ def spark() -> Iterator[SparkSession]:
             .config("spark.sql.shuffle.partitions", "2")
             .config("spark.driver.host", "127.0.0.1")
             .config("spark.driver.bindAddress", "127.0.0.1")
-            .config(*daemon)
+            .config(map=jvm.ENTRIES)
             .getOrCreate()
         )
         session.sparkContext.setLogLevel("ERROR")
-    yield session
+    with jvm.killing_soon():
+        yield session
     session.stop()
 
 

@@ -9,7 +9,11 @@ else the JVM goes on without it. So an option names the settings of the log, not
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+
+import pytest
 
 _ROOT = Path(__file__).parent.parent
 ARCHIVE = _ROOT / "build" / "spark.jsa"
@@ -20,6 +24,19 @@ _ALWAYS = (
 )
 OPTIONS = f"{_ALWAYS} -XX:SharedArchiveFile={ARCHIVE}"
 """Of every JVM; one that cannot use the archive says nothing of it."""
+ENTRIES = {
+    # Spark ends workers that idle for a minute; the next have torch in memory already.
+    "spark.python.daemon.module": "sparkdl.spark.daemon",
+    # Else Spark lets each task of Python's that it has cancelled go on for two seconds.
+    "spark.python.task.killTimeout": "200ms",
+}
+"""Of the sessions of tests."""
+SUBMIT_ARGS = " ".join(
+    [*(f"--conf {key}={value}" for key, value in ENTRIES.items()), "pyspark-shell"]
+)
+"""The same for PYSPARK_SUBMIT_ARGS, which sessions read that others make."""
+KILL_SECONDS = 1.2
+"""After which a cancelled task has ended, with the second of leave that sparkdl gives it."""
 _LOG = f"-Dlog4j2.configurationFile={_ROOT / 'conf' / 'log4j2.properties'}"
 
 
@@ -27,6 +44,14 @@ def prepare(options: str = OPTIONS) -> None:
     """Before Spark starts: sessions of this process and of its children have these options."""
     os.environ.setdefault("SPARK_SUBMIT_OPTS", f"{options} {_LOG}")
     os.environ.pop("SPARK_CONF_DIR", None)
+
+
+@contextmanager
+def killing_soon() -> Iterator[None]:
+    """Where sessions have `ENTRIES`, sparkdl waits less for what Spark has given up, too."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("sparkdl.spark.frames.shard_table._KILL_SECONDS", KILL_SECONDS)
+        yield
 
 
 def main() -> None:

@@ -18,6 +18,7 @@ from torch import nn
 from sparkdl.errors import ConfigError, DataError
 from sparkdl.estimator import TorchClassifier, TorchEstimator, TorchRegressor
 from sparkdl.model import TorchClassifierModel, TorchModel, TorchRegressorModel
+from sparkdl.spark.frames.shard_table import ShardTable
 from sparkdl.spark.params.param_table import INFERENCE_BATCH_SIZE
 
 pytestmark = [
@@ -180,7 +181,18 @@ def test_pipeline_with_save_and_load(points: DataFrame, tmp_path: Path) -> None:
     assert [row.probability for row in again.transform(points).orderBy("id").collect()] == expected
 
 
-def test_cross_validator_in_parallel(points: DataFrame, tmp_path: Path) -> None:
+def test_cross_validator_in_parallel(
+    points: DataFrame, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The fits on a fold share its spool."""
+    tables: list[ShardTable] = []
+    first = ShardTable.__init__
+
+    def noted(self: ShardTable, *args: Any, **kwargs: Any) -> None:
+        first(self, *args, **kwargs)
+        tables.append(self)
+
+    monkeypatch.setattr(ShardTable, "__init__", noted)
     estimator = classifier(epochs=3)
     grid = ParamGridBuilder().addGrid(estimator.learningRate, [1e-6, 0.05]).build()
     search = CrossValidator(
@@ -196,6 +208,7 @@ def test_cross_validator_in_parallel(points: DataFrame, tmp_path: Path) -> None:
     assert found.avgMetrics[1] > max(0.8, found.avgMetrics[0])
     assert found.bestModel.transform(points).where("prediction = label").count() > 170
     gc.collect()  # pyspark's thread pools, while their warning is filtered
+    assert len(tables) == 3  # one for each fold, and one for the best
 
 
 @pytest.mark.classic

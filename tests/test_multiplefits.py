@@ -13,8 +13,6 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pytest
 import torch
-from pyspark.ml.evaluation import RegressionEvaluator
-from pyspark.ml.tuning import CrossValidator, ParamGridBuilder
 from torch import nn
 
 from sparkdl import Callback, ParquetSource, Tensor, TorchRegressor
@@ -25,12 +23,7 @@ from sparkdl.spark.session.compat import is_connect
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame, SparkSession
 
-pytestmark = [
-    pytest.mark.spark,
-    pytest.mark.gang,
-    # pyspark leaves the thread pool of a search open.
-    pytest.mark.filterwarnings("ignore:.*Pool.__del__:pytest.PytestUnraisableExceptionWarning"),
-]
+pytestmark = [pytest.mark.spark, pytest.mark.gang]
 
 
 @pytest.fixture(scope="module")
@@ -84,17 +77,6 @@ def weights(model: Any) -> list[float]:
 
 
 @pytest.mark.slow
-def test_all_maps_train_over_one_spool(df: DataFrame, tables: list[ShardTable]) -> None:
-    estimator = regressor()
-    maps = [{estimator.learningRate: rate} for rate in (0.001, 0.01, 0.1)]
-    found = dict(estimator.fitMultiple(df, maps))
-    assert len(tables) == 1
-    assert sorted(found) == [0, 1, 2]
-    assert weights(found[1]) == weights(estimator.fit(df, maps[1]))
-    assert len({tuple(weights(model)) for model in found.values()}) == 3
-
-
-@pytest.mark.slow
 def test_threads_train_at_the_same_time(df: DataFrame, tables: list[ShardTable]) -> None:
     estimator = regressor()
     maps = [{estimator.learningRate: rate} for rate in (0.001, 0.01, 0.1)]
@@ -102,6 +84,7 @@ def test_threads_train_at_the_same_time(df: DataFrame, tables: list[ShardTable])
     with ThreadPoolExecutor(2) as pool:
         found = dict(pool.map(lambda _: next(fits), maps))
     assert len(tables) == 1
+    assert sorted(found) == [0, 1, 2]
     assert weights(found[1]) == weights(estimator.fit(df, maps[1]))
     assert len({tuple(weights(model)) for model in found.values()}) == 3
     with pytest.raises(StopIteration):
@@ -112,7 +95,7 @@ class Pause(Callback):
     """Longer than the patience below."""
 
     def on_train_begin(self, state: Any) -> None:
-        time.sleep(4)
+        time.sleep(2)
 
 
 @pytest.mark.slow
@@ -120,7 +103,7 @@ def test_fits_that_need_all_slots_wait_for_each_other_as_long_as_it_takes(
     spark: SparkSession, df: DataFrame
 ) -> None:
     estimator = regressor(numWorkers=2, callbacks=[Pause()])
-    spark.conf.set("spark.sparkdl.queueTimeout", "2")
+    spark.conf.set("spark.sparkdl.queueTimeout", "1")
     try:
         fits = estimator.fitMultiple(df, [{}, {estimator.learningRate: 0.1}])
         with ThreadPoolExecutor(2) as pool:
@@ -129,7 +112,7 @@ def test_fits_that_need_all_slots_wait_for_each_other_as_long_as_it_takes(
         spark.conf.unset("spark.sparkdl.queueTimeout")
     waits = sorted(model.summary.phase_seconds["fit: wait"] for model in found.values())
     assert waits[0] < 1
-    assert waits[1] > 4
+    assert waits[1] > 2
 
 
 @pytest.mark.slow
@@ -189,20 +172,3 @@ def test_what_is_not_asked_for_leaves_nothing_behind(df: DataFrame) -> None:
     next(fits)
     del fits
     gc.collect()
-
-
-@pytest.mark.slow
-def test_a_cross_validator_finds_the_rate_that_learns(
-    df: DataFrame, tables: list[ShardTable]
-) -> None:
-    estimator = regressor(epochs=10, optimizer="sgd")
-    grid = ParamGridBuilder().addGrid(estimator.learningRate, [1e-6, 0.05]).build()
-    search = CrossValidator(
-        estimator=estimator, estimatorParamMaps=grid, evaluator=RegressionEvaluator(),
-        numFolds=2, parallelism=2, seed=1,
-    )  # fmt: skip
-    found: Any = search.fit(df)
-    assert weights(found.bestModel) == weights(estimator.fit(df, grid[1]))
-    assert found.avgMetrics[1] < 0.5 * found.avgMetrics[0]
-    gc.collect()  # pyspark's thread pools, while their warning is filtered
-    assert len(tables) == 4  # one for each fold, one for the best, and the one above

@@ -86,11 +86,11 @@ def train(epochs: int, rate: float = 0.05) -> dict[str, Any]:
 @pytest.mark.parametrize("num_workers", [2, 0])
 def test_a_function_trains_on_the_rows_of_a_data_frame(df: DataFrame, num_workers: int) -> None:
     runner = TorchRunner(num_workers=num_workers, data=df, verbose=0, results="all")
-    found = runner.run(train, 40, rate=0.03)
+    found = runner.run(train, 12)
     assert [value["rank"] for value in found] == list(range(max(1, num_workers)))
     assert all(value["weight"].tolist() == found[0]["weight"].tolist() for value in found)
     assert found[0]["weight"][0].tolist() == pytest.approx([1, 2, -1], abs=0.05)
-    assert [record["report"] for record in runner.history] == list(range(1, 41))
+    assert [record["report"] for record in runner.history] == list(range(1, 13))
     assert runner.history[-1]["loss"] < runner.history[0]["loss"]
 
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import logging
+import sys
 import threading
 from collections.abc import Mapping, Sequence
 from http import HTTPStatus
@@ -165,6 +166,14 @@ class RunServer(ThreadingHTTPServer):
         with self.reading:
             return self.reader.read(name)
 
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """Log what has ended a connection: at DEBUG if the other end has broken it off."""
+        error = sys.exception()
+        if isinstance(error, ConnectionError | TimeoutError):
+            logger.debug("the connection of %s was broken off: %s", client_address, error)
+        else:
+            logger.error("the request of %s failed", client_address, exc_info=error)
+
 
 class _Handler(BaseHTTPRequestHandler):
     server: RunServer
@@ -173,11 +182,15 @@ class _Handler(BaseHTTPRequestHandler):
 
     def do_GET(self) -> None:
         # Whether the browser means this machine: other sites may let their names point here.
-        host = urlsplit(f"//{self.headers.get('Host', '')}").hostname
+        try:
+            host = urlsplit(f"//{self.headers.get('Host', '')}").hostname
+            parts = [unquote(part) for part in urlsplit(self.path).path.split("/") if part]
+        except ValueError:  # "[" begins an address that has no end
+            self._send(HTTPStatus.BAD_REQUEST, "text/plain", "malformed host or path\n")
+            return
         if self.server.is_local and host not in _LOOPBACK:
             self._send(HTTPStatus.MISDIRECTED_REQUEST, "text/plain", "wrong host\n")
             return
-        parts = [unquote(part) for part in urlsplit(self.path).path.split("/") if part]
         try:
             self._answer(parts)
         except SparkDLError as error:
@@ -199,7 +212,11 @@ class _Handler(BaseHTTPRequestHandler):
                     raise _odd_values(name, error) from error
                 self._page(record.title, content, is_live=record.status == "running")
             case ["runs", name, "run.json"] if record := self.server.record(name):
-                self._send(HTTPStatus.OK, "application/json", json.dumps(finite(record.to_dict())))
+                try:
+                    text = json.dumps(finite(record.to_dict()))
+                except Exception as error:  # as above
+                    raise _odd_values(name, error) from error
+                self._send(HTTPStatus.OK, "application/json", text)
             case _:
                 self._send(HTTPStatus.NOT_FOUND, "text/plain", "there is no such run\n")
 

@@ -11,7 +11,7 @@ has written (``empty``), and the inner ones that trust their callers (``native_b
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -89,7 +89,7 @@ ALLOWED = frozenset(f"aten.{name}" for name in _NAMES.split())
 def _require(fits: bool, operator: str) -> None:
     if not fits:
         raise DataError(
-            f"the exported program calls {operator} with tensors that do not fit each other; the "
+            f"the exported program calls {operator} with arguments that do not fit each other; the "
             "file is damaged, or somebody has changed it"
         )
 
@@ -132,11 +132,94 @@ def _weight_norm(values: torch.Tensor, norms: torch.Tensor, dim: int = 0) -> Any
     return torch.ops.aten._weight_norm.default(values, norms, dim)
 
 
+def _embedding_bag(given: Mapping[str, Any]) -> bool:
+    """Offsets in order, within the indices, and these within the weights."""
+    weight, indices, offsets = given["weight"], given["indices"], given["offsets"]
+    if indices.dim() != 1 or offsets.dim() != 1 or weight.dim() != 2:
+        return False
+    bounds = torch.cat([offsets, offsets.new_tensor([len(indices)])])
+    is_within = bool(((indices >= 0) & (indices < len(weight))).all())
+    return is_within and int(bounds[0]) == 0 and bool((bounds.diff() >= 0).all())
+
+
+def _grid_sampler(given: Mapping[str, Any]) -> bool:
+    """Modes that there are: with others nothing is written to the result."""
+    return given["interpolation_mode"] in (0, 1, 2) and given["padding_mode"] in (0, 1, 2)
+
+
+def _repeat_interleave(given: Mapping[str, Any]) -> bool:
+    """Counts whose sum, which torch compares with the size of the result, does not overflow."""
+    repeats = given["repeats"]
+    return bool((repeats >= 0).all()) and float(repeats.double().sum()) < _MOST_REPEATS
+
+
+def _division(given: Mapping[str, Any]) -> bool:
+    """No quotient of whole numbers that is too large by one, for which a processor stops."""
+    values, divisor = given["self"], given["other"]
+    dtype = torch.result_type(values, divisor)
+    if given["rounding_mode"] != "trunc" or dtype.is_floating_point or dtype is torch.bool:
+        return True
+    return not bool(((values == torch.iinfo(dtype).min) & (divisor == -1)).any())
+
+
+def _upsample(given: Mapping[str, Any]) -> bool:
+    """Scales that lead to no place behind the end of the input."""
+    scales = [value for name, value in given.items() if name.startswith("scales")]
+    sizes = zip(given["self"].shape[2:], given["output_size"], scales, strict=False)
+    return all(scale is None or size * scale >= result * _ROUNDED for size, result, scale in sizes)
+
+
+_MOST_REPEATS = 2.0**62
+_ROUNDED = 1 - 1e-6
+
+
+def _checked(operator: Any, fits: Callable[[Mapping[str, Any]], bool]) -> Callable[..., Any]:
+    """What calls an operator whose arguments, by name, are such as ``fits`` finds right."""
+    defaults = {one.name: one.default_value for one in operator._schema.arguments}
+
+    def call(*args: Any, **named: Any) -> Any:
+        given = {**defaults, **dict(zip(defaults, args, strict=False)), **named}
+        _require(fits(given), str(operator))
+        return operator(*args, **named)
+
+    return call
+
+
+def _all_checked() -> dict[Any, Callable[..., Any]]:
+    aten = torch.ops.aten
+    checks: list[tuple[Callable[[Mapping[str, Any]], bool], list[Any]]] = [
+        (_embedding_bag, [aten.embedding_bag.default, aten.embedding_bag.padding_idx]),
+        (_grid_sampler, [aten.grid_sampler.default, aten.grid_sampler_2d.default]),
+        (_repeat_interleave, [aten.repeat_interleave.Tensor, aten.repeat_interleave.self_Tensor]),
+        (
+            _division,
+            [
+                aten.div.Tensor_mode,
+                aten.div.Scalar_mode,
+                aten.div_.Tensor_mode,
+                aten.div_.Scalar_mode,
+            ],
+        ),
+        (
+            _upsample,
+            [
+                getattr(aten, name.removeprefix("aten.")).default
+                for name in sorted(ALLOWED)
+                if "upsample" in name
+            ],
+        ),
+    ]
+    return {one: _checked(one, fits) for fits, operators in checks for one in operators}
+
+
 CHECKED: dict[Any, Callable[..., Any]] = {
     torch.ops.aten.lstm.input: _lstm,
     torch.ops.aten.scaled_dot_product_attention.default: _attention,
     torch.ops.aten._weight_norm.default: _weight_norm,
+    **_all_checked(),
 }
 """Operators of the list, and what is called in their place."""
-UNCHECKED = frozenset(("torch.ops.aten.lstm.data",))
+UNCHECKED = frozenset(
+    f"torch.ops.aten.{name}.data" for name in ("lstm", "gru", "rnn_tanh", "rnn_relu")
+)
 """Overloads of the list for which there is no check."""

@@ -15,7 +15,8 @@ from sparkdl.errors import ConfigError, unknown
 from sparkdl.serialization.example_inputs import example_of
 from sparkdl.serialization.exported_program import write_program
 from sparkdl.serialization.load import ModelSignature, open_saved, signature_of
-from sparkdl.serialization.saved_module import INDEX, WEIGHTS, SavedModule, prepare_program
+from sparkdl.serialization.saved_module import WEIGHTS, SavedModule, prepare_program
+from sparkdl.serialization.trust import INDEX
 from sparkdl.storage.hadoop_storage import open_parent
 from sparkdl.storage.storage import Storage, without_password
 

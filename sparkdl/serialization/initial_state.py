@@ -70,7 +70,8 @@ def read_training_state(storage: Folder, model: str) -> TrainingState | None:
 
     StorageError if it is damaged, or of another version.
     """
-    from sparkdl.serialization.saved_module import INDEX, open_module
+    from sparkdl.serialization.saved_module import open_module
+    from sparkdl.serialization.trust import INDEX
     from sparkdl.train.training_state import TrainingState
 
     folder = f"{model.rpartition('/')[0]}/{STATE}".lstrip("/")

@@ -17,6 +17,7 @@ import dataclasses
 import functools
 import inspect
 import math
+import re
 import types
 from collections import OrderedDict
 from collections.abc import Callable, Mapping
@@ -88,15 +89,17 @@ def restore(description: Any, trust: Trust = USUAL) -> Any:
     """
     if description is None or isinstance(description, bool | int | float | str):
         return description
-    if isinstance(description, list):
-        return [restore(item, trust) for item in description]
-    kind = next(iter(description), None) if isinstance(description, dict) else None
-    if kind not in _RESTORERS:
-        raise ConfigError(f"not a description of an object: {_short(description)}")
     try:
+        if isinstance(description, list):
+            return [restore(item, trust) for item in description]
+        kind = next(iter(description), None) if isinstance(description, dict) else None
+        if kind not in _RESTORERS:
+            raise ConfigError(f"not a description of an object: {_short(description)}")
         return _RESTORERS[kind](description, trust)
     except SparkDLError:
         raise
+    except RecursionError:
+        raise ConfigError("a description of an object is nested too deeply") from None
     except Exception as error:  # constructors raise whatever they like
         raise ConfigError(
             f"cannot make the object described by {_short(description)}: "
@@ -165,9 +168,9 @@ def _describe_tensor(value: Any) -> Any:
 def _restore_tensor(description: Mapping[str, Any], trust: Trust) -> Any:
     data = bytearray(base64.b64decode(description["tensor"], validate=True))
     dtype, shape = _restore_dtype(description, trust), description["shape"]
-    if not data:
-        return torch.empty(shape, dtype=dtype)
-    return torch.frombuffer(data, dtype=torch.uint8).view(dtype).reshape(shape)
+    # To no bytes belongs no shape but one with a size of 0.
+    flat = torch.frombuffer(data, dtype=torch.uint8) if data else torch.empty(0, dtype=torch.uint8)
+    return flat.view(dtype).reshape(shape)
 
 
 def _restore_dtype(description: Mapping[str, Any], trust: Trust) -> Any:
@@ -180,7 +183,9 @@ def _restore_dtype(description: Mapping[str, Any], trust: Trust) -> Any:
 def _restore_partial(description: Mapping[str, Any], trust: Trust) -> Any:
     function = restore(description["partial"], trust)
     keywords = {name: restore(item, trust) for name, item in description["keywords"].items()}
-    return functools.partial(function, *restore(description["args"], trust), **keywords)
+    args = restore(description["args"], trust)
+    trust.check_call(function, args, keywords)
+    return functools.partial(function, *args, **keywords)
 
 
 def _restore_dataclass(description: Mapping[str, Any], trust: Trust) -> Any:
@@ -234,10 +239,23 @@ def _restore_module(description: Mapping[str, Any], trust: Trust) -> nn.Module:
     return module
 
 
+def check_name(name: Any) -> str:
+    """Return the name of a child or an attribute; ConfigError if it is no plain one.
+
+    Tools write such names into Python source, as ``torch.fx`` does.
+    """
+    if not isinstance(name, str) or not (name.isidentifier() or re.fullmatch("[0-9]+", name)):
+        raise ConfigError(
+            f"a part of a module is called {name!r}; names of parts in a saved file are "
+            "identifiers or numbers"
+        )
+    return name
+
+
 def _construct(kind: type[nn.Module], args: Any, trust: Trust) -> nn.Module:
     if isinstance(args, dict):
         return kind(**{name: restore(item, trust) for name, item in args.items()})
-    children = [(name, restore(item, trust)) for name, item in args]
+    children = [(check_name(name), restore(item, trust)) for name, item in args]
     if kind is nn.ModuleList:
         return nn.ModuleList(child for _, child in children)
     return kind(OrderedDict(children))

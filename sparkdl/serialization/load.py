@@ -21,8 +21,8 @@ from sparkdl.data.collate import Arguments, example_arguments
 from sparkdl.data.plan import Column
 from sparkdl.errors import ConfigError, StorageError
 from sparkdl.serialization.json_objects import describe, restore
-from sparkdl.serialization.saved_module import INDEX, SavedModule, open_module, read_module_index
-from sparkdl.serialization.trust import USUAL, Trust, trusting
+from sparkdl.serialization.saved_module import SavedModule, open_module, read_module_index
+from sparkdl.serialization.trust import INDEX, USUAL, Trust, trusting
 from sparkdl.storage.hadoop_storage import open_place
 from sparkdl.storage.storage import Storage
 
@@ -72,10 +72,13 @@ class NamedTransform:
     """JSON that names it, such as ``{"import": "package.module:function"}``."""
     trusted: tuple[str, ...] = ()
     """Packages that it may be in, see `load_module`."""
+    place: str | None = None
+    """Where it was read, whose files it may not be in."""
 
     def __call__(self, batch: Any) -> Any:
         """Import the transform and call it; ConfigError if it is not here, or is not trusted."""
-        return restore(json.loads(self.text), trusting(self.trusted))(batch)
+        trust = replace(trusting(self.trusted), place=self.place)
+        return restore(json.loads(self.text), trust)(batch)
 
 
 def load_module(path_or_url: Place, *, trusted: str | Iterable[str] = ()) -> nn.Module:
@@ -122,7 +125,7 @@ def load_signature(path_or_url: Place, *, trusted: str | Iterable[str] = ()) -> 
             estimator, which does not know yet what it will be trained on.
     """
     storage = open_place(path_or_url)
-    trust = trusting(trusted)
+    trust = trusting(trusted).reading(storage.url)
     signature = signature_of(read_module_index(storage, place_of_saved(storage)), trust)
     if signature is None:
         raise StorageError(
@@ -176,7 +179,8 @@ def _unimported(column: Mapping[str, Any], trust: Trust) -> Mapping[str, Any]:
     if specification is None or specification["fields"]["transform"] is None:
         return column
     text = json.dumps(specification["fields"]["transform"])
-    transform = describe(NamedTransform(text=text, trusted=trust.packages))
+    named = NamedTransform(text=text, trusted=trust.packages, place=trust.place)
+    transform = describe(named)
     fields = {**specification["fields"], "transform": transform}
     return {**column, "specification": {**specification, "fields": fields}}
 

@@ -30,14 +30,14 @@ from sparkdl.runtime.process import borrowed_generator
 from sparkdl.serialization.compare_modules import find_difference, is_equal, repeated_attributes
 from sparkdl.serialization.example_inputs import Given
 from sparkdl.serialization.exported_program import read_program, write_program
-from sparkdl.serialization.json_objects import DescribeError, describe, restore
+from sparkdl.serialization.json_objects import DescribeError, check_name, describe, restore
 from sparkdl.serialization.stored_module import (
     StoredModule,
     give_buffers,
     with_values,
     without_values,
 )
-from sparkdl.serialization.trust import USUAL, Trust
+from sparkdl.serialization.trust import INDEX, USUAL, Trust
 from sparkdl.storage import sharded_weights
 from sparkdl.storage.atomic_folder import REMEDY, read_files, read_index, write_folder
 from sparkdl.storage.checkpoint_format import decode, encode, views
@@ -50,11 +50,11 @@ VERSION = 3
 that there was is read."""
 _WRITTEN, _SHARDED = 2, 3
 """Versions that are written: of weights in one file, which earlier ones read, and in several."""
-INDEX = "module.json"
 WEIGHTS = "weights.safetensors"
 _UNLISTED = "unlisted.safetensors"
 _PROGRAM = "program.pt2"
 _WAYS = ("factory", "module", "program", "weights")
+_QUOTES = frozenset("\"'\\")
 _LAZY = "a tensor without a shape yet"
 _OWN = {*vars(nn.Module()), "_compiled_call_impl"}
 """What torch itself keeps in each module: registers, hooks, the mode, a compiled twin."""
@@ -138,6 +138,7 @@ class SavedModule:
         module = _make(restored) if "factory" in recipe else restored
         if not isinstance(module, nn.Module):
             raise StorageError(f"{self.path}/{INDEX} describes no module, but a {type(module)}")
+        _check_names(module)
         return module
 
     def _completed(self, module: nn.Module) -> nn.Module:
@@ -270,7 +271,7 @@ def open_module(
     Of weights in several files one piece at a time is in memory; with ``is_lazy`` only their sizes
     are looked at. StorageError if a file is missing, damaged or of a later version.
     """
-    index = read_module_index(storage, path)
+    index, trust = read_module_index(storage, path), trust.reading(storage.url)
     if sharded_weights.INDEX not in index["files"]:
         files = read_files(storage, path, index)
         return SavedModule(path=path, index=index, files=files, trust=trust)
@@ -287,7 +288,7 @@ def open_module(
     return SavedModule(path=path, index=index, files=files, trust=trust, sharded=sharded)
 
 
-def read_module_index(storage: Storage, path: str) -> dict[str, Any]:
+def read_module_index(storage: Folder, path: str) -> dict[str, Any]:
     """What ``module.json`` says; the other files are not looked at.
 
     StorageError if it is missing, damaged or of a later version.
@@ -362,6 +363,17 @@ def _make(factory: Any) -> nn.Module:
     return module
 
 
+def _check_names(module: nn.Module) -> None:
+    """Raise ConfigError if a part has a name that would end a string in Python source.
+
+    What makes a module may take names from the file, as ``nn.ModuleDict`` does.
+    """
+    for part in module.modules():
+        for name in (*part._modules, *part._parameters, *part._buffers):
+            if not name.isprintable() or not _QUOTES.isdisjoint(name):
+                check_name(name)
+
+
 def _load_weights(module: nn.Module, weights: Mapping[str, Any], recipe: Any) -> None:
     """Copy the weights in; unlike torch, refuse to convert their dtypes."""
     _check_kinds(module.state_dict(), weights)
@@ -431,9 +443,11 @@ def give_unlisted(module: nn.Module, unlisted: Mapping[str, Any]) -> None:
     """Give a module made anew what `find_unlisted` has found; it keeps these very values."""
     for name, value in unlisted["buffers"].items():
         part, _, buffer = name.rpartition(".")
-        module.get_submodule(part)._buffers[buffer] = value
+        module.get_submodule(part)._buffers[check_name(buffer)] = value
     for part, key, value in unlisted["attributes"]:
-        vars(module.get_submodule(part))[key] = value
+        if key in _OWN:
+            raise ConfigError(f"a saved file sets {key!r}, which is torch's own in each module")
+        vars(module.get_submodule(part))[check_name(key)] = value
 
 
 def _buffers(module: nn.Module) -> dict[str, Any]:

@@ -1,10 +1,15 @@
 """What a saved file may have imported and called.
 
 The names in a saved file are those that somebody has written there. So none is looked up unless it
-is in code that the user trusts: in the user's own files, in those parts of torch, torchvision,
-torchmetrics and sparkdl that only compute, or in a package that the user has named. A name counts
-by where its object is defined: ``torch:os.system`` is a function of ``posix``. Of installed
-packages a method never counts: the file would also choose the object that it works on.
+is in code that the user trusts: in the user's own files, in a short list of public classes and
+functions of torch, torchvision, torchmetrics and sparkdl that only compute, or in a package that
+the user has named. A name counts by where its object is defined: ``torch:os.system`` is a function
+of ``posix``. Of installed packages a method never counts: the file would also choose the object
+that it works on. Nor does a name with a part that begins with ``_``.
+
+Files of the user do not count where those who write models may write as well: in the folder that is
+being read, below the folder of any other saved module, and in packages without ``__init__.py``,
+which any folder next to a program is.
 
 This keeps a file from running what it likes. It is no sandbox: trusted code is called with the
 arguments that the file holds.
@@ -12,33 +17,75 @@ arguments that the file holds.
 
 from __future__ import annotations
 
+import functools
+import os
+import re
 import sys
 import types
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 from sparkdl.errors import ConfigError
-from sparkdl.runtime.public_names import current_path, import_object
+from sparkdl.runtime.public_names import MODULE_OF, current_path, import_object
 
-_COMPUTING = (
-    "math", "torch.nn.functional", "torch.nn.init", "torch._C._nn", "torch._C._special",
-    "torchvision.models", "torchvision.ops", "torchvision.transforms", "torchmetrics",
-    "sparkdl.models", "sparkdl.train.optimizers.warmup",
-)  # fmt: skip
+INDEX = "module.json"
+"""The file by which the folder of a saved module is known."""
 _CLASSES = (
-    "torch.nn.modules", "torch.optim", "sparkdl.comm.compression", "sparkdl.config",
-    "sparkdl.data.kinds", "sparkdl.data.sources", "sparkdl.inference.outputs", "sparkdl.inputs",
-    "sparkdl.mesh",
-    "sparkdl.report.listeners", "sparkdl.serialization.initial_weights", "sparkdl.sync",
-    "sparkdl.train",
+    "torch.nn.modules", "torch.optim", "torchmetrics.aggregation", "torchmetrics.classification",
+    "torchmetrics.regression", "torchmetrics.retrieval", "torchvision.transforms",
+    *(f"torchvision.transforms.v2._{name}" for name in (
+        "augment", "auto_augment", "color", "container", "geometry", "meta", "misc", "temporal",
+        "type_conversion",
+    )),
+    *(f"torchvision.ops.{name}" for name in (
+        "drop_block", "feature_pyramid_network", "misc", "stochastic_depth",
+    )),
+    "sparkdl.inputs", "sparkdl.models",
 )  # fmt: skip
-"""Of these the classes alone: their functions change what all modules of a process do, or read and
-write files."""
+"""Modules of which public classes count. Functions beside them change what all modules of a process
+do, or read and write files."""
+_VALUES = (
+    "sparkdl.comm.compression", "sparkdl.config", "sparkdl.data.sources",
+    "sparkdl.inference.outputs", "sparkdl.mesh", "sparkdl.report.listeners",
+    "sparkdl.serialization.initial_weights", "sparkdl.sync", "sparkdl.train",
+)  # fmt: skip
+"""Packages whose classes count if they are public names of sparkdl: others open sockets and
+files."""
+_FUNCTIONS = (
+    "math", "torch._C._special", "torch.nn.functional", "torch.nn.init",
+    "torchmetrics.functional.classification", "torchmetrics.functional.regression",
+    "torchmetrics.functional.retrieval", "sparkdl.models", "sparkdl.train.optimizers.warmup",
+)  # fmt: skip
+"""Modules of which public functions count."""
+_ACTIVATIONS = frozenset((
+    "avg_pool2d", "avg_pool3d", "elu_", "gelu", "hardtanh_", "leaky_relu_", "linear",
+    "log_sigmoid", "one_hot", "softplus", "softshrink",
+))  # fmt: skip
+"""Functions of ``torch._C._nn`` that ``torch.nn.functional`` shows, and that check their sizes."""
+_UNSAFE = re.compile(
+    r"torch\.nn\.functional:(embedding_bag|ctc_loss|fractional_max_pool\w*|max_unpool\w*"
+    r"|\w*grouped_mm|scaled_mm)"
+)
+"""Functions that believe that sizes and offsets fit, or need memory that they do not look at."""
+_BUILDERS = tuple(
+    f"torchvision.models.{name}"
+    for name in (
+        "alexnet", "convnext", "densenet", "efficientnet", "googlenet", "inception", "maxvit",
+        "mnasnet", "mobilenetv2", "mobilenetv3", "regnet", "resnet", "shufflenetv2", "squeezenet",
+        "swin_transformer", "vgg", "vision_transformer",
+    )
+)  # fmt: skip
+"""Modules whose public classes and functions make networks. The functions download weights if they
+are asked to by keyword or by position."""
 _BY_NAME = ("sparkdl", "torch", "pyspark")
 """Packages whose code counts as installed wherever it lies."""
+_WEIGHTS = re.compile("weights|pretrained")
+_FILE_URL = re.compile("file:(//(localhost)?(?=/))?")
+_INSIDE_SAVED = re.compile(r"(/(stages/\d+_[^/]+|bestModel))+/?$")
+"""Where a pipeline or a tuned model keeps its parts."""
 
 
 @dataclass(frozen=True)
@@ -49,6 +96,13 @@ class Trust:
     """Packages and modules that the user trusts besides."""
     in_all: bool = False
     """True where the names are the program's own, as while it saves."""
+    place: str | None = None
+    """The folder of this host that is being read: code that lies in it does not count."""
+
+    def reading(self, place: str) -> Trust:
+        """Return the same trust, for what is read from a path or URL."""
+        path = _FILE_URL.sub("", place)
+        return replace(self, place=_INSIDE_SAVED.sub("", path) if path.startswith("/") else None)
 
     def import_object(self, path: Any) -> Any:
         """Import ``package.module:name``, which a saved file holds.
@@ -57,12 +111,18 @@ class Trust:
         """
         if self.in_all:
             return import_object(path)
-        module = current_path(path).partition(":")[0] if isinstance(path, str) else ""
+        module, _, name = current_path(path).partition(":") if isinstance(path, str) else ("",) * 3
         # To look at what is imported already runs nothing; all else is imported only if trusted.
         # That a package is missing is another error.
-        is_new = bool(module) and module not in sys.modules
-        if is_new and not self._admits_module(module) and find_spec(module.partition(".")[0]):
-            raise _refusal(path, module)
+        if module and name and not self._admits_module(module):
+            present = sys.modules.get(module)
+            if present is None:
+                would_import = find_spec(module.partition(".")[0]) is not None
+            else:
+                is_known = name.partition(".")[0] in vars(present)
+                would_import = not is_known and hasattr(present, "__getattr__")
+            if would_import:
+                raise _refusal(path, module)
         found = import_object(path)
         where = _defined_in(found)
         if where is None:
@@ -71,23 +131,29 @@ class Trust:
             raise _refusal(path, where)
         return found
 
+    def check_call(self, function: Any, args: Iterable[Any], keywords: Mapping[str, Any]) -> None:
+        """Raise ConfigError if a trusted function would download something with its arguments."""
+        while isinstance(function, functools.partial):
+            function = function.func
+        where = _defined_in(function)
+        if self.in_all or where is None or self.names(where) or isinstance(function, type):
+            return
+        asked = any(keywords.get(name) for name in keywords if _WEIGHTS.match(name))
+        if _is_within(where, _BUILDERS) and (asked or any(True for _ in args)):
+            raise _refusal(f"{where}:{function.__qualname__}", f"{where} and downloads weights")
+
     def names(self, name: str) -> bool:
         """True if the user has named what ``name`` stands for, or a package that it is in."""
         return self.in_all or _is_within(name, self.packages)
 
     def _admits(self, module: str, found: Any) -> bool:
-        return (
-            self.names(module)
-            or (_is_within(module, _COMPUTING) and not _is_method(found))
-            or (_is_within(module, _CLASSES) and isinstance(found, type))
-            or is_users_own(module)
-        )
+        return self.names(module) or _is_listed(module, found) or is_users_own(module, self.place)
 
     def _admits_module(self, module: str) -> bool:
         return (
             self.names(module)
-            or _is_within(module, (*_COMPUTING, *_CLASSES, "sparkdl"))
-            or is_users_own(module)
+            or _is_within(module, (*_CLASSES, *_FUNCTIONS, *_BUILDERS, "torch._C._nn", "sparkdl"))
+            or is_users_own(module, self.place)
         )
 
 
@@ -115,9 +181,14 @@ def is_installed(module: str | None) -> bool:
     return file is not None and _is_in_packages(file)
 
 
-def is_users_own(module: str) -> bool:
-    """True if a module is of a file that no package manager has installed, or of no file at all."""
-    package = module.partition(".")[0]
+def is_users_own(module: str, place: str | None = None) -> bool:
+    """True if a module is of a file that no package manager has installed, or of no file at all.
+
+    A file in the folder ``place``, or below that of a saved module, does not count, nor does what
+    is not imported yet and is in a package without ``__init__.py``. To find a module in a package
+    imports the package, which is the user's own then.
+    """
+    package, _, _ = module.partition(".")
     if package in (*_BY_NAME, "__mp_main__") or package in sys.stdlib_module_names:
         return False
     if module in sys.modules:
@@ -125,12 +196,48 @@ def is_users_own(module: str) -> bool:
         file = getattr(found, "__file__", None)
         if file is None:  # made by the program, as a notebook is, and not by an import
             return getattr(found, "__spec__", None) is None
-        return not _is_in_packages(file)
-    spec = find_spec(package)  # which imports nothing, there being no dot
-    if spec is None:
+        return _is_own_file(file, place)
+    parent = module.rpartition(".")[0]
+    if parent and not is_users_own(parent, place):
         return False
-    places = [spec.origin] if spec.has_location else list(spec.submodule_search_locations or ())
-    return bool(places) and not any(place is None or _is_in_packages(place) for place in places)
+    try:
+        spec = find_spec(module)
+    except (ImportError, ValueError):  # the parent is no package, or the program has made it
+        spec = None
+    if spec is None:
+        return bool(parent)  # there is nothing to import, which is another error
+    return spec.has_location and spec.origin is not None and _is_own_file(spec.origin, place)
+
+
+def _is_own_file(file: str, place: str | None) -> bool:
+    """True if neither a package manager nor those who write models have put a file there."""
+    if _is_in_packages(file):
+        return False
+    read = None if place is None else Path(place).resolve()
+    folders = {*Path(file).absolute().parents, *Path(file).resolve().parents}
+    return read not in folders and not any(
+        os.path.exists(folder / INDEX)  # noqa: PTH110 # false where nobody may look
+        for folder in folders
+    )
+
+
+def _is_listed(module: str, found: Any) -> bool:
+    """True if a class or function is one of those that everybody trusts."""
+    name = found.__qualname__
+    if "." in name or name.startswith("_") or _UNSAFE.fullmatch(f"{module}:{name}"):
+        return False
+    if isinstance(found, type):
+        is_public = MODULE_OF.get(name) == module and _is_within(module, _VALUES)
+        return is_public or _is_in_public(module, (*_CLASSES, *_BUILDERS))
+    if module == "torch._C._nn":
+        return name in _ACTIVATIONS
+    return _is_in_public(module, (*_FUNCTIONS, *_BUILDERS))
+
+
+def _is_in_public(module: str, packages: Iterable[str]) -> bool:
+    """True if a module is one of some packages, and not behind a name with ``_`` in them."""
+    found = (package for package in packages if _is_within(module, (package,)))
+    return any("._" not in module.removeprefix(package) for package in found)
 
 
 def _is_in_packages(file: str) -> bool:
@@ -150,12 +257,6 @@ def _defined_in(found: Any) -> str | None:
         return None
     where = owner.__module__
     return where if isinstance(where, str) else None
-
-
-def _is_method(found: Any) -> bool:
-    """True for a function that a class holds, bound to the class or not."""
-    is_function = isinstance(found, types.FunctionType | types.MethodType)
-    return is_function and "." in found.__qualname__
 
 
 def _refusal(path: Any, where: str) -> ConfigError:

@@ -16,9 +16,11 @@ from typing import Any
 
 from sparkdl.errors import StorageError
 from sparkdl.storage.checkpoint_format import FileRecord, write_file
-from sparkdl.storage.storage import Data, Storage, pieces
+from sparkdl.storage.storage import Data, Folder, Storage, pieces
 
 _SUM = "sha256"
+_MOST_BYTES = 1 << 28
+"""Of an index: JSON takes many times its size in memory."""
 REMEDY = "save it again, or take an intact copy"
 
 
@@ -43,12 +45,15 @@ def write_folder(
     storage.write(f"{path}/{index_name}", _text({**body, _SUM: digest(body)}))
 
 
-def read_index(storage: Storage, path: str, index_name: str, versions: range) -> dict[str, Any]:
+def read_index(storage: Folder, path: str, index_name: str, versions: range) -> dict[str, Any]:
     """Read an index of one of ``versions``; ``files`` becomes a dict of `FileRecord`.
 
     StorageError if it is missing, damaged, or of another version, of which 1 had no sum of itself.
     """
     place = f"{path}/{index_name}"
+    size = storage.size(place)
+    if size > _MOST_BYTES:
+        raise StorageError(f"{place} is damaged: {size:,} bytes are no index; {REMEDY}")
     data = storage.read(place)
     try:
         index = json.loads(data)
@@ -69,12 +74,14 @@ def read_index(storage: Storage, path: str, index_name: str, versions: range) ->
     return dict(index)
 
 
-def read_files(storage: Storage, path: str, index: Mapping[str, Any]) -> dict[str, bytes]:
+def read_files(storage: Folder, path: str, index: Mapping[str, Any]) -> dict[str, bytes]:
     """All files of an index, compared with size and sum; StorageError if one is not intact."""
-    return {
-        name: record.check(storage.read(f"{path}/{name}"), f"{path}/{name}", REMEDY)
-        for name, record in index["files"].items()
-    }
+    files = {}
+    for name, record in index["files"].items():
+        place = f"{path}/{name}"
+        record.check_size(storage.size(place), place, REMEDY)
+        files[name] = record.check(storage.read(place), place, REMEDY)
+    return files
 
 
 def digest(value: Any) -> str:

@@ -158,6 +158,11 @@ class HadoopStorage:
                 self._fs.copyToLocalFile(False, source, self._local(str(copy)), True)
                 return copy.read_bytes()
 
+    def size(self, path: str) -> int:
+        source = self._at(path)
+        with self._failures("read", path):
+            return int(self._fs.getFileStatus(source).getLen())
+
     def list(self, path: str) -> builtins.list[str]:
         folder = self._at(path)
         # Others may remove it at any moment, so it is not asked for beforehand.

@@ -14,10 +14,11 @@ import mmap
 import os
 import re
 import shutil
+import stat
 import uuid
 from collections.abc import Iterable, Iterator
 from pathlib import Path, PurePosixPath
-from typing import Any, Protocol
+from typing import Any, BinaryIO, Protocol
 
 from sparkdl.errors import StorageError
 from sparkdl.storage import s3
@@ -60,6 +61,9 @@ class Folder(Storage, Protocol):
 
     def move(self, source: str, target: str) -> None:
         """Give a file another path, replacing what was there; makes the folders."""
+
+    def size(self, path: str) -> int:
+        """The bytes that a file has, before any is read; StorageError if there is none."""
 
     def part(self, path: str, begin: int, end: int) -> Buffer:
         """The bytes of a file from ``begin`` to ``end``; StorageError if it ends before.
@@ -189,8 +193,12 @@ class LocalStorage:
             _sync_folder(target.parent)
 
     def read(self, path: str) -> bytes:
-        with failures("read", str(self._at(path)), OSError):
-            return self._at(path).read_bytes()
+        with failures("read", str(self._at(path)), OSError), _opened(self._at(path)) as file:
+            return file.read(os.fstat(file.fileno()).st_size)
+
+    def size(self, path: str) -> int:
+        with failures("read", str(self._at(path)), OSError), _opened(self._at(path)) as file:
+            return os.fstat(file.fileno()).st_size
 
     def list(self, path: str) -> builtins.list[str]:
         names: list[str] = []
@@ -216,7 +224,7 @@ class LocalStorage:
 
     def part(self, path: str, begin: int, end: int) -> Buffer:
         place = self._at(path)
-        with failures("read", str(place), OSError), place.open("rb") as file:
+        with failures("read", str(place), OSError), _opened(place) as file:
             size = os.fstat(file.fileno()).st_size
             require_size(min(size, end) - begin, end - begin, str(place))
             if begin == end:  # there is no map of nothing
@@ -233,6 +241,27 @@ class LocalStorage:
 
     def _at(self, path: str) -> Path:
         return self._root / checked(path)
+
+
+@contextlib.contextmanager
+def _opened(place: Path) -> Iterator[BinaryIO]:
+    """A file to read; StorageError if it is a pipe, a socket or a device.
+
+    Others may have put it there. To open a pipe waits for its writer, and a device may never end.
+    """
+
+    def at_once(name: str, flags: int) -> int:
+        return os.open(name, flags | os.O_NONBLOCK)
+
+    _require_file(place.stat(), place)
+    with open(place, "rb", opener=at_once) as file:  # it may be another one by now
+        _require_file(os.fstat(file.fileno()), place)
+        yield file
+
+
+def _require_file(found: os.stat_result, place: Path) -> None:
+    if not stat.S_ISREG(found.st_mode) and not stat.S_ISDIR(found.st_mode):
+        raise StorageError(f"cannot read {place}: it is a pipe, a socket or a device; remove it")
 
 
 def open_url(url: str) -> tuple[Any, str]:
@@ -318,6 +347,12 @@ class FsspecStorage:
         place = self._at(path)
         with failures("read", self._show(path)):
             return bytes(self._fs.cat_file(place))
+
+    def size(self, path: str) -> int:
+        place = self._at(path)
+        with failures("read", self._show(path)):
+            self._fs.invalidate_cache()
+            return int(self._fs.info(place)["size"])
 
     def list(self, path: str) -> builtins.list[str]:
         place, names = self._at(path), []

@@ -53,6 +53,8 @@ class TensorFile:
         """One of the tensors; CheckpointError, with ``place``, if the file ends before."""
         tensor = self.empty(name)
         begin, end = self.entries[name]["data_offsets"]
+        if end - begin != tensor.nbytes:  # what is not read is memory that others have written
+            raise CheckpointError(f"{place} is damaged: {name} has other bytes; use an older one")
         if begin < end:
             file.seek(self.begin + begin)
             target = tensor.reshape(-1).view(torch.uint8).numpy().data

@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING
 
 import pytest
 
+from tests import jvm
+
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
 
@@ -32,16 +34,14 @@ def cluster(local_dir: Path) -> Iterator[SparkSession]:
         .config("spark.driver.host", "127.0.0.1")
         .config("spark.driver.bindAddress", "127.0.0.1")
         .config("spark.executorEnv.SPARK_LOCAL_IP", "127.0.0.1")
-        # New workers have torch in memory already, those of new executors excepted.
-        .config("spark.python.daemon.module", "sparkdl.spark.daemon")
+        .config(map=jvm.ENTRIES)
         .config("spark.sparkdl.heartbeatTimeout", "5")
-        # Else Spark lets each task of Python's that it has cancelled go on for two seconds.
-        .config("spark.python.task.killTimeout", "200ms")
         .config("spark.local.dir", str(local_dir))
         .getOrCreate()
     )
     session.sparkContext.setLogLevel("OFF")
-    yield session
+    with jvm.killing_soon():
+        yield session
     session.stop()
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import math
 import os
 import signal
 import sys
@@ -140,12 +141,14 @@ def stop_once(marker: str) -> None:
 
 @dataclass
 class Slow(Callback):
-    """Makes every step last, so that there is time to look."""
+    """Makes every step last, so that there is time to look; or those up to one."""
 
     seconds: float = 0.02
+    last_step: float = math.inf
 
     def on_step_end(self, state: CallbackState) -> None:
-        time.sleep(self.seconds)
+        if state.step <= self.last_step:
+            time.sleep(self.seconds)
 
 
 @dataclass

@@ -381,6 +381,31 @@ def test_too_many_open_files_are_told_once(hub: Hub, caplog: pytest.LogCaptureFi
     assert "Traceback" not in caplog.text
 
 
+def test_strangers_leave_no_noise(
+    server: ChannelServer,
+    client: ChannelClient,
+    caplog: pytest.LogCaptureFixture,
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    """Whoever can reach the port could fill the driver's log."""
+    hello = b"\x16\x03\x01\x00\x05\x01\x00\x00\x01\x00"
+    for sent in (
+        b"",
+        b"GET / HTTP/1.1\r\n\r\n",
+        b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n",
+        hello,
+        b"\0" * 4096,
+    ):
+        for _ in range(5):
+            with socket.create_connection(("127.0.0.1", server.port), 10) as stranger:
+                stranger.sendall(sent)
+                stranger.shutdown(socket.SHUT_WR)
+                with contextlib.suppress(ConnectionError):
+                    stranger.recv(4096)
+    client.set("store/a", b"1")
+    assert capfd.readouterr().err == "" and not caplog.records
+
+
 def test_a_notebook_has_a_loop_of_its_own(hub: Hub) -> None:
     async def cell() -> None:
         with ChannelServer(hub, bind="127.0.0.1", announce="127.0.0.1") as server:

@@ -170,9 +170,8 @@ def session(url: str, address: str, folder: Path, **entries: str) -> SparkSessio
         "spark.network.timeout": f"{SPARK_GIVES_UP_SECONDS}s",
         "spark.network.timeoutInterval": "4s",
         "spark.executor.extraJavaOptions": jvm.OPTIONS,
+        **jvm.ENTRIES,
         "spark.python.daemon.module": "tests.faults.daemon",
-        # Else Spark lets each task of Python's that it has cancelled go on for two seconds.
-        "spark.python.task.killTimeout": "200ms",
         f"spark.executorEnv.{FOLDER}": str(folder / "faults"),
         "spark.sql.shuffle.partitions": "2",
         "spark.sparkdl.heartbeatTimeout": str(HEARTBEAT_SECONDS),

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
+from tests import jvm
 from tests.faults.cluster import PATIENCE, Cluster, Sessions, started_cluster
 from tests.faults.faults import Faults
 from tests.faults.hosts import network_of, started_hosts, what_is_missing
@@ -53,6 +54,7 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
         started_hosts(folder, NAMES) as hosts,
         network_of(hosts[0]),
         started_cluster(folder, hosts) as cluster,
+        jvm.killing_soon(),
     ):
         yield cluster
 

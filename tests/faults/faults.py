@@ -160,13 +160,6 @@ def stop_worker(victim: Victim) -> Iterator[None]:
             send(victim.worker, signal.SIGCONT)
 
 
-class HoldGil(faults.Fault):
-    """A callback that is in C for 14 s, computes there, and holds Python's global lock."""
-
-    def strike(self) -> None:
-        faults.compute_in_c(14)
-
-
 class EatMemory(faults.Fault):
     """A callback that needs 300 MiB."""
 

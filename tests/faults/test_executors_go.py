@@ -39,7 +39,7 @@ ENTRIES = {
 START_SECONDS = 20 * PATIENCE
 LATE_SECONDS = START_SECONDS + 5
 """A host that comes back after more than startTimeout: it has ended the fit."""
-QUEUE_SECONDS = 15
+QUEUE_SECONDS = 8
 
 
 def decommission(drained: list[int]) -> Fault:

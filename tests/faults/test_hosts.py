@@ -18,7 +18,6 @@ from tests.faults.faults import (
     EatMemory,
     Fault,
     Faults,
-    HoldGil,
     fill_disk,
     fill_disk_of,
     freeze,
@@ -29,12 +28,11 @@ from tests.faults.faults import (
 from tests.faults.oracle import Outcome, fit_request, trained
 
 if TYPE_CHECKING:
-    from pyspark.sql import DataFrame, SparkSession
+    from pyspark.sql import DataFrame
 
 pytestmark = marks(300)
 ENTRIES = DEFAULT_PATIENCE
 _SECONDS = 60 * PATIENCE
-_HEARTBEAT = "spark.sparkdl.heartbeatTimeout"
 
 
 def test_who_stands_still_for_a_while_is_not_lost(
@@ -60,21 +58,6 @@ def test_a_host_that_hardly_computes_is_not_lost(
     assert outcome.restarts == 0
     shortest = seconds if what is freeze else 0  # a slow host may end a small fit all the same
     assert shortest < outcome.seconds < seconds + _SECONDS
-
-
-def test_a_worker_that_is_in_c_for_long_is_not_lost(
-    spark: SparkSession, df: DataFrame, undisturbed: Outcome, faults: Faults, tmp_path: Path
-) -> None:
-    hold = HoldGil(marker=str(tmp_path / "held"), rank=1, step=12)
-    spark.conf.set(_HEARTBEAT, "5")
-    try:
-        outcome = trained("GIL held for 14 s", df, fit_request(hold), faults)
-    finally:
-        spark.conf.set(_HEARTBEAT, DEFAULT_PATIENCE[_HEARTBEAT])
-    assert (tmp_path / "held").exists()
-    assert outcome.digest == undisturbed.digest
-    assert outcome.restarts == 0
-    assert 14 < outcome.seconds < 14 + _SECONDS
 
 
 def test_too_little_memory_is_told(df: DataFrame, faults: Faults, tmp_path: Path) -> None:

@@ -51,7 +51,8 @@ def test_losses_before_and_after_training(
 AGAIN_AND_AGAIN: list[tuple[str, tuple[int, ...], Fault]] = [
     ("setup", (1,), kill_worker),  # there is no checkpoint yet
     ("train", (1,), kill_worker),
-    ("checkpoint", (1,), kill_worker),
+    ("checkpoint", (1,), terminate_worker),
+    ("checkpoint", (1,), terminate_executor),
     ("evaluate", (0, 1), kill_worker),  # both at once
     ("setup", (1,), kill_worker),  # while it restarts
     ("train", (0,), kill_executor),  # after it has read the checkpoint
@@ -76,13 +77,3 @@ def test_a_loss_in_each_phase_of_training(
     assert outcome.restarts == len(AGAIN_AND_AGAIN), outcome.reasons
     assert outcome.sizes[-1][0] > 0  # it has not begun anew
     assert outcome.seconds < len(AGAIN_AND_AGAIN) * _SECONDS
-
-
-def test_what_else_may_end(df: DataFrame, undisturbed: Outcome, faults: Faults) -> None:
-    faults.at("checkpoint", 1, terminate_worker)
-    faults.at("checkpoint", 1, terminate_executor, attempt=1)
-    outcome = trained("SIGTERM to worker and executor in checkpoint", df, fit_request(), faults)
-    assert len(faults.struck) == 2
-    assert outcome.digest == undisturbed.digest
-    assert outcome.restarts == 2
-    assert outcome.seconds < 2 * _SECONDS

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
+from tests import jvm
 from tests.hdfs.daemons import Hdfs
 from tests.hdfs.jars import cached_jars, skip_if_told
 
@@ -38,13 +39,14 @@ def spark(hdfs: Hdfs) -> Iterator[SparkSession]:
         .config("spark.driver.host", "127.0.0.1")
         .config("spark.driver.bindAddress", "127.0.0.1")
         .config("spark.sql.shuffle.partitions", "2")
-        .config("spark.python.daemon.module", "sparkdl.spark.daemon")
+        .config(map=jvm.ENTRIES)
     )
     for key, value in hdfs.client_conf.items():
         builder = builder.config(f"spark.hadoop.{key}", value)
     session = builder.getOrCreate()
     session.sparkContext.setLogLevel("OFF")
-    yield session
+    with jvm.killing_soon():
+        yield session
     session.stop()
 
 

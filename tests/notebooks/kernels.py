@@ -14,7 +14,9 @@ from typing import Any
 from jupyter_client.blocking import BlockingKernelClient
 from jupyter_client.manager import KernelManager
 
-SESSION = """
+from tests import jvm
+
+SESSION = f"""
 import os
 from pyspark.sql import SparkSession
 spark = (
@@ -25,9 +27,11 @@ spark = (
     .config("spark.driver.bindAddress", "127.0.0.1")
     .config("spark.local.dir", os.path.abspath("local"))
     .config("spark.sql.shuffle.partitions", "2")
-    .config("spark.python.daemon.module", "sparkdl.spark.daemon")
+    .config(map={jvm.ENTRIES})
     .getOrCreate()
 )
+from sparkdl.spark.frames import shard_table
+shard_table._KILL_SECONDS = {jvm.KILL_SECONDS}
 """
 
 

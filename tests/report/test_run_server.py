@@ -1,7 +1,11 @@
 from __future__ import annotations
 
+import contextlib
 import http.client
 import json
+import os
+import socket
+import struct
 import threading
 import time
 from collections.abc import Iterator
@@ -136,6 +140,60 @@ def test_a_run_that_cannot_be_read_does_not_hide_the_others(runs: Path) -> None:
         assert ask(server, f"/runs/{broken}/")[0] == 500
 
 
+PLACES = ["run.json", "events/000001.jsonl"]
+
+
+@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("kind", ["pipe", "socket", "device", "link to a pipe", "folder", "loop"])
+def test_what_is_no_file_costs_its_own_row(runs: Path, kind: str, place: str) -> None:
+    """A pipe would be waited for, /dev/zero would fill the memory."""
+    odd = folder_name("Odd", "00000000", 1.75e9)
+    bad = runs / odd / place
+    bad.parent.mkdir(parents=True)
+    with contextlib.ExitStack() as stack:
+        match kind:
+            case "pipe":
+                os.mkfifo(bad)
+            case "socket":
+                listener = stack.enter_context(socket.socket(socket.AF_UNIX))
+                stack.enter_context(contextlib.chdir(bad.parent))  # a path of a socket is short
+                listener.bind(bad.name)
+            case "device":
+                bad.symlink_to("/dev/zero")
+            case "link to a pipe":
+                os.mkfifo(runs / "pipe")
+                bad.symlink_to(runs / "pipe")
+            case "folder":
+                bad.mkdir()
+            case "loop":
+                bad.symlink_to(bad)
+        with serving(runs) as server:
+            status, text, _ = ask(server, "/")
+            assert status == 200 and ENDED in text and "1 unreadable" in text and odd in text
+            assert ask(server, f"/runs/{odd}/")[0] == 500
+
+
+def test_a_connection_that_is_broken_off_leaves_no_traceback(
+    runs: Path, capfd: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    with serving(runs) as server:
+        for _ in range(20):
+            with socket.create_connection(server.server_address[:2]) as connection:
+                # To close with a linger of 0 resets the connection.
+                connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+                connection.sendall(b"GET / HTTP/1.1\r\nHost: localhost\r\n\r\n")
+        assert ask(server, "/")[0] == 200
+        try:
+            raise BrokenPipeError
+        except BrokenPipeError:
+            server.handle_error(None, ("127.0.0.1", 1))
+        for host in ("[", "[::1", "]", "a]b["):
+            assert ask(server, "/", Host=host)[0] in (400, 421)
+        assert ask(server, "/runs/[")[0] == 404
+        assert ask(server, "//[/")[0] in (400, 404)
+    assert capfd.readouterr().err == "" and not caplog.records
+
+
 RUN = {"format": 1, "run_id": "0", "name": "Odd", "started": 1.7e9}
 ODD_RECORDS: dict[str, Any] = {
     "empty": "",
@@ -143,6 +201,9 @@ ODD_RECORDS: dict[str, Any] = {
     "a list": "[]",
     "a number": "7",
     "deep": "[" * 100_000,
+    "deep and whole": "[" * 3_000 + "]" * 3_000,
+    "deep history": json.dumps({**RUN, "history": []})[:-2] + "[" * 900 + "]" * 900 + "]}",
+    "large": " " * (1 << 24) + "{}",
     "other format": '{"format": 99}',
     "no name": '{"format": 1, "run_id": "0"}',
     "history of text": json.dumps({**RUN, "history": "none"}),

@@ -226,6 +226,84 @@ def test_sizes_are_looked_at_where_operators_do_not() -> None:
             call()
 
 
+aten = torch.ops.aten
+WEIGHT, THREE = torch.ones(4, 3), torch.tensor([0, 1, 2])
+IMAGE, GRID = torch.ones(1, 3, 4, 4), torch.zeros(1, 4, 4, 2)
+LAST = torch.ones(1, 3, 4, 4, dtype=torch.uint8).to(memory_format=torch.channels_last)
+LEAST = torch.tensor([-(2**63)])
+GOOD: list[tuple[Any, tuple[Any, ...], dict[str, Any]]] = [
+    (aten.embedding_bag.default, (WEIGHT, THREE, torch.tensor([0, 2])), {}),
+    (aten.embedding_bag.padding_idx,
+     (WEIGHT, THREE, torch.tensor([0, 0, 3]), False, 1, False, None, True, 0), {}),
+    (aten.grid_sampler.default, (IMAGE, GRID, 0, 1, False), {}),
+    (aten.repeat_interleave.Tensor, (THREE,), {"output_size": 3}),
+    (aten.repeat_interleave.self_Tensor, (WEIGHT, torch.tensor([1, 0, 2, 0]), 0), {}),
+    (aten.div.Tensor_mode, (LEAST, torch.tensor([2])), {"rounding_mode": "trunc"}),
+    (aten.div.Tensor_mode, (WEIGHT, -WEIGHT), {"rounding_mode": "trunc"}),
+    (aten.div.Scalar_mode, (LEAST, -1), {"rounding_mode": "floor"}),
+    (aten.upsample_nearest2d.default, (IMAGE, [8, 6], 2.0, 1.5), {}),
+    (aten.upsample_bilinear2d.default, (IMAGE, [1, 1], False), {"scales_h": 0.3}),
+    (aten._upsample_nearest_exact2d.default, (LAST, [9, 9]), {}),
+]  # fmt: skip
+"""Operators that are looked at, and arguments with which they stay within their tensors."""
+BAD: list[tuple[Any, tuple[Any, ...], dict[str, Any]]] = [
+    (aten.embedding_bag.default, (WEIGHT, THREE, torch.tensor([0, -900000, 3])), {}),
+    (aten.embedding_bag.padding_idx,
+     (WEIGHT, THREE, torch.tensor([0, 2, 1]), False, 0, False, None, False, 0), {}),
+    (aten.embedding_bag.default, (WEIGHT, THREE, torch.tensor([1, 2])), {}),
+    (aten.embedding_bag.default, (WEIGHT, THREE), {"offsets": torch.tensor([0, 4])}),
+    (aten.embedding_bag.default, (WEIGHT, THREE - 1, torch.tensor([0])), {}),
+    (aten.embedding_bag.default, (WEIGHT, THREE + 2, torch.tensor([0])), {}),
+    (aten.grid_sampler.default, (IMAGE, GRID, 9, 0, False), {}),
+    (aten.grid_sampler_2d.default, (IMAGE, GRID, 0, -1, False), {}),
+    (aten.repeat_interleave.Tensor, (torch.tensor([2**62] * 4 + [3]),), {"output_size": 3}),
+    (aten.repeat_interleave.self_Tensor, (THREE, torch.tensor([2**40, -(2**40), 3]), 0), {}),
+    (aten.div.Tensor_mode, (LEAST, torch.tensor([-1])), {"rounding_mode": "trunc"}),
+    (aten.div_.Scalar_mode, (LEAST.clone(), -1), {"rounding_mode": "trunc"}),
+    (aten._upsample_nearest_exact2d.default, (LAST, [9, 9], 1e-30, 1e-30), {}),
+    (aten.upsample_trilinear3d.default, (X5, [6, 6, 6], False), {"scales_d": float("nan")}),
+]  # fmt: skip
+"""The same with which torch reads or writes elsewhere, shows memory, or ends the process."""
+
+
+@pytest.mark.parametrize(("operator", "args", "named"), GOOD)
+def test_arguments_that_fit_give_what_the_operator_gives(
+    operator: Any, args: tuple[Any, ...], named: dict[str, Any]
+) -> None:
+    found, expected = CHECKED[operator](*args, **named), operator(*args, **named)
+    torch.testing.assert_close(found, expected)
+
+
+@pytest.mark.parametrize(("operator", "args", "named"), BAD)
+def test_arguments_that_lead_elsewhere_are_an_error(
+    operator: Any, args: tuple[Any, ...], named: dict[str, Any]
+) -> None:
+    with pytest.raises(DataError, match="do not fit each other"):
+        CHECKED[operator](*args, **named)
+
+
+class _Bags(nn.Module):
+    """Takes its offsets from a constant, as a file may that somebody has changed."""
+
+    def __init__(self, offsets: list[int]) -> None:
+        super().__init__()
+        self.offsets = nn.Parameter(torch.tensor(offsets), requires_grad=False)
+        self.table = nn.Parameter(torch.ones(9, 3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        found: torch.Tensor = aten.embedding_bag.padding_idx(
+            self.table, x.flatten(), self.offsets, False, 0, False, None, False, 0
+        )[0]
+        return x + found.sum()
+
+
+def test_a_program_with_offsets_that_lead_elsewhere_is_an_error() -> None:
+    x = torch.ones(2, 3, dtype=torch.int64)
+    assert read_program(write_program(_Bags([0, 1]), (x,)))(x).shape == (2, 3)
+    with pytest.raises(ConfigError, match="do not fit each other"):
+        write_program(_Bags([0, 900000]), (x,))
+
+
 @pytest.mark.parametrize(
     "kind",
     [

@@ -8,6 +8,7 @@ import os
 import subprocess
 import sys
 import textwrap
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from torch import nn
 from sparkdl.errors import ConfigError, SparkDLError, StorageError
 from sparkdl.serialization.json_objects import describe, restore
 from sparkdl.serialization.load import load_module, load_signature
+from sparkdl.serialization.saved_module import give_unlisted
 from sparkdl.serialization.trust import Trust, is_users_own, trusting
 from sparkdl.storage.atomic_folder import write_folder
 from sparkdl.storage.checkpoint_format import encode
@@ -72,6 +74,19 @@ def marked(marker: Path) -> list[tuple[str, dict[str, Any]]]:
             ("sparkdl.models.resnet:CifarResNet.forward", ["anything"], {}),
             ("torchmetrics.metric:Metric.__setstate__", ["anything", {}], {}),
             ("sparkdl.serialization.load:load_module", ["elsewhere"], {"trusted": "os"}),
+            ("sparkdl.sync.asynchronous.slice_link:SliceServer", [], {}),
+            (
+                "torchmetrics.functional.multimodal.clip_score:_get_clip_model_and_processor",
+                ["clip/model/jinaai"],
+                {},
+            ),
+            ("torchmetrics.multimodal:CLIPScore", [], {"model_name_or_path": "somebody/jinaai"}),
+            ("torchmetrics.functional.classification.accuracy:_accuracy_reduce", [], {}),
+            ("torch.nn.functional:_get_softmax_dim", [], {}),
+            ("torch.nn.functional:embedding_bag", [], {}),
+            ("torch._C._nn:_parse_to", [], {}),
+            ("torch._C._nn:max_unpool2d", [], {}),
+            ("sparkdl.models.gan:_network", [], {}),
         ]
     ]
 
@@ -128,6 +143,185 @@ def test_dataclasses_of_other_packages_are_refused() -> None:
         restore({"dataclass": "urllib.request:Request", "fields": {"url": "http://a"}})
 
 
+CHILD = '",0) or getattr(__import__("os"),"system")("touch MARKER") or getattr(self,"'
+RELU = {"module": "torch.nn.modules.activation:ReLU", "args": {"inplace": False}, "frozen": []}
+CONTAINERS = "torch.nn.modules.container"
+
+
+@pytest.mark.parametrize(
+    "recipe",
+    [
+        {"module": {"module": f"{CONTAINERS}:Sequential", "args": [[CHILD, RELU]], "frozen": []}},
+        {"module": {"module": f"{CONTAINERS}:ModuleDict", "args": [["a b", RELU]], "frozen": []}},
+        {"module": {"module": f"{CONTAINERS}:Sequential", "args": [["", RELU]], "frozen": []}},
+        {"factory": called(f"{CONTAINERS}:ModuleDict", {"dict": [[CHILD, RELU]]})},
+        {"factory": called(f"{CONTAINERS}:ParameterDict", {"dict": [
+            ["\n", {"tensor": "AAAAAA==", "dtype": "float32", "shape": []}]]})},
+    ],
+)  # fmt: skip
+def test_names_of_parts_cannot_become_source(tmp_path: Path, recipe: dict[str, Any]) -> None:
+    """torch.fx writes the names of children into Python source."""
+    with pytest.raises(ConfigError, match="identifiers or numbers"):
+        load_module(hostile(tmp_path, recipe))
+
+
+@pytest.mark.parametrize("key", ["forward'", "_modules", "_buffers", "_forward_hooks", "training"])
+def test_attributes_that_are_torchs_own_are_refused(key: str) -> None:
+    with pytest.raises(ConfigError, match=r"identifiers or numbers|torch's own"):
+        give_unlisted(nn.ReLU(), {"buffers": {}, "attributes": [("", key, {CHILD: 1})]})
+    with pytest.raises(ConfigError, match="identifiers or numbers"):
+        give_unlisted(nn.ReLU(), {"buffers": {CHILD: torch.ones(1)}, "attributes": []})
+
+
+@pytest.mark.parametrize("file", ["module.json", "weights.safetensors"])
+def test_a_pipe_in_the_place_of_a_file_is_an_error(tmp_path: Path, file: str) -> None:
+    place = hostile(tmp_path, {"factory": {"import": "tests.describable:make_net"}})
+    (place / "model" / file).unlink()
+    os.mkfifo(place / "model" / file)
+    with pytest.raises(StorageError, match="a pipe, a socket or a device"):
+        load_module(place)
+
+
+def test_files_that_are_larger_than_they_should_be_are_not_read(tmp_path: Path) -> None:
+    """A file of a terabyte without content takes no space on the disk."""
+    place = hostile(tmp_path, {"factory": {"import": "tests.describable:make_net"}})
+    for file, words in (("weights.safetensors", "expected"), ("module.json", "are no index")):
+        os.truncate(place / "model" / file, 1 << 40)
+        with pytest.raises(StorageError, match=words):
+            load_module(place)
+
+
+def test_descriptions_that_are_nested_too_deeply_are_an_error() -> None:
+    for wrap in (
+        lambda inner: [inner],
+        lambda inner: {"tuple": [inner]},
+        lambda inner: {"x": inner},
+    ):
+        deep: Any = None
+        for _ in range(3000):
+            deep = wrap(deep)
+        with pytest.raises(ConfigError, match="nested too deeply"):
+            restore([deep])
+
+
+def test_tensors_without_bytes_show_no_memory() -> None:
+    for shape in ([4096], [], [2, 3]):
+        with pytest.raises(ConfigError, match="cannot make"):
+            restore({"tensor": "", "dtype": "float32", "shape": shape})
+    empty = restore({"tensor": "", "dtype": "float32", "shape": [3, 0]})
+    assert empty.shape == (3, 0) and empty.dtype == torch.float32
+
+
+@pytest.fixture
+def program_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """The folder on ``sys.path`` in which a program lies."""
+    before = set(sys.modules)
+    monkeypatch.syspath_prepend(tmp_path)
+    yield tmp_path
+    for name in set(sys.modules) - before:
+        if (getattr(sys.modules[name], "__file__", None) or "").startswith(str(tmp_path)):
+            del sys.modules[name]
+
+
+@pytest.mark.parametrize(
+    ("files", "path"),
+    [
+        (["digits/model/evil.py"], "digits.model.evil"),
+        (["digits/evil.py"], "digits.evil"),
+        (["digits/__init__.py"], "digits"),
+        (["digits/__init__.py", "digits/model/__init__.py"], "digits.model"),
+        (["digits/model/evil/__init__.py"], "digits.model.evil"),
+        (["evil/deep/code.py"], "evil.deep.code"),
+        (["other/__init__.py", "other/code.py", "other/module.json"], "other.code"),
+        (["mine/__init__.py", "mine/linked.py"], "mine.linked"),
+    ],
+)
+def test_code_where_models_are_written_is_not_the_users_own(
+    program_folder: Path, files: list[str], path: str
+) -> None:
+    """A folder next to the program is a package for Python, also without ``__init__.py``."""
+    marker = program_folder / "marker"
+    for name in files:
+        (program_folder / name).parent.mkdir(parents=True, exist_ok=True)
+        text = "{}" if name.endswith("json") else f"open({str(marker)!r}, 'w')\ndef go(): pass\n"
+        (program_folder / name).write_text(text)
+    if path == "mine.linked":
+        (program_folder / "mine/__init__.py").write_text("")
+        (program_folder / "digits/model").mkdir(parents=True)
+        (program_folder / "mine/linked.py").rename(program_folder / "digits/model/linked.py")
+        (program_folder / "mine/linked.py").symlink_to(program_folder / "digits/model/linked.py")
+    extra = {"dict": [["columns", [{"import": f"{path}:go"}]], ["num_classes", None]]}
+    place = hostile(program_folder / "digits", {"factory": {"import": f"{path}:go"}}, extra)
+    for load in (load_module, load_signature):
+        with pytest.raises(ConfigError, match="trusted="):
+            load(place)
+    assert not marker.exists()
+
+
+def test_a_package_without_init_is_trusted_by_name(program_folder: Path) -> None:
+    (program_folder / "parts").mkdir()
+    code = "from torch import nn\ndef make(): return nn.ReLU()\n"
+    (program_folder / "parts/net.py").write_text(code)
+    place = hostile(program_folder / "m", {"factory": {"import": "parts.net:make"}})
+    assert isinstance(load_module(place, trusted="parts"), nn.ReLU)
+
+
+def test_parts_of_a_pipeline_are_read_from_the_whole_of_it(tmp_path: Path) -> None:
+    outer = str(tmp_path / "pipe")
+    for inner in (
+        "stages/0_x",
+        "stages/12_Pipeline_1/stages/3_y",
+        "bestModel",
+        "bestModel/stages/1_a/",
+    ):
+        assert Trust().reading(f"{outer}/{inner}").place == outer
+        assert Trust().reading(f"file://{outer}/{inner}").place == outer
+    for place in (outer, f"{outer}/stages"):
+        assert Trust().reading(place).place == place
+    assert Trust().reading("s3://models/digits").place is None
+
+
+@pytest.fixture
+def fake_torchvision(program_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of the form of torchvision's: a function that loads weights by name, in site-packages."""
+    folder = program_folder / "site-packages/torchvision/models"
+    folder.mkdir(parents=True)
+    for package in (folder.parent, folder):
+        (package / "__init__.py").write_text("")
+    code = """
+        from torch import nn
+        def resnet18(*, weights=None, **options):
+            assert not weights, "downloaded"
+            return nn.Linear(options.get("num_classes", 3), 2)
+        def _resnet(): return nn.ReLU()
+    """
+    (folder / "resnet.py").write_text(textwrap.dedent(code))
+    (folder / "_api.py").write_text("def get_model(name, **options): raise SystemExit\n")
+    monkeypatch.syspath_prepend(folder.parents[1])
+    for name in [name for name in sys.modules if name.partition(".")[0] == "torchvision"]:
+        monkeypatch.delitem(sys.modules, name)
+
+
+@pytest.mark.usefixtures("fake_torchvision")
+def test_networks_of_torchvision_are_made_without_their_downloads() -> None:
+    resnet = "torchvision.models.resnet:resnet18"
+    for description in (called(resnet), called(resnet, num_classes=5, weights=None)):
+        assert isinstance(restore(description)(), nn.Linear)
+    inner = {"partial": called(resnet), "args": [], "keywords": {"weights": "DEFAULT"}}
+    for description in (
+        called(resnet, weights="DEFAULT"),
+        called(resnet, weights_backbone="DEFAULT"),
+        called(resnet, pretrained=True),
+        called(resnet, True),
+        inner,
+        called("torchvision.models.resnet:_resnet"),
+        called("torchvision.models._api:get_model", "resnet18", weights="DEFAULT"),
+    ):
+        with pytest.raises(ConfigError, match=r"trusted=\['torchvision'\]"):
+            restore(description)
+    assert restore(called(resnet, weights="DEFAULT"), trusting("torchvision")).keywords
+
+
 @pytest.mark.slow
 def test_nothing_is_imported_that_is_not_trusted(tmp_path: Path) -> None:
     """Neither of Python's own nor of installed packages; and nothing at all for a signature."""
@@ -182,6 +376,13 @@ def test_ordinary_names_need_no_trust() -> None:
         functools.partial(nn.Linear, 3, 4),
         nn.functional.relu,
         nn.functional.gelu,
+        nn.functional.cross_entropy,
+        nn.functional.softplus,
+        nn.init.xavier_uniform_,
+        nn.ModuleDict({"a": nn.Sequential(nn.Linear(2, 2)), "0": nn.ReLU()}),
+        torch.optim.Adafactor,
+        torchmetrics.MeanMetric,
+        torchmetrics.functional.classification.binary_accuracy,
         torch.optim.Adam,
         torch.optim.lr_scheduler.StepLR,
         functools.partial(torchmetrics.Accuracy, task="binary"),

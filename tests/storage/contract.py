@@ -78,6 +78,14 @@ class FolderContract(StorageContract):
             storage.move("absent", "new/deep/e")
         assert storage.read("new/deep/e") == b"new"
 
+    def test_the_size_of_a_file(self, storage: Folder) -> None:
+        storage.write("a/b", b"0123456789")
+        assert storage.size("a/b") == 10
+        storage.write("a/b", b"")
+        assert storage.size("a/b") == 0
+        with pytest.raises(StorageError, match="absent"):
+            storage.size("absent")
+
     def test_a_part_of_a_file(self, storage: Folder) -> None:
         storage.write("a/b", b"0123456789")
         assert bytes(storage.part("a/b", 2, 5)) == b"234"

@@ -24,6 +24,10 @@ class MemoryStorage:
         """See `Folder.url`."""
         return "memory"
 
+    def size(self, path: str) -> int:
+        """See `Folder.size`."""
+        return len(self.read(path))
+
     def part(self, path: str, begin: int, end: int) -> bytes:
         """See `Folder.part`."""
         content = self.read(path)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from functools import partial
 from typing import Any
 
@@ -13,6 +14,7 @@ from torch import nn
 from sparkdl.config import TrainConfig
 from sparkdl.data.plan import RoundPart, TrainPlan
 from sparkdl.data.spool.mapped import MappedRows
+from sparkdl.serialization.travel.attributes import Attributes
 from sparkdl.sync.apart import ApartSynchronizer
 from sparkdl.sync.frozen_layers import freeze
 from sparkdl.sync.strategy import SyncStrategy
@@ -213,3 +215,36 @@ def test_an_optimizer_that_is_not_given_begins_anew() -> None:
     assert frozen(train(replica, start, 1, part(0, 2))) == frozen(
         train(make_replica()[0], start, 1, part(0, 2))
     )
+
+
+class Counted(nn.Module):
+    """Computes with plain attributes that each pass changes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.steps, self.seen = nn.Linear(4, 1), 0, [0.0]
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.steps += 1
+        self.seen.append(x.mean().item())
+        self.last = x.mean(0)
+        out: torch.Tensor = self.layer(x) / self.steps + self.seen[-2]
+        return out
+
+
+def test_attributes_are_those_of_the_state_whatever_the_process_did_before() -> None:
+    plan = plan_for(SHARDS, CONFIG, world_size=3)
+    net = seeded(lambda: Counted().double())
+    replica = RoundReplica(net, CONFIG, plan, CPU, held=Attributes(net, resets=True))
+    begin = {"model": copy.deepcopy(dict(net.state_dict()))}
+    first = copy.deepcopy(train(replica, begin, 0, part(0, 2)).state)
+    train(replica, begin, 1, part(0, 3))  # another shard, in the same process
+    again = copy.deepcopy(train(replica, begin, 0, part(0, 2)).state)
+    assert again["attributes"]["values"][""]["steps"] == 2
+    assert len(again["attributes"]["values"][""]["seen"]) == 3
+    for name, value in first["model"].items():
+        assert torch.equal(again["model"][name], value)
+    went_on = train(replica, again, 0, part(2, 1)).state
+    assert went_on["attributes"]["values"][""]["steps"] == 3
+    whole = train(replica, begin, 0, part(0, 3)).state
+    assert whole["attributes"]["values"][""]["seen"] == went_on["attributes"]["values"][""]["seen"]

@@ -20,14 +20,16 @@ from sparkdl.errors import StorageError
 from sparkdl.report.record.run_record import Event, RecordBuilder, RunRecord
 from sparkdl.runtime.json_values import finite
 from sparkdl.storage.hadoop_storage import open_place
-from sparkdl.storage.storage import Storage
+from sparkdl.storage.storage import Folder, Storage
 
 logger = logging.getLogger(__name__)
 
 EVENTS, RECORD, PAGE = "events", "run.json", "report.html"
 
-_MAX_BYTES = 1 << 28
+_MAX_BYTES = 1 << 24
 """The largest file that is taken for one of a run: JSON takes many times its size in memory."""
+_MAX_EVENT_BYTES = 1 << 26
+"""Of all events of a run that goes on."""
 _ODD = (ArithmeticError, AttributeError, LookupError, RecursionError, TypeError, ValueError)
 """What comes of values that are JSON, but not those of a run."""
 _LONGEST_NAME = 100
@@ -98,7 +100,7 @@ def read_runs(directory: str | os.PathLike[str], name: str = "*") -> dict[str, R
 class RunReader:
     """Reads the records of all runs in a storage; what cannot change any more it reads once."""
 
-    def __init__(self, storage: Storage) -> None:
+    def __init__(self, storage: Folder) -> None:
         self._storage = storage
         self._ended: dict[str, RunRecord] = {}
         self._growing: dict[str, _Growing] = {}
@@ -115,7 +117,7 @@ class RunReader:
             return None
         if RECORD in self._storage.list(name):
             path = f"{name}/{RECORD}"
-            values = self._parsed(path, self._storage.read(path))
+            values = self._parsed(path, self._content(path))
             try:
                 self._ended[name] = RunRecord.from_dict(values)
             except StorageError as error:
@@ -124,9 +126,13 @@ class RunReader:
             return self._ended[name]
         return self._so_far(name)
 
+    def _content(self, path: str, most: int = _MAX_BYTES) -> bytes:
+        size = self._storage.size(path)
+        if size > most:
+            raise self._damaged(path, f"it has {size:,} bytes, too many for a run's record")
+        return self._storage.read(path)
+
     def _parsed(self, path: str, text: bytes) -> Any:
-        if len(text) > _MAX_BYTES:
-            raise self._damaged(path, f"it has {len(text):,} bytes, too many for a run's record")
         try:
             return json.loads(text)
         except (ValueError, RecursionError) as error:
@@ -145,9 +151,10 @@ class RunReader:
         try:
             for part in self._storage.list(path)[run.num_parts :]:
                 path = f"{name}/{EVENTS}/{part}"
-                data = self._storage.read(path)
+                data = self._content(path, min(_MAX_BYTES, _MAX_EVENT_BYTES - run.num_bytes))
                 if not data.endswith(b"\n"):  # it is still being written
                     break
+                run.num_bytes += len(data)
                 run.take([self._parsed(path, line) for line in data.splitlines()])
             return run.record()
         except StorageError:
@@ -169,6 +176,7 @@ class _Growing:
 
     builder: RecordBuilder = field(default_factory=RecordBuilder)
     num_parts: int = 0
+    num_bytes: int = 0
     is_new: bool = True
     """True if it is read for the first time; it may have ended long ago then."""
     first_read: float = field(default_factory=time.monotonic)

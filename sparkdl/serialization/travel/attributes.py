@@ -39,6 +39,8 @@ logger = logging.getLogger(__name__)
 
 _TORCHS = {*vars(nn.Module()), "_compiled_call_impl"}
 """What torch itself keeps in each module: registers, hooks, the mode, a compiled twin."""
+_OF_MESH = ("__composable_api_", "_is_fsdp_", "_fsdp_")
+"""Begin the names of attributes with which torch divides layers."""
 _PLAIN = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.Size)
 _REMEDY = "keep it in a buffer, or in an attribute of numbers, strings, tensors, lists and dicts"
 
@@ -235,7 +237,7 @@ def _read(module: nn.Module, packed: PackedModule) -> Any:
 
 
 def _give(module: nn.Module, values: Mapping[str, Any], removed: Mapping[str, Any]) -> None:
-    """Set attributes, after others were removed."""
+    """Remove attributes, then set others."""
     for name in values.keys() | removed.keys():
         layer, given = module.get_submodule(name), values.get(name, {})
         kind: Any = type(layer)
@@ -243,12 +245,12 @@ def _give(module: nn.Module, values: Mapping[str, Any], removed: Mapping[str, An
             state = layer.__getstate__()  # type: ignore[no-untyped-call]
             layer.__setstate__({**state, **given} if isinstance(state, dict) else given[""])  # type: ignore[no-untyped-call]
             continue
+        for key in removed.get(name, ()):
+            vars(layer).pop(key, None)
         slots = {key: given[key] for key in _slots(layer) & given.keys()}
         vars(layer).update({key: value for key, value in given.items() if key not in slots})
         for key, value in slots.items():
             object.__setattr__(layer, key, value)
-        for key in removed.get(name, ()):
-            vars(layer).pop(key, None)
 
 
 def _all(module: nn.Module) -> Values:
@@ -272,7 +274,7 @@ def _values(module: nn.Module) -> Iterator[tuple[str, str, Any]]:
             continue
         slots = {slot: getattr(layer, slot) for slot in _slots(layer) if hasattr(layer, slot)}
         for key, value in {**state, **slots}.items():
-            if key not in _TORCHS:
+            if key not in _TORCHS and not key.startswith(_OF_MESH):
                 yield name, key, value
 
 

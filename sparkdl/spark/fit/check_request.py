@@ -28,6 +28,7 @@ from sparkdl.inputs import Named
 from sparkdl.mesh import Mesh
 from sparkdl.runtime.process import borrowed_generator
 from sparkdl.serialization.identity import identity
+from sparkdl.serialization.imported_values import imported_values
 from sparkdl.serialization.initial_weights import InitialWeights, load_initial_weights
 from sparkdl.serialization.saved_module import why_not_saved
 from sparkdl.serialization.travel.packed_module import travelled
@@ -131,7 +132,12 @@ class CheckedRequest(CheckedValues):
     def needs(self) -> Needs:
         """What executors must have."""
         travels = (vars(self.config), self.request.specified, self.request.labels, self.module)
-        return Needs(names=foreign_names(travels), cuda=self.config.device == "cuda")
+        sent = sent_code(travels)
+        return Needs(
+            names=foreign_names(sent),
+            values=imported_values(code for code, _ in sent),
+            cuda=self.config.device == "cuda",
+        )
 
     @property
     def spark(self) -> SparkSession:
@@ -511,12 +517,12 @@ def check_travels(values: Mapping[str, Any], strange: Mapping[int, str] | None =
             ) from error
 
 
-class _NameCollector(Pickler):
-    """Takes note of what is pickled by its name alone; tensors are left out."""
+class _CodeCollector(Pickler):
+    """Takes note of classes and functions that are pickled; tensors are left out."""
 
     def __init__(self) -> None:
         super().__init__(io.BytesIO())
-        self.names: set[tuple[str, str]] = set()
+        self.found: list[Any] = []
 
     def persistent_id(self, value: Any) -> str | None:
         """Leave out a tensor."""
@@ -527,18 +533,24 @@ class _NameCollector(Pickler):
     def reducer_override(self, value: Any) -> Any:
         """How to pickle a value; called for each."""
         found = super().reducer_override(value)
-        if found is NotImplemented and isinstance(value, type | types.FunctionType):
-            self.names.add((str(value.__module__), value.__qualname__))
+        if isinstance(value, type | types.FunctionType):
+            self.found.append((value, found is NotImplemented))
         return found
 
 
-def foreign_names(value: Any) -> frozenset[tuple[str, str]]:
-    """Classes and functions that a value takes from modules which executors may not have."""
-    collector = _NameCollector()
+def sent_code(value: Any) -> list[tuple[Any, bool]]:
+    """Classes and functions that a value takes along, and whether by their names alone."""
+    collector = _CodeCollector()
     with contextlib.suppress(Exception):  # `check_travels` and `pack` refuse what cannot travel
         collector.dump(value)
+    return collector.found
+
+
+def foreign_names(sent: Items[tuple[Any, bool]]) -> frozenset[tuple[str, str]]:
+    """Names of those that are in modules which executors may not have."""
+    names = {(str(one.__module__), one.__qualname__) for one, is_by_name in sent if is_by_name}
     known = sys.stdlib_module_names | _EVERYWHERE
-    return frozenset(name for name in collector.names if name[0].split(".")[0] not in known)
+    return frozenset(name for name in names if name[0].split(".")[0] not in known)
 
 
 def begin_module(request: FitRequest) -> tuple[nn.Module, RecordedWeights | None, str]:

@@ -276,7 +276,8 @@ class ParamsReader(MLReader[P]):
                 return initial_state.InitialState(weights=own, training=training)
             names = value.get("names", {})  # not there in what earlier versions have written
             return InitialWeights(source=own, skip=tuple(value["skip"]), names=names)
-        return restore(value, self._trust)
+        place = stage_metadata.place_of(path, self.sparkSession).url
+        return restore(value, self._trust.reading(place))
 
 
 class ModelReader(ParamsReader[M]):
@@ -284,7 +285,7 @@ class ModelReader(ParamsReader[M]):
 
     def _make(self, path: str) -> M:
         storage = stage_metadata.place_of(path, self.sparkSession)
-        trust = self._trust
+        trust = self._trust.reading(storage.url)
         saved = open_module(storage, _MODEL, trust, is_lazy=True)
         data = saved.files.get(_SUMMARY)
         if saved.index["version"] == 1 and storage.exists(f"{_MODEL}/{_SUMMARY}"):

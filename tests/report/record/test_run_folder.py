@@ -198,6 +198,16 @@ def test_a_damaged_record_is_an_error(tmp_path: Path) -> None:
 def test_a_record_that_is_far_too_large_is_not_parsed(tmp_path: Path) -> None:
     (tmp_path / NAMES[0]).mkdir()
     with (tmp_path / NAMES[0] / RECORD).open("wb") as file:
-        file.truncate((1 << 28) + 1)
-    with pytest.raises(StorageError, match="268,435,457 bytes, too many"):
+        file.truncate((1 << 24) + 1)
+    with pytest.raises(StorageError, match="16,777,217 bytes, too many"):
+        RunReader(LocalStorage(tmp_path)).read(NAMES[0])
+
+
+def test_events_that_are_far_too_many_are_not_read(tmp_path: Path) -> None:
+    folder = begun(LocalStorage(tmp_path), NAMES[0])
+    line = json.dumps({"kind": "alive", "at": 1.0, "silence_seconds": 60.0})
+    part = (line + " " * (15 << 20) + "\n").encode()
+    for number in range(2, 7):
+        (tmp_path / folder.folder / "events" / f"{number:06d}.jsonl").write_bytes(part)
+    with pytest.raises(StorageError, match="too many"):
         RunReader(LocalStorage(tmp_path)).read(NAMES[0])

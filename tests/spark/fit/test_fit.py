@@ -26,7 +26,7 @@ from sparkdl.errors import ClusterError, ConfigError, DataError, StorageError, W
 from sparkdl.spark.cluster import cluster_info, probe, slots
 from sparkdl.spark.fit.check_request import check_request
 from sparkdl.spark.fit.fit import fit
-from sparkdl.spark.frames import spool_task
+from sparkdl.spark.frames import first_rows, spool_task
 from sparkdl.spark.frames import user_data as user_data_module
 from sparkdl.spark.frames.user_data import user_data
 from sparkdl.spark.run.run import FitRequest, FitResult
@@ -122,6 +122,7 @@ def test_executors_that_are_refused_do_not_read_the_rows_to_their_end(
         return "the executor has another torch"
 
     monkeypatch.setattr(probe, "difference", refuse)
+    monkeypatch.setattr(first_rows, "_SECONDS", 1.0)  # for a look that sees none of these rows
     with pytest.raises(ClusterError, match="the executor has another torch"):
         fit(df.mapInArrow(wait_long, df.schema), request())
     assert not tracker.getActiveJobsIds()

@@ -73,9 +73,10 @@ class Tables:
 
 
 @pytest.fixture
-def tables() -> Iterator[Tables]:
+def tables(monkeypatch: pytest.MonkeyPatch) -> Iterator[Tables]:
     tables = Tables()
     yield tables
+    monkeypatch.setattr(module, "_KILL_SECONDS", 0.0)  # no task has been cancelled just now
     for table in tables.open:
         table.close()
 
@@ -383,7 +384,7 @@ def test_spools_that_were_not_met_are_looked_for_again(
     table._seen.clear()  # as if all had been removed
     assert looks(table, monkeypatch) == [2]
     table._seen.add("/elsewhere")
-    assert looks(table, monkeypatch) == [2, 3.0, 8]
+    assert looks(table, monkeypatch) == [2, module._KILL_SECONDS, 8]
 
 
 @pytest.mark.slow
@@ -397,7 +398,7 @@ def test_after_a_shard_was_written_anew_its_other_copies_are_waited_for(
     assert looks(table, monkeypatch) == [2]
     table.note({"/elsewhere"})
     table._seen.clear()
-    assert looks(table, monkeypatch) == [2, 3.0, 8]
+    assert looks(table, monkeypatch) == [2, module._KILL_SECONDS, 8]
 
 
 @pytest.mark.slow
@@ -407,7 +408,7 @@ def test_after_a_spooling_that_failed_its_last_tasks_are_waited_for(
     table = tables(good.where(F.raise_error(F.lit("broken")).isNull()))
     with pytest.raises(Exception, match="broken"):
         table.collect()
-    assert looks(table, monkeypatch) == [2, 3.0, 8]
+    assert looks(table, monkeypatch) == [2, module._KILL_SECONDS, 8]
 
 
 @pytest.mark.slow

@@ -148,10 +148,9 @@ def test_rounds(folder: Path) -> None:
     config = replace(request().config, sync_strategy=ParameterAveraging(averaging_period=3))
     wanted = request(execution_mode="rounds", validation_col="held")
     wanted = replace(wanted, config=config)
-    first, second = fit(ParquetSource(folder), wanted), fit(ParquetSource(folder), wanted)
-    assert digest(first) == digest(second)
-    assert first.summary.rows == 135
-    assert first.summary.history[-1]["val_loss"] > 0
+    summary = fit(ParquetSource(folder), wanted).summary
+    assert summary.rows == 135
+    assert summary.history[-1]["val_loss"] > 0
 
 
 @pytest.mark.slow
@@ -383,11 +382,8 @@ def by_index() -> list[tuple[torch.Tensor, int]]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("factory", [by_index, Numbers])
-def test_a_dataset_of_the_users_own(
-    spark: SparkSession, folder: Path, tmp_path: Path, factory: Any
-) -> None:
-    source = DatasetSource(factory, validation=by_index)
+def test_a_dataset_of_the_users_own(spark: SparkSession, folder: Path, tmp_path: Path) -> None:
+    source = DatasetSource(Numbers, validation=by_index)
     whole = fit(source, request())
     assert whole.summary.rows == whole.summary.validation_rows == ROWS
     kill = KillOnce(str(tmp_path / "killed"))
@@ -410,8 +406,10 @@ def test_metrics_and_early_stopping_on_validation_rows(folder: Path, kind: str) 
         metrics={"accuracy": MulticlassAccuracy(num_classes=3)},
         early_stopping=EarlyStopping(monitor="val_accuracy", mode="max"),
     )
-    history = fit(source, replace(asked, config=config)).summary.history
-    assert all(0 <= record["val_accuracy"] <= 1 for record in history)
+    summary = fit(source, replace(asked, config=config)).summary
+    if kind == "dataset":
+        assert summary.rows == summary.validation_rows == ROWS
+    assert all(0 <= record["val_accuracy"] <= 1 for record in summary.history)
 
 
 def test_metrics_need_validation_rows(folder: Path) -> None:

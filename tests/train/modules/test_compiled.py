@@ -76,6 +76,41 @@ def test_trains_as_without_and_resumes_with_the_same_bits() -> None:
     assert copy.deepcopy(whole)._compiled_call_impl is None
 
 
+class Remembers(nn.Module):
+    """Sets itself up from the first batch, and keeps what it has seen in attributes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.inited, self.seen = nn.Linear(NUM_FEATURES, 1), False, [0.0]
+        self.center = torch.zeros(NUM_FEATURES)
+
+    @torch.compiler.disable
+    def look(self, x: torch.Tensor) -> torch.Tensor:
+        if self.training:
+            if not self.inited:
+                self.scale, self.inited = x.std(0), True
+            self.center.mul_(0.5).add_(x.mean(0))
+            self.seen.append(x.mean().item())
+        return (x - self.center) * self.scale
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = self.layer(self.look(x))
+        return out
+
+
+def test_attributes_are_those_of_the_batches_alone() -> None:
+    config = TrainConfig(epochs=2, batch_size=6, optimizer="sgd", learning_rate=0.02, seed=4)
+    data = make_data([12], dtype=torch.float32)
+    nets = [seeded(Remembers), seeded(Remembers)]
+    for net, is_compiled in zip(nets, (False, True), strict=True):
+        run(net, but(config, compile=is_compiled), data)
+    plain, compiled = nets
+    assert compiled.seen == plain.seen
+    assert torch.equal(compiled.scale, plain.scale)  # type: ignore[arg-type]
+    assert torch.equal(compiled.center, plain.center)  # type: ignore[arg-type]
+    torch.testing.assert_close(weights(compiled), weights(plain), rtol=1e-4, atol=1e-5)
+
+
 class Parts(nn.Module):
     """As a GAN: nobody calls the module itself."""
 
