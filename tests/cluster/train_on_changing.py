@@ -24,6 +24,7 @@ from pyspark.resource import (
 )
 from pyspark.sql import SparkSession
 
+from sparkdl.spark.cluster import let_go
 from sparkdl.spark.fit import gang_fit
 from sparkdl.spark.fit.fit import fit
 from sparkdl.spark.run.run import FitRequest
@@ -46,6 +47,7 @@ def wanted(mode: str, marker: str) -> FitRequest:
     if mode == "rounds":
         return in_rounds(faults.Straggle(marker, 3, 10))
     if mode == "competing":
+        let_go._HOLD = 0.5
         return request(Slow())
     if mode == "gang":
         return request(faults.KillWorker(marker, 1, 17))

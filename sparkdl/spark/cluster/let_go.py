@@ -24,8 +24,9 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-_HOLD = 0.5
-"""Part of ``spark.sparkdl.startTimeout`` for which slots are kept while others are missing."""
+_HOLD = 2.0
+"""How many times ``spark.sparkdl.startTimeout`` slots are kept after the newest worker has come: a
+cluster that grows by machines needs some minutes for each."""
 _PAUSE = (0.25, 1.0)
 """Least and most parts of it after which they are asked for again; the part is a random one, so
 that of two applications one asks first."""
@@ -46,6 +47,8 @@ class LetGo:
         self._run = run
         self._since: float | None = None
         """When the first attempt was submitted that has not had all its workers; None: it had."""
+        self._newest: tuple[int, float] = (0, 0.0)
+        """How many workers are there, and since when."""
         self._pause: float | None = None
         """How long to wait once the present attempt has ended; None: not at all."""
 
@@ -64,8 +67,10 @@ class LetGo:
             return None
         if self._since is None:
             self._since = attempt.submitted
+        if there != self._newest[0]:
+            self._newest = there, attempt.first_event if there == 1 else now
         settings = self._run.settings
-        held, limit = now - attempt.first_event, settings.queue_timeout_seconds
+        held, limit = now - self._newest[1], settings.queue_timeout_seconds
         if not there or held < _HOLD * settings.start_timeout_seconds:
             return None
         if now - self._since > limit:
@@ -87,7 +92,7 @@ class LetGo:
 
     def end(self) -> None:
         """The attempt is over: give back what it held, if it shall be."""
-        pause, self._pause = self._pause, None
+        pause, self._pause, self._newest = self._pause, None, (0, 0.0)
         if pause is None:
             return
         until = time.monotonic() + pause

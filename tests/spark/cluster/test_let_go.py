@@ -68,6 +68,7 @@ def a_run(spark: Any, *, slots: Slots | None = None, **settings: float) -> Any:
 @pytest.fixture(autouse=True)
 def classic(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(let_go, "is_connect", lambda spark: False)
+    monkeypatch.setattr(let_go, "_HOLD", 0.5)
     yield
 
 
@@ -88,7 +89,7 @@ def test_slots_are_kept_for_a_while_and_then_given_back(
     assert change(attempt) is None
     change.end()
     assert spark.killed == []  # nothing was to be given back
-    attempt.first_event -= 0.3
+    attempt.first_event -= 0.3  # more than half of startTimeout
     with caplog.at_level(logging.WARNING):
         text = change(attempt)
     assert text is not None and text.startswith("1 of 2 workers have had slots for 0 s")
@@ -99,6 +100,18 @@ def test_slots_are_kept_for_a_while_and_then_given_back(
     assert spark.killed == ["1", "2"]
     change.end()
     assert spark.killed == ["1", "2"]
+
+
+def test_a_worker_that_has_just_come_shows_that_more_may_come() -> None:
+    (change,) = LetGo.of(a_run(FakeSpark()))
+    attempt = waiting(0)
+    attempt.world_size = 3
+    assert change(attempt) is None
+    attempt.last_event[1] = time.monotonic()
+    attempt.first_event -= 100
+    assert change(attempt) is None
+    time.sleep(0.25)
+    assert "2 of 3 workers" in str(change(attempt))
 
 
 def test_neither_a_gang_of_which_nobody_is_there_nor_a_whole_one_gives_anything_back() -> None:
