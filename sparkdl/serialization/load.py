@@ -19,7 +19,7 @@ from torch import nn
 
 from sparkdl.data.collate import Arguments, example_arguments
 from sparkdl.data.plan import Column
-from sparkdl.errors import ConfigError, StorageError
+from sparkdl.errors import ConfigError, SparkDLError, StorageError
 from sparkdl.serialization.json_objects import describe, restore
 from sparkdl.serialization.saved_module import SavedModule, open_module, read_module_index
 from sparkdl.serialization.trust import INDEX, USUAL, Trust, trusting
@@ -143,6 +143,18 @@ def open_saved(path_or_url: Place, trusted: str | Iterable[str] = ()) -> SavedMo
 
 def signature_of(index: Mapping[str, Any], trust: Trust) -> ModelSignature | None:
     """What a saved module with this index takes and gives; None for that of an estimator."""
+    try:
+        return _signature(index, trust)
+    except SparkDLError:
+        raise
+    except Exception as error:  # whatever odd values lead to
+        raise StorageError(
+            f"{INDEX} does not say what the model takes: {type(error).__name__}: {error}; save the "
+            "model again, or take an intact copy"
+        ) from error
+
+
+def _signature(index: Mapping[str, Any], trust: Trust) -> ModelSignature | None:
     # Not restored as a whole: that would import the factory's code.
     extra = {name: value for name, value in index["extra"]["dict"] if isinstance(name, str)}
     if "columns" not in extra:

@@ -25,7 +25,7 @@ from torch import nn
 from torch.nn.modules.lazy import LazyModuleMixin
 from torch.nn.parameter import is_lazy
 
-from sparkdl.errors import CheckpointError, ConfigError, StorageError
+from sparkdl.errors import CheckpointError, ConfigError, SparkDLError, StorageError
 from sparkdl.runtime.process import borrowed_generator
 from sparkdl.serialization.compare_modules import find_difference, is_equal, repeated_attributes
 from sparkdl.serialization.example_inputs import Given
@@ -111,9 +111,10 @@ class SavedModule:
             return read_program(self.files[_PROGRAM], self.trust)
         if self.sharded is not None:
             return with_values(self.make_blank(), self.sharded)
-        module = self._made()
-        _load_weights(module, self.weights(), recipe)
-        return self._completed(module).cpu()
+        with self._odd_values():
+            module = self._made()
+            _load_weights(module, self.weights(), recipe)
+            return self._completed(module).cpu()
 
     def make_blank(self) -> nn.Module:
         """The module of which ``sharded`` has the weights, with its parameters on the meta device.
@@ -121,14 +122,27 @@ class SavedModule:
         Errors are those of `make`.
         """
         assert self.sharded is not None
-        with without_values():
-            module = self._made()
-        state = module.state_dict()
-        names = [*self.sharded.names, *self.sharded.ties]
-        _check_kinds(state, {name: self.sharded.blank(name) for name in names})
-        _freeze(module, self.index["recipe"])
-        give_buffers(module, self.sharded)
-        return self._completed(module)
+        with self._odd_values():
+            with without_values():
+                module = self._made()
+            state = module.state_dict()
+            names = [*self.sharded.names, *self.sharded.ties]
+            _check_kinds(state, {name: self.sharded.blank(name) for name in names})
+            _freeze(module, self.index["recipe"])
+            give_buffers(module, self.sharded)
+            return self._completed(module)
+
+    @contextlib.contextmanager
+    def _odd_values(self) -> Iterator[None]:
+        """Raise what the code that makes the module raises, given the file's values, as our own."""
+        try:
+            yield
+        except SparkDLError:
+            raise
+        except Exception as error:  # constructors and torch raise whatever they like
+            raise ConfigError(
+                f"{self.path} holds a module that cannot be made: {type(error).__name__}: {error}"
+            ) from error
 
     def _made(self) -> nn.Module:
         """The module as its code makes it."""

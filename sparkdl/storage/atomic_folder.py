@@ -69,7 +69,9 @@ def read_index(storage: Folder, path: str, index_name: str, versions: range) -> 
             _plain_name(name): FileRecord(int(record["size_bytes"]), str(record["sha256"]))
             for name, record in index["files"].items()
         }
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+    except (
+        ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError,
+    ) as error:  # fmt: skip
         raise StorageError(f"{place} is damaged: {error!r}; {REMEDY}") from error
     return dict(index)
 

@@ -299,7 +299,10 @@ def read_manifest(storage: Storage, path: str) -> CheckpointInfo:
             run_key=str(manifest["run_key"]),
             complete=bool(manifest["complete"]),
             environment=dict(manifest["environment"]),
-            files={name: FileRecord(**record) for name, record in manifest["files"].items()},
+            files={
+                name: FileRecord(int(record["size_bytes"]), str(record["sha256"]))
+                for name, record in manifest["files"].items()
+            },
         )
         if info.step < 0 or info.world_size < 1:
             raise ValueError(f"step {info.step} of {info.world_size} ranks")

@@ -191,6 +191,18 @@ def test_files_that_are_larger_than_they_should_be_are_not_read(tmp_path: Path) 
             load_module(place)
 
 
+@pytest.mark.parametrize("extra", [{"dict": [["columns"]]}, {"dict": 3}, {}, [], "x"])
+def test_odd_values_of_an_index_are_errors_of_ours(tmp_path: Path, extra: Any) -> None:
+    recipe = {"factory": called("tests.describable:make_net", "x")}
+    index = {"version": 2, "recipe": recipe, "extra": extra}
+    files: dict[str, Data] = {"weights.safetensors": encode(snapshot({}))}
+    write_folder(LocalStorage(tmp_path), "model", "module.json", index, files)
+    with pytest.raises(StorageError, match="does not say what the model takes"):
+        load_signature(tmp_path)
+    with pytest.raises(ConfigError, match="a module that cannot be made"):
+        load_module(tmp_path)
+
+
 def test_descriptions_that_are_nested_too_deeply_are_an_error() -> None:
     for wrap in (
         lambda inner: [inner],

@@ -193,6 +193,7 @@ def test_a_damaged_one_is_passed_over_with_a_line_in_the_log(
         {"world_size": math.inf},
         {"environment": {"windows": 7}},
         {"environment": [["windows", ["whole"]]]},
+        {"files": {"shared.safetensors": {"size_bytes": "2*s0", "sha256": ""}}},
     ],
 )
 def test_a_manifest_with_wrong_values_is_a_damaged_checkpoint(damage: dict[str, Any]) -> None:

@@ -29,6 +29,8 @@ def read_toml(path: str | Path) -> Tables:
         raise ConfigError(f"cannot read the job file {path}: {error.strerror}") from error
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise ConfigError(f"{path} is not valid TOML: {error}") from error
+    except RecursionError:
+        raise ConfigError(f"{path} is not valid TOML: it is nested too deeply") from None
 
 
 def parse_value(text: str) -> Any:
