@@ -34,7 +34,7 @@ ENTRIES = {
 SUBMIT_ARGS = " ".join(
     [*(f"--conf {key}={value}" for key, value in ENTRIES.items()), "pyspark-shell"]
 )
-"""The same for PYSPARK_SUBMIT_ARGS, which sessions read that others make."""
+"""The same for PYSPARK_SUBMIT_ARGS, which the server of Spark Connect reads."""
 KILL_SECONDS = 1.2
 """After which a cancelled task has ended, with the second of leave that sparkdl gives it."""
 _LOG = f"-Dlog4j2.configurationFile={_ROOT / 'conf' / 'log4j2.properties'}"

@@ -10,12 +10,8 @@ import nbformat
 import pytest
 from nbclient import NotebookClient
 
-from tests import jvm
-
 NOTEBOOKS = sorted((Path(__file__).parents[2] / "notebooks").glob("*.ipynb"))
 
-FIRST = "01_quickstart"
-"""Runs as a user has it; workers of the others find torch in memory."""
 RESTARTED = "07_a_failure_and_its_recovery"
 FAILING = "06_your_own_training_loop"
 """Shows what becomes of a worker's error: the driver's words, then its traceback."""
@@ -35,8 +31,6 @@ def test_it_runs(path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     temporary.mkdir()
     monkeypatch.setenv("TMPDIR", str(temporary))
     monkeypatch.setenv("SPARK_LOCAL_IP", "127.0.0.1")
-    if path.stem != FIRST:
-        monkeypatch.setenv("PYSPARK_SUBMIT_ARGS", jvm.SUBMIT_ARGS)
     # Else ipykernel would not show what Spark prints.
     monkeypatch.delenv("PYTEST_CURRENT_TEST")
     monkeypatch.setattr(tempfile, "tempdir", None)
