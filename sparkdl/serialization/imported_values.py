@@ -109,7 +109,7 @@ def _named(code: Iterable[Any]) -> dict[Place, Any]:
             for key, member in vars(value).items():
                 if key.startswith("__") and not isinstance(member, types.FunctionType):
                     continue
-                if _is_imported(value.__module__):
+                if _is_imported(value.__module__) and _travels_by_name(value):
                     found[value.__module__, f"{value.__qualname__}.{key}"] = member
                 todo.append(member)
         elif isinstance(value, types.FunctionType) and not is_installed(value.__module__):
@@ -125,6 +125,7 @@ def _globals_of(function: types.FunctionType) -> Iterator[tuple[Place | None, An
     names = {name for code in _codes(function.__code__) for name in code.co_names}
     own = vars(sys.modules.get(function.__module__, types))
     is_own = function.__globals__ is own and _is_imported(function.__module__)
+    is_own = is_own and _travels_by_name(function)
     for name in sorted(names):
         value = function.__globals__.get(name, sys.modules.get(name))
         if isinstance(value, types.ModuleType):
@@ -142,6 +143,14 @@ def _is_imported(module: str) -> bool:
     is_own = module not in ("__main__", "__mp_main__") and not is_installed(module)
     spec = getattr(sys.modules.get(module), "__spec__", None)
     return is_own and spec is not None and not {module, package} & set(by_value)
+
+
+def _travels_by_name(value: type | types.FunctionType) -> bool:
+    """True if its module has it under its name: what functions make travels with all it names."""
+    found: Any = sys.modules.get(value.__module__)
+    for name in value.__qualname__.split("."):
+        found = getattr(found, name, None)
+    return getattr(found, "__func__", found) is value
 
 
 def _codes(code: types.CodeType) -> Iterator[types.CodeType]:
@@ -191,7 +200,7 @@ def _is_fixed(place: Place) -> bool:
     name = place[1].rpartition(".")[2]
     value: Any = sys.modules.get(place[0])
     for part in place[1].split("."):
-        value = vars(value).get(part)
+        value = getattr(value, part, None)
     is_data = dataclasses.is_dataclass(value) or isinstance(value, _CONTAINERS)
     if not (is_data or isinstance(value, _FIXED)):
         return False  # an object that may change itself

@@ -54,6 +54,24 @@ class Net(Base):
 """
 
 
+MAKER = """
+import torch
+from torch import nn
+import of_the_library
+
+FACTOR = 1.0
+
+def make():
+    class Net(nn.Linear):
+        shift = 2
+
+        def forward(self, x):
+            return super().forward(x) * FACTOR + of_the_library.SHIFT
+
+    return Net(2, 1)
+"""
+
+
 @pytest.fixture
 def library(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     (tmp_path / "a_library.py").write_text(LIBRARY, encoding="utf-8")
@@ -132,3 +150,17 @@ def test_a_fit_refuses_it_and_takes_what_is_sent_along(library: Any, spark: Spar
         assert fit(library.Net)(torch.ones(2)).item() > 4
     finally:
         cloudpickle.unregister_pickle_by_value(library)
+
+
+def test_classes_that_a_function_makes_travel_with_all_that_they_name(
+    library: Any, tmp_path: Path
+) -> None:
+    """Their own globals are sent along, so only those of other modules could be others there."""
+    (tmp_path / "a_maker.py").write_text(MAKER, encoding="utf-8")
+    maker = importlib.import_module("a_maker")
+    try:
+        found = imported_values([type(maker.make())])
+        assert set(found) == {("of_the_library", "SHIFT")}
+        assert set(imported_values([maker.make])) > {("of_the_library", "SHIFT")}
+    finally:
+        del sys.modules["a_maker"]
