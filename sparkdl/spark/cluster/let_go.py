@@ -19,8 +19,11 @@ from sparkdl.spark.session.compat import is_connect
 from sparkdl.spark.session.interrupts import raise_if_asked
 
 if TYPE_CHECKING:
+    from pyspark.sql import SparkSession
+
     from sparkdl.spark.cluster.attempt import Attempt
-    from sparkdl.spark.cluster.supervisor import Launch
+    from sparkdl.spark.cluster.slots import Slots
+    from sparkdl.spark.session.settings import Settings
 
 logger = logging.getLogger(__name__)
 
@@ -42,9 +45,9 @@ class LetGo:
     back.
     """
 
-    def __init__(self, run: Launch) -> None:
-        """Of this run."""
-        self._run = run
+    def __init__(self, spark: SparkSession, settings: Settings) -> None:
+        """Of a run in this session."""
+        self._spark, self._settings = spark, settings
         self._since: float | None = None
         """When the first attempt was submitted that has not had all its workers; None: it had."""
         self._newest: tuple[int, float] = (0, 0.0)
@@ -53,11 +56,10 @@ class LetGo:
         """How long to wait once the present attempt has ended; None: not at all."""
 
     @classmethod
-    def of(cls, run: Launch) -> list[LetGo]:
+    def of(cls, spark: SparkSession, slots: Slots, settings: Settings) -> list[LetGo]:
         """One, where slots can be given back."""
-        slots = run.slots
         needs_all = slots.is_gang and not slots.is_barrier and slots.max_workers is None
-        return [cls(run)] if needs_all and not is_connect(run.spark) else []
+        return [cls(spark, settings)] if needs_all and not is_connect(spark) else []
 
     def __call__(self, attempt: Attempt) -> str | None:
         """Why to start again; None: go on. ClusterError if that went on for too long."""
@@ -69,7 +71,7 @@ class LetGo:
             self._since = attempt.submitted
         if there != self._newest[0]:
             self._newest = there, attempt.first_event if there == 1 else now
-        settings = self._run.settings
+        settings = self._settings
         held, limit = now - self._newest[1], settings.queue_timeout_seconds
         if not there or held < _HOLD * settings.start_timeout_seconds:
             return None
@@ -83,7 +85,7 @@ class LetGo:
         text = (
             f"{there} of {attempt.world_size} workers have had slots for {held:.0f} s, and no "
             "further one came: other applications or jobs may hold the rest, and wait for these. "
-            f"{self._run.spark.sparkContext.appName!r} gives its slots back, and asks again in "
+            f"{self._spark.sparkContext.appName!r} gives its slots back, and asks again in "
             f"{self._pause:.0f} s; {now - self._since:.0f} of at most {limit:.0f} s "
             "(spark.sparkdl.queueTimeout) have passed"
         )
@@ -111,7 +113,7 @@ class LetGo:
 
         Without that they would stay: Spark keeps executors that hold cached rows or shuffle files.
         """
-        context: Any = self._run.spark.sparkContext
+        context: Any = self._spark.sparkContext
         scala = context._jsc.sc()
         deadline = time.monotonic() + _END_SECONDS
         while True:

@@ -182,7 +182,7 @@ def supervise(
         SparkDLError: what a worker raised on purpose, such as a version mismatch.
     """
     failed, furthest, losses = 0, -1, 0
-    changes = [*changes, *(LetGo.of(run) if needs_all else ())]
+    changes = [*changes, *(LetGo.of(run.spark, run.slots, run.settings) if needs_all else ())]
     sizes: list[tuple[int, int]] = []
     for restarts in itertools.count():
         attempt = Attempt(

@@ -59,10 +59,10 @@ class FakeSpark:
         return seq(*ids)
 
 
-def a_run(spark: Any, *, slots: Slots | None = None, **settings: float) -> Any:
+def changes(spark: Any, *, slots: Slots | None = None, queue_timeout: float = 60.0) -> list[LetGo]:
     default = Slots(num_workers=2, threads=1, cluster=DYNAMIC)
-    given = Settings(**{"start_timeout_seconds": 0.4, "queue_timeout_seconds": 60.0} | settings)  # type: ignore[arg-type]
-    return SimpleNamespace(spark=spark, slots=slots or default, settings=given)
+    settings = Settings(start_timeout_seconds=0.4, queue_timeout_seconds=queue_timeout)
+    return LetGo.of(spark, slots or default, settings)
 
 
 @pytest.fixture(autouse=True)
@@ -84,7 +84,7 @@ def test_slots_are_kept_for_a_while_and_then_given_back(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     spark = FakeSpark()
-    (change,) = LetGo.of(a_run(spark))
+    (change,) = changes(spark)
     attempt = waiting(1)
     assert change(attempt) is None
     change.end()
@@ -103,7 +103,7 @@ def test_slots_are_kept_for_a_while_and_then_given_back(
 
 
 def test_a_worker_that_has_just_come_shows_that_more_may_come() -> None:
-    (change,) = LetGo.of(a_run(FakeSpark()))
+    (change,) = changes(FakeSpark())
     attempt = waiting(0)
     attempt.world_size = 3
     assert change(attempt) is None
@@ -115,7 +115,7 @@ def test_a_worker_that_has_just_come_shows_that_more_may_come() -> None:
 
 
 def test_neither_a_gang_of_which_nobody_is_there_nor_a_whole_one_gives_anything_back() -> None:
-    (change,) = LetGo.of(a_run(FakeSpark()))
+    (change,) = changes(FakeSpark())
     for attempt in (waiting(), waiting(0, 1)):
         attempt.first_event -= 100
         attempt.submitted -= 100
@@ -123,7 +123,7 @@ def test_neither_a_gang_of_which_nobody_is_there_nor_a_whole_one_gives_anything_
 
 
 def test_it_ends_when_all_attempts_together_have_waited_for_too_long() -> None:
-    (change,) = LetGo.of(a_run(FakeSpark(), queue_timeout_seconds=30.0))
+    (change,) = changes(FakeSpark(), queue_timeout=30.0)
     for waited, ends in ((20, False), (40, True)):
         attempt = waiting(0)
         attempt.submitted -= waited if not ends else 0
@@ -146,15 +146,15 @@ def test_only_gangs_that_need_all_workers_of_a_plain_stage_do_so(
         Slots(num_workers=2, threads=1, cluster=DYNAMIC, is_gang=False),
         Slots(num_workers=2, threads=1, cluster=DYNAMIC, min_workers=1, max_workers=2),
     ):
-        assert LetGo.of(a_run(FakeSpark(), slots=slots)) == []
+        assert changes(FakeSpark(), slots=slots) == []
     monkeypatch.setattr(let_go, "is_connect", lambda spark: True)
-    assert LetGo.of(a_run(FakeSpark())) == []
+    assert changes(FakeSpark()) == []
 
 
 def test_executors_that_cannot_be_given_back_go_by_themselves() -> None:
     spark = FakeSpark()
     spark.sparkContext._jsc = None
-    (change,) = LetGo.of(a_run(spark))
+    (change,) = changes(spark)
     attempt = waiting(0)
     attempt.first_event -= 1
     assert change(attempt) is not None
