@@ -30,6 +30,7 @@ exclude_patterns = ["extensions"]
 suppress_warnings = ["toc.not_included"]
 myst_all_links_external = True  # those to other pages stay as they are
 default_role = "code"
+highlight_language = "python"
 smartquotes_action = "D"  # dashes alone
 
 autodoc_default_options = {"members": True, "member-order": "bysource"}

@@ -78,7 +78,7 @@ def _done(order: SampleOrder, member: Member) -> Results:
     from sparkdl.worker.training import initial_module
 
     began = time.perf_counter()
-    config, structure = cloudpickle.loads(order.payload)
+    _, config, structure = cloudpickle.loads(order.payload)
     member.reporter.phase("setup")
     with as_on_driver(structure):
         module = initial_module(order.weights, structure, member.files, member.comm)

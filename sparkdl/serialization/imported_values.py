@@ -1,21 +1,23 @@
 """What a program has changed of modules that other processes import from files.
 
 Code of such modules travels by its name, so that executors have what the files say: ``mylib.SIZE =
-3`` in a notebook, or another ``mylib.Net.forward``, stays on the driver. So globals, and attributes
-of classes, that the sent code names are compared by digests: with those of an executor and, where
-they differ, with those of a fresh process on the driver. That shows whether the program has changed
-them, or whether they depend on the machine.
+3`` in a notebook, or another ``mylib.Net.forward``, would stay on the driver. So globals, and
+attributes of classes, that the sent code names are compared by digests: with those of an executor
+and, where they differ, with those of a fresh process on the driver. What is otherwise there was
+changed by the program, and is sent. What is the same depends on the machine, and is left alone.
 """
 
 from __future__ import annotations
 
-import dataclasses
 import dis
-import functools
 import hashlib
 import importlib
+import io
 import json
+import logging
+import os
 import pickle
+import socket
 import subprocess
 import sys
 import types
@@ -27,22 +29,15 @@ import cloudpickle
 
 from sparkdl.serialization.trust import is_installed
 
+logger = logging.getLogger(__name__)
+
 Place = tuple[str, str]
 """A module of Python, and the name of something in it, with dots."""
 
 _FRESH_SECONDS = 120.0
 """Longest wait for a fresh process, which may have to import torch."""
-_CHANGING = {
-    "add", "append", "appendleft", "clear", "discard", "extend", "insert", "pop", "popitem",
-    "remove", "setdefault", "update",
-}  # fmt: skip
-"""Methods that change containers."""
-_CONTAINERS = (list, dict, set, types.SimpleNamespace)
-_FIXED = (
-    type(None), bool, int, float, complex, str, bytes, tuple, frozenset, type, types.FunctionType,
-    types.BuiltinFunctionType, staticmethod, classmethod, property, functools.partial,
-)  # fmt: skip
-"""Types of values that do not change by themselves."""
+_MOST_BYTES = 1 << 20
+"""Larger values are not sent: they are caches rather than settings."""
 _ABSENT = "absent"
 
 
@@ -57,27 +52,140 @@ def differing(expected: Mapping[Place, str]) -> dict[Place, str]:
     return {place: digest for place, digest in found.items() if digest != expected[place]}
 
 
-def changed_by_program(there: Mapping[Place, str]) -> tuple[list[Place], list[Place]]:
-    """What the program has changed, of places that have other digests on an executor.
+def values_to_send(expected: Mapping[Place, str], there: Mapping[Place, str]) -> ProgramValues:
+    """What the program has changed of what executors have otherwise.
 
-    Returns:
-        The places where a fresh process on this machine has what the executor has, and those of
-        which nobody knows why they differ: code of the module itself may have changed them, they
-        depend on the machine, or the executor has imported another file.
+    Args:
+        expected: what `imported_values` has found in this process.
+        there: what `differing` has found in theirs.
     """
-    try:
-        done = subprocess.run(
-            [sys.executable, "-c", _FRESH],
-            input=pickle.dumps((sys.path, list(there))),
-            capture_output=True,
-            timeout=_FRESH_SECONDS,
-            check=True,
+    fresh = _fresh(there)
+    changed = [place for place in there if fresh.get(place, expected[place]) != expected[place]]
+    found: dict[Place, bytes] = {}
+    for place in changed:
+        try:
+            found[place] = _packed(_at(place))
+        except Exception as error:  # whatever classes raise that cannot be pickled
+            _tell_once(place, str(error).partition("\n")[0] or type(error).__name__)
+    if found:
+        names = ", ".join(".".join(place) for place in found)
+        logger.info("workers get what the program has changed of imported modules: %s", names)
+    return ProgramValues(found)
+
+
+_told: set[Place] = set()
+
+
+def _tell_once(place: Place, why: str) -> None:
+    if place not in _told:
+        _told.add(place)
+        logger.warning(
+            "the program has changed %s, which cannot be sent to executors (%s): they have what "
+            "its file says",
+            ".".join(place),
+            why,
         )
-        fresh: dict[Place, str] = pickle.loads(done.stdout)
-    except (subprocess.SubprocessError, OSError, pickle.UnpicklingError, EOFError):
-        fresh = {}
-    changed = [place for place in there if fresh.get(place) == there[place] and _is_fixed(place)]
-    return changed, [place for place in there if place not in changed]
+
+
+class _Bounded(io.BytesIO):
+    """Takes so many bytes at most."""
+
+    def write(self, data: Any) -> int:
+        written = super().write(data)
+        if self.tell() > _MOST_BYTES:
+            raise ValueError(f"it takes more than {_MOST_BYTES >> 20} MiB")
+        return written
+
+
+def _packed(value: Any) -> bytes:
+    from sparkdl.serialization.travel.pickling import Pickler
+
+    with _Bounded() as file:
+        pickler = Pickler(file)
+        pickler.strange = {}
+        pickler.dump(value)
+        return file.getvalue()
+
+
+class ProgramValues:
+    """Values of a program, which whoever unpickles this object gives to its own modules.
+
+    They hold until the next one is unpickled: Python workers serve one run after the other.
+    """
+
+    def __init__(
+        self, values: Mapping[Place, bytes] | None = None, home: tuple[str, int] | None = None
+    ) -> None:
+        """Of ``values``, pickled one by one, in the process ``home``; None: this one."""
+        self.values = dict(values or {})
+        self.home = home or _this_process()
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _given, (self.values, self.home)
+
+
+_before: list[tuple[Any, str, Any]] = []
+"""What `_given` has replaced in this process: owner, name, and what was there."""
+
+
+def _given(values: Mapping[Place, bytes], home: tuple[str, int]) -> ProgramValues:
+    if home != _this_process():
+        give_back()
+        for place, data in values.items():
+            try:
+                value, (owner, name) = pickle.loads(data), _owner(place)
+                _before.append((owner, name, vars(owner).get(name, _before)))
+                setattr(owner, name, value)
+            except Exception:  # such as a class that is not there; what it names may not be needed
+                logger.info("%s is not what it is on the driver", ".".join(place), exc_info=True)
+    return ProgramValues(values, home)
+
+
+def give_back() -> None:
+    """Let this process have what its files say, as before values of a program came."""
+    while _before:
+        owner, name, value = _before.pop()
+        if value is _before:
+            delattr(owner, name)
+        else:
+            setattr(owner, name, value)
+
+
+def _this_process() -> tuple[str, int]:
+    return socket.gethostname(), os.getpid()
+
+
+_known: dict[tuple[Place, float], str] = {}
+"""Digests of what a fresh process has, by place and by the age of the module's file."""
+
+
+def _fresh(places: Iterable[Place]) -> dict[Place, str]:
+    """Digests of a fresh process on this machine; empty if none can be started."""
+    keys = {place: (place, _changed_at(place)) for place in places}
+    unknown = [place for place, key in keys.items() if key not in _known]
+    if unknown:
+        try:
+            done = subprocess.run(
+                [sys.executable, "-c", _FRESH],
+                input=pickle.dumps((sys.path, unknown)),
+                capture_output=True,
+                timeout=_FRESH_SECONDS,
+                check=True,
+            )
+            found: dict[Place, str] = pickle.loads(done.stdout)
+        except (subprocess.SubprocessError, OSError, pickle.UnpicklingError, EOFError) as error:
+            logger.info("a fresh process does not say what files have: %s", error)
+            return {}
+        _known.update({keys[place]: digest for place, digest in found.items()})
+    return {place: _known[key] for place, key in keys.items() if key in _known}
+
+
+def _changed_at(place: Place) -> float:
+    file = getattr(sys.modules.get(place[0]), "__file__", None) or ""
+    try:
+        return Path(file).stat().st_mtime
+    except OSError:
+        return 0.0
 
 
 _FRESH = """
@@ -121,16 +229,23 @@ def _named(code: Iterable[Any]) -> dict[Place, Any]:
 
 
 def _globals_of(function: types.FunctionType) -> Iterator[tuple[Place | None, Any]]:
-    """The globals that a function names, and what it names of modules among them."""
-    names = {name for code in _codes(function.__code__) for name in code.co_names}
+    """The globals that a function reads, and what it reads of modules among them."""
+    read: set[str] = set()
+    attributes: set[str] = set()
+    for code in _codes(function.__code__):
+        for step in dis.get_instructions(code):
+            if step.opname in ("LOAD_GLOBAL", "LOAD_NAME", "IMPORT_NAME"):
+                read.add(str(step.argval))
+            elif step.opname in ("LOAD_ATTR", "LOAD_METHOD", "IMPORT_FROM"):
+                attributes.add(str(step.argval))
     own = vars(sys.modules.get(function.__module__, types))
     is_own = function.__globals__ is own and _is_imported(function.__module__)
     is_own = is_own and _travels_by_name(function)
-    for name in sorted(names):
+    for name in sorted(read):
         value = function.__globals__.get(name, sys.modules.get(name))
         if isinstance(value, types.ModuleType):
             if _is_imported(value.__name__):
-                for member in sorted(names & vars(value).keys()):
+                for member in sorted(attributes & vars(value).keys()):
                     yield (value.__name__, member), vars(value)[member]
         elif name in function.__globals__:
             yield (function.__module__, name) if is_own else None, value
@@ -160,13 +275,23 @@ def _codes(code: types.CodeType) -> Iterator[types.CodeType]:
             yield from _codes(const)
 
 
+def _owner(place: Place) -> tuple[Any, str]:
+    """The module or class that has a name, and the last part of that."""
+    owner: Any = importlib.import_module(place[0])
+    *path, last = place[1].split(".")
+    for name in path:
+        owner = vars(owner)[name]
+    return owner, last
+
+
+def _at(place: Place) -> Any:
+    owner, name = _owner(place)
+    return vars(owner)[name]
+
+
 def _found(place: Place) -> str:
     try:
-        owner: Any = importlib.import_module(place[0])
-        *path, last = place[1].split(".")
-        for name in path:
-            owner = vars(owner)[name]
-        return _digest(vars(owner)[last])
+        return _digest(_at(place))
     except Exception:  # whatever a module raises when it is imported, or a name that is not there
         return _ABSENT
 
@@ -193,38 +318,3 @@ def _digest(value: Any) -> str:
 def _is_of_its_file(function: types.FunctionType) -> bool:
     file = getattr(sys.modules.get(function.__module__), "__file__", None) or ""
     return Path(file).stem == Path(function.__code__.co_filename).stem
-
-
-def _is_fixed(place: Place) -> bool:
-    """True if no code of the module itself gives another value to a name, as far as that shows."""
-    name = place[1].rpartition(".")[2]
-    value: Any = sys.modules.get(place[0])
-    for part in place[1].split("."):
-        value = getattr(value, part, None)
-    is_data = dataclasses.is_dataclass(value) or isinstance(value, _CONTAINERS)
-    if not (is_data or isinstance(value, _FIXED)):
-        return False  # an object that may change itself
-    for code in _codes_of(place[0]):
-        for step in dis.get_instructions(code):
-            if step.opname in ("STORE_GLOBAL", "STORE_ATTR") and step.argval == name:
-                return False
-        changes = _CHANGING & set(code.co_names) or any(
-            step.opname in ("STORE_SUBSCR", "STORE_ATTR") for step in dis.get_instructions(code)
-        )
-        if is_data and changes and name in code.co_names:
-            return False
-    return True
-
-
-def _codes_of(module: str) -> Iterator[types.CodeType]:
-    """The code of all functions that a module defines."""
-    todo = list(vars(sys.modules[module]).values())
-    while todo:
-        value = todo.pop()
-        value = getattr(value, "__func__", value)
-        if getattr(value, "__module__", None) != module:
-            continue
-        if isinstance(value, type):
-            todo += vars(value).values()
-        elif isinstance(value, types.FunctionType):
-            yield from _codes(value.__code__)

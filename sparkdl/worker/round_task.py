@@ -88,11 +88,14 @@ class RoundPlace:
     """As in `WorkerEnvironment`."""
 
 
-def pack_payload(config: Any, skeleton: bytes, blank_tensors: bytes) -> bytes:
-    """What stays the same in all rounds; zeros, which the tensors mostly are, take no room."""
+def pack_payload(config: Any, skeleton: bytes, blank_tensors: bytes, values: Any = None) -> bytes:
+    """What stays the same in all rounds; zeros, which the tensors mostly are, take no room.
+
+    ``values`` are the program's, which whoever unpickles the rest must have.
+    """
     from sparkdl.serialization.travel.pickling import dumps
 
-    return zlib.compress(dumps((config, skeleton, blank_tensors)), 1)
+    return zlib.compress(dumps((values, config, skeleton, blank_tensors)), 1)
 
 
 def run(place: RoundPlace, order: RoundOrder, state: bytes) -> Iterator[tuple[str, bytes]]:
@@ -199,7 +202,7 @@ class Warm:
         from sparkdl.train.round_replica import RoundReplica
 
         require_same_versions(order.versions, f"shard {place.shard.shard_id}'s worker")
-        config, skeleton, tensors = cloudpickle.loads(zlib.decompress(order.payload))
+        _, config, skeleton, tensors = cloudpickle.loads(zlib.decompress(order.payload))
         device = choose_device(config.device, place.gpu_addresses, 0, os.environ)
         self.as_on_driver = partial(as_on_driver, skeleton)
         self.hardware = hardware(device, order.threads)

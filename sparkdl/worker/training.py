@@ -121,7 +121,7 @@ def _train(order: WorkOrder, member: Member) -> Results:
     from sparkdl.worker.divided.sent_weights import MadeWeights, SentWeights, Unfilled
     from sparkdl.worker.divided.stored_weights import write_weights
 
-    config, structure = cloudpickle.loads(order.payload)
+    _, config, structure = cloudpickle.loads(order.payload)
     strategy, mesh = sync.resolve(config.sync_strategy), config.parallelism
     comm, files, reporter = member.comm, member.files, member.reporter
     reporter.phase("setup")

@@ -130,19 +130,20 @@ def test_cells_of_tables_are_markdown(extension: Any) -> None:
     assert tables.table(["x"], [["a|b"]]) == ["", "| x |", "| --- |", "| a\\|b |", ""]
 
 
-def test_a_signature_is_a_heading_and_a_block_of_lines(extension: Any) -> None:
-    from sphinx import addnodes
+def test_parameters_of_a_long_signature_have_a_line_each(extension: Any) -> None:
+    from docutils import nodes
 
-    def signature(*parameters: str) -> Any:
-        given = [addnodes.desc_parameter("", name) for name in parameters]
-        return addnodes.desc_signature(
-            "", "", addnodes.desc_name("", "f"), addnodes.desc_parameterlist("", "", *given)
-        )
+    def shown(text: str) -> str:
+        found: str = extension("plain_signatures").as_python(nodes.Text(text))
+        return found
 
-    as_python = extension("plain_signatures").as_python
-    assert as_python(signature("a", "*", "b=1")) == "f(a, *, b=1)"
-    long = "c: " + "x" * 100
-    assert as_python(signature("a", long)) == f"f(\n    a,\n    {long},\n)"
+    assert shown("f(a, *, b=1)") == "f(a, *, b=1)"
+    long = "x" * 100
+    text = "class s.F(*, a: ~c.abc.Callable[[...], ~typing.Any] = <not set>, "
+    assert shown(f"{text}b: Literal['{long}', 'y']) → None") == (
+        "class s.F(\n    *,\n    a: Callable[[...], Any] = <not set>,\n"
+        f"    b: Literal['{long}', 'y'],\n) → None"
+    )
 
 
 def test_cells_are_not_padded(extension: Any) -> None:

@@ -17,22 +17,31 @@ if TYPE_CHECKING:
     from sphinx.application import Sphinx
 
 _WIDTH = 100
+_PATH = re.compile(r"~(?:\w+\.)*(\w+)")
+"""As Sphinx writes the name of a class of which the last part shall be shown."""
 _ROW = re.compile(r"^\|.*\|$", re.MULTILINE)
 
 
 def as_python(signature: addnodes.desc_signature) -> str:
-    """The text of a signature; parameters that do not fit into a line have one each."""
+    """The text of a signature; parameters that do not fit into a line have one each.
+
+    The text alone is looked at: Sphinx divides at every comma where a default is no Python.
+    """
     text = " ".join(signature.astext().replace("\xa0", " ").split())
-    lists = list(signature.findall(addnodes.desc_parameterlist))
-    if not lists or len(text) <= _WIDTH:
+    text = _PATH.sub(r"\1", text)
+    start = text.find("(")
+    if start < 0 or len(text) <= _WIDTH:
         return text
-    given = lists[0].astext()
-    before, found, after = text.partition(" ".join(given.split()))
-    if not found:
-        raise ValueError(f"the parameters of {text!r} are not found in it")
-    parameters = [" ".join(each.astext().split()) for each in lists[0].children]
-    inside = "".join(f"    {parameter},\n" for parameter in parameters)
-    return f"{before.removesuffix('(')}(\n{inside}){after.removeprefix(')')}"
+    parameters, depth, begin = [], 0, start + 1
+    for place in range(start, len(text)):
+        depth += (text[place] in "([{") - (text[place] in ")]}")
+        if depth == 0 or (depth == 1 and text[place] == ","):
+            parameters.append(text[begin:place].strip())
+            begin = place + 1
+        if depth == 0:
+            break
+    inside = "".join(f"    {parameter},\n" for parameter in parameters if parameter)
+    return f"{text[:start]}(\n{inside}){text[begin:]}"
 
 
 def not_padded(page: str) -> str:

@@ -9,7 +9,7 @@ import shutil
 import tempfile
 import threading
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from pyspark.sql import SparkSession
 
@@ -18,6 +18,7 @@ from sparkdl.comm.channel import ChannelServer, Hub
 from sparkdl.comm.file_chunks import gathered
 from sparkdl.errors import ClusterError, StorageError
 from sparkdl.runtime.activity import doing
+from sparkdl.serialization.imported_values import ProgramValues
 from sparkdl.spark.cluster.cluster_info import mib
 from sparkdl.spark.cluster.probe import NO_NEEDS, Needs, probe
 from sparkdl.spark.cluster.slots import Slots
@@ -52,6 +53,9 @@ class Link:
     """``checkpointDir``, with scheme and host as other processes know it, or None."""
     relays: bool
     """True if workers reach ``checkpointDir`` by way of the driver's channel only."""
+    values: ProgramValues = field(default_factory=ProgramValues)
+    """What the program has changed in modules that workers import from files. In front of all that
+    is pickled for them, so that they have it first."""
 
     def address(self) -> Address | None:
         """The channel, with what opens it in the present attempt: for tasks launched in that."""
@@ -179,7 +183,13 @@ def open_link(
     if address is not None and checkpoints is None:
         checkpoints = files
     return Link(
-        hub=hub, channel=address, files=files, checkpoints=checkpoints, url=url, relays=relays
+        hub=hub,
+        channel=address,
+        files=files,
+        checkpoints=checkpoints,
+        url=url,
+        relays=relays,
+        values=found.values,
     )
 
 

@@ -9,9 +9,9 @@ import json
 import logging
 import re
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import pyarrow as pa
 from pyspark.errors import PythonException
@@ -22,12 +22,11 @@ from sparkdl.comm.channel import ChannelClient
 from sparkdl.errors import (
     ClusterError,
     CommunicationError,
-    ConfigError,
     SparkDLError,
     StorageError,
 )
 from sparkdl.runtime.versions import difference, versions
-from sparkdl.serialization.imported_values import Place, changed_by_program
+from sparkdl.serialization.imported_values import Place, ProgramValues, values_to_send
 from sparkdl.spark.session.background_job import BackgroundJob
 from sparkdl.spark.session.compat import workers_python
 from sparkdl.spark.session.failures import python_cause, raise_unless_loss, spark_message
@@ -73,7 +72,7 @@ class Needs:
     """Whether there must be a GPU."""
 
     def __bool__(self) -> bool:
-        return bool(self.names or self.values) or self.cuda
+        return bool(self.names) or self.cuda
 
     def missing(self) -> str | None:
         """What of it this process lacks, and what to do; None: nothing."""
@@ -131,8 +130,9 @@ class ProbeTask:
     def _differing(self) -> list[tuple[Place, str]]:
         if not self.needs.values:
             return []
-        from sparkdl.serialization.imported_values import differing
+        from sparkdl.serialization.imported_values import differing, give_back
 
+        give_back()
         return list(differing(self.needs.values).items())
 
     def _reaches_driver(self) -> bool:
@@ -169,6 +169,8 @@ class Findings:
     """True if every executor asked reaches the driver's channel."""
     storage_failure: str | None
     """Why an executor cannot open the storage; None: all can."""
+    values: ProgramValues
+    """What the program has changed in modules that executors import from files."""
 
 
 def probe(
@@ -192,7 +194,6 @@ def probe(
     ``once_submitted`` is called when they are asked: answers take seconds where Python begins.
 
     Raises:
-        ConfigError: the program has changed values of modules that executors import.
         ClusterError: an executor has no Python or no sparkdl, runs other versions than the driver,
             lacks what the run needs, or does not answer.
         StorageError: an executor opens the storage, but finds another one than the driver's.
@@ -240,43 +241,20 @@ def probe(
     answers = [json.loads(row["answer"]) for row in rows]
     for answer in answers:
         _check(answer, storage_url)
-    _check_values(answers)
+    there: dict[Place, str] = {}
+    for answer in answers:
+        there |= {(module, name): digest for (module, name), digest in answer["differing"]}
     failures = [f"{a['storage_failure']} (on {a['host']})" for a in answers if a["storage_failure"]]
     return Findings(
         reaches_driver=all(answer["reaches_driver"] for answer in answers),
         storage_failure=failures[0] if failures else None,
+        values=values_to_send(needs.values, there) if there else ProgramValues(),
     )
 
 
 def python_remedy(error: Exception) -> str:
     """What to do about executors that cannot start a Python worker, by Spark's error."""
     return _DAEMON_REMEDY if _NO_DAEMON.search(str(error)) else _PYTHON_REMEDY
-
-
-def _check_values(answers: Iterable[Mapping[str, Any]]) -> None:
-    """Refuse what the program has changed in modules that executors import from files."""
-    there: dict[Place, str] = {}
-    for answer in answers:
-        there |= {(module, name): digest for (module, name), digest in answer["differing"]}
-    if not there:
-        return
-    changed, unknown = changed_by_program(there)
-    if changed:
-        module = changed[0][0]
-        raise ConfigError(
-            f"the program has changed {_shown(changed)}, and executors import {module} from its "
-            "file, where it is as before; pass such values to the module as arguments, change the "
-            f"file, or send {module} along: cloudpickle.register_pickle_by_value({module})"
-        )
-    logger.warning(
-        "%s is otherwise on an executor than on the driver: it depends on the machine or on what "
-        "ran before, or executors import another file; training uses what the executors have",
-        _shown(unknown),
-    )
-
-
-def _shown(places: Sequence[Place]) -> str:
-    return ", ".join(".".join(place) for place in places[:5])
 
 
 def _check(answer: Mapping[str, object], storage_url: str | None) -> None:

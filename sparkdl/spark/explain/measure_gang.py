@@ -341,7 +341,7 @@ def _asked(
             run_key=run.run_key,
             device=run.config.device,
             plan=run.plan,
-            payload=dumps((run.config, run.packed.skeleton)),
+            payload=dumps((run.link.values, run.config, run.packed.skeleton)),
             weights=weights,
             seconds=seconds,
             task=task,

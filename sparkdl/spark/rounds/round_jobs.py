@@ -73,7 +73,7 @@ class RoundJobs:
         self.labels = part_names(run.objective)
         """Those whose losses are kept apart."""
         blank = pack_blank(run.module)
-        self._payload = pack_payload(run.config, blank.skeleton, blank.tensors)
+        self._payload = pack_payload(run.config, blank.skeleton, blank.tensors, run.link.values)
 
     def run(self, part: RoundPart | None, work: RoundWork, stage: Stage) -> Rows:
         """Run one job, which measures if there is no part; raises what `supervise` raises."""

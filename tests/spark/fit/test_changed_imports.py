@@ -1,21 +1,29 @@
-"""What a program has changed of a module that executors import from its file is refused."""
+"""What a program has changed of a module that executors import from its file is sent to them."""
 
 from __future__ import annotations
 
+import ast
 import importlib
+import pickle
+import subprocess
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import cloudpickle
 import pytest
 import torch
 from torch import nn
 
-from sparkdl import TorchRegressor
-from sparkdl.errors import ConfigError
-from sparkdl.serialization.imported_values import changed_by_program, differing, imported_values
+from sparkdl import ParameterAveraging, TorchRegressor
+from sparkdl.serialization import imported_values as module
+from sparkdl.serialization.imported_values import (
+    ProgramValues,
+    differing,
+    imported_values,
+    values_to_send,
+)
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
@@ -101,55 +109,146 @@ CHANGES: dict[str, Callable[[Any], Any]] = {
 }
 
 
-def found_by(library: Any) -> tuple[list[str], list[str]]:
-    """What is refused, and what is only told, where an executor has imported the files anew."""
+def sent_from(library: Any) -> ProgramValues:
+    """What is sent where an executor has imported the files anew."""
     expected = imported_values([library.Net, library.Net.forward])
     kept = {name: sys.modules.pop(name) for name in ("a_library", "of_the_library")}
     there = differing(expected)  # imports them anew, as an executor does
     sys.modules.update(kept)
-    changed, unknown = changed_by_program(there)
-    return [".".join(place) for place in changed], [".".join(place) for place in unknown]
+    return values_to_send(expected, there)
+
+
+LOOK = """
+import pickle, sys
+sys.path[:], sent = pickle.load(sys.stdin.buffer)
+def look():
+    import a_library, of_the_library, torch
+    net = a_library.Net.__new__(a_library.Net)
+    torch.nn.Module.__init__(net)
+    net.layer = torch.nn.Identity()
+    said = net.forward(torch.ones(1)).item()
+    return [a_library.SIZE, a_library.OPTIONS, a_library.Base.hidden, a_library.CALLS, said]
+found = [look()]
+pickle.loads(sent)
+found.append(look())
+pickle.loads(pickle.dumps(pickle.loads(sent)))  # once more changes nothing
+found.append(look())
+from sparkdl.serialization.imported_values import give_back
+give_back()
+found.append(look())
+print(found)
+"""
+
+
+def seen_by_another(sent: ProgramValues) -> list[list[Any]]:
+    """What another process sees before, with, again with, and without what was sent."""
+    done = subprocess.run(
+        [sys.executable, "-c", LOOK], input=pickle.dumps((sys.path, pickle.dumps(sent))),
+        capture_output=True, check=True, timeout=60,
+    )  # fmt: skip
+    found: list[list[Any]] = ast.literal_eval(done.stdout.decode())
+    return found
+
+
+AS_IN_THE_FILE = [2, {"factor": 1.0}, 4, 0, 5.0]
+CHANGED: dict[str, list[Any]] = {
+    "a_library.SIZE": [3, {"factor": 1.0}, 4, 1, 5.0],
+    "a_library.OPTIONS": [2, {"factor": 2.0}, 4, 1, 6.0],
+    "a_library.Base.hidden": [2, {"factor": 1.0}, 7, 1, 8.0],
+    "a_library.Net.forward": [2, {"factor": 1.0}, 4, 1, 1.0],
+    "a_library.scaled": [2, {"factor": 1.0}, 4, 1, torch.ones(1).sin().item() + 4],
+    "of_the_library.SHIFT": [2, {"factor": 1.0}, 4, 1, 6.0],
+}
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", CHANGES)
-def test_what_the_program_has_changed_is_found(library: Any, name: str) -> None:
-    CHANGES[name](library)
-    library.Net()(torch.ones(library.SIZE))  # which counts, and fills a cache
+def test_what_the_program_has_changed_is_there_too(library: Any, name: str) -> None:
     library.UNUSED = library.of_the_library.OTHER = 9
-    changed, unknown = found_by(library)
-    assert changed == [name]
-    assert set(unknown) <= {f"a_library.{one}" for one in ("CACHE", "CALLS", "IDS", "PROCESS")}
-    assert "a_library.CALLS" in unknown
+    library.Net()(torch.ones(library.SIZE))  # which counts, and fills a cache
+    CHANGES[name](library)
+    before, there, again, after = seen_by_another(sent_from(library))
+    assert before == after == AS_IN_THE_FILE
+    assert there == again
+    assert there[:4] == CHANGED[name][:4]
+    assert there[4] == pytest.approx(CHANGED[name][4])
 
 
-def test_what_nobody_has_changed_is_as_it_is_elsewhere(library: Any) -> None:
-    assert found_by(library) == ([], [])
+def test_nothing_is_sent_that_nobody_has_changed(library: Any) -> None:
+    assert sent_from(library).values == {}
+
+
+def test_the_program_keeps_its_own_values(library: Any) -> None:
+    options = library.OPTIONS
+    values = {("a_library", "OPTIONS"): pickle.dumps({"factor": 5.0})}
+    pickle.loads(pickle.dumps(ProgramValues(values)))
+    assert library.OPTIONS is options
+    pickle.loads(pickle.dumps(ProgramValues(values, ("elsewhere", 1))))
+    assert library.OPTIONS == {"factor": 5.0}
+    pickle.loads(pickle.dumps(ProgramValues({}, ("elsewhere", 1))))
+    assert library.OPTIONS is options
+
+
+def test_what_cannot_be_sent_is_told_once(library: Any, caplog: pytest.LogCaptureFixture) -> None:
+    module._told.clear()
+    library.OPTIONS["lock"] = threading.Lock()
+    library.CACHE["large"] = b"0" * (2 << 20)
+    for _ in range(2):
+        sent = sent_from(library)
+        assert set(sent.values) <= {("a_library", name) for name in ("CALLS", "IDS", "PROCESS")}
+    told = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+    assert len(told) == 2
+    assert any("a_library.OPTIONS, which cannot be sent" in text for text in told)
+    assert any("a_library.CACHE" in text and "more than 1 MiB" in text for text in told)
+
+
+def test_names_of_attributes_are_no_globals(library: Any) -> None:
+    """A module's ``self.scale`` says nothing of a function ``scale`` of the program."""
+    code = "import of_the_library\ndef scale(): return of_the_library.SHIFT\n"
+    code += "class Own:\n    def forward(self): return self.scale\n"
+    space: dict[str, Any] = {"__name__": "a_program"}
+    exec(code, space)
+    assert imported_values([space["Own"]]) == {}
+    assert set(imported_values([space["scale"]])) == {("of_the_library", "SHIFT")}
 
 
 @pytest.mark.spark
 @pytest.mark.slow
-def test_a_fit_refuses_it_and_takes_what_is_sent_along(library: Any, spark: SparkSession) -> None:
+def test_fits_train_with_what_the_program_has(library: Any, spark: SparkSession) -> None:
     path = str(Path(library.__file__).parent)
     spark.sparkContext.addPyFile(f"{path}/a_library.py")
     spark.sparkContext.addPyFile(f"{path}/of_the_library.py")
-    df = spark.createDataFrame([([1.0, 2.0], 1.0)] * 4, "features array<float>, label float")
+    df = spark.createDataFrame([([0.0, 0.0], 0.0)] * 4, "features array<float>, label float")
 
-    def fit(module: Any) -> nn.Module:
-        fitted: nn.Module = TorchRegressor(
-            module=module, numWorkers=1, verbose=0, device="cpu", learningRate=1e-9
-        ).fit(df).module  # fmt: skip
-        return fitted
+    def loss(**options: Any) -> float:
+        """Of rows of zeros: the square of what forward adds, before any step."""
+        fitted = TorchRegressor(
+            module=Zero(library), numWorkers=1, verbose=0, device="cpu", learningRate=1e-9,
+            **options,
+        ).fit(df)  # fmt: skip
+        return float(fitted.summary.history[0]["loss"])
 
-    fit(library.Net)
+    rounds = {"syncStrategy": ParameterAveraging(averaging_period=1)}
+    assert loss() == pytest.approx(16.0)
     library.Net.hidden = 7
-    with pytest.raises(ConfigError, match=r"changed a_library.Net.hidden.*register_pickle_by_val"):
-        fit(library.Net)
-    cloudpickle.register_pickle_by_value(library)
-    try:
-        assert fit(library.Net)(torch.ones(2)).item() > 4
-    finally:
-        cloudpickle.unregister_pickle_by_value(library)
+    assert loss() == pytest.approx(49.0)
+    assert loss(**rounds) == pytest.approx(49.0)
+    del library.Net.hidden
+    assert loss() == pytest.approx(16.0)
+    assert loss(**rounds) == pytest.approx(16.0)
+
+
+class Zero:
+    """Makes a net whose layer gives zeros."""
+
+    def __init__(self, library: Any) -> None:
+        self.kind = library.Net
+
+    def __call__(self) -> nn.Module:
+        net: nn.Module = self.kind()
+        for parameter in net.parameters():
+            nn.init.zeros_(parameter)
+        return net
 
 
 def test_classes_that_a_function_makes_travel_with_all_that_they_name(
