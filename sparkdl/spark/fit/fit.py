@@ -125,7 +125,7 @@ def _fit(
 ) -> FitResult:
     """See `fit`."""
     checked = check_request(data, request)
-    look = cache(partial(_look, checked, spools, recorder))
+    look = cache(partial(_look, checked, run_id, spools, recorder))
     with Cleanup() as stack:
         if spools is not None:
             recorder.phase("wait")
@@ -243,13 +243,15 @@ def _fit(
 
 
 def _look(
-    checked: CheckedRequest, spools: Spools | None, recorder: Recorder
+    checked: CheckedRequest, run_id: str, spools: Spools | None, recorder: Recorder
 ) -> check_rows.CheckedRows | None:
-    """What the first rows show, unless all of them are known from another fit."""
+    """What the first rows show, unless all of them are known from another fit, or may be."""
+    if checked.fit_spec.keep is not None:
+        return None
     is_frame = checked.data.source is None
     if is_frame and spools is not None and spools.has(checked.fit_spec, checked.slots):
         return None
-    return check_rows.check_first_rows(checked, recorder.graph)
+    return check_rows.check_first_rows(checked, run_id, recorder.graph)
 
 
 def _table(

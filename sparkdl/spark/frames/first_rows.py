@@ -68,7 +68,7 @@ class FirstRows(SpooledRows):
         return number, where
 
 
-def first_rows(df: DataFrame, spec: TableSpec) -> FirstRows | None:
+def first_rows(df: DataFrame, spec: TableSpec, run_id: str) -> FirstRows | None:
     """Take the first rows of a DataFrame where Spark answers that from few of its partitions.
 
     None: it does not, or not soon, or there are none. Raises DataError if a stage before cannot
@@ -80,7 +80,7 @@ def first_rows(df: DataFrame, spec: TableSpec) -> FirstRows | None:
         return None
     doing("looking at the first rows")
     try:
-        what = "sparkdl: look at the first rows"
+        what = f"sparkdl {run_id}: look at the first rows"
         look = bounded(df.sparkSession, partial(take_look, hashed, Head.ROWS), _SECONDS, what)
     except (PySparkException, Py4JError) as error:  # an executor was lost, for one
         logger.debug("the first rows cannot be looked at: %s", error)

@@ -111,9 +111,9 @@ class UserData:
                 "with validationIndicatorCol, or fit on a DataFrame"
             )
 
-    def first_rows(self, spec: TableSpec) -> FirstRows | None:
+    def first_rows(self, spec: TableSpec, run_id: str) -> FirstRows | None:
         """The first rows, if they are had at once, see `first_rows`; None: of a source, too."""
-        return None if self.source is not None else first_rows(self.frame, spec)
+        return None if self.source is not None else first_rows(self.frame, spec, run_id)
 
     def sample(self, spec: TableSpec, seconds: float) -> Sample | None:
         """Some of the rows, see `take_sample`; None: a source tells everything without them."""
