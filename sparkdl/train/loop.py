@@ -21,6 +21,7 @@ from sparkdl.data.batches import Batch, sequential_batches
 from sparkdl.data.collate import example_arguments
 from sparkdl.data.plan import TrainPlan
 from sparkdl.data.source import ShardRows
+from sparkdl.errors import TrainingDiverged
 from sparkdl.sync.collective import CollectiveStrategy
 from sparkdl.sync.frozen_layers import training_mode
 from sparkdl.sync.gradients.allreduce import tree_synchronizer
@@ -41,6 +42,7 @@ from sparkdl.train.modules.memory_format import in_memory_format
 from sparkdl.train.modules.sync_batch_norm import synchronized
 from sparkdl.train.objective.label_losses import no_sums
 from sparkdl.train.objective.metrics import Metrics
+from sparkdl.train.objective.not_finite import with_columns
 from sparkdl.train.objective.training_step import logs
 from sparkdl.train.optimizers.stepping import set_mode
 from sparkdl.train.random_state import deterministic_algorithms, seed_everything
@@ -188,7 +190,7 @@ def train(
         if looks is not None and comm.rank == 0 and mesh is None:
             seen = LayerLooks(looks, module, plan)
         step = TrainStep(replica, clock=clock, talks_within=talks_within, looks=seen)
-        return _Training(
+        training = _Training(
             replica=replica,
             book=book,
             first=fingerprints(module) if mesh is None else {},
@@ -210,7 +212,13 @@ def train(
             requests=Requests(refusal=OUTSIDE, no_save=NO_PLACE if checkpoints is None else None),
             # Where time decides, all ranks would have to wait for the slowest.
             acts_every=steps_between(config.callbacks) if strategy.deterministic else None,
-        ).run(resume)
+        )
+        try:
+            return training.run(resume)
+        except TrainingDiverged as error:
+            all_come = strategy.deterministic and not strategy.trains_apart
+            told = comm if mesh is None else readers
+            raise with_columns(error, plan.columns, shards, told if all_come else None) from error
 
 
 @dataclass(frozen=True, kw_only=True)

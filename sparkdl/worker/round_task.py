@@ -26,7 +26,7 @@ from sparkdl.config import Looks
 from sparkdl.data.plan import RoundPart, Shard, Split, TrainPlan
 from sparkdl.data.source import ShardSource
 from sparkdl.data.spool.spool_source import SpoolSource
-from sparkdl.errors import DataError, ShardLost
+from sparkdl.errors import DataError, ShardLost, TrainingDiverged
 from sparkdl.runtime.hardware import hardware
 from sparkdl.runtime.process import spared_collector, torch_threads, tuned_allocator
 from sparkdl.worker.kept import KEPT
@@ -171,6 +171,7 @@ def train_or_evaluate(
     """
     from sparkdl.storage.checkpoint_format import decode, encode
     from sparkdl.storage.tensor_tree import snapshot
+    from sparkdl.train.objective.not_finite import with_columns
 
     tree = decode(state, "the round's state")
     if part is None:
@@ -178,7 +179,11 @@ def train_or_evaluate(
         report, metrics = warm.measure(shard, tree)
         return [("result", json.dumps(report).encode()), ("metrics", metrics)]
     reporter.phase("train")
-    outcome, report = warm.train(shard, tree, part, reporter)
+    try:
+        outcome, report = warm.train(shard, tree, part, reporter)
+    except TrainingDiverged as error:
+        rows = [warm.open(shard, "train")]
+        raise with_columns(error, warm.plan.columns, rows, None) from error
     sent: Results = []
     if outcome.weight > 0:
         assert pieces is not None
