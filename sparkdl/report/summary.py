@@ -89,6 +89,9 @@ class TrainingSummary:
     """The mesh of workers that share the model, such as ``data=2, shard=2``; empty: none."""
     steps: int = 0
     """Optimizer steps of each rank."""
+    first_step: int = 0
+    """Where this fit began: the step of the checkpoint, or of the earlier fit, that it went on
+    from; 0 if there was none."""
     world_size: int = 1
     """Workers in the end."""
     gang_sizes: list[list[int]] = field(default_factory=list)
@@ -254,6 +257,8 @@ class TrainingSummary:
             ("rows", rows + f", in {self.shards}" * bool(self.shards)),
             ("epochs", f"{epochs:.4g}, {self.steps:,} steps on {self.workers_text}{mesh}"),
         ]
+        if self.first_step:
+            lines.append(("went on from", f"step {self.first_step:,}"))
         if self.run_name:
             lines.insert(0, ("name", self.run_name))
         lines += [

@@ -48,6 +48,11 @@ def test_it_names_the_mesh(summary: TrainingSummary) -> None:
     assert TrainingSummary.from_dict(json.loads(json.dumps(along.to_dict()))) == along
 
 
+def test_it_says_where_it_went_on(summary: TrainingSummary) -> None:
+    assert "went on from" not in repr(summary)
+    assert "went on from     step 1,040\n" in repr(dataclasses.replace(summary, first_step=1040))
+
+
 def test_json_round_trip(summary: TrainingSummary) -> None:
     assert TrainingSummary.from_dict(json.loads(json.dumps(summary.to_dict()))) == summary
 

@@ -69,11 +69,16 @@ def _shown(each: Params, name: str) -> str:
 
 
 def _meaning(instances: list[Params], name: str) -> str:
-    having = [each for each in instances if each.hasParam(name)]
-    docs = dict.fromkeys(as_markdown(each.getParam(name).doc) for each in having)
-    owners = ", ".join(f"`{type(each).__name__}`" for each in having)
-    only = f" Only in {owners}." if len(having) < len(instances) else ""
-    return " / ".join(docs) + only
+    """What the Param is; where classes differ, what each says."""
+    meanings: dict[str, list[str]] = {}
+    for each in instances:
+        if each.hasParam(name):
+            doc = as_markdown(each.getParam(name).doc)
+            meanings.setdefault(doc, []).append(f"`{type(each).__name__}`")
+    if len(meanings) > 1:
+        return " ".join(f"In {', '.join(owners)}: {doc}" for doc, owners in meanings.items())
+    ((doc, owners),) = meanings.items()
+    return doc + (f" Only in {', '.join(owners)}." if len(owners) < len(instances) else "")
 
 
 class ParamsDirective(SphinxDirective):

@@ -289,6 +289,7 @@ def _summary(result: GangResult, reports: Mapping[int, Any]) -> TrainingSummary:
     return TrainingSummary(
         history=first["history"],
         steps=first["steps"],
+        first_step=result.sizes[0][0],
         restarts=result.restarts,
         world_size=result.sizes[-1][1],
         gang_sizes=[list(size) for size in result.sizes],

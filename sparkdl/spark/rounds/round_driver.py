@@ -195,7 +195,8 @@ class _Rounds:
         run, book, totals = self.run, self.book, self.totals
         callbacks = run.config.callbacks
         self._resume()
-        run.view.attempt(0, book.state.step)
+        first_step = book.state.step
+        run.view.attempt(0, first_step)
         totals.began = time.perf_counter()
         self.held.load_state_dict(self.replicas.attributes())
         with self._followed():
@@ -224,6 +225,7 @@ class _Rounds:
         summary = TrainingSummary(
             history=book.state.state_dict()["history"],
             steps=book.state.step,
+            first_step=first_step,
             restarts=self.jobs.restarts,
             phase_seconds=totals.phases(),
             throughput_by_rank=totals.throughput(),

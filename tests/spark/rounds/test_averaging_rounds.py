@@ -184,7 +184,7 @@ def test_a_run_goes_on_where_the_last_one_stopped(
     stop = whole.summary.steps // 2 + 3  # the end of a round in the second epoch
     assert fit(df, request(**kept, max_steps=stop)).summary.steps == stop
     resumed = fit(df, request(**kept))
-    assert equal(whole, resumed)
+    assert equal(whole, resumed) and resumed.summary.first_step == stop
     for mine, theirs in zip(whole.summary.history, resumed.summary.history, strict=True):
         assert {**mine, "seconds": 0.0} == {**theirs, "seconds": 0.0}
 
