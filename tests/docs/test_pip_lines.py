@@ -37,6 +37,8 @@ def unwanted(line: str) -> str | None:
         if word.startswith("."):
             if "requirements.lock" not in words:
                 return f"{word} without -c requirements.lock"
+            if "-e" not in words:  # else it replaces what `make train` has installed
+                return f"{word} without -e, so changes of the clone are not seen"
         elif not word.startswith("-") and not word.endswith((".lock", ".txt")):
             name = Requirement(word).name
             if name not in APART and ("<" in known.get(name, "<")):
@@ -46,8 +48,8 @@ def unwanted(line: str) -> str | None:
 
 def test_lines_are_found_in_text_blocks_and_notebooks() -> None:
     lines = pip_lines()
-    assert "pip install -c requirements.lock '.[spark,torch]'" in lines
-    assert "pip install -c requirements.lock '.[spark,torch,plot,demo]'" in lines
+    assert "pip install -c requirements.lock -e '.[spark,torch]'" in lines
+    assert "pip install -c requirements.lock -e '.[spark,torch,plot,demo]'" in lines
     assert "pip install --no-deps petastorm==0.13.1" in lines
     assert "pip install pillow" in lines
     assert all("`" not in line and "#" not in line for line in lines)
@@ -62,7 +64,8 @@ def test_a_line_installs_what_setup_py_allows(line: str) -> None:
     ("line", "expected"),
     [
         ("pip install '.[spark,torch]'", "without -c"),
-        ("pip install -c requirements.lock '.[sparks]'", "no extras"),
+        ("pip install -c requirements.lock -e '.[sparks]'", "no extras"),
+        ("pip install -c requirements.lock '.[spark]'", "without -e"),
         ("pip install optuna", "may come in a version"),
         ("pip install no-such", "may come in a version"),
         ("pip install -r requirements.txt", "there is no"),

@@ -7,6 +7,7 @@ ML vectors become arrays. What a transform gets, it gets as Spark has it.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 from collections.abc import Sequence as Items
 from dataclasses import replace
@@ -117,7 +118,21 @@ def prepare_trained(schema: T.StructType, entry: Named, column: Column) -> Spool
             f'column "{found.name}" becomes {found.dtype}, but the module was trained on '
             f"{trained}; cast the column in Spark first"
         )
+    width = _width(resolve(schema, found.kind.columns[0])[0]) if is_checked else None
+    if width is not None and isinstance(found.kind, Tensor) and width != math.prod(column.shape):
+        raise DataError(
+            f'column "{found.name}" has {width} value{"s" * (width != 1)} in a row; the module was '
+            f"trained on rows of shape {tuple(column.shape)}"
+        )
     return found
+
+
+def _width(field: T.StructField) -> int | None:
+    """Values of a row as far as the schema tells: of a number, and of what Spark ML has made."""
+    if isinstance(field.dataType, VectorUDT):
+        width = field.metadata.get("ml_attr", {}).get("num_attrs")
+        return None if width is None else int(width)
+    return 1 if _is_number(field.dataType) else None
 
 
 def prepare_labels(

@@ -9,15 +9,17 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
+from pyspark.ml.feature import VectorAssembler
 from pyspark.ml.linalg import Matrices, Vectors
 from pyspark.sql import functions as F
 from pyspark.sql.types import LongType, StructField, StructType
 
 from sparkdl.data.arrow_arrays import examine, uniform
-from sparkdl.data.plan import Role, SpoolColumn
+from sparkdl.data.plan import Column, Role, SpoolColumn
 from sparkdl.errors import DataError
+from sparkdl.inputs import Named, Tensor
 from sparkdl.spark.frames.columns import CaseSensitive, drawn, require, validation_indicator
-from sparkdl.spark.frames.prepare_columns import prepare
+from sparkdl.spark.frames.prepare_columns import prepare, prepare_trained
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame, SparkSession
@@ -256,3 +258,22 @@ def test_drawn_rows_are_the_same_however_the_rows_are_split(spark: SparkSession)
         "shard", F.pmod(F.xxhash64("n", "x"), F.lit(4))
     )
     assert min(row["count"] for row in shard_of.groupBy("shard").count().collect()) > 150
+
+
+def test_the_width_that_the_schema_tells_is_that_of_training(df: DataFrame) -> None:
+    assembler = VectorAssembler(inputCols=["int", "long"], outputCol="v")
+    schema = assembler.transform(df.select("int", "long", "floats")).schema
+
+    def trained_on(shape: tuple[int, ...], name: str) -> str:
+        column = Column(name=name, role="feature", dtype="float32", shape=shape)
+        return prepare_trained(
+            schema, Named(argument=None, specification=Tensor(name)), column
+        ).name
+
+    assert [trained_on(shape, "v") for shape in ((2,), (2, 1))] == ["v", "v"]
+    assert trained_on((3,), "floats") == "floats"  # only the rows tell
+    with pytest.raises(DataError, match=r'"v" has 2 values in a row; .* rows of shape \(3,\)'):
+        trained_on((3,), "v")
+    with pytest.raises(DataError, match=r'"long" has 1 value in a row; .* rows of shape \(3,\)'):
+        trained_on((3,), "long")
+    assert trained_on((1,), "long") == trained_on((), "long") == "long"
