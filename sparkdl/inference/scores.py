@@ -84,6 +84,7 @@ class Evaluation(Mapping[str, Any]):
     """
 
     rows: int
+    """Rows that were measured."""
     loss: float
     """Mean of the rows' losses, weighted as in training."""
     loss_by_label: Mapping[str, float] = field(default_factory=dict)
@@ -95,6 +96,7 @@ class Evaluation(Mapping[str, Any]):
     curves: Mapping[int, Curve] = field(default_factory=dict)
     """Class -> its ROC and precision-recall curves against all others."""
     num_classes: int = 0
+    """Classes of a classifier; 0: the model is none."""
 
     @property
     def confusion(self) -> Mapping[int, Mapping[int, float]]:

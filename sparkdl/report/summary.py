@@ -80,6 +80,7 @@ class TrainingSummary:
     rows: int = 0
     """Training rows."""
     validation_rows: int = 0
+    """Rows set aside for validation."""
     skipped_rows: int = 0
     """Rows that were left out, since ``on_error="skip"`` asks for that."""
     shards: str = ""

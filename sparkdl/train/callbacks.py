@@ -157,7 +157,9 @@ class CallbackState:
     """
 
     rank: int
+    """This worker's number, from 0; in rounds that of the shard."""
     world_size: int
+    """Workers; in rounds shards."""
     epoch: int
     """Completed epochs."""
     step: int
