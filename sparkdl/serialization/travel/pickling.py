@@ -10,13 +10,14 @@ from __future__ import annotations
 import contextlib
 import copyreg
 import functools
+import importlib
 import io
 import pickle
 import sys
 import types
 import warnings
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
@@ -76,6 +77,33 @@ class Pickler(cloudpickle.Pickler):  # type: ignore[misc] # cloudpickle has no t
                 if found is not None:
                     return found
         return super().reducer_override(value)
+
+
+class CodePickler(Pickler):
+    """Pickles code of some modules by value; it gets the globals of the modules that are there."""
+
+    def __init__(self, file: io.BytesIO, modules: Iterable[str]) -> None:
+        super().__init__(file)
+        self._spaces = {id(vars(sys.modules[module])): module for module in modules}
+
+    def reducer_override(self, value: Any) -> Any:
+        """How to pickle a value; called for each that is not of a type of Python's own."""
+        if isinstance(value, types.FunctionType) and id(value.__globals__) in self._spaces:
+            code, _, _, _, closure = self._function_getnewargs(value)
+            state, slots = cloudpickle.cloudpickle._function_getstate(value)
+            slots |= {"__globals__": {}, "_cloudpickle_submodules": []}
+            made = self._spaces[id(value.__globals__)], code, closure
+            set_state = cloudpickle.cloudpickle._function_setstate
+            return _function_there, made, (state, slots), None, None, set_state
+        if isinstance(value, type) and value.__module__ in self._spaces.values():
+            made = cloudpickle.cloudpickle._dynamic_class_reduce(value)
+            return (*made[:5], _fill_class)
+        return super().reducer_override(value)
+
+
+def _function_there(module: str, code: types.CodeType, closure: Any) -> types.FunctionType:
+    space = vars(importlib.import_module(module))
+    return types.FunctionType(code, space, code.co_name, None, closure)
 
 
 def _script(value: Any) -> _Reduced:
@@ -507,6 +535,15 @@ def _set_class(kind: type, state: Any) -> type:
     functions = (getattr(member, "__func__", member) for member in vars(kind).values())
     if any(getattr(function, "__globals__", None) is own for function in functions):
         return kind
+    return _fill_class(kind, state)
+
+
+def _fill_class(kind: type, state: Any) -> type:
+    """Fill a class, which a process keeps from one pickle to the next: remove what is no more."""
+    for name in vars(kind).keys() - state[0].keys():
+        is_slot = isinstance(vars(kind)[name], types.MemberDescriptorType)
+        if not (name.startswith("__") and name.endswith("__")) and not is_slot:
+            delattr(kind, name)
     filled: type = cloudpickle.cloudpickle._class_setstate(kind, state)
     return filled
 

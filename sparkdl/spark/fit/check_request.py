@@ -28,7 +28,11 @@ from sparkdl.inputs import Named
 from sparkdl.mesh import Mesh
 from sparkdl.runtime.process import borrowed_generator
 from sparkdl.serialization.identity import identity
-from sparkdl.serialization.imported_values import imported_values
+from sparkdl.serialization.imported_values import (
+    ProgramValues,
+    imported_values,
+    program_code,
+)
 from sparkdl.serialization.initial_weights import InitialWeights, load_initial_weights
 from sparkdl.serialization.saved_module import why_not_saved
 from sparkdl.serialization.travel.packed_module import travelled
@@ -133,9 +137,11 @@ class CheckedRequest(CheckedValues):
         """What executors must have."""
         travels = (vars(self.config), self.request.specified, self.request.labels, self.module)
         sent = sent_code(travels)
+        code = [one for one, _ in sent]
         return Needs(
             names=foreign_names(sent),
-            values=imported_values(code for code, _ in sent),
+            values=imported_values(code),
+            code=ProgramValues(code=program_code(code)),
             cuda=self.config.device == "cuda",
         )
 
