@@ -24,7 +24,7 @@ class Net(nn.Module):
         super().__init__()
         self.layer: Any = nn.Linear(2, 2)
         self.other: Any = nn.Linear(2, 2)
-        self.seen: Any = [0]
+        self.seen: Any = [0]  # type: ignore[assignment]
         self.other.seen = self.seen
         self.pair = [self.seen, ({"bias": self.layer.bias}, self.seen)]
         self.row = self.layer.weight.detach()[1]
