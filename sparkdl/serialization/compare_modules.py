@@ -149,7 +149,8 @@ def is_equal(
     if registered is not None and not isinstance(ours, _VALUES):
         if ours is theirs or isinstance(ours, CODE) or id(ours) in seen:
             return True
-        if type(ours).__eq__ is object.__eq__:
+        kind: Any = type(ours)
+        if kind.__eq__ is object.__eq__:
             return is_equal(state_of(ours), state_of(theirs), registered, seen | {id(ours)})
     try:
         return bool(ours == theirs) or (ours != ours and theirs != theirs)

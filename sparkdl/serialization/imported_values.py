@@ -13,7 +13,10 @@ and is used where a file is not what it was when the program began.
 
 from __future__ import annotations
 
+import ast
+import contextlib
 import dis
+import functools
 import hashlib
 import importlib
 import io
@@ -86,6 +89,18 @@ def values_to_send(
         names = ", ".join(".".join(place) for place in found)
         logger.info("workers get what the program has changed of imported modules: %s", names)
     return ProgramValues(found, code=code)
+
+
+def changed_values(code: Iterable[Any]) -> ProgramValues:
+    """What `values_to_send` gives of this code, where no executor is asked what it has."""
+    code = list(code)
+    expected = imported_values(code)
+    asked = {
+        place: digest
+        for place, digest in expected.items()
+        if _is_as_written(place[0]) and not _is_of_file(place)
+    }
+    return ProgramValues(values_to_send(expected, asked).values, code=program_code(code))
 
 
 def program_code(code: Iterable[Any]) -> ProgramCode:
@@ -181,6 +196,40 @@ def _packed(value: Any, modules: Iterable[str] = (), most: int = _MOST_BYTES) ->
         return file.getvalue()
 
 
+def _is_of_file(place: Place) -> bool:
+    """True if a value is what the file says, for certain, without importing that anew."""
+    value: Any = _at(place)
+    value = value.fget if isinstance(value, property) else getattr(value, "__func__", value)
+    if _is_code(value):
+        return bool(value.__name__ == place[1].rpartition(".")[2])
+    if isinstance(value, logging.Logger):
+        return True
+    literals = _literals(place[0], _changed_at(place[0]))
+    return place[1] in literals and _digest(literals[place[1]]) == _digest(value)
+
+
+@functools.lru_cache(maxsize=64)
+def _literals(module: str, changed_at: float) -> dict[str, Any]:
+    """The names that a file, which was changed then, sets to plain values."""
+    file = getattr(sys.modules[module], "__file__", None)
+    found: dict[str, Any] = {}
+    todo: list[tuple[str, ast.AST]] = []
+    with contextlib.suppress(OSError, SyntaxError, ValueError, TypeError):
+        todo.append(("", ast.parse(Path(file or "").read_bytes())))
+    while todo:
+        prefix, node = todo.pop()
+        for one in ast.iter_child_nodes(node):
+            if isinstance(one, ast.ClassDef):
+                todo.append((f"{prefix}{one.name}.", one))
+            targets = one.targets if isinstance(one, ast.Assign) else [getattr(one, "target", None)]
+            if isinstance(one, ast.Assign | ast.AnnAssign) and one.value is not None:
+                for target in targets:
+                    with contextlib.suppress(ValueError):
+                        if isinstance(target, ast.Name):
+                            found[prefix + target.id] = ast.literal_eval(one.value)
+    return found
+
+
 class ProgramValues:
     """Values of a program, which whoever unpickles this object gives to its own modules.
 
@@ -200,6 +249,11 @@ class ProgramValues:
         self.values = dict(values or {})
         self.home = home or _this_process()
         self.code = code or ProgramCode()
+
+    @property
+    def digest(self) -> str:
+        """Tells those of one program apart."""
+        return hashlib.sha256(pickle.dumps((self.values, self.code.values))).hexdigest()
 
     def __reduce__(self) -> tuple[Any, ...]:
         return _given, (self.values, self.home, self.code)

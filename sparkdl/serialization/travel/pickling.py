@@ -108,6 +108,33 @@ def _function_there(module: str, code: types.CodeType, closure: Any) -> types.Fu
     return types.FunctionType(code, space, code.co_name, None, closure)
 
 
+class _CodeCollector(Pickler):
+    """Takes note of classes and functions that are pickled; tensors are left out."""
+
+    def __init__(self) -> None:
+        super().__init__(io.BytesIO())
+        self.found: list[Any] = []
+
+    def persistent_id(self, value: Any) -> str | None:
+        """Leave out a tensor."""
+        return "" if isinstance(value, torch.Tensor) else None
+
+    def reducer_override(self, value: Any) -> Any:
+        """How to pickle a value; called for each."""
+        found = super().reducer_override(value)
+        if isinstance(value, type | types.FunctionType):
+            self.found.append((value, found is NotImplemented))
+        return found
+
+
+def sent_code(value: Any) -> list[tuple[Any, bool]]:
+    """Classes and functions that a value takes along, and whether by their names alone."""
+    collector = _CodeCollector()
+    with contextlib.suppress(Exception):  # `check_travels` and `pack` refuse what cannot travel
+        collector.dump(value)
+    return collector.found
+
+
 def _script(value: Any) -> _Reduced:
     file = io.BytesIO()
     with _as_long_as_torch_has_them():
