@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import importlib
+import math
 import os
 import pickle
 import subprocess
@@ -335,20 +336,34 @@ def test_fits_train_with_what_the_program_has(library: Any, spark: SparkSession)
     spark.sparkContext.addPyFile(f"{path}/of_the_library.py")
     df = spark.createDataFrame([([0.0, 0.0], 0.0)] * 4, "features array<float>, label float")
 
+    models = []
+
     def loss(**options: Any) -> float:
         """Of rows of zeros: the square of what forward adds, before any step."""
         fitted = TorchRegressor(
             module=Zero(library), numWorkers=1, verbose=0, device="cpu", learningRate=1e-9,
             **options,
         ).fit(df)  # fmt: skip
+        models.append(fitted)
         return float(fitted.summary.history[0]["loss"])
+
+    def assert_gives(value: float) -> None:
+        """What the first model gives for rows of zeros, and its loss."""
+        rows = models[0].transform(df).collect()
+        assert [row["prediction"] for row in rows] == pytest.approx([value] * 4)
+        assert models[0].evaluate(df).loss == pytest.approx(value**2)
 
     rounds = {"syncStrategy": ParameterAveraging(averaging_period=1)}
     assert loss() == pytest.approx(16.0)
     library.Net.hidden = 7
     assert loss() == pytest.approx(49.0)
     assert loss(**rounds) == pytest.approx(49.0)
+    assert_gives(7.0)
+    library.OPTIONS["factor"] = math.nan  # of zeros
+    assert all(math.isnan(row["prediction"]) for row in models[0].transform(df).collect())
+    library.OPTIONS["factor"] = 1.0
     del library.Net.hidden
+    assert_gives(4.0)
     assert loss() == pytest.approx(16.0)
     assert loss(**rounds) == pytest.approx(16.0)
     edited = EDITED.replace("SIZE = 5", "SIZE = 2")
