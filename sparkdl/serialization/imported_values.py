@@ -50,6 +50,8 @@ _FRESH_SECONDS = 120.0
 """Longest wait for a fresh process, which may have to import torch."""
 _MOST_BYTES = 1 << 20
 """Larger values are not sent: they are caches rather than settings."""
+_FEW_BYTES = 1 << 16
+"""The same of globals that come along only for the case that a file changes."""
 _ABSENT = "absent"
 
 
@@ -83,8 +85,9 @@ def values_to_send(
             found[place] = _packed(_at(place))
         except Exception as error:  # whatever classes raise that cannot be pickled
             _tell_once(place, _reason(error))
-    for place in code.lacks.keys() & there.keys():
-        _tell_once(place, code.lacks[place])
+    for place in code.lacks.keys() & there.keys() - found.keys():
+        if code.sources[place[0]] is None:
+            _tell_once(place, code.lacks[place])
     if found:
         names = ", ".join(".".join(place) for place in found)
         logger.info("workers get what the program has changed of imported modules: %s", names)
@@ -121,12 +124,13 @@ def program_code(code: Iterable[Any]) -> ProgramCode:
         is_in_class = any((place[0], ".".join(path[:n])) in classes for n in range(1, len(path)))
         if place[0] not in sources or is_in_class:
             continue
+        is_edited = sources[place[0]] is None
         try:
-            _packed(member, () if isinstance(member, types.ModuleType) else sources)
+            _packed(member, sources, _MOST_BYTES if is_edited or _is_code(member) else _FEW_BYTES)
             found[place] = member
         except Exception as error:  # whatever classes raise that cannot be pickled
             lacks[place] = _reason(error)
-            if sources[place[0]] is None and _is_code(member):
+            if is_edited and _is_code(member):
                 _tell_once(place, lacks[place])
     return ProgramCode(sources, _packed(found, sources, sys.maxsize) if found else b"", lacks)
 
@@ -182,7 +186,7 @@ class _Bounded(io.BytesIO):
     def write(self, data: Any) -> int:
         written = super().write(data)
         if self.tell() > self._most:
-            raise ValueError(f"it takes more than {self._most >> 20} MiB")
+            raise ValueError(f"it takes more than {self._most >> 10} KiB")
         return written
 
 

@@ -227,7 +227,7 @@ def test_what_cannot_be_sent_is_told_once(library: Any, caplog: pytest.LogCaptur
     told = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
     assert len(told) == 2
     assert any("a_library.OPTIONS, which cannot be sent" in text for text in told)
-    assert any("a_library.CACHE" in text and "more than 1 MiB" in text for text in told)
+    assert any("a_library.CACHE" in text and "more than 1024 KiB" in text for text in told)
 
 
 def test_names_of_attributes_are_no_globals(library: Any) -> None:
