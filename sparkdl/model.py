@@ -277,9 +277,12 @@ class TorchModel(Model, CheckedParams, Saved, MLReadable["TorchModel"], ModelAcc
         ]
 
     def _module_task(
-        self, dataset: DataFrame, forward: Forward
+        self, dataset: DataFrame, forward: Forward, others: Any = None
     ) -> tuple[dict[str, Any], list[SparkColumn]]:
-        """The fields of a `predict.ModuleTask`, and its inputs, as it was trained on them."""
+        """The fields of a `predict.ModuleTask`, and its inputs, as it was trained on them.
+
+        ``others`` are what the tasks get besides.
+        """
         spark, schema, inputs = dataset.sparkSession, schema_of(dataset), self._inputs()
         prepared = [prepare_trained(schema, *one) for one in inputs]
         batch_size = self.getOrDefault("batchSize")
@@ -288,8 +291,9 @@ class TorchModel(Model, CheckedParams, Saved, MLReadable["TorchModel"], ModelAcc
         device = self.getOrDefault("device")
         if device not in DEVICES:
             raise ConfigError(f"device must be one of {DEVICES}; received {device!r}")
-        sent = self._sender.sent_module(spark, self._module)
+        sent = self._sender.sent_module(spark, self._module, (forward, others))
         fields = {
+            "values": sent.values,
             "digest": sent.digest,
             "fetch": sent.fetch,
             "weights": sent.weights,
@@ -411,7 +415,7 @@ class TorchModel(Model, CheckedParams, Saved, MLReadable["TorchModel"], ModelAcc
         measures = Measures(
             task=self._task, loss=loss, loss_weights=param_table.loss_weights(self), metrics=metrics
         )
-        common, inputs = self._module_task(dataset, forward)
+        common, inputs = self._module_task(dataset, forward, measures)
         num_classes, metrics = self._looked_at(
             dataset,
             inputs,

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import threading
+from collections import deque
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -25,6 +28,35 @@ class Plain(nn.Module):
     @classmethod
     def wide(cls) -> Plain:
         return cls(8)
+
+
+class Meter:
+    """An object of a class of one's own, in an attribute."""
+
+    def __init__(self, inner: Meter | None = None) -> None:
+        self.count, self.inner, self.lock = 0, inner, threading.Lock()
+        self.of: Any = self
+
+
+class Slotted:
+    __slots__ = ("number",)
+
+    def __init__(self) -> None:
+        self.number = 1
+
+
+class WithObjects(Plain):
+    """Keeps values in objects, some of which no file can hold."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.meter: Any = Meter(Meter())
+        self.alias = self.meter
+        self.slotted, self.where, self.listed = Slotted(), Path("here"), [Meter()]
+        self.last: deque[int] = deque([1])
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x) + self.meter.count
 
 
 def lazy_net() -> nn.Module:

@@ -36,6 +36,7 @@ from sparkdl.runtime.process import (
     torch_threads,
     tuned_allocator,
 )
+from sparkdl.serialization.imported_values import ProgramValues
 from sparkdl.serialization.stored_module import WeightsAt
 from sparkdl.serialization.travel.packed_module import PackedModule, unpack
 
@@ -65,6 +66,8 @@ class Leaf:
 class ModuleTask:
     """What a task needs to run a module on prepared inputs; picklable, travels with the UDF."""
 
+    values: ProgramValues = field(default_factory=ProgramValues)
+    """What the program has changed of modules that workers import; unpickled before all else."""
     digest: str
     fetch: Callable[[], PackedModule]
     """Gives the packed module; called only by workers that do not have it yet."""

@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import copyreg
 import dataclasses
 import enum
+import logging
+import types
+import weakref
+from collections import deque
 from collections.abc import Mapping
 from typing import Any
 
@@ -19,6 +24,11 @@ _VALUES = (
     torch.dtype, torch.device,
 )  # fmt: skip
 """Types whose ``==`` says whether two are equal."""
+CODE = (
+    type, types.FunctionType, types.BuiltinFunctionType, types.MethodType, types.ModuleType,
+    weakref.ReferenceType, torch.Generator, logging.Logger,
+)  # fmt: skip
+"""Types of what nobody knows how to compare."""
 
 
 def find_difference(a: nn.Module, b: nn.Module) -> str | None:
@@ -100,13 +110,19 @@ def repeated_attributes(module: nn.Module) -> set[str]:
     return {"_flat_weights", "_flat_weight_refs"} if isinstance(module, nn.RNNBase) else set()
 
 
-def is_equal(ours: Any, theirs: Any, registered: Mapping[int, str] | None = None) -> bool:
+def is_equal(
+    ours: Any,
+    theirs: Any,
+    registered: Mapping[int, str] | None = None,
+    seen: frozenset[int] = frozenset(),
+) -> bool:
     """Compare two attributes of modules, part by part.
 
     ``registered`` has the names of the parameters, buffers and layers of both modules by their
-    ``id``, which are equal if their names are. With it, objects of which nobody knows how they
-    compare (functions, locks, generators) are taken for equal if their types are; without it, they
-    must say themselves that they are equal.
+    ``id``, which are equal if their names are. With it, objects that do not say themselves whether
+    they are equal are so if their attributes are; and of those without any (functions, locks,
+    generators) it is enough that their types are the same. Without it, they must say it themselves.
+    ``seen`` are those, by ``id``, of which the attributes are being compared already.
     """
     if registered is not None and (id(ours) in registered or id(theirs) in registered):
         return registered.get(id(ours)) == registered.get(id(theirs))
@@ -123,16 +139,27 @@ def is_equal(ours: Any, theirs: Any, registered: Mapping[int, str] | None = None
     if registered is not None and dataclasses.is_dataclass(ours) and not isinstance(ours, type):
         names = [field.name for field in dataclasses.fields(ours)]
         ours, theirs = ({n: getattr(v, n, None) for n in names} for v in (ours, theirs))
-    if isinstance(ours, list | tuple):
+    if isinstance(ours, list | tuple | deque):
         pairs = zip(ours, theirs, strict=False)
-        return len(ours) == len(theirs) and all(is_equal(*pair, registered) for pair in pairs)
+        return len(ours) == len(theirs) and all(is_equal(*p, registered, seen) for p in pairs)
     if isinstance(ours, dict):
         return ours.keys() == theirs.keys() and all(
-            is_equal(value, theirs[key], registered) for key, value in ours.items()
+            is_equal(value, theirs[key], registered, seen) for key, value in ours.items()
         )
     if registered is not None and not isinstance(ours, _VALUES):
-        return True
+        if ours is theirs or isinstance(ours, CODE) or id(ours) in seen:
+            return True
+        kind: Any = type(ours)
+        if kind.__eq__ is object.__eq__:
+            return is_equal(state_of(ours), state_of(theirs), registered, seen | {id(ours)})
     try:
         return bool(ours == theirs) or (ours != ours and theirs != theirs)
     except (TypeError, ValueError, RuntimeError):  # some objects have no single truth value
         return False
+
+
+def state_of(value: Any) -> dict[str, Any]:
+    """The attributes of an object, in a dict and in slots."""
+    slots: list[str] = copyreg._slotnames(type(value))  # type: ignore[attr-defined]
+    found = {key: getattr(value, key) for key in slots if hasattr(value, key)}
+    return {**getattr(value, "__dict__", {}), **found}

@@ -1,15 +1,22 @@
-"""What a program has changed of modules that other processes import from files.
+"""What a program has of its own modules where other processes import something else.
 
 Code of such modules travels by its name, so that executors have what the files say: ``mylib.SIZE =
 3`` in a notebook, or another ``mylib.Net.forward``, would stay on the driver. So globals, and
 attributes of classes, that the sent code names are compared by digests: with those of an executor
 and, where they differ, with those of a fresh process on the driver. What is otherwise there was
 changed by the program, and is sent. What is the same depends on the machine, and is left alone.
+
+Files change, too: an executor may have imported one before the program has edited and reloaded it,
+or after an edit that the program has not reloaded. So all code that is named comes along as well,
+and is used where a file is not what it was when the program began.
 """
 
 from __future__ import annotations
 
+import ast
+import contextlib
 import dis
+import functools
 import hashlib
 import importlib
 import io
@@ -20,8 +27,13 @@ import pickle
 import socket
 import subprocess
 import sys
+import time
 import types
+import zipimport
 from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from importlib.machinery import SourceFileLoader
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -38,12 +50,14 @@ _FRESH_SECONDS = 120.0
 """Longest wait for a fresh process, which may have to import torch."""
 _MOST_BYTES = 1 << 20
 """Larger values are not sent: they are caches rather than settings."""
+_FEW_BYTES = 1 << 16
+"""The same of globals that come along only for the case that a file changes."""
 _ABSENT = "absent"
 
 
 def imported_values(code: Iterable[Any]) -> dict[Place, str]:
     """Digests of what classes and functions name of modules that other processes import."""
-    return {place: _digest(value) for place, value in _named(code).items()}
+    return {place: _digest(value) for place, value in _named(code, by_name=True).items()}
 
 
 def differing(expected: Mapping[Place, str]) -> dict[Place, str]:
@@ -52,13 +66,17 @@ def differing(expected: Mapping[Place, str]) -> dict[Place, str]:
     return {place: digest for place, digest in found.items() if digest != expected[place]}
 
 
-def values_to_send(expected: Mapping[Place, str], there: Mapping[Place, str]) -> ProgramValues:
-    """What the program has changed of what executors have otherwise.
+def values_to_send(
+    expected: Mapping[Place, str], there: Mapping[Place, str], code: ProgramCode | None = None
+) -> ProgramValues:
+    """What the program has of what executors have otherwise.
 
     Args:
         expected: what `imported_values` has found in this process.
         there: what `differing` has found in theirs.
+        code: what `program_code` has found, which they had then.
     """
+    code = code or ProgramCode()
     fresh = _fresh(there)
     changed = [place for place in there if fresh.get(place, expected[place]) != expected[place]]
     found: dict[Place, bytes] = {}
@@ -66,11 +84,82 @@ def values_to_send(expected: Mapping[Place, str], there: Mapping[Place, str]) ->
         try:
             found[place] = _packed(_at(place))
         except Exception as error:  # whatever classes raise that cannot be pickled
-            _tell_once(place, str(error).partition("\n")[0] or type(error).__name__)
+            _tell_once(place, _reason(error))
+    for place in code.lacks.keys() & there.keys() - found.keys():
+        if code.sources[place[0]] is None:
+            _tell_once(place, code.lacks[place])
     if found:
         names = ", ".join(".".join(place) for place in found)
         logger.info("workers get what the program has changed of imported modules: %s", names)
-    return ProgramValues(found)
+    return ProgramValues(found, code=code)
+
+
+def changed_values(code: Iterable[Any]) -> ProgramValues:
+    """What `values_to_send` gives of this code, where no executor is asked what it has."""
+    code = list(code)
+    expected = imported_values(code)
+    asked = {
+        place: digest
+        for place, digest in expected.items()
+        if _is_as_written(place[0]) and not _is_of_file(place)
+    }
+    return ProgramValues(values_to_send(expected, asked).values, code=program_code(code))
+
+
+def program_code(code: Iterable[Any]) -> ProgramCode:
+    """All that classes and functions name of the user's own modules, as the program has it."""
+    named = _named(code, by_name=False)
+    modules = {place[0] for place in named}
+    modules |= {str(member.__module__) for member in named.values() if _is_code(member)}
+    sources = {
+        module: None if _changed_at(module) > _began() else _source_digest(module)
+        for module in sorted(modules)
+        if _is_imported(module) and _is_as_written(module)
+    }
+    classes = {place for place, member in named.items() if isinstance(member, type)}
+    found: dict[Place, Any] = {}
+    lacks: dict[Place, str] = {}
+    for place, member in named.items():
+        path = place[1].split(".")
+        is_in_class = any((place[0], ".".join(path[:n])) in classes for n in range(1, len(path)))
+        if place[0] not in sources or is_in_class:
+            continue
+        is_edited = sources[place[0]] is None
+        try:
+            _packed(member, sources, _MOST_BYTES if is_edited or _is_code(member) else _FEW_BYTES)
+            found[place] = member
+        except Exception as error:  # whatever classes raise that cannot be pickled
+            lacks[place] = _reason(error)
+            if is_edited and _is_code(member):
+                _tell_once(place, lacks[place])
+    return ProgramCode(sources, _packed(found, sources, sys.maxsize) if found else b"", lacks)
+
+
+def _reason(error: Exception) -> str:
+    return str(error).partition("\n")[0] or type(error).__name__
+
+
+def _is_code(value: Any) -> bool:
+    return isinstance(value, type | types.FunctionType)
+
+
+@dataclass(frozen=True)
+class ProgramCode:
+    """Code of the user's own modules, and the globals that it names."""
+
+    sources: Mapping[str, str | None] = field(default_factory=dict)
+    """Digests of the modules' files; None: the file has changed since the program began."""
+    values: bytes = b""
+    """A pickle of what the program has in them, by `Place`."""
+    lacks: Mapping[Place, str] = field(default_factory=dict)
+    """What of it cannot be sent, and why."""
+
+    def is_needed(self) -> bool:
+        """True if a file may be another one for this process than for the program."""
+        return any(
+            source is None or source != _source_digest(module)
+            for module, source in self.sources.items()
+        )
 
 
 _told: set[Place] = set()
@@ -90,21 +179,59 @@ def _tell_once(place: Place, why: str) -> None:
 class _Bounded(io.BytesIO):
     """Takes so many bytes at most."""
 
+    def __init__(self, most: int) -> None:
+        super().__init__()
+        self._most = most
+
     def write(self, data: Any) -> int:
         written = super().write(data)
-        if self.tell() > _MOST_BYTES:
-            raise ValueError(f"it takes more than {_MOST_BYTES >> 20} MiB")
+        if self.tell() > self._most:
+            raise ValueError(f"it takes more than {self._most >> 10} KiB")
         return written
 
 
-def _packed(value: Any) -> bytes:
-    from sparkdl.serialization.travel.pickling import Pickler
+def _packed(value: Any, modules: Iterable[str] = (), most: int = _MOST_BYTES) -> bytes:
+    """A pickle; code of ``modules`` is in it by value."""
+    from sparkdl.serialization.travel.pickling import CodePickler
 
-    with _Bounded() as file:
-        pickler = Pickler(file)
-        pickler.strange = {}
+    with _Bounded(most) as file:
+        pickler = CodePickler(file, modules)
         pickler.dump(value)
         return file.getvalue()
+
+
+def _is_of_file(place: Place) -> bool:
+    """True if a value is what the file says, for certain, without importing that anew."""
+    value: Any = _at(place)
+    value = value.fget if isinstance(value, property) else getattr(value, "__func__", value)
+    if _is_code(value):
+        return bool(value.__name__ == place[1].rpartition(".")[2])
+    if isinstance(value, logging.Logger):
+        return True
+    literals = _literals(place[0], _changed_at(place[0]))
+    return place[1] in literals and _digest(literals[place[1]]) == _digest(value)
+
+
+@functools.lru_cache(maxsize=64)
+def _literals(module: str, changed_at: float) -> dict[str, Any]:
+    """The names that a file, which was changed then, sets to plain values."""
+    file = getattr(sys.modules[module], "__file__", None)
+    found: dict[str, Any] = {}
+    todo: list[tuple[str, ast.AST]] = []
+    with contextlib.suppress(OSError, SyntaxError, ValueError, TypeError):
+        todo.append(("", ast.parse(Path(file or "").read_bytes())))
+    while todo:
+        prefix, node = todo.pop()
+        for one in ast.iter_child_nodes(node):
+            if isinstance(one, ast.ClassDef):
+                todo.append((f"{prefix}{one.name}.", one))
+            targets = one.targets if isinstance(one, ast.Assign) else [getattr(one, "target", None)]
+            if isinstance(one, ast.Assign | ast.AnnAssign) and one.value is not None:
+                for target in targets:
+                    with contextlib.suppress(ValueError):
+                        if isinstance(target, ast.Name):
+                            found[prefix + target.id] = ast.literal_eval(one.value)
+    return found
 
 
 class ProgramValues:
@@ -114,31 +241,64 @@ class ProgramValues:
     """
 
     def __init__(
-        self, values: Mapping[Place, bytes] | None = None, home: tuple[str, int] | None = None
+        self,
+        values: Mapping[Place, bytes] | None = None,
+        home: tuple[str, int] | None = None,
+        code: ProgramCode | None = None,
     ) -> None:
-        """Of ``values``, pickled one by one, in the process ``home``; None: this one."""
+        """Of ``values``, pickled one by one, in the process ``home``; None: this one.
+
+        ``code`` is used where a file is another one.
+        """
         self.values = dict(values or {})
         self.home = home or _this_process()
+        self.code = code or ProgramCode()
+
+    @property
+    def digest(self) -> str:
+        """Tells those of one program apart."""
+        return hashlib.sha256(pickle.dumps((self.values, self.code.values))).hexdigest()
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _given, (self.values, self.home)
+        return _given, (self.values, self.home, self.code)
 
 
 _before: list[tuple[Any, str, Any]] = []
 """What `_given` has replaced in this process: owner, name, and what was there."""
 
 
-def _given(values: Mapping[Place, bytes], home: tuple[str, int]) -> ProgramValues:
+def _given(
+    values: Mapping[Place, bytes], home: tuple[str, int], code: ProgramCode
+) -> ProgramValues:
     if home != _this_process():
         give_back()
+        if code.is_needed():
+            try:
+                for place, value in pickle.loads(code.values).items():
+                    _set(place, value)
+            except Exception as error:  # whatever modules raise when they are imported
+                names = ", ".join(code.sources)
+                _warn_of(f"the code of {names}, whose files have changed,", error)
         for place, data in values.items():
             try:
-                value, (owner, name) = pickle.loads(data), _owner(place)
-                _before.append((owner, name, vars(owner).get(name, _before)))
-                setattr(owner, name, value)
-            except Exception:  # such as a class that is not there; what it names may not be needed
-                logger.info("%s is not what it is on the driver", ".".join(place), exc_info=True)
-    return ProgramValues(values, home)
+                _set(place, pickle.loads(data))
+            except Exception as error:  # such as a class that is not there
+                _warn_of(".".join(place), error)
+    return ProgramValues(values, home, code)
+
+
+def _warn_of(what: str, error: Exception) -> None:
+    """Say what is missing; that may not be needed."""
+    logger.warning(
+        "%s is not what it is on the driver: this worker cannot take what was sent (%s: %s)",
+        *(what, type(error).__name__, error),
+    )
+
+
+def _set(place: Place, value: Any) -> None:
+    owner, name = _owner(place)
+    _before.append((owner, name, vars(owner).get(name, _before)))
+    setattr(owner, name, value)
 
 
 def give_back() -> None:
@@ -161,7 +321,7 @@ _known: dict[tuple[Place, float], str] = {}
 
 def _fresh(places: Iterable[Place]) -> dict[Place, str]:
     """Digests of a fresh process on this machine; empty if none can be started."""
-    keys = {place: (place, _changed_at(place)) for place in places}
+    keys = {place: (place, _changed_at(place[0])) for place in places}
     unknown = [place for place, key in keys.items() if key not in _known]
     if unknown:
         try:
@@ -174,18 +334,52 @@ def _fresh(places: Iterable[Place]) -> dict[Place, str]:
             )
             found: dict[Place, str] = pickle.loads(done.stdout)
         except (subprocess.SubprocessError, OSError, pickle.UnpicklingError, EOFError) as error:
-            logger.info("a fresh process does not say what files have: %s", error)
+            logger.warning(
+                "no fresh process says what files have (%s), so what the program may have set to "
+                "other values is not sent, and executors have what their files say: %s",
+                *(error, ", ".join(".".join(place) for place in unknown)),
+            )
             return {}
         _known.update({keys[place]: digest for place, digest in found.items()})
     return {place: _known[key] for place, key in keys.items() if key in _known}
 
 
-def _changed_at(place: Place) -> float:
-    file = getattr(sys.modules.get(place[0]), "__file__", None) or ""
+def _changed_at(module: str) -> float:
     try:
-        return Path(file).stat().st_mtime
+        return Path(getattr(sys.modules.get(module), "__file__", None) or "").stat().st_mtime
     except OSError:
         return 0.0
+
+
+_IMPORTED = time.time()
+
+
+def _began() -> float:
+    """When this process began, or at least had not imported this module, as the clock says."""
+    try:
+        ticks = float(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19])
+    except OSError:
+        return _IMPORTED
+    age = time.clock_gettime(time.CLOCK_BOOTTIME) - ticks / os.sysconf("SC_CLK_TCK")
+    return min(_IMPORTED, time.time() - age)
+
+
+def _source_digest(module: str) -> str | None:
+    """That of the file from which this process has a module, or would import it; None: of none."""
+    found = sys.modules.get(module)
+    try:
+        spec = find_spec(module) if found is None else found.__spec__
+        assert spec is not None and spec.origin is not None
+        data = spec.loader.get_data(spec.origin)  # type: ignore[union-attr]
+    except Exception:  # whatever a package raises when it is imported, or a loader without files
+        return None
+    return hashlib.sha256(data).hexdigest()
+
+
+def _is_as_written(module: str) -> bool:
+    """True for a module whose code no import hook has rewritten, with names of its own."""
+    loader = getattr(getattr(sys.modules.get(module), "__spec__", None), "loader", None)
+    return type(loader) in (SourceFileLoader, zipimport.zipimporter)
 
 
 _FRESH = """
@@ -200,7 +394,11 @@ with open(out, "wb") as file:
 """
 
 
-def _named(code: Iterable[Any]) -> dict[Place, Any]:
+def _named(code: Iterable[Any], *, by_name: bool) -> dict[Place, Any]:
+    """What code names of the user's own modules, and of those that it names in turn.
+
+    ``by_name``: without code itself and modules, and without what travels with other code.
+    """
     found: dict[Place, Any] = {}
     todo = list(code)
     seen: dict[int, Any] = {}  # the values too, so that no id is used twice
@@ -212,23 +410,28 @@ def _named(code: Iterable[Any]) -> dict[Place, Any]:
         seen[id(value)] = value
         if isinstance(value, property):
             todo += [value.fget, value.fset]
-        elif isinstance(value, type) and not is_installed(value.__module__):
+        if not _is_code(value) or is_installed(value.__module__):
+            continue
+        is_there = _is_imported(value.__module__) and _travels_by_name(value)
+        if is_there and not by_name:
+            found[value.__module__, value.__qualname__] = value
+        if isinstance(value, type):
             todo += value.__bases__
             for key, member in vars(value).items():
                 if key.startswith("__") and not isinstance(member, types.FunctionType):
                     continue
-                if _is_imported(value.__module__) and _travels_by_name(value):
+                if is_there:
                     found[value.__module__, f"{value.__qualname__}.{key}"] = member
                 todo.append(member)
-        elif isinstance(value, types.FunctionType) and not is_installed(value.__module__):
-            for place, member in _globals_of(value):
+        else:
+            for place, member in _globals_of(value, by_name):
                 if place is not None:
                     found[place] = member
                 todo.append(member)
     return found
 
 
-def _globals_of(function: types.FunctionType) -> Iterator[tuple[Place | None, Any]]:
+def _globals_of(function: types.FunctionType, by_name: bool) -> Iterator[tuple[Place | None, Any]]:
     """The globals that a function reads, and what it reads of modules among them."""
     read: set[str] = set()
     attributes: set[str] = set()
@@ -240,13 +443,21 @@ def _globals_of(function: types.FunctionType) -> Iterator[tuple[Place | None, An
                 attributes.add(str(step.argval))
     own = vars(sys.modules.get(function.__module__, types))
     is_own = function.__globals__ is own and _is_imported(function.__module__)
-    is_own = is_own and _travels_by_name(function)
-    for name in sorted(read):
-        value = function.__globals__.get(name, sys.modules.get(name))
+    is_own = is_own and (_travels_by_name(function) or not by_name)
+    todo = [(name, function.__globals__.get(name, sys.modules.get(name))) for name in sorted(read)]
+    seen = set()
+    for name, value in todo:
         if isinstance(value, types.ModuleType):
-            if _is_imported(value.__name__):
+            if is_own and not by_name and name in function.__globals__:
+                yield (function.__module__, name), value
+            if _is_imported(value.__name__) and value.__name__ not in seen:
+                seen.add(value.__name__)
                 for member in sorted(attributes & vars(value).keys()):
-                    yield (value.__name__, member), vars(value)[member]
+                    found = vars(value)[member]
+                    if isinstance(found, types.ModuleType):
+                        todo.append(("", found))
+                    else:
+                        yield (value.__name__, member), found
         elif name in function.__globals__:
             yield (function.__module__, name) if is_own else None, value
 

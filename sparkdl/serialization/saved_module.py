@@ -27,7 +27,13 @@ from torch.nn.parameter import is_lazy
 
 from sparkdl.errors import CheckpointError, ConfigError, SparkDLError, StorageError
 from sparkdl.runtime.process import borrowed_generator
-from sparkdl.serialization.compare_modules import find_difference, is_equal, repeated_attributes
+from sparkdl.serialization.compare_modules import (
+    CODE,
+    find_difference,
+    is_equal,
+    repeated_attributes,
+    state_of,
+)
 from sparkdl.serialization.example_inputs import Given
 from sparkdl.serialization.exported_program import read_program, write_program
 from sparkdl.serialization.json_objects import DescribeError, check_name, describe, restore
@@ -56,6 +62,7 @@ _PROGRAM = "program.pt2"
 _WAYS = ("factory", "module", "program", "weights")
 _QUOTES = frozenset("\"'\\")
 _LAZY = "a tensor without a shape yet"
+_MISSING = object()
 _OWN = {*vars(nn.Module()), "_compiled_call_impl"}
 """What torch itself keeps in each module: registers, hooks, the mode, a compiled twin."""
 
@@ -459,9 +466,15 @@ def give_unlisted(module: nn.Module, unlisted: Mapping[str, Any]) -> None:
         part, _, buffer = name.rpartition(".")
         module.get_submodule(part)._buffers[check_name(buffer)] = value
     for part, key, value in unlisted["attributes"]:
-        if key in _OWN:
+        owner: Any = module.get_submodule(part)
+        path = key.split(".")
+        if path[0] in _OWN:
             raise ConfigError(f"a saved file sets {key!r}, which is torch's own in each module")
-        vars(module.get_submodule(part))[check_name(key)] = value
+        for step in path[:-1]:
+            owner = vars(owner)[step]
+            if isinstance(owner, (nn.Module, *CODE)):
+                raise ConfigError(f"a saved file sets {key!r}, which is no attribute of an object")
+        vars(owner)[check_name(path[-1])] = value
 
 
 def _buffers(module: nn.Module) -> dict[str, Any]:
@@ -486,15 +499,36 @@ def _attributes(
     for name, part in module.named_modules():
         made = vars(others[name]) if name in others else {}
         for key in sorted(vars(part).keys() - _OWN - repeated_attributes(part)):
-            value = vars(part)[key]
-            if key in made and is_equal(value, made[key], registered):
-                continue
-            try:
-                pack(value)
-            except CheckpointError as error:
-                raise DescribeError(
-                    f"the attribute {f'{name}.{key}'.lstrip('.')} is not what the factory makes "
-                    f"and cannot be written, being of {type(value)}; set it in the factory, or "
-                    "register it as a buffer"
-                ) from error
-            yield name, key, value
+            named = f"{name}.{key}".lstrip(".")
+            for path, value in _others(vars(part)[key], made.get(key, _MISSING), named, registered):
+                yield name, ".".join([key, *path]), value
+
+
+def _others(
+    value: Any,
+    made: Any,
+    named: str,
+    registered: Mapping[int, str],
+    seen: frozenset[int] = frozenset(),
+) -> Iterator[tuple[list[str], Any]]:
+    """What of a value is not as the factory makes it: the value, or attributes of the object."""
+    if id(value) in seen or is_equal(value, made, registered):
+        return
+    try:
+        pack(value)
+    except CheckpointError as error:
+        ours, theirs = getattr(value, "__dict__", {}), getattr(made, "__dict__", {})
+        is_alike = type(value) is type(made) and not isinstance(value, nn.Module)
+        has_all = ours.keys() == state_of(value).keys() and not theirs.keys() - ours.keys()
+        if not (is_alike and has_all and ours):
+            raise DescribeError(
+                f"the attribute {named} is not what the factory makes and cannot be written, being "
+                f"of {type(value)}; set it in the factory, or register it as a buffer"
+            ) from error
+        seen |= {id(value)}
+        for key in sorted(ours):
+            own, other = f"{named}.{key}", theirs.get(key, _MISSING)
+            for path, one in _others(ours[key], other, own, registered, seen):
+                yield [key, *path], one
+    else:
+        yield [], value

@@ -14,12 +14,14 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.nn.utils import prune
 
 from sparkdl.comm.communicator import LocalCommunicator
 from sparkdl.config import TrainConfig
 from sparkdl.data.batches import Batches
 from sparkdl.data.spool.mapped import MappedRows
 from sparkdl.errors import ConfigError
+from sparkdl.serialization.travel.packed_module import travelled
 from sparkdl.sync.asynchronous.async_sgd import AsyncSGD
 from sparkdl.sync.averaging.diloco import DiLoCo
 from sparkdl.sync.averaging.local_sgd import LocalSGD
@@ -281,6 +283,76 @@ def test_in_a_gang_callbacks_freeze_and_unfreeze(gang: Gang, options: str) -> No
     expected = plain_loop(made(Frozen), config, ROWS, world_size=2, after_epoch=callback.act)
     for found in gang.run(train_on_rank, Frozen, config, ROWS):
         assert_alike(found, expected, atol)
+
+
+class Changing(Callback):
+    """Changes layers at the end of the first epoch, and prunes for good after the second."""
+
+    def __init__(self, kind: str) -> None:
+        self.kind = kind
+
+    def on_epoch_end(self, state: CallbackState, record: Any) -> None:
+        self.act(state.model, int(record["epoch"]))
+
+    def act(self, model: Any, epoch: int) -> None:
+        if epoch == 1 and self.kind == "pruned":
+            prune.l1_unstructured(model.body, "weight", amount=0.4)  # type: ignore[no-untyped-call]
+        if epoch == 2 and self.kind == "pruned":
+            prune.remove(model.body, "weight")  # type: ignore[no-untyped-call]
+        if epoch == 1 and self.kind == "replaced":
+            other = nn.Linear(5, 1, bias=False).double()
+            with torch.no_grad():
+                other.weight.copy_(model.head.weight * 0.5)
+            model.head = other
+        if epoch == 1 and self.kind == "hooked":
+            model.body.register_forward_hook(lambda layer, inputs, output: output * 0.5)
+            model.head.weight.register_hook(lambda gradient: gradient * 0.5)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["pruned", "replaced", "hooked"])
+@pytest.mark.parametrize("strategy", [AllReduce(), AllReduce(bucket_bytes=16)])
+def test_in_a_gang_callbacks_change_layers(gang: Gang, kind: str, strategy: Any) -> None:
+    callback = Changing(kind)
+    config = config_of("adam", callbacks=(callback,), sync_strategy=strategy)
+    expected = plain_loop(made(Net), config, ROWS, world_size=2, after_epoch=callback.act)
+    for found in gang.run(train_on_rank, Net, config, ROWS):
+        assert_alike(found, expected)
+
+
+class Sharing(Net):
+    """Uses a layer under two names, and what shows the memory of weights."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.again = self.body
+        self.double()
+        self.row = self.body.weight.detach()[0]
+        self.array = self.head.weight.detach().numpy()[0]
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        hidden = self.again(x).tanh() * self.row.sum()
+        return self.head(hidden + torch.from_numpy(self.array)) + self.body(x).mean(1, keepdim=True)
+
+
+def arrived_on_rank(comm: Any, config: TrainConfig, rows: list[int]) -> dict[str, Any]:
+    net: Any = travelled(made(Sharing), copies=True)
+    run(net, config, make_data(rows), comm=comm)
+    assert net.again is net.body
+    assert torch.equal(net.row, net.body.weight[0])
+    assert torch.equal(torch.from_numpy(net.array), net.head.weight[0])
+    return copy.deepcopy(tensors_of(net))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "strategy", [AllReduce(), AllReduce(bucket_bytes=16), AllReduce(topology="ring")]
+)
+def test_in_a_gang_layers_and_memory_are_shared(gang: Gang, strategy: Any) -> None:
+    config = config_of("adam", sync_strategy=strategy)
+    expected = plain_loop(made(Sharing), config, ROWS, world_size=2)
+    for found in gang.run(arrived_on_rank, config, ROWS):
+        assert_alike(found, expected)
 
 
 def test_averaging_with_a_period_of_one_follows_freezing(gang: Gang) -> None:

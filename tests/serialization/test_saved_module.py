@@ -6,8 +6,10 @@ import copy
 import functools
 import io
 import json
+import os
 import pickle
 import re
+from collections import deque
 from pathlib import Path
 from typing import Any
 
@@ -18,12 +20,14 @@ from torch import nn
 
 from sparkdl.errors import ConfigError, StorageError
 from sparkdl.serialization.exported_program import read_program
+from sparkdl.serialization.saved_module import give_unlisted
 from sparkdl.storage.storage import LocalStorage
 from tests.describable import (
     Counting,
     NeedsWidth,
     Plain,
     Tied,
+    WithObjects,
     lazy_net,
     make_net,
     not_a_module,
@@ -146,6 +150,40 @@ def test_attributes_that_training_has_changed_are_saved_with_an_instance() -> No
     back, _ = load_module_from(storage, "m")
     assert (back.steps, back.center.tolist()) == (7, [1.0, 1.0])  # type: ignore[union-attr, operator]
     assert torch.equal(back(X), module.eval()(X))
+
+
+def test_attributes_of_own_objects_are_saved_too() -> None:
+    module: Any = WithObjects()
+    module.meter.count, module.meter.inner.names = 3, ["a"]
+    module.meter.inner.mean, module.last = torch.ones(2), deque([4, 5])
+    module.meter.new = {"x": 1}
+    back: Any = load_module_from(save(module, WithObjects), "m")[0]
+    assert (back.meter.count, back.meter.inner.names, back.meter.new) == (3, ["a"], {"x": 1})
+    assert back.meter.inner.mean.tolist() == [1, 1] and list(back.last) == [4, 5]
+    assert back.alias is back.meter
+    assert torch.equal(back(X), module.eval()(X))
+
+
+@pytest.mark.parametrize("name", ["slotted", "where", "listed"])
+def test_attributes_that_cannot_be_saved_are_refused_by_name(name: str) -> None:
+    module: Any = WithObjects()
+    if name == "slotted":
+        module.slotted.number = 2
+    elif name == "where":
+        module.where = Path("elsewhere")
+    else:
+        module.listed[0].count = 5
+    with pytest.raises(ConfigError, match=f"the attribute {name} is not what the factory makes"):
+        save(module, WithObjects)
+
+
+def test_a_file_sets_attributes_of_objects_only() -> None:
+    for path in ("code.name", "part.training", "_parameters.weight"):
+        module: Any = WithObjects()
+        module.code = os
+        object.__setattr__(module, "part", nn.Linear(1, 1))  # no layer of it
+        with pytest.raises(ConfigError, match="a saved file sets"):
+            give_unlisted(module, {"buffers": {}, "attributes": [("", path, 1)]})
 
 
 def test_code_that_changed_since_is_a_configuration_error(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -15,10 +15,12 @@ import io
 import logging
 import pickle
 import types
+from collections import deque
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 from torch import nn
 
@@ -29,7 +31,13 @@ from sparkdl.serialization.travel.pickling import (
     TENSOR_HOOKS,
     ModulePickler,
     Pickler,
+    Reducible,
+    SharedMemory,
     StrictUnpickler,
+    array_of,
+    of_kind,
+    registered,
+    view_of,
 )
 from sparkdl.storage import tensor_tree
 from sparkdl.storage.checkpoint_format import decode
@@ -42,7 +50,8 @@ _TORCHS = {*vars(nn.Module()), "_compiled_call_impl"}
 _OF_MESH = ("__composable_api_", "_is_fsdp_", "_fsdp_")
 """Begin the names of attributes with which torch divides layers."""
 _PLAIN = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.Size)
-_REMEDY = "keep it in a buffer, or in an attribute of numbers, strings, tensors, lists and dicts"
+_SHARED = (list, dict, set, deque, bytearray, np.ndarray, torch.Tensor)
+"""Types of Python, numpy and torch whose objects can be changed in place."""
 
 Values = dict[str, dict[str, Any]]
 """Attributes by the names of their layers, and their own."""
@@ -117,7 +126,7 @@ class Attributes:
         New things that no process can send, such as locks, are made anew where they are needed.
         """
         values, removed = self._changes()
-        lacks, elsewhere = [], []
+        lacks, elsewhere, known = [], [], self._known()
         for layer, own in values.items():
             for key in list(own):
                 try:
@@ -126,7 +135,7 @@ class Attributes:
                     own[key] = _plain(own[key])
                 except CheckpointError:
                     value = own.pop(key)
-                    if (layer, key) in self._marks or _can_be_sent(value, _names(self._module)):
+                    if (layer, key) in self._marks or _can_be_sent(value, known):
                         lacks.append([_path(layer, key), type(value).__name__])
         for layer, text in _scripts(self._module).items():
             if text != self._scripts.get(layer):
@@ -138,6 +147,7 @@ class Attributes:
             "removed": removed,
             "lacks": lacks,
             "layers": layers,
+            "shared": self._shared(values, known, {path for path, _ in lacks}),
         }
 
     def load_state_dict(self, state: Mapping[str, Any] | None) -> None:
@@ -170,14 +180,33 @@ class Attributes:
         values = {layer: dict(own) for layer, own in state["values"].items()}
         for layer, key in state["elsewhere"]:
             values[layer][key] = _plain(values[layer][key], device_of(self._module))
+        self._share(values, state.get("shared", ()))
         _give(self._module, values, state["removed"])
 
     def _changes(self) -> tuple[Values, Removed]:
-        """The attributes that are new or another, and the names of those that are gone."""
-        now = self._all_marks()
+        """The attributes that are new or another, and the names of those that are gone.
+
+        What shares an object with them comes along, so that it is one object again.
+        """
+        held: dict[tuple[str, str], list[Any]] = {}
+        now = self._all_marks(held)
+        changed = [
+            place
+            for place, mark in now.items()
+            if mark is not None and self._marks.get(place) != mark
+        ]
+        of_objects: dict[int, list[tuple[str, str]]] = {}
+        for place, objects in held.items():
+            for one in objects:
+                of_objects.setdefault(id(one), []).append(place)
+        found = set(changed)
+        while changed:
+            sharing = {p for one in held[changed.pop()] for p in of_objects[id(one)]} - found
+            changed += sharing
+            found |= sharing
         values: Values = {}
         for layer, key, value in _values(self._module):
-            if now[layer, key] is not None and self._marks.get((layer, key)) != now[layer, key]:
+            if (layer, key) in found:
                 values.setdefault(layer, {})[key] = value
         removed: Removed = {}
         for layer, key in sorted(self._marks.keys() - now.keys()):
@@ -185,22 +214,95 @@ class Attributes:
         return values, removed
 
     def _packed(self, values: Values, removed: Removed) -> PackedModule:
-        names = _names(self._module)
-        stay = []
+        known, stay = self._known(), []
         for layer, own in values.items():
             for key in list(own):
-                if not _can_be_sent(own[key], names):
+                if not _can_be_sent(own[key], known):
                     stay.append((_path(layer, key), type(own.pop(key)).__name__))
         flags = trains(self._module)
         file = io.BytesIO()
-        pickler = _Referring(file, names)
+        pickler = _Referring(file, known)
         pickler.dump(_Changes(values=values, removed=removed, stay=stay, trains=flags))
         skeleton = pickle.dumps(pickler.head()) + file.getvalue()
         return PackedModule(digest="", skeleton=skeleton, tensors=b"".join(memories(pickler)))
 
-    def _all_marks(self) -> dict[tuple[str, str], Any]:
-        names = _names(self._module)
-        return {(layer, key): _mark(value, names) for layer, key, value in _values(self._module)}
+    def _all_marks(
+        self, held: dict[tuple[str, str], list[Any]] | None = None
+    ) -> dict[tuple[str, str], Any]:
+        """What tells attributes from others; ``held`` gets the objects in each."""
+        known, found = self._known(), {}
+        for layer, key, value in _values(self._module):
+            objects: list[Any] = []
+            found[layer, key] = _mark(value, known, objects)
+            if held is not None:
+                held[layer, key] = objects
+        return found
+
+    def _known(self) -> _Known:
+        return _Known(self._module, shares=not self._is_divided)
+
+    def _shared(self, values: Values, known: _Known, lacks: set[str]) -> list[Any]:
+        """What is one object in several places, or memory of a registered tensor, for `_share`."""
+        first: dict[int, list[Any]] = {}
+        alone: list[tuple[list[Any], Any]] = []
+        found: list[Any] = []
+        same: list[Any] = []
+        for layer, key, whole in _values(self._module):
+            if _path(layer, key) in lacks:
+                continue
+            is_sent = key in values.get(layer, ())
+            todo: list[tuple[Any, list[Any]]] = [(whole, [])]
+            while todo:
+                value, steps = todo.pop()
+                if not isinstance(value, (tuple, *_SHARED)):
+                    continue
+                path, shown = [layer, key, steps], known.shown(value)
+                if id(value) in first and not isinstance(value, tuple):
+                    other = first[id(value)]
+                    if is_sent or other[1] in values.get(other[0], ()):
+                        same.append([path, "attribute", other])
+                    continue
+                if shown is None or shown[0] != "itself":
+                    first[id(value)] = path
+                if shown is not None:
+                    found += [[path, "tensor", shown]] if is_sent else []
+                elif isinstance(value, np.ndarray | torch.Tensor):
+                    alone.append((path, value))
+                items: Any = value.items() if isinstance(value, dict) else ()
+                if isinstance(value, list | tuple | deque):
+                    items = enumerate(value)
+                todo += reversed([(item, [*steps, step]) for step, item in items])
+        alone.sort(key=lambda one: one[1].nbytes, reverse=True)  # a part comes after its whole
+        wholes = {str(n): v for n, (_, v) in enumerate(alone) if isinstance(v, torch.Tensor)}
+        memory = SharedMemory(wholes)
+        for number, (path, value) in enumerate(alone):
+            shown = _shown(value, memory)
+            if shown is not None and shown[1] != str(number):
+                other = alone[int(shown[1])][0]
+                if any(place[1] in values.get(str(place[0]), ()) for place in (path, other)):
+                    found.append([path, "attribute", [*other, shown]])
+        return found + same
+
+    def _share(self, values: Values, shared: Any) -> None:
+        """Have what `_shared` has found share again, in what a module is given."""
+        live = {(layer, key): value for layer, key, value in _values(self._module)}
+        tensors = dict(registered(self._module))
+        for (layer, key, steps), kind, about in shared:
+            if kind == "tensor":
+                if about[1] not in tensors:
+                    continue
+                value = _show(tensors[about[1]], *about)
+            else:
+                layer_of, key_of = str(about[0]), str(about[1])
+                own = values.get(layer_of, {})
+                value = own[key_of] if key_of in own else live[layer_of, key_of]
+                for step in about[2]:
+                    value = value[step]
+                for shown in about[3:]:
+                    value = _show(value, *shown)
+            own = values.setdefault(layer, {})
+            whole = own[key] if key in own else live[layer, key]
+            own[key] = _put(whole, steps, value)
 
 
 def come_back(module: nn.Module, packed: PackedModule) -> nn.Module:
@@ -226,12 +328,12 @@ def come_back(module: nn.Module, packed: PackedModule) -> nn.Module:
 
 def _read(module: nn.Module, packed: PackedModule) -> Any:
     """What `Attributes` has packed, which may refer to what is registered in ``module``."""
-    registered = dict(_registered(module))
+    known = dict(_registered(module))
     found = decode(packed.tensors, "attributes of the module")
     unpickler = StrictUnpickler(
         io.BytesIO(packed.skeleton),
         lambda number: found[number].untyped_storage(),
-        lambda name: registered[name],
+        lambda name: known[name],
     )
     return unpickler.load()
 
@@ -291,13 +393,62 @@ def _registered(module: nn.Module) -> Iterator[tuple[str, Any]]:
     """What both modules have, under names for pickles."""
     for name, layer in module.named_modules(remove_duplicate=False):
         yield f"layer {name}", layer
-        for key, value in (*layer._buffers.items(), *layer._parameters.items()):
-            if value is not None:
-                yield f"tensor {_path(name, key)}", value
+    for name, tensor in registered(module):
+        yield f"tensor {name}", tensor
 
 
-def _names(module: nn.Module) -> dict[int, str]:
-    return {id(value): name for name, value in reversed(list(_registered(module)))}
+class _Known:
+    """What is registered in a module: both sides have it, so it is only named."""
+
+    def __init__(self, module: nn.Module, *, shares: bool = True) -> None:
+        """Of ``module``; it ``shares`` memory with the other side's if neither is divided."""
+        found = list(_registered(module))
+        self.names = {id(value): name for name, value in reversed(found)}
+        tensors = dict(registered(module))
+        self.tensors = tensors
+        self._memory = SharedMemory(tensors if shares else {})
+
+    def shown(self, value: Any) -> list[Any] | None:
+        """What of a registered tensor a value is or shows, for `_show`; None: nothing."""
+        name = self.names.get(id(value), "")
+        if isinstance(value, torch.Tensor) and name:
+            return ["itself", name.removeprefix("tensor ")]
+        return _shown(value, self._memory)
+
+
+def _shown(value: Any, memory: SharedMemory) -> list[Any] | None:
+    """What of the tensors whose memory is known a tensor or array shows, for `_show`."""
+    if isinstance(value, torch.Tensor):
+        found = memory.of_tensor(value)
+        if found is not None:
+            name, base = found
+            offset = int(value.storage_offset() - base.storage_offset())
+            return ["view", name, base.stride(), offset, tuple(value.shape), value.stride()]
+    elif type(value) is np.ndarray:
+        found = memory.named_of_array(value)
+        if found is not None:
+            name, base = found
+            offset = value.ctypes.data - base.data_ptr()
+            return ["array", name, value.dtype.str, offset, value.shape, value.strides]
+    return None
+
+
+def _show(base: torch.Tensor, kind: str, name: str, *about: Any) -> Any:
+    """What `_Known.shown` has found, of the tensor with that name."""
+    if kind == "itself":
+        return base
+    return view_of(base, *about) if kind == "view" else array_of(base, *about)
+
+
+def _put(whole: Any, steps: list[Any], value: Any) -> Any:
+    """A value with another one at the end of some steps into it."""
+    if not steps:
+        return value
+    part = _put(whole[steps[0]], steps[1:], value)
+    if isinstance(whole, tuple):
+        return (*whole[: steps[0]], part, *whole[steps[0] + 1 :])
+    whole[steps[0]] = part
+    return whole
 
 
 def _layers(module: nn.Module) -> dict[str, Any]:
@@ -353,17 +504,26 @@ def _path(layer: str, key: str) -> str:
 class _Referring(ModulePickler):
     """Names what is registered in the module, which the driver has."""
 
-    def __init__(self, file: io.BytesIO, names: Mapping[int, str]) -> None:
+    def __init__(self, file: io.BytesIO, known: _Known) -> None:
         super().__init__(file)
-        self._names = names
+        self._known = known
 
     def persistent_id(self, value: Any) -> Any:
-        return self._names.get(id(value)) or super().persistent_id(value)
+        return self._known.names.get(id(value)) or super().persistent_id(value)
+
+    def reducer_override(self, value: Any) -> Any:
+        shown = self._known.shown(value)
+        if shown is None:
+            return super().reducer_override(value)
+        shows = _show, (self._known.tensors[shown[1]], *shown)
+        if isinstance(value, torch.Tensor) and value.requires_grad and value.is_leaf:
+            return of_kind, (type(value), Reducible(shows), True)
+        return shows
 
 
-def _can_be_sent(value: Any, names: Mapping[int, str]) -> bool:
+def _can_be_sent(value: Any, known: _Known) -> bool:
     try:
-        _Referring(io.BytesIO(), names).dump(value)
+        _Referring(io.BytesIO(), known).dump(value)
     except Exception:  # whatever the value's class raises
         return False
     return True
@@ -372,14 +532,21 @@ def _can_be_sent(value: Any, names: Mapping[int, str]) -> bool:
 class _Marking(Pickler):
     """Writes what tells one value from another in this process."""
 
-    def __init__(self, file: io.BytesIO, names: Mapping[int, str]) -> None:
+    def __init__(self, file: io.BytesIO, known: _Known, held: list[Any]) -> None:
+        """Write to ``file``; ``held`` gets objects that can be changed in place."""
         super().__init__(file)
-        self._names = names
+        self._known, self._held = known, held
 
     def persistent_id(self, value: Any) -> Any:
         """A name, or what tells a tensor from others; code is what it is."""
-        if id(value) in self._names:
-            return self._names[id(value)]
+        if id(value) in self._known.names:
+            return self._known.names[id(value)]
+        if isinstance(value, _SHARED) or hasattr(value, "__dict__"):
+            if not isinstance(value, type | types.FunctionType | types.ModuleType):
+                self._held.append(value)
+            shown = self._known.shown(value)
+            if shown is not None:
+                return *map(str, shown), str(type(value)), getattr(value, "requires_grad", None)
         if isinstance(value, type | types.FunctionType):
             return "code", id(value)
         if not isinstance(value, torch.Tensor):
@@ -393,7 +560,7 @@ class _Marking(Pickler):
         return "tensor", str(value.dtype), tuple(value.shape), value.requires_grad, numbers
 
 
-def _mark(value: Any, names: Mapping[int, str]) -> Any:
+def _mark(value: Any, known: _Known, held: list[Any]) -> Any:
     """What tells one value from another in this process; None: it is no matter."""
     if _is_of_training(value):
         return None
@@ -401,7 +568,7 @@ def _mark(value: Any, names: Mapping[int, str]) -> Any:
         return type(value), repr(value)
     file = io.BytesIO()
     try:
-        _Marking(file, names).dump(value)
+        _Marking(file, known, held).dump(value)
     except Exception:  # whatever the value's class raises
         return type(value), id(value)
     return type(value), hashlib.sha256(file.getbuffer()).digest()

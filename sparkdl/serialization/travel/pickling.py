@@ -9,19 +9,22 @@ from __future__ import annotations
 
 import contextlib
 import copyreg
+import enum
 import functools
+import importlib
 import io
 import pickle
 import sys
 import types
 import warnings
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
 
 import cloudpickle
+import numpy as np
 import torch
 from torch import fx, nn
 from torch.nn.parameter import is_lazy
@@ -76,6 +79,60 @@ class Pickler(cloudpickle.Pickler):  # type: ignore[misc] # cloudpickle has no t
                 if found is not None:
                     return found
         return super().reducer_override(value)
+
+
+class CodePickler(Pickler):
+    """Pickles code of some modules by value; it gets the globals of the modules that are there."""
+
+    def __init__(self, file: io.BytesIO, modules: Iterable[str]) -> None:
+        super().__init__(file)
+        self._spaces = {id(vars(sys.modules[module])): module for module in modules}
+
+    def reducer_override(self, value: Any) -> Any:
+        """How to pickle a value; called for each that is not of a type of Python's own."""
+        if isinstance(value, types.FunctionType) and id(value.__globals__) in self._spaces:
+            code, _, _, _, closure = self._function_getnewargs(value)
+            state, slots = cloudpickle.cloudpickle._function_getstate(value)
+            slots |= {"__globals__": {}, "_cloudpickle_submodules": []}
+            made = self._spaces[id(value.__globals__)], code, closure
+            set_state = cloudpickle.cloudpickle._function_setstate
+            return _function_there, made, (state, slots), None, None, set_state
+        if isinstance(value, type) and value.__module__ in self._spaces.values():
+            made = cloudpickle.cloudpickle._dynamic_class_reduce(value)
+            return (*made[:5], _fill_class)
+        return super().reducer_override(value)
+
+
+def _function_there(module: str, code: types.CodeType, closure: Any) -> types.FunctionType:
+    space = vars(importlib.import_module(module))
+    return types.FunctionType(code, space, code.co_name, None, closure)
+
+
+class _CodeCollector(Pickler):
+    """Takes note of classes and functions that are pickled; tensors are left out."""
+
+    def __init__(self) -> None:
+        super().__init__(io.BytesIO())
+        self.found: list[Any] = []
+
+    def persistent_id(self, value: Any) -> str | None:
+        """Leave out a tensor."""
+        return "" if isinstance(value, torch.Tensor) else None
+
+    def reducer_override(self, value: Any) -> Any:
+        """How to pickle a value; called for each."""
+        found = super().reducer_override(value)
+        if isinstance(value, type | types.FunctionType):
+            self.found.append((value, found is NotImplemented))
+        return found
+
+
+def sent_code(value: Any) -> list[tuple[Any, bool]]:
+    """Classes and functions that a value takes along, and whether by their names alone."""
+    collector = _CodeCollector()
+    with contextlib.suppress(Exception):  # `check_travels` and `pack` refuse what cannot travel
+        collector.dump(value)
+    return collector.found
 
 
 def _script(value: Any) -> _Reduced:
@@ -282,6 +339,7 @@ class ModulePickler(Pickler):
         self._elsewhere = elsewhere or {}
         self._is_made = is_made
         self._registered = set() if module is None else {id(p) for p in module.parameters()}
+        self._memory = SharedMemory({} if module is None else dict(registered(module)))
 
     def persistent_id(self, value: Any) -> Any:
         """What stands for memory, and for what comes from elsewhere; None for all else."""
@@ -301,6 +359,14 @@ class ModulePickler(Pickler):
         if isinstance(value, torch.Tensor):
             with torch._C.DisableTorchFunctionSubclass():
                 return self._tensor(value)
+        if type(value) is np.ndarray:
+            storage = self._memory.of_array(value)
+            if storage is not None:
+                begin, end = array_bytes(value)
+                start = storage.data_ptr()
+                number = self._note(storage, begin - start, end - start, False)
+                about = value.dtype, value.ctypes.data - start, value.shape, value.strides
+                return _array, (_Numbered(number), *about)
         return super().reducer_override(value)
 
     def head(self) -> Head:
@@ -343,8 +409,8 @@ class ModulePickler(Pickler):
         if id(tensor) in self._elsewhere:
             data = _Named(self._elsewhere[id(tensor)])
         else:
-            data = _Reducible(self._plain(tensor, is_own))
-        return _of_kind, (kind, data, needs_grad), (state, hooks), None, None, _give
+            data = Reducible(self._plain(tensor, is_own))
+        return of_kind, (kind, data, needs_grad), (state, hooks), None, None, _give
 
     def _plain(self, tensor: torch.Tensor, is_own: bool) -> Any:
         """How to make a tensor with these values, of no graph, without what it has besides."""
@@ -384,7 +450,7 @@ _USUAL = (torch.Tensor.__reduce_ex__, nn.Parameter.__reduce_ex__)
 _USUAL_REST = (torch.Tensor.__reduce__, torch.Tensor.__torch_dispatch__)
 
 
-class _Reducible:
+class Reducible:
     """Is pickled as told, and read as what that makes."""
 
     def __init__(self, reduced: Any) -> None:
@@ -425,7 +491,7 @@ def _quantized(*args: Any) -> torch.Tensor:
     return made
 
 
-def _of_kind(kind: Any, data: torch.Tensor, requires_grad: bool) -> torch.Tensor:
+def of_kind(kind: Any, data: torch.Tensor, requires_grad: bool) -> torch.Tensor:
     """A tensor of the class ``kind`` with the memory of ``data``."""
     if kind is nn.Parameter:
         return nn.Parameter(data, requires_grad)
@@ -450,6 +516,119 @@ def _give(tensor: torch.Tensor, found: tuple[Any, Mapping[str, Any]]) -> None:
             torch._utils._set_obj_state(tensor, state)  # type: ignore[no-untyped-call]
         for key, registered in hooks.items():
             setattr(tensor, key, registered)
+
+
+def registered(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    """The parameters and buffers of a module, by all their names."""
+    for name, layer in module.named_modules(remove_duplicate=False):
+        for key, value in (*layer._buffers.items(), *layer._parameters.items()):
+            if value is not None:
+                yield ".".join(filter(None, (name, key))), value
+
+
+class SharedMemory:
+    """Knows the memory of tensors, and what else lies there."""
+
+    def __init__(self, tensors: Mapping[str, torch.Tensor]) -> None:
+        """Of ``tensors`` by their names; those without memory of their own do not count."""
+        self._named: dict[int, list[tuple[str, torch.Tensor]]] = {}
+        for name, tensor in tensors.items():
+            if _has_numbers(tensor):
+                memory = tensor.untyped_storage().data_ptr()
+                self._named.setdefault(memory, []).append((name, tensor))
+
+    def of_tensor(self, tensor: torch.Tensor) -> tuple[str, torch.Tensor] | None:
+        """Which of the tensors a view shows, with its name; None: no other one of its dtype."""
+        if not _has_numbers(tensor):
+            return None
+        for name, base in self._named.get(tensor.untyped_storage().data_ptr(), ()):
+            (begin, end), (first, last) = _numbers(tensor), _numbers(base)
+            if base.dtype == tensor.dtype and first <= begin and end <= last:
+                return name, base
+        return None
+
+    def of_array(self, array: np.ndarray[Any, Any]) -> torch.UntypedStorage | None:
+        """The memory that an array shares with a tensor; None: with none."""
+        base: Any = array
+        while isinstance(base, np.ndarray):
+            base = base.base
+        if isinstance(base, torch.Tensor) and not array.dtype.hasobject:
+            return base.untyped_storage()
+        named = self.named_of_array(array)
+        return None if named is None else named[1].untyped_storage()
+
+    def named_of_array(self, array: np.ndarray[Any, Any]) -> tuple[str, torch.Tensor] | None:
+        """Which of the tensors an array shows, with its name; None: no one."""
+        if array.dtype.hasobject or not array.size:
+            return None
+        begin, end = array_bytes(array)
+        for start, named in self._named.items():
+            for name, base in named:
+                first, last = (start + n * base.element_size() for n in _numbers(base))
+                if base.is_cpu and first <= begin and end <= last:
+                    return name, base
+        return None
+
+
+def _has_numbers(tensor: torch.Tensor) -> bool:
+    """True for a tensor of torch's own with dense numbers in memory."""
+    if type(tensor) not in (torch.Tensor, nn.Parameter) or tensor.is_meta:
+        return False
+    return _is_strided(tensor) and tensor.numel() > 0
+
+
+def _numbers(tensor: torch.Tensor) -> tuple[int, int]:
+    """Where in its memory the numbers of a tensor begin and end."""
+    steps = zip(tensor.shape, tensor.stride(), strict=True)
+    begin = int(tensor.storage_offset())
+    return begin, begin + sum((n - 1) * step for n, step in steps) + 1
+
+
+def array_bytes(array: np.ndarray[Any, Any]) -> tuple[int, int]:
+    """The addresses at which an array's bytes begin and end."""
+    steps = [(n - 1) * step for n, step in zip(array.shape, array.strides, strict=True)]
+    begin = array.ctypes.data + sum(step for step in steps if step < 0)
+    return begin, array.ctypes.data + sum(step for step in steps if step > 0) + array.itemsize
+
+
+def view_of(
+    base: torch.Tensor,
+    strides: tuple[int, ...],
+    offset: int,
+    size: tuple[int, ...],
+    stride: tuple[int, ...],
+) -> torch.Tensor:
+    """A view of a tensor's memory.
+
+    Args:
+        base: the tensor; if it has other strides, the view is one of a copy.
+        strides: those that it had where the view was looked at.
+        offset: numbers between the first of the tensor and that of the view.
+        size: of the view.
+        stride: of the view.
+    """
+    base = base.detach()
+    if base.stride() != tuple(strides):
+        base = base.new_empty_strided(base.shape, strides).copy_(base)
+    return base.as_strided(tuple(size), tuple(stride), int(base.storage_offset()) + offset)
+
+
+def array_of(
+    base: torch.Tensor, dtype: Any, offset: int, shape: tuple[int, ...], strides: tuple[int, ...]
+) -> np.ndarray[Any, Any]:
+    """An array in the memory of a tensor, ``offset`` bytes after its first number."""
+    storage = base.untyped_storage()
+    offset += int(base.storage_offset()) * base.element_size()
+    return _array(Memory(storage, 0), dtype, offset, shape, strides)
+
+
+def _array(
+    memory: Memory, dtype: Any, offset: int, shape: tuple[int, ...], strides: tuple[int, ...]
+) -> np.ndarray[Any, Any]:
+    flat = torch.empty(0, dtype=torch.uint8).set_(memory.storage).numpy()
+    return np.ndarray(
+        tuple(shape), dtype, buffer=flat, offset=offset - memory.begin, strides=tuple(strides)
+    )
 
 
 class ModuleUnpickler(pickle.Unpickler):
@@ -507,6 +686,15 @@ def _set_class(kind: type, state: Any) -> type:
     functions = (getattr(member, "__func__", member) for member in vars(kind).values())
     if any(getattr(function, "__globals__", None) is own for function in functions):
         return kind
+    return _fill_class(kind, state)
+
+
+def _fill_class(kind: type, state: Any) -> type:
+    """Fill a class, which a process keeps from one pickle to the next: remove what is no more."""
+    for name in () if issubclass(kind, enum.Enum) else vars(kind).keys() - state[0].keys():
+        is_slot = isinstance(vars(kind)[name], types.MemberDescriptorType)
+        if not (name.startswith("__") and name.endswith("__")) and not is_slot:
+            delattr(kind, name)
     filled: type = cloudpickle.cloudpickle._class_setstate(kind, state)
     return filled
 

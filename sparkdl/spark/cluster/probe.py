@@ -68,6 +68,8 @@ class Needs:
     """Modules of Python, and the qualified names of what is taken of each."""
     values: Mapping[Place, str] = field(default_factory=dict)
     """Digests of what the driver has in its modules, see `imported_values`."""
+    code: ProgramValues = field(default_factory=ProgramValues)
+    """What executors have before they are asked: see `program_code`."""
     cuda: bool = False
     """Whether there must be a GPU."""
 
@@ -130,9 +132,8 @@ class ProbeTask:
     def _differing(self) -> list[tuple[Place, str]]:
         if not self.needs.values:
             return []
-        from sparkdl.serialization.imported_values import differing, give_back
+        from sparkdl.serialization.imported_values import differing
 
-        give_back()
         return list(differing(self.needs.values).items())
 
     def _reaches_driver(self) -> bool:
@@ -248,7 +249,7 @@ def probe(
     return Findings(
         reaches_driver=all(answer["reaches_driver"] for answer in answers),
         storage_failure=failures[0] if failures else None,
-        values=values_to_send(needs.values, there) if there else ProgramValues(),
+        values=values_to_send(needs.values, there, needs.code.code),
     )
 
 

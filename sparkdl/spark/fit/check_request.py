@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
-import io
 import json
 import logging
 import math
 import sys
-import types
 from collections import Counter
 from collections.abc import Mapping
 from collections.abc import Sequence as Items
@@ -28,11 +25,15 @@ from sparkdl.inputs import Named
 from sparkdl.mesh import Mesh
 from sparkdl.runtime.process import borrowed_generator
 from sparkdl.serialization.identity import identity
-from sparkdl.serialization.imported_values import imported_values
+from sparkdl.serialization.imported_values import (
+    ProgramValues,
+    imported_values,
+    program_code,
+)
 from sparkdl.serialization.initial_weights import InitialWeights, load_initial_weights
 from sparkdl.serialization.saved_module import why_not_saved
 from sparkdl.serialization.travel.packed_module import travelled
-from sparkdl.serialization.travel.pickling import Pickler, dumps
+from sparkdl.serialization.travel.pickling import dumps, sent_code
 from sparkdl.spark.cluster.cluster_info import parse_bytes
 from sparkdl.spark.cluster.probe import Needs
 from sparkdl.spark.cluster.slots import Slots, plan_slots
@@ -133,9 +134,11 @@ class CheckedRequest(CheckedValues):
         """What executors must have."""
         travels = (vars(self.config), self.request.specified, self.request.labels, self.module)
         sent = sent_code(travels)
+        code = [one for one, _ in sent]
         return Needs(
             names=foreign_names(sent),
-            values=imported_values(code for code, _ in sent),
+            values=imported_values(code),
+            code=ProgramValues(code=program_code(code)),
             cuda=self.config.device == "cuda",
         )
 
@@ -515,35 +518,6 @@ def check_travels(values: Mapping[str, Any], strange: Mapping[int, str] | None =
                 f"{name} cannot be sent to the workers: {error}; make such things in the "
                 "worker, for example in on_train_begin"
             ) from error
-
-
-class _CodeCollector(Pickler):
-    """Takes note of classes and functions that are pickled; tensors are left out."""
-
-    def __init__(self) -> None:
-        super().__init__(io.BytesIO())
-        self.found: list[Any] = []
-
-    def persistent_id(self, value: Any) -> str | None:
-        """Leave out a tensor."""
-        import torch
-
-        return "" if isinstance(value, torch.Tensor) else None
-
-    def reducer_override(self, value: Any) -> Any:
-        """How to pickle a value; called for each."""
-        found = super().reducer_override(value)
-        if isinstance(value, type | types.FunctionType):
-            self.found.append((value, found is NotImplemented))
-        return found
-
-
-def sent_code(value: Any) -> list[tuple[Any, bool]]:
-    """Classes and functions that a value takes along, and whether by their names alone."""
-    collector = _CodeCollector()
-    with contextlib.suppress(Exception):  # `check_travels` and `pack` refuse what cannot travel
-        collector.dump(value)
-    return collector.found
 
 
 def foreign_names(sent: Items[tuple[Any, bool]]) -> frozenset[tuple[str, str]]:

@@ -21,8 +21,10 @@ from pyspark.sql import SparkSession
 from torch import nn
 
 from sparkdl.errors import StorageError
+from sparkdl.serialization.imported_values import ProgramValues, changed_values
 from sparkdl.serialization.stored_module import StoredModule, WeightsAt
 from sparkdl.serialization.travel import packed_module
+from sparkdl.serialization.travel.pickling import sent_code
 from sparkdl.spark.session.compat import described, is_connect, run_workers_here
 
 logger = logging.getLogger(__name__)
@@ -39,8 +41,10 @@ Fetch = Callable[[], packed_module.PackedModule]
 class SentModule:
     """What tasks need to get a module."""
 
+    values: ProgramValues
+    """What the program has changed of modules that workers import; in front of all else."""
     digest: str
-    """Names it, with its weights."""
+    """Names it, with its weights and these values."""
     fetch: Fetch
     weights: WeightsAt | None
     """Where weights lie that are not sent."""
@@ -59,8 +63,15 @@ class Sender:
         """A copy, which may be in another process, has sent nothing yet."""
         return Sender, ()
 
-    def sent_module(self, spark: SparkSession, module: nn.Module | StoredModule) -> SentModule:
-        """Send a module, or what of it does not lie in a storage that executors reach."""
+    def sent_module(
+        self, spark: SparkSession, module: nn.Module | StoredModule, others: Any = None
+    ) -> SentModule:
+        """Send a module, or what of it does not lie in a storage that executors reach.
+
+        ``others`` go to the same tasks, and may name values of the program, too.
+        """
+        code = sent_code((module.blank if isinstance(module, StoredModule) else module, others))
+        values = changed_values(one for one, _ in code)
         weights = None
         if isinstance(module, StoredModule) and not self.reaches(spark, module):
             module = module.module
@@ -70,7 +81,11 @@ class Sender:
         else:
             packed = packed_module.pack(module)
             digest = packed.digest
-        return SentModule(digest=digest, fetch=self.fetch(spark, packed), weights=weights)
+        if values.values or values.code.values:
+            digest = hashlib.sha256((digest + values.digest).encode()).hexdigest()
+        return SentModule(
+            values=values, digest=digest, fetch=self.fetch(spark, packed), weights=weights
+        )
 
     def reaches(self, spark: SparkSession, module: StoredModule) -> bool:
         """True if executors open the place of the weights by themselves.

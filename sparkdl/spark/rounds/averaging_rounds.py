@@ -154,6 +154,9 @@ class Averaged(Stateful):
     def set_attributes(self, attributes: dict[str, Any]) -> None:
         self._round["attributes"] = attributes
 
+    def set_tensors(self, tensors: dict[str, Any]) -> None:
+        self._round["model"] = {**self.model(), **tensors}
+
     def evaluate(self, state: TrainState) -> Evaluation:
         return self._jobs.measure(self.model(), self.attributes())
 

@@ -157,6 +157,14 @@ class Population:
             "a module of its own; use another strategy, or change them in on_step_end"
         )
 
+    def set_tensors(self, tensors: dict[str, Any]) -> None:
+        """Raise ConfigError, likewise."""
+        raise ConfigError(
+            f"a callback has changed weights of the module ({', '.join([*tensors][:5])}), but each "
+            "member of a population has a module of its own; use another strategy, or change them "
+            "in on_step_end"
+        )
+
     def follow_freezing(self) -> None:
         """Nothing: members are trained apart from the run's module."""
 

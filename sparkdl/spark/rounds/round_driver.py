@@ -31,7 +31,7 @@ from sparkdl.storage.checkpoint_format import Writer, load_shared
 from sparkdl.storage.checkpoint_writer import CheckpointManager
 from sparkdl.storage.lease import Lease
 from sparkdl.sync.averaging.period import Period, RoundReport
-from sparkdl.sync.module_tensors import give_tensors
+from sparkdl.sync.module_tensors import give_tensors, is_same, tensors_of
 from sparkdl.train.callbacks import (
     NO_PLACE,
     OUTSIDE,
@@ -107,6 +107,9 @@ class Replicas(Protocol):
 
     def set_attributes(self, attributes: dict[str, Any]) -> None:
         """Go on with other ones; raises ConfigError if the strategy cannot."""
+
+    def set_tensors(self, tensors: dict[str, Any]) -> None:
+        """Go on with other weights and buffers, by name; raises ConfigError, likewise."""
 
     def evaluate(self, state: TrainState) -> Evaluation:
         """Measure on the validation rows of all shards what `model` gives."""
@@ -198,7 +201,6 @@ class _Rounds:
         first_step = book.state.step
         run.view.attempt(0, first_step)
         totals.began = time.perf_counter()
-        self.held.load_state_dict(self.replicas.attributes())
         with self._followed():
             for callback in callbacks:
                 callback.on_train_begin(self._callback_state())
@@ -302,8 +304,6 @@ class _Rounds:
             counts = evaluation.confusion
             run.view.fact(0, {"kind": "confusion", "epoch": record["epoch"], "counts": counts})
         if run.config.callbacks:
-            give_tensors(run.module, self.replicas.model())
-            self.held.load_state_dict(self.replicas.attributes())
             with self._followed():
                 call_evaluated(
                     run.config.callbacks,
@@ -316,13 +316,27 @@ class _Rounds:
 
     @contextlib.contextmanager
     def _followed(self) -> Iterator[None]:
-        """Have the replicas take over what callbacks change of the module's attributes within."""
-        before = Attributes(self.run.module)
+        """Have the run's module be as the replicas' are, and these as callbacks leave it within."""
+        module, model = self.run.module, self.replicas.model()
+        if self.run.config.callbacks:
+            give_tensors(module, model)
+        self.held.load_state_dict(self.replicas.attributes())
+        before, names = Attributes(module), tensors_of(module).keys()
         yield
+        if self.run.config.callbacks:
+            found = {n: v for n, v in tensors_of(module).items() if isinstance(v, torch.Tensor)}
+            changed = [
+                name
+                for name, value in found.items()
+                if not (is_same(value, model[name]) if name in model else name in names)
+            ]
+            if changed:
+                copied = copy.deepcopy(found)  # all at once, so that tied weights stay tied
+                self.replicas.set_tensors({name: copied[name] for name in changed})
         if before.has_changed() or before.changed_layers():
-            found = self.held.state_dict()
-            check_held(found)
-            self.replicas.set_attributes(found)
+            attributes = self.held.state_dict()
+            check_held(attributes)
+            self.replicas.set_attributes(attributes)
 
     def _act(self) -> None:
         asked = self.requests.take(self.book.state.step)

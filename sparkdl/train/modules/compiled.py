@@ -6,19 +6,17 @@ piece of code serves them all. Dropout draws the numbers that it draws without c
 
 from __future__ import annotations
 
-import random
 import sysconfig
-from collections import deque
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from torch import nn
 
 from sparkdl.data.collate import Arguments
 from sparkdl.errors import ClusterError
+from sparkdl.train.modules.restore import restored
 
 
 def compile_in_place(
@@ -37,8 +35,8 @@ def compile_in_place(
         example: inputs for which the compiler optimizes. So its code follows from them, not from
             the first batch of a worker, and training that goes on gives the same bits. (Not where
             batches are of very different sizes: a sum of more than 4096 numbers has other code.)
-            The module is called on them before its first training batch; its buffers, attributes
-            and random numbers are then as before. None: a training step calls the module or its
+            The module is called on them before its first training batch; it is then as before, see
+            `restored`. None: a training step calls the module or its
             children, one by one; all of these are compiled, for what they are first called with.
         parts: layers of ``module``, which are compiled one by one in place of the whole.
 
@@ -112,50 +110,13 @@ class _Compiled:
             return self._call(*args, **kwargs)
         if self._example is not None and self._part.training and torch.is_grad_enabled():
             example, self._example = self._example, None
-            buffers = [buffer.clone() for buffer in self._part.buffers()]
-            attributes = [(vars(part), _noted(part)) for part in self._part.modules()]
-            states = random.getstate(), np.random.get_state()
-            with torch.random.fork_rng(devices={v.device for v in example.values if v.is_cuda}):
+            with (
+                torch.random.fork_rng(devices={v.device for v in example.values if v.is_cuda}),
+                restored(self._part),
+            ):
                 example.call(self)
-            random.setstate(states[0])
-            np.random.set_state(states[1])
-            with torch.no_grad():
-                for buffer, before in zip(self._part.buffers(), buffers, strict=True):
-                    buffer.copy_(before)
-                for now, noted in attributes:
-                    _restore(now, noted)
         if self._is_compiled:
             for value in (*args, *kwargs.values()):
                 if isinstance(value, torch.Tensor) and value.layout == torch.strided:
                     torch._dynamo.maybe_mark_dynamic(value, [*range(min(2, value.dim()))])
         return self._call(*args, **kwargs)
-
-
-_TORCHS = {*vars(nn.Module()), "_compiled_call_impl"}
-
-
-def _noted(part: nn.Module) -> dict[str, tuple[Any, Any]]:
-    """What a layer's attributes are, and what those hold that can be changed in place."""
-    own = {key: value for key, value in vars(part).items() if key not in _TORCHS}
-    return {
-        key: (value, value.detach().clone() if isinstance(value, torch.Tensor) else _copy(value))
-        for key, value in own.items()
-    }
-
-
-def _copy(value: Any) -> Any:
-    return value.copy() if isinstance(value, list | dict | set | deque) else None
-
-
-def _restore(now: dict[str, Any], noted: dict[str, tuple[Any, Any]]) -> None:
-    """Give a layer back what `_noted` has found."""
-    for key in now.keys() - _TORCHS - noted.keys():
-        del now[key]
-    for key, (value, held) in noted.items():
-        if now.get(key) is not value:
-            now[key] = value
-        if isinstance(value, torch.Tensor):
-            value.detach().copy_(held)
-        elif held is not None:
-            value.clear()
-            (value.extend if isinstance(value, list | deque) else value.update)(held)

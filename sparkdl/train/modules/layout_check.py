@@ -30,6 +30,7 @@ from sparkdl.sync.divided.mesh_ranks import MeshRanks
 from sparkdl.sync.divided.pipeline import Pipeline
 from sparkdl.sync.divided.sequence import SEQUENCE, part_of, stacks, undone, whole_of
 from sparkdl.sync.frozen_layers import evaluation_mode
+from sparkdl.train.modules.restore import restored
 
 _ROWS = 4
 _TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-3, torch.bfloat16: 0.1, torch.float16: 0.02}
@@ -209,7 +210,12 @@ def _computed(
 ) -> tuple[list[torch.Tensor], dict[str, torch.Tensor]]:
     """The outputs, and what lies on this rank of the gradient of each parameter, by its name."""
     # cuDNN has no backward pass of recurrent layers in evaluation mode
-    with torch.enable_grad(), evaluation_mode(module), torch.backends.cudnn.flags(enabled=False):
+    with (
+        restored(module),
+        torch.enable_grad(),
+        evaluation_mode(module),
+        torch.backends.cudnn.flags(enabled=False),
+    ):
         arguments = batch.arguments
         output = arguments.call(module) if pipeline is None else pipeline.alone(arguments)
         outputs = list(_tensors(output))

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import ast
 import importlib
+import math
+import os
 import pickle
 import subprocess
 import sys
@@ -22,6 +24,7 @@ from sparkdl.serialization.imported_values import (
     ProgramValues,
     differing,
     imported_values,
+    program_code,
     values_to_send,
 )
 
@@ -189,6 +192,31 @@ def test_the_program_keeps_its_own_values(library: Any) -> None:
     assert library.OPTIONS is options
 
 
+def test_what_a_worker_cannot_take_is_told_by_name(
+    library: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    values = {("a_library", "Gone.size"): pickle.dumps(5), ("a_library", "SIZE"): pickle.dumps(6)}
+    try:
+        pickle.loads(pickle.dumps(ProgramValues(values, ("elsewhere", 1))))
+        assert library.SIZE == 6
+    finally:
+        pickle.loads(pickle.dumps(ProgramValues({}, ("elsewhere", 1))))
+    (record,) = caplog.records
+    assert record.levelname == "WARNING"
+    assert "a_library.Gone.size is not what it is on the driver" in record.getMessage()
+
+
+def test_values_are_told_that_no_fresh_process_can_judge(
+    library: Any, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "executable", "/no/python")
+    library.SIZE = 4
+    assert sent_from(library).values == {}
+    (record,) = [record for record in caplog.records if record.levelname == "WARNING"]
+    assert "no fresh process says what files have" in record.getMessage()
+    assert "a_library.SIZE" in record.getMessage()
+
+
 def test_what_cannot_be_sent_is_told_once(library: Any, caplog: pytest.LogCaptureFixture) -> None:
     module._told.clear()
     library.OPTIONS["lock"] = threading.Lock()
@@ -199,7 +227,7 @@ def test_what_cannot_be_sent_is_told_once(library: Any, caplog: pytest.LogCaptur
     told = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
     assert len(told) == 2
     assert any("a_library.OPTIONS, which cannot be sent" in text for text in told)
-    assert any("a_library.CACHE" in text and "more than 1 MiB" in text for text in told)
+    assert any("a_library.CACHE" in text and "more than 1024 KiB" in text for text in told)
 
 
 def test_names_of_attributes_are_no_globals(library: Any) -> None:
@@ -212,6 +240,94 @@ def test_names_of_attributes_are_no_globals(library: Any) -> None:
     assert set(imported_values([space["scale"]])) == {("of_the_library", "SHIFT")}
 
 
+EDITED = LIBRARY.replace("SIZE = 2", "SIZE = 5").replace(
+    "* of_the_library.SHIFT", "* of_the_library.SHIFT + added()"
+).replace("class Base(nn.Module):\n    hidden = 4", """
+def added():
+    return 100.0
+
+class Below(nn.Module):
+    hidden = 20
+
+    def __init__(self):
+        super().__init__()
+
+class Base(Below):
+    pass
+""")  # fmt: skip
+
+LOOK_AGAIN = """
+import pickle, sys, torch
+sys.path[:], was_there, sent = pickle.load(sys.stdin.buffer)
+def look():
+    import a_library, of_the_library
+    net = a_library.Net()
+    net.layer = torch.nn.Identity()
+    said = net(torch.ones(1)).item()
+    return [a_library.SIZE, type(net).__mro__[2].__name__, said]
+found = [look()] if was_there else []
+if was_there:  # as a worker that has served an earlier fit
+    from pathlib import Path
+    path = Path(sys.modules["a_library"].__file__)
+    path.write_text(sys.argv[1], encoding="utf-8")
+pickle.loads(sent)
+found.append(look())
+from sparkdl.serialization.imported_values import give_back
+give_back()
+found.append(look())
+print(found)
+"""
+OLD, NEW = [2, "Module", 5.0], [5, "Below", 121.0]
+
+
+def seen_after_an_edit(
+    sent: ProgramValues, *, was_there: bool, text: str = EDITED
+) -> list[list[Any]]:
+    """What another process sees with and without what was sent, and before if it ``was_there``."""
+    done = subprocess.run(
+        [sys.executable, "-B", "-c", LOOK_AGAIN, text],
+        input=pickle.dumps((sys.path, was_there, pickle.dumps(sent))),
+        capture_output=True, check=True, timeout=60,
+    )  # fmt: skip
+    assert b"is not what it is on the driver" not in done.stderr
+    found: list[list[Any]] = ast.literal_eval(done.stdout.decode())
+    return found
+
+
+def code_from(library: Any) -> ProgramValues:
+    return ProgramValues(code=program_code([library.Net]))
+
+
+@pytest.mark.slow
+def test_workers_that_have_imported_a_file_get_what_the_program_has_reloaded(library: Any) -> None:
+    path = Path(library.__file__)
+    path.write_text(EDITED, encoding="utf-8")
+    importlib.reload(library)
+    sent = code_from(library)
+    path.write_text(LIBRARY, encoding="utf-8")
+    assert seen_after_an_edit(sent, was_there=True) == [OLD, NEW, OLD]
+
+
+@pytest.mark.slow
+def test_workers_that_import_an_edited_file_get_what_the_program_runs(library: Any) -> None:
+    Path(library.__file__).write_text(EDITED, encoding="utf-8")
+    assert seen_after_an_edit(code_from(library), was_there=False) == [OLD, NEW]
+
+
+@pytest.mark.slow
+def test_a_file_that_is_edited_while_training_runs_is_not_what_workers_run(library: Any) -> None:
+    """Restarts and rounds may have new workers."""
+    path = Path(library.__file__)
+    for file in (path, path.with_name("of_the_library.py")):
+        os.utime(file, (1, 1))  # older than this program
+    sent = code_from(library)
+    assert None not in sent.code.sources.values()
+    assert not sent.code.is_needed()
+    path.write_text(EDITED, encoding="utf-8")
+    assert sent.code.is_needed()
+    assert seen_after_an_edit(sent, was_there=False) == [OLD, NEW]
+
+
 @pytest.mark.spark
 @pytest.mark.slow
 def test_fits_train_with_what_the_program_has(library: Any, spark: SparkSession) -> None:
@@ -220,22 +336,42 @@ def test_fits_train_with_what_the_program_has(library: Any, spark: SparkSession)
     spark.sparkContext.addPyFile(f"{path}/of_the_library.py")
     df = spark.createDataFrame([([0.0, 0.0], 0.0)] * 4, "features array<float>, label float")
 
+    models = []
+
     def loss(**options: Any) -> float:
         """Of rows of zeros: the square of what forward adds, before any step."""
         fitted = TorchRegressor(
             module=Zero(library), numWorkers=1, verbose=0, device="cpu", learningRate=1e-9,
             **options,
         ).fit(df)  # fmt: skip
+        models.append(fitted)
         return float(fitted.summary.history[0]["loss"])
+
+    def assert_gives(value: float) -> None:
+        """What the first model gives for rows of zeros, and its loss."""
+        rows = models[0].transform(df).collect()
+        assert [row["prediction"] for row in rows] == pytest.approx([value] * 4)
+        assert models[0].evaluate(df).loss == pytest.approx(value**2)
 
     rounds = {"syncStrategy": ParameterAveraging(averaging_period=1)}
     assert loss() == pytest.approx(16.0)
     library.Net.hidden = 7
     assert loss() == pytest.approx(49.0)
     assert loss(**rounds) == pytest.approx(49.0)
+    assert_gives(7.0)
+    library.OPTIONS["factor"] = math.nan  # of zeros
+    assert all(math.isnan(row["prediction"]) for row in models[0].transform(df).collect())
+    library.OPTIONS["factor"] = 1.0
     del library.Net.hidden
+    assert_gives(4.0)
     assert loss() == pytest.approx(16.0)
     assert loss(**rounds) == pytest.approx(16.0)
+    edited = EDITED.replace("SIZE = 5", "SIZE = 2")
+    Path(library.__file__).write_text(edited, encoding="utf-8")
+    assert loss() == pytest.approx(16.0)  # as the program has not reloaded it
+    importlib.reload(library)
+    assert loss() == pytest.approx(14400.0)
+    assert loss(**rounds) == pytest.approx(14400.0)
 
 
 class Zero:

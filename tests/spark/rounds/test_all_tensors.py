@@ -94,3 +94,33 @@ def test_rounds_and_gangs_bring_all_tensors_home(df: DataFrame, stops: bool) -> 
         is_same = torch.allclose(value, begin[name], rtol=0, atol=1e-6)  # means of equals round
         assert is_same == name.startswith(("spare", "scale")), name
     assert len(found[0]["lengths"]) == 8 and found[0]["seen"].tolist() != [0, 0]
+
+
+class Scale(Callback):
+    """Scales a weight on its own, as a constraint would: by 4 at first, and by 0.5 each epoch."""
+
+    def on_train_begin(self, state: CallbackState) -> None:
+        self.scale(state, 4.0)
+
+    def on_epoch_end(self, state: CallbackState, record: Any) -> None:
+        self.scale(state, 0.5)
+
+    def scale(self, state: CallbackState, factor: float) -> None:
+        model: Any = state.model
+        with torch.no_grad():
+            model.head.weight.mul_(factor)
+            model.scale = model.scale * factor
+
+
+@pytest.mark.slow
+def test_weights_that_callbacks_change_are_those_that_training_goes_on_from(
+    df: DataFrame,
+) -> None:
+    """The rate is so small that steps leave them alone."""
+    common = {"module": make, "epochs": 3, "callbacks": (Scale(),), "learning_rate": 1e-12}
+    begin = tensors_of(make())
+    for mode in ("rounds", "gang"):
+        found = tensors_of(fit(df, request(**common, execution_mode=mode)).module)
+        for name in ("head.weight", "scale"):
+            expected = begin[name] * 4.0 * 0.5**3
+            torch.testing.assert_close(found[name], expected, rtol=0, atol=1e-6, msg=name + mode)

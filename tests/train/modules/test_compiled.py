@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import copy
+import itertools
 import sysconfig
+from collections import deque
+from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -19,6 +23,7 @@ from sparkdl.data.spool.mapped import MappedRows
 from sparkdl.errors import ClusterError
 from sparkdl.train.callbacks import NullObserver
 from sparkdl.train.modules.compiled import compile_in_place
+from sparkdl.train.modules.restore import restored
 from sparkdl.train.round_replica import RoundReplica
 from tests.train.runs import NUM_FEATURES, Keeper, but, make_data, plan_for, run, seeded, weights
 
@@ -76,21 +81,55 @@ def test_trains_as_without_and_resumes_with_the_same_bits() -> None:
     assert copy.deepcopy(whole)._compiled_call_impl is None
 
 
+@dataclass
+class Meter:
+    """As users write them: an object with other objects and containers in it."""
+
+    counts: dict[str, list[int]] = field(default_factory=lambda: {"calls": [0]})
+    random: np.random.Generator = field(default_factory=lambda: np.random.default_rng(1))
+    numbers: Any = field(default_factory=itertools.count)
+    last: Meter | None = None
+
+
+class Slotted:
+    __slots__ = ("noise", "total")
+
+    def __init__(self) -> None:
+        self.total = np.zeros(NUM_FEATURES)
+
+
 class Remembers(nn.Module):
     """Sets itself up from the first batch, and keeps what it has seen in attributes."""
+
+    calls = 0
 
     def __init__(self) -> None:
         super().__init__()
         self.layer, self.inited, self.seen = nn.Linear(NUM_FEATURES, 1), False, [0.0]
         self.center = torch.zeros(NUM_FEATURES)
+        self.meter, self.slotted = Meter(), Slotted()
+        self.layer.meter = self.meter
+        self.kept: Any = ({"means": deque([torch.zeros(1)], maxlen=9)}, [[0.0]])
 
     @torch.compiler.disable
     def look(self, x: torch.Tensor) -> torch.Tensor:
         if self.training:
             if not self.inited:
                 self.scale, self.inited = x.std(0), True
+                self.register_buffer("first", x[:1].clone())
+                self.meter.last = Meter()
+            type(self).calls += 1
             self.center.mul_(0.5).add_(x.mean(0))
             self.seen.append(x.mean().item())
+            self.meter.counts["calls"].append(next(self.meter.numbers))
+            self.meter.counts[str(len(self.seen))] = [1]
+            self.slotted.total += x.numpy().sum(0)
+            self.slotted.noise = self.meter.random.normal()
+            self.kept[0]["means"].append(self.kept[0]["means"][-1] + x.mean())
+            self.kept[0]["means"][0].add_(x.mean())
+            self.kept[1][0][0] += float(x.mean())
+            with torch.no_grad():
+                self.layer.weight.clamp_(-0.3, 0.3)
         return (x - self.center) * self.scale
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -101,14 +140,32 @@ class Remembers(nn.Module):
 def test_attributes_are_those_of_the_batches_alone() -> None:
     config = TrainConfig(epochs=2, batch_size=6, optimizer="sgd", learning_rate=0.02, seed=4)
     data = make_data([12], dtype=torch.float32)
-    nets = [seeded(Remembers), seeded(Remembers)]
+    nets, calls = [seeded(Remembers), seeded(Remembers)], []
     for net, is_compiled in zip(nets, (False, True), strict=True):
+        Remembers.calls = 0
         run(net, but(config, compile=is_compiled), data)
+        calls.append(Remembers.calls)
     plain, compiled = nets
+    assert calls == [4, 4]
     assert compiled.seen == plain.seen
+    assert compiled.meter.counts == plain.meter.counts
+    assert compiled.layer.meter is compiled.meter
+    assert compiled.slotted.noise == plain.slotted.noise
+    assert np.array_equal(compiled.slotted.total, plain.slotted.total)
+    assert compiled.kept == plain.kept
+    assert torch.equal(compiled.first, plain.first)  # type: ignore[arg-type]
     assert torch.equal(compiled.scale, plain.scale)  # type: ignore[arg-type]
     assert torch.equal(compiled.center, plain.center)  # type: ignore[arg-type]
     torch.testing.assert_close(weights(compiled), weights(plain), rtol=1e-4, atol=1e-5)
+
+
+def test_parameters_are_not_what_an_example_makes_of_them() -> None:
+    module = nn.Embedding(4, 2, max_norm=0.5)
+    before = module.weight.detach().clone()
+    with restored(module):
+        module(torch.tensor([1, 3]))
+        assert not torch.equal(module.weight, before)
+    assert torch.equal(module.weight, before)
 
 
 class Parts(nn.Module):
