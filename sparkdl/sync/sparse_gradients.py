@@ -22,8 +22,10 @@ def sparse_parameters(module: nn.Module) -> dict[str, nn.Parameter]:
     found: dict[str, nn.Parameter] = {}
     known: set[int] = set()
     for name, layer in module.named_modules():
-        weight = vars(layer).get("_parameters", {}).get("weight")
-        if getattr(layer, "sparse", None) is True and weight is not None and id(weight) not in known:
+        weight = getattr(layer, "weight", None)
+        if getattr(layer, "sparse", None) is not True or not isinstance(weight, nn.Parameter):
+            continue
+        if id(weight) not in known:
             known.add(id(weight))
             found[f"{name}.weight".lstrip(".")] = weight
     return found

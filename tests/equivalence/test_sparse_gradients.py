@@ -136,9 +136,7 @@ def batches_of(
         yield from zip(*by_rank, strict=True)
 
 
-def plain_loop(
-    net: nn.Module, optimizer: str, steps: Any
-) -> dict[str, Any]:
+def plain_loop(net: nn.Module, optimizer: str, steps: Any) -> dict[str, Any]:
     """One process, one step on the parts of each global batch."""
     name, options = OPTIMIZERS[optimizer]
     stepped = KINDS[name](net.parameters(), **options)
@@ -279,7 +277,9 @@ def in_rounds(make: Any, config: TrainConfig) -> dict[str, Any]:
             outcome = replica.train(began, number, rows, part, NullObserver())
             for name, data in pieces.cut(replica.moving(outcome.state), outcome.weight):
                 sent.setdefault(name, []).append(data)
-        state = pieces.put_together((name, pieces.mean(name, found)) for name, found in sent.items())
+        state = pieces.put_together(
+            (name, pieces.mean(name, found)) for name, found in sent.items()
+        )
     return state["model"]
 
 
