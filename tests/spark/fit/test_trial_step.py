@@ -13,10 +13,14 @@ from torch.nn import functional as F
 
 from sparkdl.data.plan import Column
 from sparkdl.errors import ConfigError
-from sparkdl.spark.fit.check_request import CheckedValues
+from sparkdl.mesh import Mesh
+from sparkdl.spark.fit import trial_step
+from sparkdl.spark.fit.check_request import CheckedValues, check_sparse_gradients, check_values
 from sparkdl.spark.fit.trial import Example
 from sparkdl.spark.fit.trial_step import try_step
+from sparkdl.sync.asynchronous.async_sgd import AsyncSGD
 from sparkdl.sync.averaging.parameter_averaging import ParameterAveraging
+from sparkdl.sync.gradients.allreduce import AllReduce
 from sparkdl.train.objective.training_step import objective_of
 from tests.spark.fit.requests import request
 
@@ -206,6 +210,26 @@ def counting(optimizer: torch.optim.Optimizer) -> Any:
     return torch.optim.lr_scheduler.LambdaLR(optimizer, factor)
 
 
+class Both(torch.optim.Optimizer):
+    """Two optimizers as one: `SparseAdam` for tables of nine words, Adam for the rest."""
+
+    def __init__(self, parameters: list[nn.Parameter]) -> None:
+        super().__init__(parameters, {"lr": 0.1})
+        words = [p for p in parameters if p.shape[0] == 9]
+        self.parts = [
+            torch.optim.SparseAdam(words, lr=0.1),
+            torch.optim.Adam([p for p in parameters if p.shape[0] != 9], lr=0.1),
+        ]
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for part in self.parts:
+            part.step()
+
+
+def both(parameters: Any) -> torch.optim.Optimizer:
+    return Both(list(parameters))
+
+
 TAKEN: dict[str, dict[str, Any]] = {
     "parameters without gradient": {"module": Unused()},
     "whole batches only": {"module": WantsMany(4, 3), "batch_size": 32},
@@ -220,6 +244,7 @@ TAKEN: dict[str, dict[str, Any]] = {
     "modes": {"optimizer": partial(Modes, lr=0.1)},
     "schedule": {"scheduler": counting, "optimizer": "adam", "learning_rate": 0.1},
     "sparse": {"module": Words(), "optimizer": "sgd", "learning_rate": 0.1},
+    "two optimizers in one": {"module": Words(), "optimizer": both},
     "strange, apart": {"module": Strange(), "optimizer": "adagrad",
                        "sync_strategy": ParameterAveraging()},
     "one row": {"rows": {key: rows[:1] for key, rows in ROWS.items()}, "module": WantsMany(4, 3)},
@@ -250,3 +275,40 @@ def test_nothing_of_the_users_is_touched() -> None:
         assert torch.equal(value, before[name]), name
     assert all(parameter.grad is None for parameter in module.parameters())
     assert module.training
+
+
+@pytest.mark.parametrize("options", [{"device": "cuda"}, {"precision": "fp16"}])
+def test_what_the_driver_cannot_do_is_left_to_workers(options: dict[str, Any]) -> None:
+    step(module=Detached(4, 3), **options)
+
+
+def test_compiled_and_very_large_modules_are_not_tried(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(trial_step, "is_compiled", lambda module: True)
+    step(module=Detached(4, 3))
+    monkeypatch.undo()
+    monkeypatch.setattr(trial_step, "_MOST_NUMBERS", 14)
+    step(module=Detached(4, 3))
+
+
+SPARSE_REFUSED: dict[str, dict[str, Any]] = {
+    "double_buffering": {"sync_strategy": AllReduce(double_buffering=True)},
+    "num_backup_workers": {"sync_strategy": AllReduce(num_backup_workers=1)},
+    "AsyncSGD": {"sync_strategy": AsyncSGD()},
+    "elasticity='bits'": {"elasticity": "bits"},
+    "parallelism": {"parallelism": Mesh(data=2)},
+}
+
+
+@pytest.mark.parametrize("named", SPARSE_REFUSED)
+def test_sparse_gradients_are_refused_with_what_keeps_whole_ones(named: str) -> None:
+    asked = request(Words(), optimizer="adagrad", **SPARSE_REFUSED[named])
+    with pytest.raises(ConfigError, match=f"gradient of words.weight is sparse, and .*{named}"):
+        check_values(asked)
+    frozen = Words()
+    frozen.words.requires_grad_(False)
+    check_sparse_gradients(frozen, asked.config, asked.config.sync_strategy)
+
+
+def test_an_optimizer_of_sparse_gradients_passes_the_checks_before_any_row() -> None:
+    for optimizer in ("sparseadam", both, "adagrad"):
+        check_values(request(Words(), optimizer=optimizer))
