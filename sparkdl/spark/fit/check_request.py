@@ -48,6 +48,7 @@ from sparkdl.spark.frames.own_partitions import (
 )
 from sparkdl.spark.frames.prepare_columns import prepare, prepare_labels
 from sparkdl.spark.frames.row_table import TableSpec
+from sparkdl.spark.frames.unstable_rows import unstable_operator
 from sparkdl.spark.frames.user_data import UserData
 from sparkdl.spark.rounds.driver_memory import check_driver_memory, round_state_bytes
 from sparkdl.spark.run.run import FitRequest
@@ -310,6 +311,13 @@ def check_request(data: UserData, request: FitRequest) -> CheckedRequest:
         begins_from=begins_from,
         shard_choice=ShardChoice(reason="the default"),
     )
+    unstable = None if data.source is not None else unstable_operator(data.frame)
+    if unstable is not None and not slots.cluster.is_one_process:
+        logger.warning(
+            "if an executor is lost these rows cannot be made again, since the DataFrame has %s; "
+            "write them to Parquet before, or order them by a key",
+            unstable,
+        )
     checked = replace(checked, shard_choice=_choose_shards(checked))
     return replace(checked, keep_choice=_choose_keep(checked))
 
