@@ -33,6 +33,7 @@ _MOST_NUMBERS = 1 << 26
 """Modules with more parameters than this are not tried: the driver would need their gradients and
 moments besides."""
 _FEW_ROWS = 8
+_LONGEST_TEXT = 400
 _FORWARD = re.compile(r'File "([^"]+)", line (\d+), in (.+)\n\s+(.+)')
 """A frame in what torch tells of the forward pass that a failed backward pass belongs to."""
 
@@ -77,8 +78,10 @@ def try_step(
         raise error
     if error is not None:
         place = users_line(error) or _forward_line(module, config, example)
+        text = str(error).partition("\n")[0]  # torch lists all of its backends
+        text = text if len(text) <= _LONGEST_TEXT else f"{text[:_LONGEST_TEXT]}..."
         raise ConfigError(
-            f"the first step of training fails{place}: {type(error).__name__}: {error}; the same "
+            f"the first step of training fails{place}: {type(error).__name__}: {text}; the same "
             "would happen on every worker: correct it in a loop of your own, on a batch"
         ) from error
 
