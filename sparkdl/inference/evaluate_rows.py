@@ -9,6 +9,7 @@ are united by their own rules (`train.objective.metrics`).
 from __future__ import annotations
 
 import io
+import logging
 import math
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -25,9 +26,10 @@ from sparkdl.data.column_rules import refuse_bad, stored_dtype
 from sparkdl.data.plan import Column, SpoolColumn
 from sparkdl.data.ragged import Ragged
 from sparkdl.errors import ConfigError, DataError
-from sparkdl.inference.predict import class_probabilities, likeliest_class
+from sparkdl.inference.predict import class_probabilities, predicted_class
 from sparkdl.inference.roc_curves import ScoreTable, limit_for
 from sparkdl.inference.scores import (
+    NO_CLASS,
     ClassificationScores,
     Evaluation,
     RegressionScores,
@@ -40,11 +42,14 @@ from sparkdl.train.objective.metric_states import State, listed_bytes
 from sparkdl.train.objective.metrics import Metrics
 from sparkdl.train.objective.training_step import taken
 
+logger = logging.getLogger(__name__)
+
 MOST_LISTED_BYTES = 64 << 20
 """Largest size of all states of torchmetrics that grow by the row, over all rows."""
 _SMALLEST_PROBABILITY = 1e-15
 """A probability of 0 would make the log loss infinite; scikit-learn and Spark clip as well."""
 _CPU = torch.device("cpu")
+_UNKNOWN = "rows without a class"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -192,6 +197,12 @@ def evaluation(part: Part, measures: Measures) -> Evaluation:
     scores: ClassificationScores | RegressionScores | None = None
     if measures.task == "classification":
         scores = classification_scores(pairs, sums["log_loss"])
+        if sums[_UNKNOWN]:
+            logger.warning(
+                "the module gives NaN for %d of the %d rows, which are taken for no class; see "
+                "whether features are NaN",
+                *(sums[_UNKNOWN], sums["rows"]),
+            )
     elif measures.task == "regression":
         squares = part.labels[2]
         scores = RegressionScores(
@@ -257,14 +268,17 @@ class Evaluator:
         labels = target.cpu().long()
         counted = (labels != _ignored(self._loss)) & (weights > 0)
         labels, weights = labels[counted], weights[counted]
-        classes = likeliest_class(predicted).cpu()[counted]
+        classes = predicted_class(predicted).nan_to_num(nan=NO_CLASS).long().cpu()[counted]
         chances = class_probabilities(predicted).cpu()[counted]
         part, num_classes = self._part, chances.shape[1]
         different, place = torch.unique(labels, return_inverse=True)
-        pairs, place = torch.unique(place * num_classes + classes, return_inverse=True)
+        part.add(_UNKNOWN, int((classes == NO_CLASS).sum()))
+        width = num_classes + 1  # with `NO_CLASS`
+        places = place * width + classes - NO_CLASS
+        pairs, place = torch.unique(places, return_inverse=True)
         totals = torch.bincount(place, weights=weights, minlength=len(pairs))
         for pair, total in zip(pairs.tolist(), totals.tolist(), strict=True):
-            both = (int(different[pair // num_classes]), pair % num_classes)
+            both = (int(different[pair // width]), pair % width + NO_CLASS)
             part.sums[both] = part.sums.get(both, 0.0) + total
         chance = chances.gather(1, labels.clamp(0, num_classes - 1)[:, None])[:, 0]
         chance = torch.where(labels < num_classes, chance, 0.0).clamp(min=_SMALLEST_PROBABILITY)

@@ -200,6 +200,10 @@ BUILT_IN = frozenset(
 """Names that metrics of the user's cannot have."""
 
 
+NO_CLASS = -1
+"""What a row is taken for whose output is NaN."""
+
+
 class _Row(dict[int, float]):
     """A class's row of a confusion matrix: of many thousand predictions most do not occur."""
 
@@ -213,16 +217,18 @@ def classification_scores(
 ) -> ClassificationScores:
     """Scores from a confusion matrix.
 
-    ``counts`` has, by ``(label, prediction)``, rows, or the sums of their weights, which are not
-    all 0; ``log_loss_sum`` is the sum over rows of ``-log(probability of the label)`` times weight.
+    ``counts`` has, by ``(label, prediction)``, which may be `NO_CLASS`, rows, or the sums of their
+    weights, which are not all 0; ``log_loss_sum`` is the sum over rows of
+    ``-log(probability of the label)`` times weight.
     """
     total = sum(counts.values())
-    classes = sorted({label for pair in counts for label in pair})
+    classes = sorted({c for pair in counts for c in pair if c != NO_CLASS or c == pair[0]})
     confusion = {label: _Row() for label in classes}
     predicted = dict.fromkeys(classes, 0.0)
     for (label, prediction), rows in sorted(counts.items()):
         confusion[label][prediction] = rows
-        predicted[prediction] += rows
+        if prediction != NO_CLASS:
+            predicted[prediction] += rows
     return ClassificationScores(
         accuracy=sum(row[label] for label, row in confusion.items()) / total,
         log_loss=log_loss_sum / total,

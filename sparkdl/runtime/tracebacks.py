@@ -93,6 +93,27 @@ def is_of_packages(error: BaseException) -> bool:
     return error.__traceback__ is not None and _users_frames(error.__traceback__) is None
 
 
+def passed_through(error: BaseException, package: str) -> bool:
+    """True if an exception passed through code of a package, such as ``torch.distributed``."""
+    frames = (frame for frame, _ in traceback.walk_tb(error.__traceback__))
+    names = (f"{frame.f_globals.get('__name__')}." for frame in frames)
+    return any(name.startswith(f"{package}.") for name in names)
+
+
+def users_line(error: BaseException) -> str:
+    """Say where in the user's code an exception arose, if anywhere: its code and function."""
+    own = _users_frames(error.__traceback__)
+    if own is None:
+        return ""
+    *_, last = traceback.extract_tb(own)
+    return f" in {last.line!r} ({last.name})" if last.line else f" in {last.name}"
+
+
+def is_of_users(path: str) -> bool:
+    """True if a file of code is neither Python's nor of a package that says nothing to users."""
+    return not _is_hidden(path)
+
+
 def _explains_itself(error: BaseException) -> bool:
     if isinstance(error, SparkDLError | KeyboardInterrupt):
         return True

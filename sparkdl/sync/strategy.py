@@ -245,8 +245,10 @@ class Synchronizer(Stateful, ABC):
         """
         import torch
 
+        from sparkdl.sync.sparse_gradients import values_of
+
         gradients = [p.grad for p in parameters if p.grad is not None]
-        return torch.nn.utils.get_total_norm(gradients)
+        return torch.nn.utils.get_total_norm(list(values_of(gradients)))
 
     def follow_freezing(self) -> None:
         """Go on with other parameters that train: someone has set ``requires_grad`` of some.

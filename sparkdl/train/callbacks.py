@@ -42,7 +42,7 @@ class Observer(Protocol):
     def epoch(self, record: Mapping[str, float]) -> None:
         """An evaluation, such as that of an epoch's end; ``record`` is its entry in the history."""
 
-    def confusion(self, epoch: float, counts: Sequence[Sequence[int]]) -> None:
+    def confusion(self, epoch: float, counts: Sequence[Sequence[float]]) -> None:
         """What a classifier takes for what, after ``epoch``: rows by label and prediction."""
 
     def layers(self, step: int, found: Mapping[str, Any]) -> None:

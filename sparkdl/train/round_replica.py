@@ -154,7 +154,9 @@ class RoundReplica:
         assert isinstance(synchronizer, ApartSynchronizer)
         # All that an earlier round has changed.
         model = self._give(state)
-        replica.load_state_dict({**self._first, **state, "model": model})
+        # Copies: optimizers go on with the tensors that they are given.
+        first = {key: copy.deepcopy(self._first[key]) for key in self._first.keys() - state.keys()}
+        replica.load_state_dict({**first, **state, "model": model})
         self._begin = model
         synchronizer.close_round()
         if hyperparameters:

@@ -354,7 +354,7 @@ class TrainStep:
                 if micro_batch.num_rows > 0:  # the mean of no losses is not a number
                     sums += self._added(loss_sum, weight_sum, parts)
                     if metrics is not None:
-                        metrics.update(detached(output), micro_batch.target)
+                        metrics.update(detached(output), micro_batch.target, micro_batch.weight)
                 if is_last:
                     self._synchronizer.start_sums(sums[:2].clone())
                     self._divisor = self._weight_of_all(sums, global_rows)
@@ -390,7 +390,7 @@ class TrainStep:
             loss_sum, weight_sum, parts = sums_of(loss, output, rows.target, rows.weight)
             sums += self._added(loss_sum, weight_sum, parts)
             if metrics is not None:
-                metrics.update(detached(output), rows.target)
+                metrics.update(detached(output), rows.target, rows.weight)
             return loss_sum / global_rows
 
         num_parts = self._config.gradient_accumulation_steps

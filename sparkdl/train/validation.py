@@ -92,7 +92,7 @@ def measure(replica: Replica, batches: Iterable[Batch]) -> torch.Tensor:
             if metrics:
                 with replica.number_format.autocast():
                     output = output_of(loss, module, moved, seen)
-                metrics.update(output, moved.target)
+                metrics.update(output, moved.target, moved.weight)
     return sums
 
 
@@ -110,7 +110,7 @@ def measure_by_stages(
         for place, value in enumerate((loss_sum, weight_sum, *parts)):
             sums[place] += value
         if metrics:
-            metrics.update(output, rows.target)
+            metrics.update(output, rows.target, rows.weight)
 
     with torch.no_grad(), evaluation_mode(module):
         for batch in batches:

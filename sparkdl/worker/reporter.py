@@ -137,7 +137,7 @@ class Reporter:
         """At the end of an epoch: its history record."""
         self.send({"kind": "epoch", "record": dict(record)})
 
-    def confusion(self, epoch: float, counts: Sequence[Sequence[int]]) -> None:
+    def confusion(self, epoch: float, counts: Sequence[Sequence[float]]) -> None:
         """What a classifier takes for what: rows by label and prediction; equal on all ranks."""
         if self._rank == 0:
             self.send({"kind": "confusion", "epoch": epoch, "counts": counts})

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
+import pandas as pd
 import pyarrow as pa
 import pytest
 import torch
@@ -26,6 +27,7 @@ from sparkdl.inference.evaluate_rows import (
     row_losses,
     united,
 )
+from sparkdl.inference.predict import predicted_class
 from sparkdl.inference.scores import Evaluation
 from sparkdl.inputs import Tensor
 
@@ -70,6 +72,29 @@ def evaluated(
 
 def local(metric: torchmetrics.Metric, *arguments: torch.Tensor) -> Any:
     return metric.set_dtype(torch.float64)(*arguments)
+
+
+@pytest.mark.parametrize("width", [1, 3])
+def test_rows_with_nan_are_taken_for_no_class(width: int, caplog: pytest.LogCaptureFixture) -> None:
+    """As by the evaluators of Spark and scikit-learn, given the column that transform makes."""
+    loss = "cross_entropy" if width == 3 else "bce_with_logits"
+    measures = Measures(task="classification", loss=loss, num_classes=max(2, width))
+    logits, labels = LOGITS[:, :width].clone(), LABELS % max(2, width)
+    logits[:5, 0] = math.nan
+    found = evaluated(measures, [ROWS], logits, labels, WEIGHTS)
+    predicted = predicted_class(logits).nan_to_num(nan=9)
+    accuracy = sklearn_metrics.accuracy_score(labels, predicted, sample_weight=WEIGHTS.numpy())
+    assert found["accuracy"] == pytest.approx(accuracy, abs=1e-12)
+    assert f"NaN for 5 of the {ROWS} rows" in caplog.text
+    recall = sklearn_metrics.recall_score(
+        labels, predicted, labels=[0], average="macro", sample_weight=WEIGHTS.numpy()
+    )
+    assert found.scores.per_class[0].recall == pytest.approx(recall, abs=1e-12)
+    table = pd.DataFrame.from_dict(found.confusion, orient="index").sort_index(axis=1).fillna(0)
+    expected = sklearn_metrics.confusion_matrix(
+        labels, predicted, labels=range(measures.num_classes), sample_weight=WEIGHTS.numpy()
+    )
+    np.testing.assert_allclose(table[list(range(measures.num_classes))], expected, atol=1e-11)
 
 
 @pytest.mark.parametrize("cut", CUTS, ids=lambda cut: f"{len(cut)} parts")

@@ -49,16 +49,19 @@ from sparkdl.spark.frames.own_partitions import (
 )
 from sparkdl.spark.frames.prepare_columns import prepare, prepare_labels
 from sparkdl.spark.frames.row_table import TableSpec
+from sparkdl.spark.frames.unstable_rows import unstable_operator
 from sparkdl.spark.frames.user_data import UserData
 from sparkdl.spark.rounds.driver_memory import check_driver_memory, round_state_bytes
 from sparkdl.spark.run.run import FitRequest
 from sparkdl.spark.session import compat
 from sparkdl.spark.session.settings import Settings, session_settings
 from sparkdl.storage.tensor_tree import pack
+from sparkdl.sync.asynchronous.async_sgd import AsyncSGD
 from sparkdl.sync.averaging.averaging import AveragingStrategy
 from sparkdl.sync.frozen_layers import freeze
 from sparkdl.sync.gradients.allreduce import AllReduce
 from sparkdl.sync.population.population import Competition, PopulationStrategy
+from sparkdl.sync.sparse_gradients import sparse_parameters
 from sparkdl.sync.strategy import SyncStrategy
 
 if TYPE_CHECKING:
@@ -66,6 +69,7 @@ if TYPE_CHECKING:
 
     from sparkdl.serialization.recorded.recipe import RecordedWeights
     from sparkdl.train.objective.loss import LossFunction
+    from sparkdl.train.optimizers.optimizers import Schedule
     from sparkdl.train.training_state import TrainingMethod, TrainingState
 
 logger = logging.getLogger(__name__)
@@ -310,6 +314,13 @@ def check_request(data: UserData, request: FitRequest) -> CheckedRequest:
         begins_from=begins_from,
         shard_choice=ShardChoice(reason="the default"),
     )
+    unstable = None if data.source is not None else unstable_operator(data.frame)
+    if unstable is not None and not slots.cluster.is_one_process:
+        logger.warning(
+            "if an executor is lost these rows cannot be made again, since the DataFrame has %s; "
+            "write them to Parquet before, or order them by a key",
+            unstable,
+        )
     checked = replace(checked, shard_choice=_choose_shards(checked))
     return replace(checked, keep_choice=_choose_keep(checked))
 
@@ -476,6 +487,7 @@ def check_values(request: FitRequest) -> CheckedValues:
         logger.warning("the fitted model will predict, but save will refuse it: %s", obstacle)
     has_logs = check_lightning(module, config, in_rounds=mode == "rounds")
     check_elasticity(config, config.sync_strategy, has_logs=has_logs)
+    check_sparse_gradients(module, config, config.sync_strategy)
     check_mesh(request, module, mode, has_logs=has_logs)
     return CheckedValues(
         request=request,
@@ -678,13 +690,50 @@ def check_training(
             schedule = optimizers.make_scheduler(config, optimizer, make, steps_per_epoch=1)
             if in_rounds:
                 optimizers.require_steps(schedule)
-            check_steps(optimizer, None if schedule is None else schedule.scheduler, config)
+            sparse = sparse_parameters(own).values()
+            scheduler = None if schedule is None else schedule.scheduler
+            check_steps(optimizer, scheduler, config, sparse)
             if config.scheduler is not None and schedule is not None:
                 fewest = config.epochs  # with one step each
                 if config.max_steps >= 0:
                     fewest = min(config.max_steps, fewest)
-                check_length(schedule, fewest, config)
+                check_length(schedule, fewest, config, partial(stepped_schedule, module, config))
     return objective
+
+
+def stepped_schedule(module: nn.Module, config: TrainConfig, steps_per_epoch: int = 1) -> Schedule:
+    """The schedule of an optimizer that has taken a step, on a copy of the module."""
+    from sparkdl.train.optimizers import optimizers
+    from sparkdl.train.optimizers.stepping import step_once
+
+    own = travelled(module, copies=True)
+    make = optimizers.resolve_optimizer(config, own)
+    optimizer = make(own.parameters())
+    schedule = optimizers.make_scheduler(config, optimizer, make, steps_per_epoch)
+    assert schedule is not None
+    step_once(optimizer, sparse_parameters(own).values())
+    return schedule
+
+
+def check_sparse_gradients(module: nn.Module, config: TrainConfig, strategy: SyncStrategy) -> None:
+    """Refuse sparse gradients with what would make them dense; raises ConfigError."""
+    found = [name for name, p in sparse_parameters(module).items() if p.requires_grad]
+    name = type(strategy).__name__
+    asked = {
+        f"parallelism=Mesh({config.parallelism}) cannot divide it": config.parallelism is not None,
+        "elasticity='bits' adds whole gradients up": config.elasticity == "bits",
+        f"{name} sends gradients to slices of the weights": isinstance(strategy, AsyncSGD),
+        f"double_buffering of {name} keeps whole gradients": isinstance(strategy, AllReduce)
+        and strategy.double_buffering,
+        f"num_backup_workers of {name} keep whole gradients": isinstance(strategy, AllReduce)
+        and strategy.num_backup_workers > 0,
+    }
+    for obstacle, is_asked in asked.items():
+        if found and is_asked:
+            raise ConfigError(
+                f"the gradient of {found[0]} is sparse, and {obstacle}; make the layer with "
+                "sparse=False, or use AllReduce() or a strategy that averages replicas"
+            )
 
 
 def check_lightning(module: nn.Module, config: TrainConfig, *, in_rounds: bool) -> bool:

@@ -20,7 +20,7 @@ from sparkdl.inputs import Sequence, Tensor
 from sparkdl.mesh import Mesh
 from sparkdl.runtime.process import borrowed_generator
 from sparkdl.spark.cluster.cluster_info import check_memory
-from sparkdl.spark.fit.check_request import CheckedRequest
+from sparkdl.spark.fit.check_request import CheckedRequest, stepped_schedule
 from sparkdl.spark.fit.trial import (
     Example,
     Sink,
@@ -31,6 +31,7 @@ from sparkdl.spark.fit.trial import (
     try_metrics,
     try_module,
 )
+from sparkdl.spark.fit.trial_step import try_step
 from sparkdl.spark.frames.row_table import ShownRows
 from sparkdl.spark.run.run import FitRequest
 from sparkdl.spark.session.compat import conf
@@ -84,6 +85,8 @@ def check_rows(
         check_labels(table, request.label_col, num_classes, request.num_inputs, shards)
     if not is_known:
         try_metrics(checked, example, trial)
+        if not checked.slots.cluster.gpus_per_executor or checked.config.device == "cpu":
+            try_step(checked, example, trial.metrics, partial(table.read_rows, columns))
     return found
 
 
@@ -241,7 +244,8 @@ def check_schedule(checked: CheckedRequest, plan: TrainPlan) -> None:
         optimizer = make(module.parameters())
         schedule = optimizers.make_scheduler(config, optimizer, make, plan.steps_per_epoch)
         if schedule is not None:
-            check_length(schedule, plan.first_step + plan.total_steps, config)
+            again = partial(stepped_schedule, module, config, plan.steps_per_epoch)
+            check_length(schedule, plan.first_step + plan.total_steps, config, again)
 
 
 def check_single_rows(

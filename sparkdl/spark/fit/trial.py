@@ -120,7 +120,7 @@ def _output(
 ) -> Any:
     """What a copy of the module gives for the example's rows; raises ConfigError."""
     tried = own_copy(module, weights)
-    if sink is not None and _is_compiled(tried):
+    if sink is not None and is_compiled(tried):
         sink = None
     try:
         found = _run(tried, example, request, weights, sink)
@@ -143,7 +143,7 @@ def own_copy(module: nn.Module, weights: RecordedWeights | None) -> nn.Module:
     return copy.deepcopy(module, {id(parameter): parameter for parameter in module.parameters()})
 
 
-def _is_compiled(module: nn.Module) -> bool:
+def is_compiled(module: nn.Module) -> bool:
     """True if torch has compiled some of the module, which nobody may look into then."""
     return any(
         hasattr(part, "_orig_mod") or getattr(part, "_compiled_call_impl", None) is not None

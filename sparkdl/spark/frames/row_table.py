@@ -11,7 +11,7 @@ import hashlib
 import json
 import logging
 import math
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Protocol
 
@@ -201,8 +201,15 @@ def content_of(shards: Sequence[SpooledShard]) -> str:
     return f"{total:016x}-{rows}"
 
 
-def require_same(before: Sequence[SpooledShard], now: Sequence[SpooledShard]) -> None:
-    """Refuse shards that hold other rows than before; raises DataError."""
+def require_same(
+    before: Sequence[SpooledShard],
+    now: Sequence[SpooledShard],
+    cause: Callable[[], str | None] = lambda: None,
+) -> None:
+    """Refuse shards that hold other rows than before; raises DataError.
+
+    ``cause`` names what in a DataFrame may be the reason, if anything is known.
+    """
     changed = [
         new.shard.shard_id
         for old, new in zip(before, now, strict=True)
@@ -212,7 +219,7 @@ def require_same(before: Sequence[SpooledShard], now: Sequence[SpooledShard]) ->
         raise DataError(
             f"the data has changed during training: shard(s) {changed} hold other rows than when "
             "it began; train from data that stays as it is, such as written Parquet, and avoid "
-            "rand() and current_timestamp() in a DataFrame without a cache"
+            f"{cause() or 'rand() and current_timestamp()'} in a DataFrame that is made again"
         )
 
 

@@ -51,6 +51,7 @@ from sparkdl.spark.frames.spool_task import (
     KeptTask,
     SpoolTask,
 )
+from sparkdl.spark.frames.unstable_rows import unstable_operator
 from sparkdl.spark.session.background_job import BackgroundJob
 from sparkdl.spark.session.compat import conf, described, has_ended, is_connect, num_slots
 from sparkdl.spark.session.interrupts import is_hurried
@@ -309,6 +310,10 @@ class SpooledRows:
     reader = SpoolSource()
     """Opens the shards on workers."""
 
+    def unstable(self) -> str | None:
+        """What may give other rows when they are made again; None: nothing is known."""
+        return None
+
     def __init__(self, spec: TableSpec, shown: UserRows | None = None) -> None:
         """Of rows that messages show, where they are at hand."""
         self._spec = spec
@@ -322,7 +327,7 @@ class SpooledRows:
         if not any(spooled.shard.num_all_rows for spooled in shards):
             raise DataError(no_rows(shards))
         if self._first is not None:
-            require_same(self._first, shards)
+            require_same(self._first, shards, self.unstable)
         self._first = self._first or shards
         self.known = shards
         return shards
@@ -383,6 +388,7 @@ class ShardTable(SpoolTable, SpooledRows):
             self, df.sparkSession, run_id=run_id, num_places=spec.num_partitions, keep=spec.keep
         )
         self._rows = shown or UserRows(df, spec.columns, spec.validation)
+        self._frame = df
         SpooledRows.__init__(self, spec, self._rows)
         task = SpoolTask(
             run_id=run_id,
@@ -401,6 +407,9 @@ class ShardTable(SpoolTable, SpooledRows):
         """Spools of own partitions that no worker could read, though Spark knows their hosts."""
         self._moved: dict[int, SpooledShard] = {}
         """Shards that were written anew elsewhere for that."""
+
+    def unstable(self) -> str | None:
+        return unstable_operator(self._frame)
 
     def collect(self) -> tuple[SpooledShard, ...]:
         with self._spooling:

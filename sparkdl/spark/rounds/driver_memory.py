@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import torch
 from torch import nn
@@ -12,6 +13,7 @@ from sparkdl.errors import ClusterError
 from sparkdl.spark.cluster.cluster_info import mib, parse_bytes
 from sparkdl.storage.tensor_tree import num_bytes
 from sparkdl.sync.frozen_layers import moving_buffers
+from sparkdl.sync.sparse_gradients import sparse_parameters
 from sparkdl.train.optimizers.optimizers import resolve_optimizer
 
 _SAMPLE = (8, 8)
@@ -58,20 +60,22 @@ def round_state_bytes(module: nn.Module, config: TrainConfig, *, keeps_optimizer
     if any(nn.parameter.is_lazy(parameter) for parameter in parameters):
         return 0  # their sizes are not known yet
     trained = sum(p.nbytes for p in parameters if p.requires_grad)
-    kept = _numbers_per_parameter(config) if keeps_optimizer else 0.0
+    kept = _numbers_per_parameter(config, module) if keeps_optimizer else 0.0
     return int(trained * (1 + kept)) + num_bytes(moving_buffers(module))
 
 
-def _numbers_per_parameter(config: TrainConfig) -> float:
+def _numbers_per_parameter(config: TrainConfig, module: nn.Module) -> float:
     """What the optimizer keeps for each number that it trains, seen at its first step.
 
     One that a callable of the user's makes is not tried: it may want the module's own parameters.
     """
     if not isinstance(config.optimizer, str | type):
         return 0.0
-    parameter = nn.Parameter(torch.zeros(_SAMPLE))
-    parameter.grad = torch.zeros(_SAMPLE)
-    optimizer = resolve_optimizer(config)([parameter])
+    zeros = torch.zeros(_SAMPLE)
+    sample = nn.Embedding(*_SAMPLE, _weight=zeros, sparse=bool(sparse_parameters(module)))
+    parameter: nn.Parameter = sample.weight  # type: ignore[assignment]
+    parameter.grad = zeros.to_sparse(1) if sample.sparse else zeros.clone()
+    optimizer = resolve_optimizer(replace(config, parameter_groups={}), sample)([parameter])
     optimizer.step(lambda: 0.0)
     tensors = [t for t in optimizer.state[parameter].values() if isinstance(t, torch.Tensor)]
     return sum(tensor.numel() for tensor in tensors if tensor.ndim) / parameter.numel()

@@ -46,7 +46,7 @@ class Evaluation:
 
     record: Record
     """Its entries of the history."""
-    confusion: list[list[int]] | None
+    confusion: list[list[float]] | None
     """A classifier's rows by label and prediction, or None."""
 
 

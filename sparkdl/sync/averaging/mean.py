@@ -16,6 +16,7 @@ from sparkdl.comm.communicator import Communicator
 from sparkdl.storage.checkpoint_format import decode, encode
 from sparkdl.storage.tensor_tree import snapshot
 from sparkdl.sync.module_tensors import Agreement
+from sparkdl.sync.sparse_gradients import summed
 
 _PIECE = 1 << 16
 """Numbers that are summed at a time: their float64 sums stay in the cache."""
@@ -108,15 +109,21 @@ class MeanOfReplicas:
         if any(self._num_states) and set(self._num_states) != {len(trained)}:
             everyone = self._complete_optimizer(trained, shares)
         tensors: dict[tuple[float, ...], list[torch.Tensor]] = {}
-        steps = []
+        steps, sparse = [], []
         for parameter, own in zip(trained, everyone, strict=True):
             for key, value in state.get(parameter, {}).items():
                 if key == STEP:
                     steps.append((parameter, value))
                 elif isinstance(value, torch.Tensor) and is_number(value):
+                    if value.is_sparse:
+                        sparse.append((parameter, key, value * own[self._comm.rank]))
+                        continue
                     tensors.setdefault(tuple(own), []).append(value)
         for which, some in tensors.items():
             self.tensors(some, which)
+        parts, like = [part for _, _, part in sparse], [p.detach() for p, _, _ in sparse]
+        for (parameter, key, _), mean in zip(sparse, summed(parts, like, self._comm), strict=True):
+            state[parameter][key] = mean
         self._largest_steps(steps)
 
     def _largest_steps(self, steps: Sequence[tuple[torch.Tensor, Any]]) -> None:
@@ -224,7 +231,7 @@ def _merge(states: list[Any], weights: list[float], key: Any = None) -> Any:
         return type(first)(merged) if type(first) in (list, tuple) else first
     if key == STEP:
         return max(states, key=float)
-    if isinstance(first, torch.Tensor) and is_number(first):
+    if isinstance(first, torch.Tensor) and is_number(first) and _is_added(first):
         # Those of another shape have no mean with it: a buffer that is each replica's own.
         alike = [
             (state, weight)
@@ -243,8 +250,15 @@ def _merge_dicts(states: list[dict[Any, Any]], weights: list[float]) -> dict[Any
     return merged
 
 
+def _is_added(tensor: torch.Tensor) -> bool:
+    return tensor.layout is torch.strided or tensor.is_sparse
+
+
 def weighted_mean(tensors: Sequence[torch.Tensor], weights: Sequence[float]) -> torch.Tensor:
     """``sum(w * t) / sum(w)`` in the dtype of the first tensor, formed in float64."""
+    if tensors[0].is_sparse:
+        parts = [t.double() * (w / sum(weights)) for t, w in zip(tensors, weights, strict=True)]
+        return sum(parts[1:], parts[0]).coalesce().to(tensors[0].dtype)
     if tensors[0].is_complex():
         return torch.view_as_complex(weighted_mean([as_real(t) for t in tensors], weights))
     total = sum(weights)

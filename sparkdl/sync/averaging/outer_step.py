@@ -14,17 +14,18 @@ import torch
 from sparkdl.errors import ConfigError, unknown
 from sparkdl.storage.stateful import Stateful
 
-NEEDS_ANOTHER_LOOP = {"LBFGS", "SparseAdam"}
-"""Optimizers of torch that call the loss several times a step, or take sparse gradients only."""
+NEEDS_ANOTHER_LOOP = {"LBFGS"}
+"""Optimizers of torch that call the loss several times a step."""
+_SPARSE_ONLY = {"SparseAdam"}
 TORCH_OPTIMIZERS: dict[str, type[torch.optim.Optimizer]] = {
     name.lower(): value
     for name, value in vars(torch.optim).items()
     if isinstance(value, type)
     and issubclass(value, torch.optim.Optimizer)
     and value is not torch.optim.Optimizer
-    and name not in NEEDS_ANOTHER_LOOP
+    and name not in NEEDS_ANOTHER_LOOP | _SPARSE_ONLY
 }
-"""Lower-case name -> class, of those that work step by step."""
+"""Lower-case name -> class, of those that work step by step on dense gradients."""
 
 
 class OuterRule(Stateful, ABC):

@@ -3,7 +3,8 @@
 A bucket whose gradients are all there is sent at once (Li et al., "PyTorch Distributed", VLDB
 2020). Buckets are always sent in the same order: ranks that have no samples, or in which a
 parameter took no part, send theirs, with zeros, at the end. What parameters were used travels
-behind the last bucket or, where buckets are compressed, with the sums of losses.
+behind the last bucket or, where buckets are compressed, with the sums of losses. Gradients that
+may be sparse are in no bucket: they follow as rows and values, not compressed.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from torch import nn
 from sparkdl.comm.communicator import counting_anew
 from sparkdl.comm.compression.compression import Compression
 from sparkdl.sync.gradient_buckets import Bucket, BucketSums, FlatGradients
+from sparkdl.sync.sparse_gradients import sparse_parameters, sum_gradients
 from sparkdl.sync.strategy import Reduced, SetupArguments, Synchronizer, parameters_for
 
 
@@ -43,6 +45,8 @@ class AllReduceSynchronizer(Synchronizer):
 
     def _group(self) -> None:
         """Lay out the gradients of the parameters that train at present."""
+        sparse = sparse_parameters(self.model).values()
+        self._sparse = [p for p in sparse if p.requires_grad and not self._is_alone]
         self._gradients = self._new_gradients()
         self._buckets = self._gradients.buckets
         self._messages = BucketSums(self._buckets, self._comm, self._compression)
@@ -54,7 +58,8 @@ class AllReduceSynchronizer(Synchronizer):
                 self._hooks.append(handle)
 
     def _new_gradients(self) -> FlatGradients:
-        parameters = [p for p in self.model.parameters() if p.requires_grad]
+        sparse = {id(parameter) for parameter in sparse_parameters(self.model).values()}
+        parameters = [p for p in self.trained_parameters() if id(p) not in sparse]
         if self._is_alone:
             parameters = []
         return FlatGradients(parameters, self._bucket_bytes, self._comm.allocate)
@@ -65,8 +70,9 @@ class AllReduceSynchronizer(Synchronizer):
         return self._comm.world_size == 1 and self.sends_early
 
     def follow_freezing(self) -> None:
-        now = [id(p) for p in self.model.parameters() if p.requires_grad]
-        if self._is_alone or now == [id(p) for p in self._gradients.parameters]:
+        now = {id(p) for p in self.trained_parameters()}
+        grouped = {id(p) for p in (*self._gradients.parameters, *self._sparse)}
+        if self._is_alone or now == grouped:
             return
         self.close()
         self._group()
@@ -80,6 +86,8 @@ class AllReduceSynchronizer(Synchronizer):
             super().zero_gradients()
             return
         self._gradients.zero()
+        for parameter in self._sparse:
+            parameter.grad = None
         self._num_sent = 0
 
     @contextlib.contextmanager
@@ -119,6 +127,7 @@ class AllReduceSynchronizer(Synchronizer):
             self._sums = self._with_marks(sums)
             self._messages.start_plain(self._sums)
         self._messages.wait()
+        sum_gradients(self._sparse, self._comm)
         shared, self._sums = self._sums, None
         assert shared is not None
         if not self._gradients.are_all_used:

@@ -21,6 +21,7 @@ from sparkdl.errors import ConfigError
 from sparkdl.sync.averaging.averaging import AveragingStrategy
 from sparkdl.sync.averaging.mean import by_kind, fill, flat_of
 from sparkdl.sync.gradients.allreduce import AllReduce
+from sparkdl.sync.sparse_gradients import sparse_parameters, sum_gradients
 
 if TYPE_CHECKING:
     from sparkdl.sync.strategy import SyncStrategy
@@ -143,25 +144,28 @@ class ManualBackward:
         if self.comm.world_size == 1:
             loss.backward(*arguments, **options)  # type: ignore[no-untyped-call]
             return
-        trained = [p for p in self._module.parameters() if p.requires_grad]
-        before = [p.grad for p in trained]
-        for parameter in trained:
+        rows = {id(p) for p in sparse_parameters(self._module).values()}
+        every = [p for p in self._module.parameters() if p.requires_grad]
+        trained = [p for p in every if id(p) not in rows]
+        before = [p.grad for p in every]
+        for parameter in every:
             parameter.grad = None
         (loss * self._share).backward(*arguments, **options)  # type: ignore[no-untyped-call]
+        sum_gradients([p for p in every if id(p) in rows], self.comm)
         gradients = [torch.zeros_like(p) if p.grad is None else p.grad for p in trained]
-        used = torch.tensor([p.grad is not None for p in trained], device=trained[0].device)
-        marks = used.to(gradients[0].dtype)
+        used = torch.tensor([p.grad is not None for p in trained], device=every[0].device)
+        marks = used.to(every[0].dtype)
         for own in by_kind([*gradients, marks]):
             flat = flat_of(own)
             self.comm.all_reduce(flat)
             fill(own, flat)
         for parameter, gradient, mark in zip(trained, gradients, marks.tolist(), strict=True):
             parameter.grad = gradient if mark else None
-        for parameter, old in zip(trained, before, strict=True):
+        for parameter, old in zip(every, before, strict=True):
             if parameter.grad is None:
                 parameter.grad = old
             elif old is not None:
-                parameter.grad += old
+                parameter.grad = old + parameter.grad  # of which one may be sparse
         summed = [p.grad for p in self._module.parameters()]
         self._summed = [weakref.ref(g) for g in summed if g is not None]
 

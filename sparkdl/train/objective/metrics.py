@@ -56,8 +56,10 @@ class ClassCounts:
     """What a classifier takes for what. Has what `metric_states` wants of a torchmetrics.Metric.
 
     Attributes:
-        hits: rows that were taken for what they are, and all rows.
+        hits: rows that were taken for what they are, and all rows, or the sums of their weights.
         places: rows by label and prediction; without entries if there are more than `MOST_CLASSES`.
+
+    They are float64, which counts exactly.
     """
 
     _reductions: ClassVar = {"hits": sum_of_ranks, "places": sum_of_ranks}
@@ -69,15 +71,17 @@ class ClassCounts:
     def reset(self) -> None:
         """Forget all rows."""
         self._update_count = 0
-        self.hits = torch.zeros(2, dtype=torch.int64, device=self.device)
-        self.places = torch.zeros(0, 0, dtype=torch.int64, device=self.device)
+        self.hits = torch.zeros(2, dtype=torch.float64, device=self.device)
+        self.places = torch.zeros(0, 0, dtype=torch.float64, device=self.device)
 
-    def update(self, probabilities: Any, target: Any) -> None:
+    def update(self, probabilities: Any, target: Any, weight: torch.Tensor | None = None) -> None:
         """Count a batch, unless it is no classification of rows.
 
         Args:
             probabilities: ``(batch, classes)``, or of class 1 alone, ``(batch,)``, ``(batch, 1)``.
+                A row with NaN is taken for no class.
             target: ``(batch,)`` or ``(batch, 1)``; labels that are no class do not count.
+            weight: by how much each row counts, ``(batch,)``; None: all alike.
         """
         both = (probabilities, target)
         if not all(isinstance(v, torch.Tensor) and v.dim() in (1, 2) for v in both):
@@ -91,25 +95,30 @@ class ClassCounts:
         predicted = probabilities.flatten() > 0.5 if single else probabilities.argmax(1)
         label, predicted = target.long(), predicted.long()
         known = (label >= 0) & (label < num_classes)
-        self.hits = self.hits + torch.stack([((predicted == label) & known).sum(), known.sum()])
+        has_class = ~probabilities.reshape(len(label), -1).isnan().any(1)
+        counted = torch.ones_like(label, dtype=torch.float64)
+        counted = (counted if weight is None else weight.double()).masked_fill(~known, 0.0)
+        right = (predicted == label) & has_class
+        self.hits = self.hits + torch.stack([counted[right].sum(), counted.sum()])
         if num_classes <= MOST_CLASSES:
-            places = (label * num_classes + predicted)[known]
-            counts = torch.bincount(places, minlength=num_classes**2)
+            has_place = known & has_class
+            places = (label * num_classes + predicted)[has_place]
+            counts = torch.bincount(places, counted[has_place], minlength=num_classes**2)
             counts = counts.view(num_classes, num_classes)
             self.places = self.places + counts if self._update_count else counts
         self._update_count += 1
 
     def compute(self) -> torch.Tensor:
         """The accuracy; NaN without rows."""
-        return self.hits[0].double() / self.hits[1]
+        return self.hits[0] / self.hits[1]
 
 
 class Metrics:
     """A rank's share of the metrics of one evaluation.
 
-    Samples are not weighted. A classifier's metrics see ``(probabilities, class numbers)``, a
-    regression's ``(output, target)`` of equal shape, a custom task's whatever the module and the
-    loss exchange.
+    Samples are weighted in a classifier's accuracy alone. Its metrics see ``(probabilities, class
+    numbers)``, a regression's ``(output, target)`` of equal shape, a custom task's whatever the
+    module and the loss exchange.
     """
 
     def __init__(
@@ -153,7 +162,7 @@ class Metrics:
             self._metrics[name].set_dtype(torch.float64)
         if counts_classes:
             self._metrics[_COUNTS] = ClassCounts(device)
-        self.confusion: list[list[int]] | None = None
+        self.confusion: list[list[float]] | None = None
         """Label by prediction, in what was computed last; None: nothing was counted."""
 
     @classmethod
@@ -176,8 +185,8 @@ class Metrics:
 
     forget = reset  # an epoch is over; a `TrainerStandIn` knows metrics that outlive it
 
-    def update(self, output: Any, target: Any) -> None:
-        """Take note of a batch."""
+    def update(self, output: Any, target: Any, weight: torch.Tensor | None = None) -> None:
+        """Take note of a batch; ``weight`` is ``(batch,)``, and counts in the accuracy."""
         plain = wide = output, target
         if self._double:
             wide = _widened(output), _widened(target)
@@ -185,7 +194,7 @@ class Metrics:
             if name != _COUNTS:
                 metric.update(*self._for_metric(name, *(wide if name in self._double else plain)))
             elif isinstance(output, torch.Tensor):
-                metric.update(self._predictions(_full_precision(output)), target)
+                metric.update(self._predictions(_full_precision(output)), target, weight)
 
     def compute(self, comm: Communicator) -> dict[str, float]:
         """The values over the samples of all ranks; equal on all. Collective."""
@@ -247,7 +256,10 @@ class Metrics:
         _, metrics = values_of(parts, self.metric)
         counts: Any = metrics.get(_COUNTS)
         has_places = counts is not None and counts.places.numel() > 0
-        self.confusion = counts.places.tolist() if has_places else None
+        self.confusion = None
+        if has_places:
+            is_whole = bool((counts.places == counts.places.round()).all())
+            self.confusion = (counts.places.long() if is_whole else counts.places).tolist()
         return {
             name: scalar(name, self._computed(name, metrics.get(name, counts)))
             for name in self._names

@@ -19,6 +19,7 @@ from sparkdl.config import TrainConfig
 from sparkdl.errors import ConfigError, unknown
 from sparkdl.runtime.name_patterns import check_fit, fits
 from sparkdl.sync.averaging.outer_step import NEEDS_ANOTHER_LOOP, TORCH_OPTIMIZERS
+from sparkdl.sync.sparse_gradients import sparse_parameters
 from sparkdl.sync.strategy import TAKES_FROZEN, MakeOptimizer
 from sparkdl.train.objective.divergence import warn_if_nan
 from sparkdl.train.objective.lightning import OwnOptimizer, is_lightning
@@ -109,7 +110,9 @@ def _pattern_of(names: Sequence[str], patterns: Sequence[str]) -> str | None:
     return found[0] if found else None
 
 
-OPTIMIZERS = TORCH_OPTIMIZERS | {"lars": LARS, "lamb": LAMB}
+OPTIMIZERS = TORCH_OPTIMIZERS | {
+    "lars": LARS, "lamb": LAMB, "sparseadam": torch.optim.SparseAdam,
+}  # fmt: skip
 """Lower-case name -> class: our own, and those of this torch that work step by step."""
 
 AUTO = "auto"
@@ -161,6 +164,7 @@ def resolve_optimizer(config: TrainConfig, module: nn.Module | None = None) -> M
         # Its scaler may skip the first step, after which fused SGD has a momentum of garbage.
         and config.precision != "fp16"
         and not options.keys() & {"fused", "foreach", "differentiable"}
+        and not (module is not None and sparse_parameters(module))
     )
     may_thaw = bool(config.callbacks)
     divide = None

@@ -9,10 +9,11 @@ from __future__ import annotations
 import inspect
 import logging
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any
 
 import torch
+from torch import nn
 
 from sparkdl import sync
 from sparkdl.config import TrainConfig
@@ -60,6 +61,12 @@ def takes_closure(optimizer: torch.optim.Optimizer) -> bool | None:
     return True if own.default is own.empty and own.kind is not own.VAR_POSITIONAL else None
 
 
+def is_known(*owners: Any) -> bool:
+    """True if optimizers and schedules are torch's own or ours; None is."""
+    kinds = [type(owner) for owner in owners if owner is not None]
+    return all(kind.__module__.startswith(_KNOWN) for kind in kinds)
+
+
 class Stepper:
     """Steps an optimizer, with a closure if it does not do without.
 
@@ -70,8 +77,7 @@ class Stepper:
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
         self._optimizer = optimizer
         self.with_closure = takes_closure(optimizer) is True
-        is_known = type(optimizer).__module__.startswith(_KNOWN)
-        self._may_need_one = not is_known and takes_closure(optimizer) is None
+        self._may_need_one = not is_known(optimizer) and takes_closure(optimizer) is None
 
     def __call__(self, loss: Callable[[], Any], again: Callable[[], Any]) -> None:
         """Step; ``loss`` gives that of this moment, ``again`` gradients and loss of another."""
@@ -134,11 +140,16 @@ def check_modes(config: TrainConfig, name: str) -> None:
         )
 
 
-def check_steps(optimizer: torch.optim.Optimizer, scheduler: Any, config: TrainConfig) -> None:
+def check_steps(
+    optimizer: torch.optim.Optimizer,
+    scheduler: Any,
+    config: TrainConfig,
+    sparse: Collection[nn.Parameter] = (),
+) -> None:
     """Step once, on a copy of the module, so that what training would refuse shows now.
 
-    Only parameters of moderate size take part. Torch's own optimizers and schedules, and ours, are
-    known to do, and are not asked.
+    Only parameters of moderate size take part, and ``sparse`` ones, with gradients of that kind.
+    Torch's own optimizers and schedules, and ours, are known to do, and are not asked.
 
     Raises:
         ConfigError: the optimizer cannot be stepped, or a checkpoint cannot hold a state.
@@ -148,23 +159,11 @@ def check_steps(optimizer: torch.optim.Optimizer, scheduler: Any, config: TrainC
         check_modes(config, name)
     if takes_closure(optimizer) is True:
         check_closure(config, name)
-    if type(optimizer).__module__.startswith(_KNOWN):
-        _check_kept("scheduler", scheduler)
+    if is_known(optimizer):
+        check_kept("scheduler", scheduler)
         return
-    every = [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
-    moderate = [p for p in every if p.numel() <= _MOST_NUMBERS] or every
-
-    def gradients() -> torch.Tensor:
-        for parameter in moderate:
-            parameter.grad = torch.full_like(parameter, 1e-3)
-        return torch.ones(())
-
-    stepper = Stepper(optimizer)
-    set_mode(optimizer, trains=True)
     try:
-        gradients()
-        stepper(gradients, gradients)
-        set_mode(optimizer, trains=False)
+        stepper = step_once(optimizer, sparse)
     except Exception as error:
         raise ConfigError(
             f"optimizer {name} fails in its first step: {type(error).__name__}: {error}; step it "
@@ -172,35 +171,57 @@ def check_steps(optimizer: torch.optim.Optimizer, scheduler: Any, config: TrainC
         ) from error
     if stepper.with_closure:
         check_closure(config, name)
-    _check_kept("optimizer", optimizer)
-    _check_kept("scheduler", scheduler)
+    check_kept("optimizer", optimizer)
+    check_kept("scheduler", scheduler)
 
 
-def check_length(schedule: Schedule, num_steps: int, config: TrainConfig) -> None:
+def step_once(optimizer: torch.optim.Optimizer, sparse: Collection[nn.Parameter] = ()) -> Stepper:
+    """Step an optimizer with small gradients, those of ``sparse`` of one row; how it went."""
+    rows = {id(parameter) for parameter in sparse}
+    every = [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
+    moderate = [p for p in every if p.numel() <= _MOST_NUMBERS or id(p) in rows] or every
+
+    def gradients() -> torch.Tensor:
+        for parameter in moderate:
+            if id(parameter) in rows:
+                row = torch.zeros((1, 1), dtype=torch.int64, device=parameter.device)
+                values = torch.full_like(parameter[:1], 1e-3)
+                parameter.grad = torch.sparse_coo_tensor(
+                    row, values, parameter.shape, check_invariants=False
+                )
+            else:
+                parameter.grad = torch.full_like(parameter, 1e-3)
+        return torch.ones(())
+
+    stepper = Stepper(optimizer)
+    set_mode(optimizer, trains=True)
+    gradients()
+    stepper(gradients, gradients)
+    set_mode(optimizer, trains=False)
+    return stepper
+
+
+def check_length(
+    schedule: Schedule,
+    num_steps: int,
+    config: TrainConfig,
+    again: Callable[[], Schedule],
+) -> None:
     """Step a schedule as often as the run will, which changes it; long ones only at the end.
 
+    If it fails, another decides, since a schedule may read what a step of the optimizer leaves.
     Warns where the run may end earlier.
+
+    Args:
+        schedule: what is stepped.
+        num_steps: steps of the run, at least.
+        config: what the user asked for.
+        again: makes the same once more, with an optimizer that has taken a step.
 
     Raises:
         ConfigError: it fails.
     """
-    scheduler: Any = schedule.scheduler
-    times = 0 if schedule.monitors or isinstance(scheduler, SeveralSchedules) else num_steps
-    times //= schedule.every
-    if times > _MOST_STEPS:
-        scheduler.last_epoch, times = times - 1, 1
-    problem = None
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # torch wants steps of the optimizer in between
-        try:
-            for _ in range(times):
-                scheduler.step()
-        except Exception as error:  # whatever a schedule of the user's own raises
-            problem = (
-                f"scheduler {type(scheduler).__name__} fails within the {num_steps} steps that "
-                f"this fit takes at least: {type(error).__name__}: {error}; it is stepped after "
-                "each step, not each epoch: give it as many (total_steps), or set maxSteps"
-            )
+    problem = _problem(schedule, num_steps) and _problem(again(), num_steps)
     if problem is None:
         return
     if config.early_stopping is None and not config.callbacks:
@@ -208,7 +229,29 @@ def check_length(schedule: Schedule, num_steps: int, config: TrainConfig) -> Non
     logger.warning("unless training is stopped before: %s", problem)
 
 
-def _check_kept(what: str, owner: Any) -> None:
+def _problem(schedule: Schedule, num_steps: int) -> str | None:
+    """How a schedule fails within so many steps; None: it does not."""
+    scheduler: Any = schedule.scheduler
+    times = 0 if schedule.monitors or isinstance(scheduler, SeveralSchedules) else num_steps
+    times //= schedule.every
+    if times > _MOST_STEPS:
+        scheduler.last_epoch, times = times - 1, 1
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch wants steps of the optimizer in between
+        try:
+            for _ in range(times):
+                scheduler.step()
+        except Exception as error:  # whatever a schedule of the user's own raises
+            return (
+                f"scheduler {type(scheduler).__name__} fails within the {num_steps} steps that "
+                f"this fit takes at least: {type(error).__name__}: {error}; it is stepped after "
+                "each step, not each epoch: give it as many (total_steps), or set maxSteps"
+            )
+    return None
+
+
+def check_kept(what: str, owner: Any) -> None:
+    """Refuse an optimizer or a schedule whose state no checkpoint can hold; raises ConfigError."""
     if owner is None:
         return
     try:

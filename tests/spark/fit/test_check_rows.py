@@ -38,6 +38,7 @@ if TYPE_CHECKING:
 
 X = Column(name="x", role="feature", dtype="float32", shape=(4,))
 Y = Column(name="y", role="label", dtype="int64", shape=())
+NO_GPUS: Any = SimpleNamespace(cluster=SimpleNamespace(gpus_per_executor=0))
 
 
 def test_rows_for_validation_that_were_asked_for_and_are_not_there() -> None:
@@ -551,7 +552,7 @@ def test_metrics_are_tried_on_rows_before_workers_start(metric: Any, said: str |
     )  # fmt: skip
     checked: Any = SimpleNamespace(
         module=asked.module, weights=None, request=asked, config=asked.config,
-        objective=objective_of(asked.config, asked.module),
+        objective=objective_of(asked.config, asked.module), slots=NO_GPUS,
     )  # fmt: skip
     if said is None:
         assert check_rows(checked, table, []).trial.num_classes == 3
@@ -570,8 +571,10 @@ def test_long_rows_of_zeros_are_warned_of(caplog: pytest.LogCaptureFixture) -> N
         labels_outside=lambda *_: None,
     )
     asked = request(nn.Linear(20_000, 3))
-    values_of = {"module": asked.module, "weights": None, "request": asked, "config": asked.config}
-    checked: Any = SimpleNamespace(objective=objective_of(asked.config, asked.module), **values_of)
+    checked: Any = SimpleNamespace(
+        module=asked.module, weights=None, request=asked, config=asked.config,
+        objective=objective_of(asked.config, asked.module), slots=NO_GPUS,
+    )  # fmt: skip
     values[:, :2_000] = 1
     check_rows(checked, table, [])
     assert "Sparse" not in caplog.text

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 import torchmetrics
+from pyspark import TaskContext
 from torch import nn
 
 from sparkdl.config import CheckpointConfig, EarlyStopping, TrainConfig
@@ -260,7 +261,7 @@ class Break(nn.Module):
         self.linear = nn.Linear(3, 3).double()
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        if self.training:
+        if self.training and TaskContext.get() is not None:  # not on the driver, which tries it
             raise LookupError("no such layer")
         return self.linear(x)
 

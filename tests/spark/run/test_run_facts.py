@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
+from pyspark import TaskContext
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from torch import nn
 
@@ -272,7 +273,8 @@ class KillOnce(nn.Module):
         self.linear = nn.Linear(3, 3)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        if self.training and x.abs().sum() > 0 and not self.marker.exists():
+        is_worker = TaskContext.get() is not None  # the driver tries a step
+        if is_worker and self.training and x.abs().sum() > 0 and not self.marker.exists():
             self.marker.touch()
             os.kill(os.getpid(), signal.SIGKILL)
         out: torch.Tensor = self.linear(x)

@@ -2,11 +2,14 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
 import torch
+from sklearn.metrics import accuracy_score
 
 from sparkdl.comm.communicator import LocalCommunicator
 from sparkdl.train.objective.metric_states import added
 from sparkdl.train.objective.metrics import ClassCounts, Metrics
+from sparkdl.train.objective.named_metrics import NamedMetric
 from tests.gang import Gang
 
 PROBABILITIES = torch.tensor([[0.9, 0.1, 0.0], [0.2, 0.7, 0.1], [0.1, 0.8, 0.1], [0.3, 0.3, 0.4]])
@@ -51,6 +54,17 @@ def test_of_many_classes_only_the_hits_are_counted() -> None:
     assert counts.hits.tolist() == [2, 3]
 
 
+def test_rows_count_by_their_weights_and_those_with_nan_are_taken_for_nothing() -> None:
+    metrics = make_metrics(accuracy=NamedMetric(name="accuracy"))
+    output = torch.cat([PROBABILITIES.log(), torch.full((2, 3), torch.nan)])
+    label, weight = torch.tensor([0, 1, 2, 2, 0, 1]), torch.tensor([0.5, 2, 1, 0, 4, 0.25])
+    metrics.update(output, label, weight)
+    predicted = [0, 1, 1, 2, 9, 9]  # 9: no class
+    expected = accuracy_score(label, predicted, sample_weight=weight)
+    assert metrics.compute(LocalCommunicator()) == {"accuracy": pytest.approx(expected, abs=1e-12)}
+    assert metrics.confusion == [[0.5, 0, 0], [0, 2, 0], [0, 1, 0]]
+
+
 def test_batches_and_ranks_add_up_and_those_without_rows_are_left_out() -> None:
     metrics = make_metrics()
     empty = metrics.packed()
@@ -79,9 +93,9 @@ def count_over_ranks(comm: Any) -> Any:
     return metrics.confusion
 
 
-def make_metrics(*, counts_classes: bool = True) -> Metrics:
+def make_metrics(*, counts_classes: bool = True, **named: NamedMetric) -> Metrics:
     return Metrics(
-        {}, "classification", lambda output: output.softmax(1), torch.device("cpu"),
+        named, "classification", lambda output: output.softmax(1), torch.device("cpu"),
         counts_classes=counts_classes,
     )  # fmt: skip
 

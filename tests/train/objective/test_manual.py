@@ -64,8 +64,8 @@ class Two(nn.Module):
         return [one, other], [kind(one, 0.9), kind(other, 0.9)]
 
 
-def by_hand(batches: list[Any]) -> torch.Tensor:
-    net: Any = seeded(Two)
+def by_hand(batches: list[Any], make: Any = Two) -> torch.Tensor:
+    net: Any = seeded(make)
     optimizers, schedules = net.configure_optimizers()
     net.optimizers, net.lr_schedulers = lambda: optimizers, lambda: schedules
     net.manual_backward, net.log_dict = lambda loss: loss.backward(), lambda values: None
@@ -112,6 +112,44 @@ def in_gang(comm: Any, strategy: Any) -> Any:
     config = but(CONFIG, sync_strategy=strategy, batch_size=9)
     outcome = run(net, config, make_data([9, 5]), comm=comm)
     return weights(net), [record["second"] for record in outcome.history]
+
+
+class WithTable(Two):
+    """Its first optimizer steps a table, whose gradients are sparse."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = Table()
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        for _ in range(2):  # gradients of several backward passes add up
+            self.manual_backward((self(batch[0]) - batch[1]).square().mean())
+        for optimizer in self.optimizers():
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+class Table(nn.Embedding):
+    def __init__(self) -> None:
+        super().__init__(40, 3, sparse=True, dtype=torch.float64)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward((x * 1000).long().abs() % 40).sum(1)
+
+
+def with_table(comm: Any) -> torch.Tensor:
+    net = seeded(WithTable)
+    run(net, but(CONFIG, batch_size=9), make_data([9, 5]), comm=comm)
+    return weights(net)
+
+
+@pytest.mark.slow
+def test_sparse_gradients_of_two_ranks_are_those_of_one(gang: Gang) -> None:
+    united = make_data([9, 5])
+    whole = [torch.cat([s.columns[key] for s in united]) for key in ("feature x", "label y")]
+    expected = by_hand([tuple(whole)] * 2, WithTable)
+    for found in gang.run(with_table):
+        torch.testing.assert_close(found, expected, rtol=1e-10, atol=1e-12)
 
 
 class Careless(Two):

@@ -59,7 +59,7 @@ def test_fused_is_the_same_arithmetic(name: str) -> None:
 
 def test_table_has_what_works_step_by_step() -> None:
     assert {"sgd", "adam", "adamw", "rmsprop", "adagrad"} <= set(OPTIMIZERS)
-    assert not {"lbfgs", "sparseadam", "optimizer"} & set(OPTIMIZERS)
+    assert not {"lbfgs", "optimizer"} & set(OPTIMIZERS)
 
 
 def test_callable() -> None:

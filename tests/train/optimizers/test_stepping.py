@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from collections import deque
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -25,7 +26,7 @@ from sparkdl.sync.gradients.allreduce import AllReduce
 from sparkdl.train.callbacks import NullObserver
 from sparkdl.train.optimizers.nested_states import give_state, plain_state
 from sparkdl.train.optimizers.optimizers import Schedule
-from sparkdl.train.optimizers.stepping import Stepper, check_length, check_steps
+from sparkdl.train.optimizers.stepping import Stepper, check_length, check_steps, step_once
 from sparkdl.train.round_replica import RoundReplica
 from tests.gang import Gang
 from tests.sync.apart import assert_equal_bits
@@ -352,11 +353,34 @@ def test_a_schedule_lasts_for_all_steps(
     config = TrainConfig()
 
     def check(total_steps: int, config: TrainConfig = config) -> None:
-        optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=0.1)
-        check_length(Schedule(make(total_steps, optimizer)), num_steps, config)
+        def made() -> Schedule:
+            optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=0.1)
+            return Schedule(make(total_steps, optimizer))
+
+        check_length(made(), num_steps, config, made)
 
     check(num_steps)
     with pytest.raises(ConfigError, match=f"within the {num_steps} steps.*total_steps"):
         check(num_steps - 1)
     check(num_steps - 1, but(config, early_stopping=EarlyStopping(monitor="loss")))
     assert "unless training is stopped before" in caplog.text
+
+
+def test_a_schedule_may_read_what_a_step_leaves() -> None:
+    """As in a loop, in which the optimizer steps first."""
+
+    def made(*, is_stepped: bool) -> Schedule:
+        parameter = nn.Parameter(torch.zeros(3))
+        optimizer = torch.optim.Adam([parameter], lr=0.1)
+
+        def factor(step: int) -> float:
+            return 1.0 if step == 0 else float(optimizer.state[parameter]["step"])
+
+        schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, factor)
+        if is_stepped:
+            step_once(optimizer)
+        return Schedule(schedule)
+
+    check_length(made(is_stepped=False), 5, TrainConfig(), partial(made, is_stepped=True))
+    with pytest.raises(ConfigError, match=r"fails within the 5 steps.*KeyError: 'step'"):
+        check_length(made(is_stepped=False), 5, TrainConfig(), partial(made, is_stepped=False))

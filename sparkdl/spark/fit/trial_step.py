@@ -1,0 +1,263 @@
+"""A first step of training on the driver, before anything is launched.
+
+A copy of all that takes part goes through forward, loss, backward, optimizer and schedule, as a
+worker would do it, on the first rows. What fails there would fail on every worker.
+"""
+
+from __future__ import annotations
+
+import pickle
+import re
+import warnings
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+from sparkdl.config import TrainConfig
+from sparkdl.data.plan import Shard, make_plan
+from sparkdl.errors import ConfigError, TrainingDiverged
+from sparkdl.runtime.process import borrowed_generator
+from sparkdl.runtime.tracebacks import is_of_users, passed_through, users_line
+from sparkdl.serialization.travel.pickling import dumps
+from sparkdl.spark.fit.check_request import CheckedValues
+from sparkdl.spark.fit.trial import Example, is_compiled, own_copy
+
+if TYPE_CHECKING:
+    import torch
+    from torch import nn
+
+    from sparkdl.data.batches import Batch
+    from sparkdl.data.collate import Rows
+
+_MOST_NUMBERS = 1 << 26
+"""Modules with more parameters than this are not tried: the driver would need their gradients and
+moments besides."""
+_FEW_ROWS = 8
+_LONGEST_TEXT = 400
+_FORWARD = re.compile(r'File "([^"]+)", line (\d+), in (.+)\n\s+(.+)')
+"""A frame in what torch tells of the forward pass that a failed backward pass belongs to."""
+
+
+def try_step(
+    checked: CheckedValues,
+    example: Example,
+    metrics: Mapping[str, Any] | None,
+    read_rows: Callable[[], Mapping[str, Rows] | None],
+) -> None:
+    """Take a training step on a copy of module, loss, optimizer and schedule.
+
+    A few rows are tried first. If they fail it decides what a whole batch does, since a loss may
+    want as many. Nothing is refused for what zeros alone do.
+
+    Args:
+        checked: what shall be trained, and how. A module that is compiled, that is not whole, or
+            that trains on GPUs is not tried.
+        example: rows, or zeros where no rows are at hand.
+        metrics: those of the request, with a metric in place of each name.
+        read_rows: reads some rows where none are at hand, or gives None.
+
+    Raises:
+        ConfigError: what fails, with the line of the user's own where it fails; or a checkpoint
+            cannot hold a state of the optimizer or the schedule.
+    """
+    config, module = checked.config, checked.module
+    numbers = sum(parameter.numel() for parameter in module.parameters())
+    is_here = config.device != "cuda" and config.precision != "fp16" and checked.weights is None
+    if not is_here or numbers > _MOST_NUMBERS or is_compiled(module):
+        return
+    config = replace(config, compile=False, metrics=metrics, divergence_factor=None)
+    if _error(module, config, example, _FEW_ROWS, is_first=True) is None:
+        return
+    if example.rows is None:
+        rows = read_rows()
+        if rows is None:
+            return
+        example = replace(example, rows=rows)
+    error = _error(module, config, example, config.batch_size)
+    if isinstance(error, ConfigError):
+        raise error
+    if error is not None:
+        place = users_line(error) or _forward_line(module, config, example)
+        text = str(error).partition("\n")[0]  # torch lists all of its backends
+        text = text if len(text) <= _LONGEST_TEXT else f"{text[:_LONGEST_TEXT]}..."
+        raise ConfigError(
+            f"the first step of training fails{place}: {type(error).__name__}: {text}; the same "
+            "would happen on every worker: correct it in a loop of your own, on a batch"
+        ) from error
+
+
+def _error(
+    module: nn.Module,
+    config: TrainConfig,
+    example: Example,
+    num_rows: int,
+    *,
+    is_first: bool = False,
+) -> Exception | None:
+    """What a step on so many rows raises; None: nothing that says anything of training."""
+    if example.rows is not None and min(map(len, example.rows.values())) < 2:
+        return None  # a module may want several, and there may be more elsewhere
+    with borrowed_generator(config.seed), warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # workers warn too
+        try:
+            _step(module, config, example, num_rows, is_first=is_first)
+        except (TrainingDiverged, MemoryError):
+            return None
+        except Exception as error:  # whatever the user's code raises
+            return None if passed_through(error, "torch.distributed") else error
+    return None
+
+
+def _step(
+    module: nn.Module,
+    config: TrainConfig,
+    example: Example,
+    num_rows: int,
+    *,
+    is_first: bool = False,
+) -> None:
+    """Take the step; raises what it raises.
+
+    The first time torch's own optimizers step on sparse gradients only. Dense ones they take, and
+    a step imports torch's compiler, which takes seconds.
+    """
+    import torch
+
+    from sparkdl.comm.communicator import LocalCommunicator
+    from sparkdl.sync.frozen_layers import training_mode
+    from sparkdl.sync.gradients.allreduce import AllReduce
+    from sparkdl.train.optimizers import optimizers, stepping
+    from sparkdl.train.replica import make_replica
+    from sparkdl.train.step import TrainStep
+    from sparkdl.train.time_spent import Clock
+
+    config = pickle.loads(dumps(config))
+    module, comm = own_copy(module, None), LocalCommunicator()
+    batch = _batch(example, num_rows)
+    plan = make_plan(
+        columns=example.columns,
+        shards=[
+            Shard(shard_id=0, num_rows=num_rows, num_validation_rows=0, fingerprint="first rows")
+        ],
+        world_size=1,
+        batch_size=batch.num_rows,
+        epochs=config.epochs,
+        max_steps=-1,
+    )  # fmt: skip
+    with optimizers.without_compiler():
+        replica = make_replica(
+            module, config, plan, torch.device("cpu"),
+            lambda model, make: AllReduce().setup(model, make, comm),
+        )  # fmt: skip
+    optimizer = replica.synchronizer.optimizer
+    training_mode(module, config.frozen_layers)
+    lightning = replica.lightning
+    if lightning is not None:
+        lightning.place(0, 1)
+        for hook in ("on_fit_start", "on_train_start"):
+            lightning.call(hook)
+        lightning.move_to(0, 0, 0)
+        lightning.call("on_train_epoch_start")
+    step = TrainStep(replica, clock=Clock(comm))
+    stepping.set_mode(optimizer, trains=True)
+    if is_first and stepping.is_known(optimizer):
+        _leave_out_plain_steps(optimizer)
+    step(batch, batch.num_rows, 0)
+    _check_sparse(config, module)
+    stepping.set_mode(optimizer, trains=False)
+    for what, owner in (("optimizer", optimizer), ("scheduler", replica.scheduler)):
+        stepping.check_kept(what, owner)
+
+
+def _leave_out_plain_steps(optimizer: torch.optim.Optimizer) -> None:
+    """Let an optimizer step only if some gradient is sparse."""
+    taken = optimizer.step
+
+    def step(closure: Any = None) -> Any:
+        if any(gradient.is_sparse for gradient in _gradients(optimizer)):
+            return taken(closure)
+        return None if closure is None else closure()
+
+    optimizer.step = step  # type: ignore[method-assign]
+
+
+def _gradients(optimizer: torch.optim.Optimizer) -> Iterable[torch.Tensor]:
+    parameters = (p for group in optimizer.param_groups for p in group["params"])
+    return (p.grad for p in parameters if p.grad is not None)
+
+
+def _check_sparse(config: TrainConfig, module: nn.Module) -> None:
+    """Refuse sparse gradients where nobody expects them; raises ConfigError."""
+    from sparkdl.sync.sparse_gradients import sparse_parameters
+
+    found = {
+        name: parameter
+        for name, parameter in module.named_parameters()
+        if parameter.grad is not None and parameter.grad.is_sparse
+    }
+    if found and config.gradient_clip_norm is not None:
+        raise ConfigError(
+            f"gradientClipNorm: the gradient of {next(iter(found))} is sparse, and torch has no "
+            "norm of it; leave it unset, or make the layer with sparse=False"
+        )
+    known = {id(parameter) for parameter in sparse_parameters(module).values()}
+    strange = [name for name, parameter in found.items() if id(parameter) not in known]
+    if strange and not config.sync_strategy.trains_apart:
+        raise ConfigError(
+            f"the gradient of {strange[0]} is sparse, and workers add gradients up that are known "
+            "to be so before: use nn.Embedding(..., sparse=True), or let the layer that has it "
+            "call it weight and have an attribute sparse = True"
+        )
+
+
+def _batch(example: Example, num_rows: int) -> Batch:
+    """The rows that are at hand as a batch, again and again if it wants more."""
+    import torch
+
+    from sparkdl.data.batches import Batch
+
+    at_hand = num_rows if example.rows is None else min(map(len, example.rows.values()))
+    fewer = min(at_hand, num_rows)
+    features, labels = example.of("feature", fewer), _of(example, "label", fewer)
+    weights = _of(example, "weight", fewer)
+    names = [column.argument for column in example.columns if column.role == "label"]
+    target: Any = features.packed()
+    if names:
+        target = labels[0] if names[0] is None else dict(zip(names, labels, strict=True))
+    batch = Batch(
+        inputs=features.values,
+        target=target,
+        weight=weights[0] if weights else None,
+        num_rows=fewer,
+        names=features.names if any(features.names) else (),
+        has_label=bool(names),
+    )
+    places = torch.arange(num_rows) % fewer
+    repeated = batch.map(lambda value: value.index_select(0, places))
+    return replace(repeated, num_rows=num_rows)
+
+
+def _of(example: Example, role: str, num_rows: int) -> tuple[torch.Tensor, ...]:
+    has_some = any(column.role == role for column in example.columns)
+    return example.of(role, num_rows).values if has_some else ()
+
+
+def _forward_line(module: nn.Module, config: TrainConfig, example: Example) -> str:
+    """Where in the user's forward pass lies what a backward pass fails at, as torch tells it."""
+    import torch
+
+    with (
+        borrowed_generator(config.seed),
+        warnings.catch_warnings(record=True) as told,
+        torch.autograd.set_detect_anomaly(True, check_nan=False),
+    ):
+        warnings.simplefilter("always")
+        try:
+            _step(module, config, example, config.batch_size)
+        except Exception:  # the same as before
+            texts = [str(warning.message) for warning in told]
+            frames = [frame for text in texts for frame in _FORWARD.findall(text)]
+            for path, _, function, line in reversed(frames):
+                if is_of_users(path):
+                    return f" in the backward pass of {line.strip()!r} ({function})"
+    return ""

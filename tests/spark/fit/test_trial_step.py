@@ -1,0 +1,314 @@
+"""What a first step shows is told by the driver, and the step leaves no trace."""
+
+from __future__ import annotations
+
+import copy
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from sparkdl.data.plan import Column
+from sparkdl.errors import ConfigError
+from sparkdl.mesh import Mesh
+from sparkdl.spark.fit import trial_step
+from sparkdl.spark.fit.check_request import CheckedValues, check_sparse_gradients, check_values
+from sparkdl.spark.fit.trial import Example
+from sparkdl.spark.fit.trial_step import try_step
+from sparkdl.sync.asynchronous.async_sgd import AsyncSGD
+from sparkdl.sync.averaging.parameter_averaging import ParameterAveraging
+from sparkdl.sync.gradients.allreduce import AllReduce
+from sparkdl.train.objective.training_step import objective_of
+from tests.spark.fit.requests import request
+
+X = Column(name="x", role="feature", dtype="float32", shape=(4,))
+Y = Column(name="y", role="label", dtype="int64", shape=())
+ROWS = {
+    "feature x": torch.arange(32.0).view(8, 4) / 32,
+    "label y": torch.arange(8) % 3,
+}
+
+
+def checked_values(module: nn.Module, **options: Any) -> CheckedValues:
+    asked = request(module, **options)
+    return CheckedValues(
+        request=asked, mode="gang", module=module, weights=None, float_dtype="float32", frozen=(),
+        objective=objective_of(asked.config, module), has_logs=False,
+    )  # fmt: skip
+
+
+def step(
+    checked: CheckedValues | None = None, *, rows: Any = ROWS, later: Any = None, **options: Any
+) -> None:
+    """A trial on rows, or with None on zeros, after which ``later`` may be read."""
+    if checked is None:
+        checked = checked_values(options.pop("module", None) or nn.Linear(4, 3), **options)
+    try_step(checked, Example(columns=(X, Y), rows=rows), None, lambda: later)
+
+
+class InPlace(nn.Linear):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        found = super().forward(x).exp()
+        found += 1  # exp needs its result
+        return found
+
+
+class TrainsOtherwise(nn.Linear):
+    """Fails in training mode alone."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        found = super().forward(x)
+        return found @ torch.ones(7, 7) if self.training else found
+
+
+class Detached(nn.Linear):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x).detach()
+
+
+def odd_loss(output: torch.Tensor, target: torch.Tensor, factor: float) -> torch.Tensor:
+    return F.cross_entropy(output, target) * factor
+
+
+class Looking(torch.optim.lr_scheduler.LRScheduler):
+    """Needs a second moment that SGD does not have."""
+
+    def get_lr(self) -> list[float]:
+        for group in self.optimizer.param_groups if self.last_epoch else ():
+            for parameter in group["params"]:
+                self.optimizer.state[parameter]["exp_avg_sq"].mean()
+        return [group["lr"] for group in self.optimizer.param_groups]
+
+
+class Keeping(torch.optim.SGD):
+    """Its state has something that no checkpoint holds, once a gradient was of rows."""
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        super().step()
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                self.state[parameter]["made"] = iter([1])
+
+
+class Words(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.words = nn.Embedding(9, 4, sparse=True)
+        self.head = nn.Linear(4, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head(self.words((x * 8).long()).sum(1))
+
+
+class Strange(Words):
+    """Does not say beforehand that its gradients are sparse."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words.sparse = False
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head(F.embedding((x * 8).long(), self.words.weight, sparse=True).sum(1))
+
+
+REFUSED: list[tuple[str, dict[str, Any], str]] = [
+    ("in place", {"module": InPlace(4, 3)},
+     r"backward pass of '.*exp\(\)' \(forward\): .*modified"),
+    ("training mode", {"module": TrainsOtherwise(4, 3)}, r"in 'return found @ .*' \(forward\)"),
+    ("no gradient", {"module": Detached(4, 3)}, "does not require grad"),
+    ("loss", {"loss": odd_loss}, "missing 1 required positional argument: 'factor'"),
+    ("schedule", {"scheduler": Looking, "optimizer": "sgd", "learning_rate": 0.1},
+     r"\.mean\(\)' \(get_lr\): KeyError: 'exp_avg_sq'"),
+    ("state", {"optimizer": partial(Keeping, lr=0.1)}, "has a state that no checkpoint can hold"),
+    ("adam", {"module": Words(), "optimizer": "adam"}, "Adam does not support sparse gradients"),
+    ("sparse adam", {"module": Words(), "optimizer": "sparseadam"}, "not support dense gradients"),
+    ("decay",
+     {"module": Words(), "optimizer": "adagrad", "optimizer_params": {"weight_decay": 1.0}},
+     "weight_decay option is not compatible with sparse gradients"),
+    ("clipping", {"module": Words(), "optimizer": "adagrad", "gradient_clip_norm": 1.0},
+     r"gradient of words.weight is sparse, .* sparse=False"),
+    ("strange", {"module": Strange(), "optimizer": "adagrad"}, r"nn.Embedding\(..., sparse=True\)"),
+]  # fmt: skip
+
+
+@pytest.mark.filterwarnings("ignore:Sparse invariant checks")
+@pytest.mark.parametrize(
+    ("options", "message"), [one[1:] for one in REFUSED], ids=[one[0] for one in REFUSED]
+)
+def test_what_fails_in_a_step_is_refused(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        step(**options)
+
+
+class Unused(nn.Linear):
+    """Has parameters that no step uses, and takes note of what it sees."""
+
+    def __init__(self) -> None:
+        super().__init__(4, 3)
+        self.spare = nn.Linear(2, 2)
+        self.seen: list[int] = []
+        self.register_buffer("count", torch.zeros(()))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.seen.append(len(x))
+        self.count += 1
+        return super().forward(x)
+
+
+class WantsMany(nn.Linear):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.training and len(x) != 32:
+            raise ValueError("batches have 32 rows")
+        return super().forward(x)
+
+
+def sum_over_ranks(module: nn.Module, inputs: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    torch.distributed.all_reduce(torch.ones(1))
+    return F.cross_entropy(module(inputs), target)
+
+
+class Closing(torch.optim.SGD):
+    """Wants a closure, as `LBFGS` does."""
+
+    def step(self, closure: Any) -> Any:  # type: ignore[override]
+        with torch.enable_grad():
+            loss = closure()
+        super().step()
+        return loss
+
+
+def of_logarithm(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    if (target == 0).all():
+        raise ValueError("labels are not all zero")
+    return F.cross_entropy(output, target)
+
+
+class Modes(torch.optim.SGD):
+    trains = False
+
+    def train(self) -> None:
+        self.trains = True
+
+    def eval(self) -> None:
+        self.trains = False
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        assert self.trains
+        super().step()
+
+
+def counting(optimizer: torch.optim.Optimizer) -> Any:
+    """A rate that follows from what a step leaves in the state."""
+    first = optimizer.param_groups[0]["params"][0]
+
+    def factor(step: int) -> float:
+        return 1.0 if step == 0 else 1.0 / float(optimizer.state[first]["step"])
+
+    return torch.optim.lr_scheduler.LambdaLR(optimizer, factor)
+
+
+class Both(torch.optim.Optimizer):
+    """Two optimizers as one: `SparseAdam` for tables of nine words, Adam for the rest."""
+
+    def __init__(self, parameters: list[nn.Parameter]) -> None:
+        super().__init__(parameters, {"lr": 0.1})
+        words = [p for p in parameters if p.shape[0] == 9]
+        self.parts = [
+            torch.optim.SparseAdam(words, lr=0.1),
+            torch.optim.Adam([p for p in parameters if p.shape[0] != 9], lr=0.1),
+        ]
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for part in self.parts:
+            part.step()
+
+
+def both(parameters: Any) -> torch.optim.Optimizer:
+    return Both(list(parameters))
+
+
+TAKEN: dict[str, dict[str, Any]] = {
+    "parameters without gradient": {"module": Unused()},
+    "whole batches only": {"module": WantsMany(4, 3), "batch_size": 32},
+    "one row each": {"module": nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3)),
+                     "gradient_accumulation_steps": 8, "batch_size": 32},
+    "ranks that talk": {"training_step": sum_over_ranks},
+    "zeros": {"rows": None, "later": ROWS, "loss": of_logarithm},
+    "zeros alone": {"rows": None, "loss": of_logarithm},
+    "no loss": {"loss": lambda output, target: F.cross_entropy(output, target) * float("nan")},
+    "closure": {"optimizer": partial(Closing, lr=0.1)},
+    "lbfgs": {"optimizer": lambda parameters: torch.optim.LBFGS(parameters)},
+    "modes": {"optimizer": partial(Modes, lr=0.1)},
+    "schedule": {"scheduler": counting, "optimizer": "adam", "learning_rate": 0.1},
+    "sparse": {"module": Words(), "optimizer": "sgd", "learning_rate": 0.1},
+    "two optimizers in one": {"module": Words(), "optimizer": both},
+    "strange, apart": {"module": Strange(), "optimizer": "adagrad",
+                       "sync_strategy": ParameterAveraging()},
+    "one row": {"rows": {key: rows[:1] for key, rows in ROWS.items()}, "module": WantsMany(4, 3)},
+}  # fmt: skip
+
+
+@pytest.mark.filterwarnings("ignore:Sparse invariant checks")
+@pytest.mark.parametrize("case", TAKEN)
+def test_what_would_train_is_taken(case: str) -> None:
+    step(**TAKEN[case])
+
+
+def test_nothing_of_the_users_is_touched() -> None:
+    module = Unused()
+    before = copy.deepcopy(module.state_dict())
+    held = {"calls": 0}
+
+    def counted(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        held["calls"] += 1
+        return F.cross_entropy(output, target)
+
+    checked = checked_values(module, loss=counted, optimizer="sgd", learning_rate=0.1)
+    drawn = torch.random.get_rng_state()
+    step(checked)
+    assert torch.equal(drawn, torch.random.get_rng_state())
+    assert held["calls"] == 0 and module.seen == []
+    for name, value in module.state_dict().items():
+        assert torch.equal(value, before[name]), name
+    assert all(parameter.grad is None for parameter in module.parameters())
+    assert module.training
+
+
+@pytest.mark.parametrize("options", [{"device": "cuda"}, {"precision": "fp16"}])
+def test_what_the_driver_cannot_do_is_left_to_workers(options: dict[str, Any]) -> None:
+    step(module=Detached(4, 3), **options)
+
+
+def test_compiled_and_very_large_modules_are_not_tried(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(trial_step, "is_compiled", lambda module: True)
+    step(module=Detached(4, 3))
+    monkeypatch.undo()
+    monkeypatch.setattr(trial_step, "_MOST_NUMBERS", 14)
+    step(module=Detached(4, 3))
+
+
+SPARSE_REFUSED: dict[str, dict[str, Any]] = {
+    "double_buffering": {"sync_strategy": AllReduce(double_buffering=True)},
+    "num_backup_workers": {"sync_strategy": AllReduce(num_backup_workers=1)},
+    "AsyncSGD": {"sync_strategy": AsyncSGD()},
+    "elasticity='bits'": {"elasticity": "bits"},
+    "parallelism": {"parallelism": Mesh(data=2)},
+}
+
+
+@pytest.mark.parametrize("named", SPARSE_REFUSED)
+def test_sparse_gradients_are_refused_with_what_keeps_whole_ones(named: str) -> None:
+    asked = request(Words(), optimizer="adagrad", **SPARSE_REFUSED[named])
+    with pytest.raises(ConfigError, match=f"gradient of words.weight is sparse, and .*{named}"):
+        check_values(asked)
+    frozen = Words()
+    frozen.words.requires_grad_(False)
+    check_sparse_gradients(frozen, asked.config, asked.config.sync_strategy)
+
+
+def test_an_optimizer_of_sparse_gradients_passes_the_checks_before_any_row() -> None:
+    for optimizer in ("sparseadam", both, "adagrad"):
+        check_values(request(Words(), optimizer=optimizer))
