@@ -170,14 +170,22 @@ def _shard(
     mesh = ranks.shard_mesh
     assert mesh is not None
     policy = MixedPrecisionPolicy()
-    if compute_dtype is not None:
-        policy = MixedPrecisionPolicy(param_dtype=compute_dtype, reduce_dtype=torch.float32)
     frees = not ranks.mesh.shard_optimizer
+    if compute_dtype is not None:
+        for part in module.modules():
+            # torch's autocast leaves them as they are, and their statistics are not gathered
+            if isinstance(part, _NormBase) and any(True for _ in part.parameters()):
+                fully_shard(part, mesh=mesh, mp_policy=policy, reshard_after_forward=frees)
+        # inputs stay as they are: ids are exact, and autocast knows what may be rounded
+        policy = MixedPrecisionPolicy(
+            param_dtype=compute_dtype, reduce_dtype=torch.float32, cast_forward_inputs=False
+        )
     for unit in (*layers, module) if frees else (module,):
         unit.register_forward_hook(_out_of_views)
     if frees:
         for unit in layers:
-            fully_shard(unit, mesh=mesh, mp_policy=policy, reshard_after_forward=True)
+            if not isinstance(unit, FSDPModule):
+                fully_shard(unit, mesh=mesh, mp_policy=policy, reshard_after_forward=True)
     fully_shard(module, mesh=mesh, mp_policy=policy, reshard_after_forward=frees)
     for part in module.modules():
         if isinstance(part, FSDPModule):

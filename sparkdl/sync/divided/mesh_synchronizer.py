@@ -13,6 +13,7 @@ from sparkdl.comm.communicator import counting_anew
 from sparkdl.data.collate import Arguments
 from sparkdl.sync.divided.channels import share_statistics
 from sparkdl.sync.divided.dividing import divide
+from sparkdl.sync.divided.exchanges import Exchanges
 from sparkdl.sync.divided.layout import cut_parameters, divided_layers
 from sparkdl.sync.divided.local_view import LocalGradients, local_view
 from sparkdl.sync.divided.mesh_ranks import MeshRanks
@@ -89,7 +90,6 @@ class MeshSynchronizer(Synchronizer):
             has_own_rows=ranks.tensors.rank == 0 and has_rows,
             stepped=make_optimizer.stepped if isinstance(make_optimizer, OfOwn) else None,
         )
-        self._gradients = LocalGradients(model, self._view)
         self._shards = counting_anew(ranks.shards)
         self._tensors = counting_anew(ranks.tensors)
         named = dict(self._view.named_parameters())
@@ -98,6 +98,12 @@ class MeshSynchronizer(Synchronizer):
             model.get_submodule(name) for name, how in layers.items() if how == "channels"
         ]
         self._device = next(iter(named.values())).device
+        self._exchanges = None
+        if ranks.shards.world_size > 1:
+            root = model if self.pipeline is None else self.pipeline.roots[0]
+            self._exchanges = Exchanges(root, ranks.shards, self._device)
+        used = None if self._exchanges is None else self._exchanges.used
+        self._gradients = LocalGradients(model, self._view, used)
         self.keeps_optimizer = self._inner.keeps_optimizer
         self._note_agreement()
 
@@ -120,9 +126,27 @@ class MeshSynchronizer(Synchronizer):
         """
         return self._inner.no_sync()
 
+    def start_sums(self, sums: torch.Tensor) -> None:
+        if self._shards.world_size == 1:  # else they are summed over these first
+            self._inner.start_sums(sums)
+
+    def early_sums(self, sums: torch.Tensor, *, waits: bool) -> torch.Tensor | None:
+        if self._shards.world_size > 1:
+            if not waits:
+                return None
+            self._shards.all_reduce(sums)
+        return self._inner.early_sums(sums, waits=waits)
+
     def reduce_gradients(self, sums: torch.Tensor, divisor: float) -> Reduced:
-        self._inner.mark_used(self._gradients.collect())
-        self._shards.all_reduce(sums)
+        marks = self._gradients.marks()
+        if self._exchanges is not None:
+            self._exchanges.end_step()
+            both = torch.cat([sums, torch.tensor(marks, dtype=sums.dtype, device=sums.device)])
+            self._shards.all_reduce(both)
+            sums = both[: len(sums)]
+            if not all(marks):  # else nobody need wait for those of the others
+                marks = (both[len(sums) :] > 0).tolist()
+        self._inner.mark_used(self._gradients.collect(marks))
         return self._inner.reduce_gradients(sums, divisor)
 
     def gradient_norm(self, parameters: Iterable[nn.Parameter]) -> torch.Tensor:

@@ -1,0 +1,156 @@
+"""Along each axis a module learns what a plain loop over the same rows of each worker learns."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from sparkdl.comm.communicator import Communicator
+from sparkdl.config import TrainConfig
+from sparkdl.errors import ConfigError
+from sparkdl.mesh import Mesh
+from tests.gang import Gang
+from tests.sync.divided.test_mesh_training import train_on_rank
+from tests.train.runs import make_data, plan_for, seeded
+
+pytestmark = pytest.mark.gang
+
+ROWS = (23, 7, 16, 11)
+DATA, OPTIMIZER = Mesh(data=2), Mesh(data=2, shard_optimizer=True)
+SHARD, UNITS = Mesh(shard=2), Mesh(shard=2, smallest_unit=1)
+Make = Callable[[], nn.Module]
+MakeOptimizer = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
+
+
+def sgd(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
+    return torch.optim.SGD(parameters, lr=0.05, momentum=0.9)
+
+
+def adamw(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(parameters, lr=0.05, weight_decay=0.3)
+
+
+def config_for(mesh: Mesh | None, optimizer: MakeOptimizer, **other: Any) -> TrainConfig:
+    """All rows in one batch."""
+    return TrainConfig(
+        loss="mse", task="regression", epochs=3, batch_size=64, optimizer=optimizer,
+        learning_rate=None, parallelism=mesh, **other,
+    )  # fmt: skip
+
+
+def plain_loop(
+    make: Make, optimizer: MakeOptimizer, rows: Sequence[int], ranks: int
+) -> dict[str, torch.Tensor]:
+    """The weights after three steps, where each rank's rows go through the module by themselves."""
+    data = make_data(rows)
+    plan = plan_for(data, config_for(None, optimizer), world_size=ranks)
+    module = seeded(make).double()
+    stepping = optimizer(list(module.parameters()))
+    total = sum(shard.columns["weight w"].sum() for shard in data)
+    for _ in range(3):
+        stepping.zero_grad()
+        for rank in range(ranks):
+            own = [data[shard.shard_id].columns for shard in plan.shards_of(rank)]
+            x, y, w = (torch.cat([columns[key] for columns in own])
+                       for key in ("feature x", "label y", "weight w"))  # fmt: skip
+            if len(x):
+                ((module(x).squeeze(1) - y).square() * w).sum().div(total).backward()
+        stepping.step()
+    return {name: parameter.detach() for name, parameter in module.named_parameters()}
+
+
+def train_rows(comm: Communicator, config: TrainConfig, make: Make, rows: Sequence[int]) -> Any:
+    try:
+        return train_on_rank(comm, config, make=make, rows=rows)[0]
+    except ConfigError as error:
+        return str(error)
+
+
+def assert_as_plain(
+    gang: Gang, mesh: Mesh, make: Make, *, optimizer: MakeOptimizer = sgd,
+    rows: Sequence[int] = ROWS, ranks: int = 2,
+) -> None:  # fmt: skip
+    expected = plain_loop(make, optimizer, rows, ranks)
+    for weights in gang.run(train_rows, config_for(mesh, optimizer), make, rows):
+        for name, value in expected.items():
+            assert torch.allclose(weights[name], value, rtol=1e-10, atol=1e-10), name
+
+
+class OfSums(nn.Module):
+    """Has as many numbers as the sums of a step, or many more."""
+
+    def __init__(self, width: int = 1) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(1, width), nn.Linear(width, 1)
+        self.last.requires_grad_(width > 1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.last(self.first(x.sum(1, keepdim=True)))
+
+
+class Wide(OfSums):
+    def __init__(self) -> None:
+        super().__init__(40)
+
+
+@pytest.mark.parametrize("make", [OfSums, Wide])
+@pytest.mark.parametrize("rows", [(5, 0), (0, 3), (9, 2, 1)])
+def test_a_replica_without_rows_sums_in_the_same_order(
+    gang: Gang, make: Make, rows: Sequence[int]
+) -> None:
+    assert_as_plain(gang, DATA, make, rows=rows)
+
+
+class Choosing(nn.Module):
+    """Lets the rows of a batch decide which layer they go through; one is never used."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.into, self.out = nn.Linear(4, 8), nn.Linear(8, 1)
+        self.first, self.second = nn.Linear(8, 8), nn.Linear(8, 8)
+        self.never = nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        chosen = self.first if len(x) and x.mean() > 0 else self.second
+        return self.out(torch.tanh(chosen(self.into(x))))
+
+
+class Experts(nn.Module):
+    """Calls more layers on some workers than on others."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.into, self.out = nn.Linear(4, 8), nn.Linear(8, 1)
+        self.experts = nn.ModuleList(nn.Linear(8, 8) for _ in range(3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        inner = self.into(x)
+        found = torch.zeros_like(inner)
+        for number, expert in enumerate(self.experts):
+            if len(x) and x.mean() * 10 > number - 1:
+                found = found + expert(inner)
+        return self.out(torch.tanh(found))
+
+
+@pytest.mark.parametrize("make", [Choosing, Experts])
+@pytest.mark.parametrize("mesh", [SHARD, OPTIMIZER], ids=str)
+def test_workers_may_use_different_layers(gang: Gang, mesh: Mesh, make: Make) -> None:
+    assert_as_plain(gang, mesh, make)
+    # what nobody uses has no gradient, so weights do not decay
+    assert_as_plain(gang, mesh, make, optimizer=adamw)
+
+
+@pytest.mark.parametrize(("make", "layer"), [(Choosing, "first"), (Experts, "experts.1")])
+def test_layers_that_only_some_workers_call_are_not_gathered_by_themselves(
+    gang: Gang, make: Make, layer: str
+) -> None:
+    for found in gang.run(train_rows, config_for(UNITS, sgd), make, ROWS):
+        assert repr(layer) in found
+        size = re.search(r"smallest_unit=(\d+)", found)
+        assert size is not None
+    assert_as_plain(gang, Mesh(shard=2, smallest_unit=int(size[1])), make)
