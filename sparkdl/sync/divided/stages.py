@@ -362,7 +362,7 @@ class _Uses(TorchFunctionMode):
             name = self._names.get(id(value))
             if name is not None and not is_question(func):
                 self._uses[name].add(len(self._found))
-        if args and _is_in_place(func):
+        if args and is_in_place(func):
             same = (name for name, buffer in self._buffers.items() if buffer is args[0])
             self._changed = self._changed or next(same, None)
         return func(*args, **kwargs)
@@ -379,7 +379,7 @@ class _Uses(TorchFunctionMode):
 _IN_PLACE = {f"__i{name}__" for name in ("add", "sub", "mul", "truediv", "pow", "and", "or", "xor")}
 
 
-def _is_in_place(func: Any) -> bool:
+def is_in_place(func: Any) -> bool:
     """True of functions of torch that change their first argument."""
     name = getattr(func, "__name__", "")
     return name in _IN_PLACE or name == "__setitem__" or (name[-1:] == "_" and name[:1] != "_")

@@ -21,6 +21,9 @@ class Attention(nn.Module):
         super().__init__()
         self.q, self.k, self.out = nn.Linear(4, 6), nn.Linear(4, 6, bias=False), nn.Linear(6, 4)
 
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.out(self.q(x) * self.k(x))
+
 
 class Net(nn.Module):
     def __init__(self) -> None:
@@ -140,6 +143,13 @@ def test_large_layers_of_lists_are_gathered_one_by_one() -> None:
     assert units(net, 30) == list(net.blocks)
     net.blocks[0].out.weight = net.blocks[1].out.weight  # type: ignore[union-attr]
     assert units(net, 15) == [net.head]
+
+
+def test_what_only_holds_layers_is_not_gathered_itself() -> None:
+    net = nn.Module()
+    net.encoder, net.weights = nn.Module(), nn.ParameterList([torch.zeros(40)])
+    net.encoder.layers = nn.ModuleList(Attention() for _ in range(2))
+    assert units(net, 15) == list(net.encoder.layers)
 
 
 @pytest.mark.parametrize("parts", [2, 3, 5])
