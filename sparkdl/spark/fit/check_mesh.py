@@ -28,6 +28,8 @@ if TYPE_CHECKING:
     import torch
     from torch import nn
 
+    from sparkdl.sync.strategy import MakeOptimizer
+
 logger = logging.getLogger(__name__)
 
 _ELEMENTWISE = (
@@ -134,17 +136,30 @@ def check_mesh(request: FitRequest, module: nn.Module, mode: str, *, has_logs: b
         logger.info("Mesh: layers divided along tensor=%d: %s", mesh.tensor, layers)
 
 
-def check_mesh_optimizer(mesh: Mesh | None, optimizer: torch.optim.Optimizer) -> None:
+def check_mesh_optimizer(
+    mesh: Mesh | None, optimizer: torch.optim.Optimizer, make: MakeOptimizer | None = None
+) -> None:
     """Refuse an optimizer that looks at whole parameters, of which a rank has parts only.
 
     Raises:
-        ConfigError: it is none of those that are known not to.
+        ConfigError: it is none of those that are known not to, or ``make``, which has made it,
+            looks at their numbers.
     """
-    if mesh is not None and not _is_elementwise(optimizer):
+    if mesh is None:
+        return
+    if not _is_elementwise(optimizer):
         raise ConfigError(
             f"parallelism=Mesh({mesh}): {type(optimizer).__name__} may look at whole parameters, "
             f"of which a worker has a part only; use one of {', '.join(_ELEMENTWISE)}"
         )
+    if make is not None:
+        from torch import empty_like, nn
+
+        from sparkdl.sync.divided.mesh_synchronizer import whole_groups
+
+        every = [p for group in optimizer.param_groups for p in group["params"]]
+        whole = {str(n): nn.Parameter(empty_like(p, device="meta")) for n, p in enumerate(every)}
+        whole_groups(make, whole)
 
 
 def _is_elementwise(optimizer: torch.optim.Optimizer) -> bool:

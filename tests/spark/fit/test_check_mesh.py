@@ -211,3 +211,16 @@ def test_a_layout_is_found_in_a_chain_which_learns_what_one_worker_learns(
         losses.append([epoch["loss"] for epoch in model.summary.history])
     assert losses[0] == pytest.approx(losses[1], rel=1e-5)
     assert model.summary.mesh == "tensor=2"
+
+
+def test_a_function_that_looks_at_the_numbers_of_parameters_is_refused() -> None:
+    def by_numbers(parameters: Any) -> torch.optim.Optimizer:
+        found = list(parameters)
+        still = [p for p in found if p.abs().max() == 0]
+        return torch.optim.SGD([p for p in found if all(p is not s for s in still)], lr=0.1)
+
+    net = nn.Linear(4, 2)
+    optimizer = by_numbers(net.parameters())
+    check_mesh_optimizer(None, optimizer, by_numbers)
+    with pytest.raises(ConfigError, match="looks at the numbers of parameters.*shapes or order"):
+        check_mesh_optimizer(Mesh(shard=2), optimizer, by_numbers)

@@ -154,3 +154,40 @@ def test_layers_that_only_some_workers_call_are_not_gathered_by_themselves(
         size = re.search(r"smallest_unit=(\d+)", found)
         assert size is not None
     assert_as_plain(gang, Mesh(shard=2, smallest_unit=int(size[1])), make)
+
+
+class Sized(nn.Module):
+    """Has parameters of which parts are as large as others whole."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(
+            [nn.Sequential(nn.Linear(4, 20), nn.Tanh()), nn.Sequential(nn.Linear(20, 1))]
+        )
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
+def by_size(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
+    """Decays large ones, and lets vectors learn faster."""
+    found = list(parameters)
+    large = [p for p in found if p.numel() > 60]
+    vectors = [p for p in found if p.dim() < 2 and len(p) > 12]
+    rest = [p for p in found if not any(p is other for other in (*large, *vectors))]
+    groups = [{"params": large, "weight_decay": 0.5}, {"params": vectors, "lr": 0.1}]
+    return torch.optim.Adagrad([*groups, {"params": rest}], lr=0.05)
+
+
+@pytest.mark.parametrize(
+    "mesh",
+    [
+        SHARD, OPTIMIZER, Mesh(pipeline=2),
+        Mesh(tensor=2, layout={"blocks.0.0": "columns", "blocks.1.0": "rows"}),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_an_optimizer_that_tells_parameters_by_their_sizes(gang: Gang, mesh: Mesh) -> None:
+    assert_as_plain(gang, mesh, Sized, optimizer=by_size, ranks=mesh.num_readers)
