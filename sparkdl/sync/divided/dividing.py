@@ -167,6 +167,9 @@ def _shard(
 ) -> None:
     mesh = ranks.shard_mesh
     assert mesh is not None
+    for parameter in module.parameters():
+        if not is_divided(parameter):  # torch cuts none that is seen as a transposed one
+            parameter.data = parameter.data.contiguous()
     policy = MixedPrecisionPolicy()
     frees = not ranks.mesh.shard_optimizer
     if compute_dtype is not None:

@@ -191,3 +191,75 @@ def by_size(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
 )  # fmt: skip
 def test_an_optimizer_that_tells_parameters_by_their_sizes(gang: Gang, mesh: Mesh) -> None:
     assert_as_plain(gang, mesh, Sized, optimizer=by_size, ranks=mesh.num_readers)
+
+
+class Transposed(nn.Module):
+    """Keeps a weight as someone else has stored it, and calls a layer of what only holds layers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.held = nn.Module()
+        self.held.layers = nn.ModuleList([nn.Linear(4, 8), nn.Linear(8, 1)])
+        weight = self.held.layers[0].weight.detach()
+        self.held.layers[0].weight = nn.Parameter(weight.t().contiguous().t())
+        self.factors = nn.ParameterList([torch.ones(8)])
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        first, last = self.held.layers
+        return last(torch.tanh(first(x)) * self.factors[0])
+
+
+@pytest.mark.parametrize("mesh", [SHARD, UNITS, OPTIMIZER], ids=str)
+def test_weights_may_be_transposed_and_layers_held_by_what_is_not_called(
+    gang: Gang, mesh: Mesh
+) -> None:
+    assert_as_plain(gang, mesh, Transposed, ranks=1)
+
+
+class Looking(nn.Module):
+    """Looks at exact numbers in what it gets: ids, and what lies around 1000."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rows, self.norm = nn.Embedding(2000, 4), nn.BatchNorm1d(4)
+        self.around, self.out = nn.Linear(4, 4), nn.Linear(4, 1)
+
+    def double(self) -> Looking:
+        return self.float()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = x.float()
+        return self.out(self.norm(self.within((x * 400 + 1000).round()))).double()
+
+    def within(self, x: torch.Tensor) -> torch.Tensor:
+        return self.rows(x[:, 0].long().clamp(0, 1999)) + self.around((x - 1000) / 400)
+
+
+class Inner(nn.Module):
+    """Gets such numbers in a layer of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = Looking()
+        self.net.forward = self.net.within  # type: ignore[method-assign]
+
+    def double(self) -> Inner:
+        return self.float()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        found = self.net((x.float() * 400 + 1000).round())
+        return found.sum(1, keepdim=True).double()
+
+
+@pytest.mark.parametrize("make", [Looking, Inner])
+def test_bf16_rounds_no_inputs(gang: Gang, make: Make) -> None:
+    losses = {}
+    for mesh in (None, DATA, SHARD, UNITS, OPTIMIZER):
+        config = config_for(mesh, sgd, precision="bf16")
+        losses[str(mesh)] = [one[1][-1]["val_loss"] for one in gang.run(train_all, config, make)]
+    for found in losses.values():
+        assert found == pytest.approx(losses["data=2"], rel=0.02)
+
+
+def train_all(comm: Communicator, config: TrainConfig, make: Make) -> Any:
+    return train_on_rank(comm, config, make=make)

@@ -78,6 +78,22 @@ def test_a_layout_that_does_not_fit_is_refused(layout: dict[str, str], remedy: s
         divided_layers(Mesh(tensor=2, layout=layout), Net())
 
 
+class Masked(nn.Linear):
+    def __init__(self) -> None:
+        super().__init__(4, 4)
+        self.register_buffer("mask", torch.ones(4, 4))
+
+
+def test_only_layers_with_weight_and_bias_alone_are_divided() -> None:
+    whole = Mesh(tensor=2, layout={"*": "columns"})
+    with pytest.raises(ConfigError, match=r"means the module itself; .* put it into an nn.Seq"):
+        divided_layers(whole, nn.Linear(4, 4))
+    normed = nn.utils.parametrizations.weight_norm(nn.Linear(4, 4))
+    for layer in (Masked(), normed, nn.utils.parametrizations.spectral_norm(nn.Linear(4, 4))):
+        with pytest.raises(ConfigError, match=r"whose parameters and buffers are .*, .*; only"):
+            divided_layers(Mesh(tensor=2, layout={"0": "columns"}), nn.Sequential(layer))
+
+
 @pytest.mark.parametrize(
     ("values", "remedy"),
     [
