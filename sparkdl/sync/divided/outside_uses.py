@@ -17,6 +17,7 @@ import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
+from torch.utils.weak import WeakIdKeyDictionary
 
 from sparkdl.errors import ConfigError
 from sparkdl.mesh import Mesh
@@ -54,11 +55,10 @@ class OutsideUses(TorchFunctionMode):
             id(p): name for name, p in module.named_parameters()
             if p.requires_grad and name not in cut
         } if self._cuts else {}  # fmt: skip
-        self._parts: dict[int, str] = {}
-        """Id of a tensor of which each worker has a part -> the layer by columns behind it."""
-        self._trained: dict[int, str] = {}
-        """Id of a tensor that all workers have -> a parameter on which it depends."""
-        self._kept: list[Any] = []  # ids are of living tensors
+        self._parts: Any = WeakIdKeyDictionary()
+        """Tensor of which each worker has a part -> the layer by columns behind it."""
+        self._trained: Any = WeakIdKeyDictionary()
+        """Tensor that all workers have -> a parameter on which it depends."""
         self._active: Counter[str] = Counter()
         self._stack = ExitStack()
 
@@ -94,7 +94,6 @@ class OutsideUses(TorchFunctionMode):
         leave: Any = super().__exit__
         leave(*details)
         self._stack.close()
-        self._kept.clear()
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -102,7 +101,7 @@ class OutsideUses(TorchFunctionMode):
         if self._mesh.tensor * self._mesh.num_shards > 1 and name in ("grad", "backward"):
             self._report(
                 f"torch.autograd.{name} is called while the module computes, which does not go "
-                "through layers that are divided along shard or tensor; use data or pipeline, or "
+                "through layers that are divided along shard or tensor; use the axis data, or "
                 "leave it out"
             )
         if is_question(func):
@@ -145,8 +144,9 @@ class OutsideUses(TorchFunctionMode):
 
     def _follow(self, name: str, inputs: Any, result: Any, *, is_detached: bool) -> None:
         """Note what of the result each worker would have a part of, or that trains and is whole."""
-        parts = [self._parts[id(value)] for value in inputs if id(value) in self._parts]
-        known = [self._whole.get(id(v)) or self._trained.get(id(v)) for v in inputs]
+        tensors = [value for value in inputs if isinstance(value, torch.Tensor)]
+        parts = [self._parts[value] for value in tensors if value in self._parts]
+        known = [self._whole.get(id(v)) or self._trained.get(v) for v in tensors]
         source = next((one for one in known if one is not None), None)
         if parts and source is not None:
             self._report(
@@ -160,13 +160,12 @@ class OutsideUses(TorchFunctionMode):
         elif source is not None and not is_detached:
             self._note(self._trained, result, source)
 
-    def _note(self, where: dict[int, str], values: Any, name: str) -> None:
+    def _note(self, where: Any, values: Any, name: str) -> None:
         for value in pytree.tree_leaves(values):
             if isinstance(value, torch.Tensor) and (
                 value.is_floating_point() or value.is_complex()
             ):
-                where[id(value)] = name
-                self._kept.append(value)
+                where[value] = name
 
     def _see_change(self, name: str) -> None:
         if self._mesh.num_shards > 1:

@@ -180,7 +180,7 @@ def decayed(module: nn.Module, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor
 
 def test_steps_that_do_not_call_the_module() -> None:
     for mesh in (SHARD, UNITS, OPTIMIZER, PAIR):
-        with pytest.raises(ConfigError, match=r"autograd.grad is called .*; use data or pipeline"):
+        with pytest.raises(ConfigError, match=r"autograd.grad is called .*; use the axis data"):
             tried(Pair(), mesh, training_step=penalized)
     for mesh in (SHARD, OPTIMIZER):
         with pytest.raises(ConfigError, match=r"'out.weight' outside .* call the module itself"):
