@@ -22,7 +22,7 @@ from sparkdl.data.plan import Column
 from sparkdl.errors import ConfigError
 from sparkdl.inputs import Sequence
 from sparkdl.report.record.module_graph import traced
-from sparkdl.runtime.process import borrowed_generator
+from sparkdl.runtime.process import borrowed_generator, seeded
 from sparkdl.serialization.travel.packed_module import travelled
 from sparkdl.spark.fit.check_request import CheckedValues
 from sparkdl.spark.run.run import FitRequest
@@ -394,7 +394,8 @@ def _try_along_mesh(checked: CheckedValues, example: Example) -> None:
     Raises:
         ConfigError: they cannot, or would do something else.
     """
-    mesh = checked.config.parallelism
+    config = checked.request.config
+    mesh = config.parallelism
     if mesh is None or mesh.num_shards * mesh.tensor == 1:
         return
     import torch
@@ -406,24 +407,23 @@ def _try_along_mesh(checked: CheckedValues, example: Example) -> None:
     from sparkdl.train.objective.training_step import StepLoss, run
 
     tried = own_copy(checked.module, checked.weights)
-    training_mode(tried, checked.config.frozen_layers)
+    training_mode(tried, config.frozen_layers)
     steps = isinstance(checked.objective, StepLoss)
     rows, has_label = example.num_rows, any(column.role == "label" for column in example.columns)
 
-    def step() -> None:
+    def step(watch: AbstractContextManager[object] = nullcontext()) -> None:  # noqa: B008
         features = example.of("feature", rows)
         target = (example.of("label", rows) if has_label else features).packed()
         batch = Batch(features.values, target, None, rows, features.names, has_label)
-        with torch.no_grad(), borrowed_generator(checked.config.seed), lent_weights(weights):
+        with torch.no_grad(), seeded(config.seed), lent_weights(checked.weights), watch:
             if steps:
                 run(copy.deepcopy(checked.objective), tried, batch)
             else:
                 features.call(tried)
 
-    weights, uses = checked.weights, OutsideUses(tried, mesh)
+    uses = OutsideUses(tried, mesh)
     try:
-        with uses:
-            step()
+        step(uses)
     except Exception as error:  # it was run in evaluation mode; workers have other rows
         logger.debug("a training step cannot be tried on the driver: %s", error)
         uses.check()

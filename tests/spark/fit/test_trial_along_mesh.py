@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -14,6 +16,7 @@ from torch import nn
 from sparkdl.data.plan import Column
 from sparkdl.errors import ConfigError
 from sparkdl.mesh import Mesh
+from sparkdl.spark.fit.check_request import begin_module
 from sparkdl.spark.fit.trial import Example, try_module
 from sparkdl.train.objective.training_step import objective_of
 from tests.spark.fit.requests import request
@@ -26,17 +29,21 @@ OPTIMIZER, DATA = Mesh(data=2, shard_optimizer=True), Mesh(data=2)
 Between = Callable[[torch.Tensor], torch.Tensor]
 
 
-def tried(module: nn.Module, mesh: Mesh, **changes: Any) -> None:
+def tried(module: nn.Module | Callable[[], nn.Module], mesh: Mesh, **changes: Any) -> None:
+    """Try a module, or what a factory makes on the meta device."""
     torch.manual_seed(2)
-    asked = request(parallelism=mesh, loss="mse", task="regression", **changes)
+    asked = request(module, parallelism=mesh, loss="mse", task="regression", **changes)
+    module, weights, _ = begin_module(asked)
+    assert weights is None or all(parameter.is_meta for parameter in module.parameters())
+    assert (weights is None) == isinstance(asked.module, nn.Module)
     checked: Any = SimpleNamespace(
-        module=module, weights=None, objective=objective_of(asked.config, module), request=asked,
+        module=module, weights=weights, objective=objective_of(asked.config, module), request=asked,
         config=asked.config,
     )  # fmt: skip
     rows = {X.key: torch.randn(4, 8), Y.key: torch.randn(4)}
-    before = {name: value.clone() for name, value in module.state_dict().items()}
+    before = {} if weights else {name: v.clone() for name, v in module.state_dict().items()}
     try_module(checked, Example(columns=(X, Y), rows=rows))
-    assert all(torch.equal(before[name], value) for name, value in module.state_dict().items())
+    assert all(torch.equal(value, module.state_dict()[name]) for name, value in before.items())
 
 
 class Pair(nn.Module):
@@ -190,3 +197,39 @@ def test_steps_that_do_not_call_the_module() -> None:
             tried(Pair(), mesh, training_step=decayed)
     for mesh, step in ((DATA, penalized), (DATA, by_parts), (PAIR, by_parts), (OPTIMIZER, decayed)):
         tried(Pair(), mesh, training_step=step)
+
+
+@pytest.mark.parametrize(
+    ("make", "mesh", "step", "what"),
+    [
+        (lambda: Pair(nn.PReLU()), PAIR, None, "computes with 'between.weight'"),
+        (lambda: Pair(nn.Softmax(1), scale=0.0), PAIR, None, "'b' does not get a part"),
+        (lambda: Teacher("function"), SHARD, None, "changes its parameter 'teacher.weight'"),
+        (Pair, SHARD, by_parts, "'out.weight' outside"),
+        (Pair, PAIR, None, ""),
+        (Pair, OPTIMIZER, decayed, ""),
+    ],
+)
+def test_weights_that_the_driver_does_not_have(
+    make: Callable[[], nn.Module], mesh: Mesh, step: Any, what: str
+) -> None:
+    if not what:
+        tried(make, mesh, training_step=step)
+        return
+    with pytest.raises(ConfigError, match=what):
+        tried(make, mesh, training_step=step)
+
+
+class Drawing(Pair):
+    """Leaves out a layer by chance, of any generator."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for _ in range(3):
+            if random.random() + np.random.rand() + float(torch.rand(())) > 1:
+                x = x + self.b(torch.tanh(self.a(x)))
+        return self.out(x)
+
+
+def test_layers_that_are_left_out_by_chance_are_compared_with_the_same_ones() -> None:
+    for seed in range(5):
+        tried(Drawing(), PAIR, seed=seed)
