@@ -79,6 +79,11 @@ class MeshSynchronizer(Synchronizer):
             has = self.pipeline.has
             layers = {name: how for name, how in layers.items() if has(f"{name}.weight")}
         regions = divide(model, ranks, compute_dtype, self.pipeline)
+        self._exchanges = None
+        if ranks.shard_mesh is not None:  # before the check computes
+            root = model if self.pipeline is None else self.pipeline.roots[0]
+            device = torch.device(ranks.shard_mesh.device_type)
+            self._exchanges = Exchanges(root, ranks.shards, device)
         if fill is not None:
             fill(model, regions)
         if layers:
@@ -105,10 +110,6 @@ class MeshSynchronizer(Synchronizer):
             model.get_submodule(name) for name, how in layers.items() if how == "channels"
         ]
         self._device = next(iter(named.values())).device
-        self._exchanges = None
-        if ranks.shards.world_size > 1:
-            root = model if self.pipeline is None else self.pipeline.roots[0]
-            self._exchanges = Exchanges(root, ranks.shards, self._device)
         used = None if self._exchanges is None else self._exchanges.used
         self._gradients = LocalGradients(model, self._view, used)
         self.keeps_optimizer = self._inner.keeps_optimizer

@@ -263,3 +263,46 @@ def test_bf16_rounds_no_inputs(gang: Gang, make: Make) -> None:
 
 def train_all(comm: Communicator, config: TrainConfig, make: Make) -> Any:
     return train_on_rank(comm, config, make=make)
+
+
+class Limiting(nn.Module):
+    """Limits gradients between its layers, which are those of the weighted mean."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.into, self.out = nn.Linear(4, 8), nn.Linear(8, 1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        inner = self.into(x)
+        if inner.requires_grad:
+            inner.register_hook(lambda gradient: gradient.clamp(-0.005, 0.005))
+        return self.out(torch.tanh(inner))
+
+
+@pytest.mark.parametrize("mesh", [DATA, SHARD, OPTIMIZER], ids=str)
+def test_hooks_see_gradients_of_the_weighted_mean(gang: Gang, mesh: Mesh) -> None:
+    assert_as_plain(gang, mesh, Limiting)
+
+
+class Branching(nn.Module):
+    """Lets its rows decide about one pair of divided layers, and never uses another."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(4, 8), nn.Linear(8, 4)
+        self.never, self.neither = nn.Linear(4, 8), nn.Linear(8, 4)
+        self.out = nn.Linear(4, 1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if len(x) and x.mean() > 0:
+            x = x + self.second(torch.tanh(self.first(x)))
+        return self.out(x)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("axis", ["data", "shard"])
+def test_divided_layers_that_some_workers_use(gang4: Gang, axis: str) -> None:
+    layout = {"first": "columns", "second": "rows", "never": "columns", "neither": "rows"}
+    mesh = Mesh(tensor=2, layout=layout, **{axis: 2})  # type: ignore[arg-type]
+    assert_as_plain(gang4, mesh, Branching, optimizer=adamw)
+    assert_as_plain(gang4, Mesh(data=2, shard=2), Branching, optimizer=adamw, ranks=4)
