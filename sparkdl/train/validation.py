@@ -56,17 +56,20 @@ def in_step(batches: Iterable[Batch], plan: TrainPlan) -> Iterator[Batch]:
 
     For modules whose forward passes wait for those of other ranks.
     """
-    size = plan.batch_size
-    most = max(
-        sum(-(-shard.num_validation_rows // size) for shard in plan.shards_of(rank))
-        for rank in range(plan.world_size)
-    )
-    left = most
+    left = max(validation_batches(plan))
     for batch in batches:
         yield batch
         left -= 1
     for _ in range(left):
         yield from cut(plan, {column.key: no_rows(column) for column in plan.columns}, [0])
+
+
+def validation_batches(plan: TrainPlan) -> list[int]:
+    """How many batches each rank has for validation, see `sequential_batches`."""
+    return [
+        sum(-(-shard.num_validation_rows // plan.batch_size) for shard in plan.shards_of(rank))
+        for rank in range(plan.world_size)
+    ]
 
 
 def measure(replica: Replica, batches: Iterable[Batch]) -> torch.Tensor:

@@ -150,6 +150,7 @@ def divided_module(
     """The module of ``task``, of which this rank has read its own parts only. Collective."""
     from sparkdl.serialization.travel.packed_module import unpack
     from sparkdl.sync.divided.dividing import divide
+    from sparkdl.sync.divided.exchanges import Exchanges
     from sparkdl.sync.divided.mesh_ranks import MeshRanks
 
     assert task.weights is not None
@@ -158,6 +159,8 @@ def divided_module(
     ranks = MeshRanks.of(mesh, comm, device)
     regions = divide(module, ranks)
     _fill(module, weights, regions, device)
+    if mesh.num_shards > 1 and device.type == "cpu":  # elsewhere steps are looked at, not calls
+        Exchanges(module, ranks.shards, device)
     return module, ranks
 
 

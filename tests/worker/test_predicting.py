@@ -13,6 +13,7 @@ from torch import nn
 
 from sparkdl.comm.communicator import Communicator
 from sparkdl.data.plan import Column
+from sparkdl.errors import ConfigError
 from sparkdl.inference.outputs import Forward, Output
 from sparkdl.inference.predict import Leaf, PredictTask
 from sparkdl.mesh import Mesh
@@ -188,3 +189,34 @@ def test_outputs_of_a_layer(gang: Gang, tmp_path: Path) -> None:
     with torch.no_grad():
         wanted = net.into(X[:5])
     assert torch.allclose(torch.tensor(second, dtype=torch.float64), wanted, rtol=0, atol=1e-12)
+
+
+class Choosing(Net):
+    """Lets its rows decide which of two layers they go through."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = (self.out if x[0, 0] > 0 else self.again)(x)
+        return out
+
+
+def test_ranks_that_call_different_layers_do_not_mix_them_up(gang: Gang, tmp_path: Path) -> None:
+    net = trained(Choosing)
+    net.again.weight = nn.Parameter(net.again.weight.detach().clone() + 1)
+    task = task_of(store(net, tmp_path))
+    rows = [[(1, 2)], [(2, 3)]]
+    assert X[1, 0] > 0 > X[2, 0]
+    for found in gang.run(reason_of, task, Mesh(shard=2, smallest_unit=1), rows):
+        assert "'again' and 'out'" in found or "'out' and 'again'" in found
+    given, _ = gang.run(predicted, task, Mesh(shard=2), rows)[0]
+    with torch.no_grad():
+        assert torch.allclose(torch.tensor(given, dtype=torch.float64), net(X[1:2]))
+
+
+def reason_of(
+    comm: Communicator, task: PredictTask, mesh: Mesh, rows: list[list[tuple[int, int]]]
+) -> str:
+    try:
+        predicted(comm, task, mesh, rows)
+    except ConfigError as error:
+        return str(error)
+    return ""

@@ -28,6 +28,8 @@ if TYPE_CHECKING:
     import torch
     from torch import nn
 
+    from sparkdl.sync.strategy import MakeOptimizer
+
 logger = logging.getLogger(__name__)
 
 _ELEMENTWISE = (
@@ -47,6 +49,7 @@ def check_mesh(request: FitRequest, module: nn.Module, mode: str, *, has_logs: b
         return
     # Later: they import torch's compiler, which takes seconds.
     from torch.nn.modules.batchnorm import _NormBase
+    from torch.nn.parameter import is_lazy
 
     from sparkdl.serialization.travel.packed_module import num_hooks, sharing_memory
     from sparkdl.sync.divided.dividing import recomputed
@@ -60,6 +63,13 @@ def check_mesh(request: FitRequest, module: nn.Module, mode: str, *, has_logs: b
         raise ConfigError(
             f"parallelism=Mesh({mesh}) is made of {mesh.size} workers, and numWorkers is "
             f"{workers}; leave numWorkers unset, or choose axes whose product it is"
+        )
+    lazy = next((name for name, p in module.named_parameters() if is_lazy(p)), None)
+    if lazy is not None and mesh.num_shards * mesh.tensor * mesh.pipeline > 1:
+        raise ConfigError(
+            f"parallelism=Mesh({mesh}): {lazy} is lazy, and what has no shape cannot be divided; "
+            "run the module once on some rows before the fit, or name the sizes, as in "
+            "nn.Linear(8, 4) for nn.LazyLinear(4)"
         )
     strategy = config.sync_strategy
     obstacle = strategy.why_not_divided(mesh)
@@ -116,12 +126,8 @@ def check_mesh(request: FitRequest, module: nn.Module, mode: str, *, has_logs: b
     for remedy, is_wrong in remedies.items():
         if is_wrong:
             raise ConfigError(f"parallelism=Mesh({mesh}): {remedy}")
-    scalars = [name for name, parameter in module.named_parameters() if parameter.dim() == 0]
-    if scalars and mesh.num_shards > 1:
-        raise ConfigError(
-            f"parallelism=Mesh({mesh}): the parameter {scalars[0]!r} is a single number without a "
-            "dimension, which cannot be divided; give it the shape (1,)"
-        )
+    if mesh.num_shards > 1:
+        _check_sharded(module, mesh)
     if mesh.activation_checkpointing and not recomputed(module):
         raise ConfigError(
             f"parallelism=Mesh({mesh}): activation_checkpointing needs layers that are made of "
@@ -134,17 +140,59 @@ def check_mesh(request: FitRequest, module: nn.Module, mode: str, *, has_logs: b
         logger.info("Mesh: layers divided along tensor=%d: %s", mesh.tensor, layers)
 
 
-def check_mesh_optimizer(mesh: Mesh | None, optimizer: torch.optim.Optimizer) -> None:
+def _check_sharded(module: nn.Module, mesh: Mesh) -> None:
+    """Refuse parameters that cannot be cut, or gathered together; raises ConfigError."""
+    from sparkdl.sync.divided.dividing import units
+    from sparkdl.sync.divided.stages import cut_layers
+
+    for name, parameter in module.named_parameters():
+        if parameter.dim() == 0 or parameter.is_complex():
+            what, remedy = "a single number without a dimension", "give it the shape (1,)"
+            if parameter.is_complex():
+                what, remedy = "complex", "keep its torch.view_as_real, or use data or tensor"
+            raise ConfigError(
+                f"parallelism=Mesh({mesh}): the parameter {name!r} is {what}, which cannot be "
+                f"divided; {remedy}"
+            )
+    cuts = () if mesh.pipeline == 1 else cut_layers(mesh, module)
+    own = [] if mesh.shard_optimizer else units(module, mesh.smallest_unit, cuts)
+    unit_of = {id(p): number for number, unit in enumerate(own) for p in unit.parameters()}
+    first: dict[int | None, tuple[str, torch.Tensor]] = {}
+    for name, parameter in module.named_parameters():
+        if parameter.requires_grad:
+            other, like = first.setdefault(unit_of.get(id(parameter)), (name, parameter))
+            if like.dtype != parameter.dtype:
+                raise ConfigError(
+                    f"parallelism=Mesh({mesh}): {other!r} is {like.dtype} and {name!r} is "
+                    f"{parameter.dtype}, and both are gathered together, for which they need one "
+                    "dtype; give them one, or use data or tensor"
+                )
+
+
+def check_mesh_optimizer(
+    mesh: Mesh | None, optimizer: torch.optim.Optimizer, make: MakeOptimizer | None = None
+) -> None:
     """Refuse an optimizer that looks at whole parameters, of which a rank has parts only.
 
     Raises:
-        ConfigError: it is none of those that are known not to.
+        ConfigError: it is none of those that are known not to, or ``make``, which has made it,
+            looks at their numbers.
     """
-    if mesh is not None and not _is_elementwise(optimizer):
+    if mesh is None:
+        return
+    if not _is_elementwise(optimizer):
         raise ConfigError(
             f"parallelism=Mesh({mesh}): {type(optimizer).__name__} may look at whole parameters, "
             f"of which a worker has a part only; use one of {', '.join(_ELEMENTWISE)}"
         )
+    if make is not None:
+        from torch import empty_like, nn
+
+        from sparkdl.sync.divided.mesh_synchronizer import whole_groups
+
+        every = [p for group in optimizer.param_groups for p in group["params"]]
+        whole = {str(n): nn.Parameter(empty_like(p, device="meta")) for n, p in enumerate(every)}
+        whole_groups(make, whole)
 
 
 def _is_elementwise(optimizer: torch.optim.Optimizer) -> bool:

@@ -686,7 +686,7 @@ def check_training(
             make = optimizers.resolve_optimizer(config, own)
             optimizer = make(own.parameters())
             strategy.check_optimizer(optimizer)
-            check_mesh_optimizer(config.parallelism, optimizer)
+            check_mesh_optimizer(config.parallelism, optimizer, make)
             schedule = optimizers.make_scheduler(config, optimizer, make, steps_per_epoch=1)
             if in_rounds:
                 optimizers.require_steps(schedule)

@@ -341,11 +341,14 @@ def check_empty_batches(
     import torch
 
     from sparkdl.data.collate import example_arguments
+    from sparkdl.train.validation import validation_batches
 
     fewest = plan.fewest_in_a_step
     has_empty = plan.world_size > 1 and fewest < config.gradient_accumulation_steps
     gathers = config.parallelism is not None and config.parallelism.num_shards > 1
-    if not (gathers or (config.sync_batch_norm and has_empty)):
+    if gathers and plan.num_validation_rows:
+        has_empty |= len(set(validation_batches(plan))) > 1
+    if not has_empty or not (gathers or config.sync_batch_norm):
         return
     features = [column for column in plan.columns if column.role == "feature"]
     try:
@@ -356,5 +359,6 @@ def check_empty_batches(
         raise ConfigError(
             f"with {what} workers whose rows have run out train on batches without rows, "
             f"which the module does not take: {type(error).__name__}: {error}; adapt it, for "
-            "example by torch.flatten(x, 1) in place of x.view(len(x), -1), or raise batchSize"
+            "example by torch.flatten(x, 1) in place of x.view(len(x), -1), and by "
+            "x.unflatten(-1, (-1, 4)) in place of x.view(len(x), -1, 4), or raise batchSize"
         ) from error

@@ -22,7 +22,7 @@ from sparkdl.data.plan import Column
 from sparkdl.errors import ConfigError
 from sparkdl.inputs import Sequence
 from sparkdl.report.record.module_graph import traced
-from sparkdl.runtime.process import borrowed_generator
+from sparkdl.runtime.process import borrowed_generator, seeded
 from sparkdl.serialization.travel.packed_module import travelled
 from sparkdl.spark.fit.check_request import CheckedValues
 from sparkdl.spark.run.run import FitRequest
@@ -108,6 +108,7 @@ def try_module(checked: CheckedValues, example: Example, sink: Sink | None = Non
         output = _output(module, example, checked.request, weights, None)
     trial = _judged(checked, output, example)
     _check_means(checked, example)
+    _try_along_mesh(checked, example)
     return trial
 
 
@@ -385,6 +386,50 @@ def _check_means(checked: CheckedValues, example: Example) -> None:
             "the latter; return the loss of each row, or a pair (sum of losses, sum of weights)",
             *(whole, rows, halves),
         )
+
+
+def _try_along_mesh(checked: CheckedValues, example: Example) -> None:
+    """Run what workers do in a step, up to the loss, and see that divided layers can do it.
+
+    Raises:
+        ConfigError: they cannot, or would do something else.
+    """
+    config = checked.request.config
+    mesh = config.parallelism
+    if mesh is None or mesh.num_shards * mesh.tensor == 1:
+        return
+    import torch
+
+    from sparkdl.data.batches import Batch
+    from sparkdl.sync.divided.outside_uses import OutsideUses
+    from sparkdl.sync.divided.part_check import check_parts
+    from sparkdl.sync.frozen_layers import training_mode
+    from sparkdl.train.objective.training_step import StepLoss, run
+
+    tried = own_copy(checked.module, checked.weights)
+    training_mode(tried, config.frozen_layers)
+    steps = isinstance(checked.objective, StepLoss)
+    rows, has_label = example.num_rows, any(column.role == "label" for column in example.columns)
+
+    def step(watch: AbstractContextManager[object] = nullcontext()) -> None:  # noqa: B008
+        features = example.of("feature", rows)
+        target = (example.of("label", rows) if has_label else features).packed()
+        batch = Batch(features.values, target, None, rows, features.names, has_label)
+        with torch.no_grad(), seeded(config.seed), lent_weights(checked.weights), watch:
+            if steps:
+                run(copy.deepcopy(checked.objective), tried, batch)
+            else:
+                features.call(tried)
+
+    uses = OutsideUses(tried, mesh)
+    try:
+        step(uses)
+    except Exception as error:  # it was run in evaluation mode; workers have other rows
+        logger.debug("a training step cannot be tried on the driver: %s", error)
+        uses.check()
+        return
+    uses.check()
+    check_parts(tried, mesh, step)
 
 
 def _is_close(one: torch.Tensor, other: torch.Tensor) -> bool:

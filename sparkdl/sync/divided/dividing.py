@@ -35,8 +35,6 @@ from sparkdl.sync.module_tensors import tensors_of
 from sparkdl.sync.regions import Region
 from sparkdl.sync.strategy import Pipelined
 
-_CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
-
 
 def divide(
     module: nn.Module,
@@ -169,15 +167,26 @@ def _shard(
 ) -> None:
     mesh = ranks.shard_mesh
     assert mesh is not None
+    for parameter in module.parameters():
+        if not is_divided(parameter):  # torch cuts none that is seen as a transposed one
+            parameter.data = parameter.data.contiguous()
     policy = MixedPrecisionPolicy()
-    if compute_dtype is not None:
-        policy = MixedPrecisionPolicy(param_dtype=compute_dtype, reduce_dtype=torch.float32)
     frees = not ranks.mesh.shard_optimizer
+    if compute_dtype is not None:
+        for part in module.modules():
+            # torch's autocast leaves them as they are, and their statistics are not gathered
+            if isinstance(part, _NormBase) and any(True for _ in part.parameters()):
+                fully_shard(part, mesh=mesh, mp_policy=policy, reshard_after_forward=frees)
+        # inputs stay as they are: ids are exact, and autocast knows what may be rounded
+        policy = MixedPrecisionPolicy(
+            param_dtype=compute_dtype, reduce_dtype=torch.float32, cast_forward_inputs=False
+        )
     for unit in (*layers, module) if frees else (module,):
         unit.register_forward_hook(_out_of_views)
     if frees:
         for unit in layers:
-            fully_shard(unit, mesh=mesh, mp_policy=policy, reshard_after_forward=True)
+            if not isinstance(unit, FSDPModule):
+                fully_shard(unit, mesh=mesh, mp_policy=policy, reshard_after_forward=True)
     fully_shard(module, mesh=mesh, mp_policy=policy, reshard_after_forward=frees)
     for part in module.modules():
         if isinstance(part, FSDPModule):
@@ -201,9 +210,9 @@ def _out_of_views(_: nn.Module, __: Any, output: Any) -> Any:
 def units(module: nn.Module, smallest: int, cuts: Sequence[str] = ()) -> list[nn.Module]:
     """Layers of ``module`` that are gathered one by one, in the order of registration.
 
-    These are the members of its lists and sequences, and its own layers, from ``smallest`` numbers
-    in their parameters on. What shares parameters with other layers is none, nor what has one of
-    the layers ``cuts``, with which a stage begins, within it.
+    These are the members of its lists and of what cannot be called, and its own layers, from
+    ``smallest`` numbers in their parameters on. What shares parameters with other layers is none,
+    nor what has one of the layers ``cuts``, with which a stage begins, within it.
     """
     names = Counter(id(p) for _, p in module.named_parameters(remove_duplicate=False))
     shared = {number for number, count in names.items() if count > 1}
@@ -211,7 +220,8 @@ def units(module: nn.Module, smallest: int, cuts: Sequence[str] = ()) -> list[nn
     def within(parent: nn.Module, prefix: str) -> Iterator[nn.Module]:
         for name, child in parent.named_children():
             parameters, path = list(child.parameters()), f"{prefix}{name}."
-            if isinstance(child, _CONTAINERS) or any(cut.startswith(path) for cut in cuts):
+            is_list = isinstance(child, nn.Sequential) or not _can_be_called(child)
+            if is_list or any(cut.startswith(path) for cut in cuts):
                 yield from within(child, path)
             elif sum(p.numel() for p in parameters) >= smallest and not any(
                 id(p) in shared for p in parameters
@@ -219,6 +229,11 @@ def units(module: nn.Module, smallest: int, cuts: Sequence[str] = ()) -> list[nn
                 yield child
 
     return list(within(module, ""))
+
+
+def _can_be_called(part: nn.Module) -> bool:
+    """False of those that only hold layers or parameters, as an `nn.ModuleList` does."""
+    return "forward" in vars(part) or type(part).forward is not nn.Module.forward
 
 
 def compiled_layers(module: nn.Module) -> list[nn.Module]:

@@ -95,6 +95,11 @@ def _named_layers(layout: Mapping[str, str], module: nn.Module, tensor: int) -> 
 def _check_layer(name: str, layer: nn.Module, pattern: str, cut: str, parts: int) -> None:
     meant = f"Mesh: {pattern!r} of the layout means {name!r}"
     kinds = (_NormBase,) if cut == "channels" else tuple(_OUTPUTS)
+    if not name:
+        raise ConfigError(
+            f"Mesh: {pattern!r} of the layout means the module itself; only layers within it can "
+            "be divided: put it into an nn.Sequential"
+        )
     if not isinstance(layer, kinds) or isinstance(layer, nn.SyncBatchNorm):
         what = "only a BatchNorm can be divided by channels"
         if cut != "channels":
@@ -105,10 +110,12 @@ def _check_layer(name: str, layer: nn.Module, pattern: str, cut: str, parts: int
             f"{meant}, a convolution; those without groups can be divided by columns and by rows"
         )
     own = [own_name for own_name, _ in layer.named_parameters()]
+    if cut != "channels":
+        own += [own_name for own_name, _ in layer.named_buffers()]
     if not {"weight"} <= set(own) <= {"weight", "bias"}:
         raise ConfigError(
-            f"{meant}, whose parameters are {', '.join(own)}; only layers with weight and bias "
-            "alone can be divided"
+            f"{meant}, whose parameters and buffers are {', '.join(own)}; only layers with weight "
+            "and bias alone can be divided"
         )
     if isinstance(layer, nn.Embedding) and _has_options(layer):
         raise ConfigError(

@@ -6,6 +6,7 @@ with those of the module, and have the same names and the same order.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import cast
 
 import torch
@@ -43,7 +44,13 @@ def local_view(module: nn.Module) -> nn.Module:
 class LocalGradients:
     """Lets the gradients of divided parameters come to those of their view."""
 
-    def __init__(self, module: nn.Module, view: nn.Module) -> None:
+    def __init__(
+        self, module: nn.Module, view: nn.Module, used_elsewhere: set[int] | None = None
+    ) -> None:
+        """Pair the parameters of ``module`` with those of its ``view``.
+
+        ``used_elsewhere`` is `Exchanges.used`; None: autograd itself sees which are used.
+        """
         pairs = zip(module.parameters(), view.parameters(), strict=True)
         self._pairs = [
             (cast(DTensor, parameter), own)
@@ -51,9 +58,16 @@ class LocalGradients:
             if is_divided(parameter) and parameter.requires_grad
         ]
         self._wrapped: dict[int, tuple[torch.Tensor, DTensor]] = {}
+        self._used: set[int] = set() if used_elsewhere is None else used_elsewhere
+        for parameter, _ in self._pairs if used_elsewhere is None else ():
+            parameter.register_post_accumulate_grad_hook(self._note)  # type: ignore[no-untyped-call]
+
+    def _note(self, parameter: torch.Tensor) -> None:
+        self._used.add(id(parameter))
 
     def attach(self) -> None:
         """Have the next backward passes add to the view's gradients, in their memory."""
+        self._used.clear()
         for parameter, own in self._pairs:
             if own.grad is None:
                 parameter.grad = None
@@ -71,14 +85,24 @@ class LocalGradients:
                 known = self._wrapped[id(own)] = own.grad, wrapped
             parameter.grad = known[1]
 
-    def collect(self) -> list[nn.Parameter]:
+    def marks(self) -> list[bool]:
+        """For each pair whether a backward pass of this rank has used it since `attach`."""
+        return [id(parameter) in self._used for parameter, _ in self._pairs]
+
+    def collect(self, marks: Iterable[bool]) -> list[nn.Parameter]:
         """Give the view what has come elsewhere; the backward passes of the step are over.
 
+        Args:
+            marks: for each pair whether any of the ranks that share it has used it.
+
         Returns:
-            Those of the view that count as used. What is divided all does: nothing says which of
-            its gradients, which lie in the view's memory from the start, have come.
+            Those of the view that were used. The others have no gradient, as in a plain loop,
+            unless it lies in the view's memory: other replicas may have used them.
         """
-        for parameter, own in self._pairs:
+        used = []
+        for (parameter, own), is_used in zip(self._pairs, marks, strict=True):
+            if is_used:
+                used.append(own)
             grad = parameter.grad
             known = self._wrapped.get(id(own))
             if grad is None or (known is not None and grad is known[1]):
@@ -86,11 +110,11 @@ class LocalGradients:
             assert isinstance(grad, DTensor)
             if grad.placements != parameter.placements:
                 grad = grad.redistribute(placements=parameter.placements)
-            if own.grad is None:
-                own.grad = grad.to_local()
-            else:
+            if own.grad is not None:
                 own.grad.copy_(grad.to_local())
-        return [own for _, own in self._pairs]
+            elif is_used:
+                own.grad = grad.to_local()
+        return used
 
     def release(self) -> None:
         """Let go of all gradients."""

@@ -11,15 +11,23 @@ from torch import nn
 
 from sparkdl.comm.communicator import counting_anew
 from sparkdl.data.collate import Arguments
+from sparkdl.errors import ConfigError
 from sparkdl.sync.divided.channels import share_statistics
 from sparkdl.sync.divided.dividing import divide
+from sparkdl.sync.divided.exchanges import Exchanges
 from sparkdl.sync.divided.layout import cut_parameters, divided_layers
 from sparkdl.sync.divided.local_view import LocalGradients, local_view
 from sparkdl.sync.divided.mesh_ranks import MeshRanks
 from sparkdl.sync.divided.pipeline import Pipeline
 from sparkdl.sync.divided_state import DividedState
 from sparkdl.sync.regions import Region
-from sparkdl.sync.strategy import MakeOptimizer, Reduced, Synchronizer, SyncStrategy
+from sparkdl.sync.strategy import (
+    TAKES_FROZEN,
+    MakeOptimizer,
+    Reduced,
+    Synchronizer,
+    SyncStrategy,
+)
 
 Fill = Callable[[nn.Module, Mapping[str, Region]], None]
 """Gets a divided module, and which part of each parameter is here."""
@@ -63,22 +71,27 @@ class MeshSynchronizer(Synchronizer):
         """
         layers = divided_layers(ranks.mesh, model)
         cut = cut_parameters(layers, model)
-        if ranks.mesh.pipeline > 1:
+        is_staged = ranks.mesh.pipeline > 1
+        of_own = OfOwn(make_optimizer, list(model.named_parameters()), thaws=not is_staged)
+        if is_staged:
             assert example is not None
             self.pipeline = Pipeline(model, ranks.mesh, ranks.stages, example)
-            make_optimizer = OfOwn(make_optimizer, list(model.named_parameters()))
             has = self.pipeline.has
             layers = {name: how for name, how in layers.items() if has(f"{name}.weight")}
         regions = divide(model, ranks, compute_dtype, self.pipeline)
+        self._exchanges = None
+        if ranks.shard_mesh is not None:  # before the check computes
+            root = model if self.pipeline is None else self.pipeline.roots[0]
+            device = torch.device(ranks.shard_mesh.device_type)
+            self._exchanges = Exchanges(root, ranks.shards, device)
         if fill is not None:
             fill(model, regions)
         if layers:
             check(model, layers, ranks, self.pipeline)
         self.model = model
         self._view = local_view(model)
-        if isinstance(make_optimizer, OfOwn):
-            make_optimizer.names = [name for name, _ in self._view.named_parameters()]
-        self._inner = strategy.setup(self._view, make_optimizer, ranks.replicas)
+        of_own.names = [name for name, _ in self._view.named_parameters()]
+        self._inner = strategy.setup(self._view, of_own, ranks.replicas)
         self.optimizer = self._inner.optimizer
         has_rows = self.pipeline is None or self.pipeline.is_last
         self.divided = DividedState(
@@ -87,9 +100,8 @@ class MeshSynchronizer(Synchronizer):
             regions,
             is_kept=ranks.replicas.rank == 0,
             has_own_rows=ranks.tensors.rank == 0 and has_rows,
-            stepped=make_optimizer.stepped if isinstance(make_optimizer, OfOwn) else None,
+            stepped=of_own.stepped if is_staged else None,
         )
-        self._gradients = LocalGradients(model, self._view)
         self._shards = counting_anew(ranks.shards)
         self._tensors = counting_anew(ranks.tensors)
         named = dict(self._view.named_parameters())
@@ -98,6 +110,8 @@ class MeshSynchronizer(Synchronizer):
             model.get_submodule(name) for name, how in layers.items() if how == "channels"
         ]
         self._device = next(iter(named.values())).device
+        used = None if self._exchanges is None else self._exchanges.used
+        self._gradients = LocalGradients(model, self._view, used)
         self.keeps_optimizer = self._inner.keeps_optimizer
         self._note_agreement()
 
@@ -120,9 +134,27 @@ class MeshSynchronizer(Synchronizer):
         """
         return self._inner.no_sync()
 
+    def start_sums(self, sums: torch.Tensor) -> None:
+        if self._shards.world_size == 1:  # else they are summed over these first
+            self._inner.start_sums(sums)
+
+    def early_sums(self, sums: torch.Tensor, *, waits: bool) -> torch.Tensor | None:
+        if self._shards.world_size > 1:
+            if not waits:
+                return None
+            self._shards.all_reduce(sums)
+        return self._inner.early_sums(sums, waits=waits)
+
     def reduce_gradients(self, sums: torch.Tensor, divisor: float) -> Reduced:
-        self._inner.mark_used(self._gradients.collect())
-        self._shards.all_reduce(sums)
+        marks = self._gradients.marks()
+        if self._exchanges is not None:
+            self._exchanges.end_step()
+            both = torch.cat([sums, torch.tensor(marks, dtype=sums.dtype, device=sums.device)])
+            self._shards.all_reduce(both)
+            sums = both[: len(sums)]
+            if not all(marks):  # else nobody need wait for those of the others
+                marks = (both[len(sums) :] > 0).tolist()
+        self._inner.mark_used(self._gradients.collect(marks))
         return self._inner.reduce_gradients(sums, divisor)
 
     def gradient_norm(self, parameters: Iterable[nn.Parameter]) -> torch.Tensor:
@@ -182,36 +214,79 @@ class MeshSynchronizer(Synchronizer):
 
 
 class OfOwn:
-    """Makes the optimizer of those parameters of a model that are on this rank.
+    """Makes the optimizer of what of a model's parameters is on this rank.
 
-    Groups are those of all parameters, since patterns of names may mean parameters elsewhere.
+    Groups are those of all parameters with their whole shapes: a function of the user's, or a
+    pattern of names, may tell parameters by their sizes, or mean some that are elsewhere.
     """
 
-    def __init__(self, make: MakeOptimizer, parameters: Sequence[tuple[str, nn.Parameter]]) -> None:
-        """Of ``make``, for the whole model's ``parameters``, whose values are not looked at."""
+    def __init__(
+        self, make: MakeOptimizer, parameters: Sequence[tuple[str, nn.Parameter]], *, thaws: bool
+    ) -> None:
+        """Of ``make``, for the whole model's ``parameters``, whose values are not looked at.
+
+        ``thaws``: ``make`` gets those that are frozen too if it wants them.
+        """
         self._make = make
-        self._all = {name: p.shape for name, p in parameters if p.requires_grad}
+        takes_frozen = thaws and getattr(make, TAKES_FROZEN, False)
+        setattr(self, TAKES_FROZEN, takes_frozen)
+        self._all = {
+            name: nn.Parameter(torch.empty_like(p, device="meta"), requires_grad=p.requires_grad)
+            for name, p in parameters
+            if p.requires_grad or takes_frozen
+        }
         self.names: Sequence[str] = ()
         """Of the parameters on this rank."""
         self.stepped: list[str] = []
         """Names of all parameters by the numbers that they would have in an optimizer of all."""
 
     def __call__(self, parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
-        own = dict(zip(self._trained(), parameters, strict=True))
+        here = [name for name in self.names if name in self._all]
+        own = dict(zip(here, parameters, strict=True))
         every = {
-            name: own[name] if name in own else nn.Parameter(torch.zeros((1,) * len(shape)))
-            for name, shape in self._all.items()
+            name: own[name] if name in own else nn.Parameter(torch.zeros((1,) * whole.dim()))
+            for name, whole in self._all.items()
         }
         optimizer = self._make(every.values())
+        groups = optimizer.param_groups
+        whole = whole_groups(self._make, self._all)
         names = {id(parameter): name for name, parameter in every.items()}
-        self.stepped = [
-            names[id(parameter)]
-            for group in optimizer.param_groups
-            for parameter in group["params"]
-        ]
-        for group in optimizer.param_groups:
+        if whole != [[names[id(p)] for p in group["params"]] for group in groups]:
+            options = self._make(self._all.values()).param_groups
+            of_device = {key: value for key, value in groups[0].items() if key in _OF_DEVICE}
+            members = [[every[name] for name in some] for some in whole]
+            groups[:] = [
+                {**group, **of_device, "params": some}
+                for group, some in zip(options, members, strict=True)
+            ]
+        self.stepped = [name for some in whole for name in some]
+        for group in groups:
             group["params"] = [p for p in group["params"] if names[id(p)] in own]
+        for name in every.keys() - own.keys():
+            optimizer.state.pop(every[name], None)  # Adagrad begins with one
         return optimizer
 
-    def _trained(self) -> list[str]:
-        return [name for name in self.names if name in self._all]
+
+_OF_DEVICE = ("fused", "foreach", "capturable")
+"""Options that torch chooses by the device of parameters."""
+
+
+def whole_groups(make: MakeOptimizer, parameters: Mapping[str, nn.Parameter]) -> list[list[str]]:
+    """The names of the parameters that ``make`` puts into each group, of whole ones.
+
+    ``parameters`` are on the meta device.
+
+    Raises:
+        ConfigError: ``make`` looks at their numbers, of which no rank of a mesh has all.
+    """
+    try:
+        groups = make(parameters.values()).param_groups
+    except ConfigError:
+        raise
+    except (NotImplementedError, RuntimeError) as error:
+        raise ConfigError(
+            "Mesh: the function that makes the optimizer looks at the numbers of parameters, of "
+            f"which a worker has a part only: {error}; let it tell them by their shapes or order"
+        ) from error
+    names = {id(parameter): name for name, parameter in parameters.items()}
+    return [[names[id(p)] for p in group["params"]] for group in groups]

@@ -201,9 +201,9 @@ class Skeleton:
                     stack.callback(part.register_forward_pre_hook(note).remove)
             seen = stack.enter_context(_Uses(module, uses, found))
             _computed(module, arguments)
-        if changed := seen.changed_buffer():
+        if changed := seen.changed():
             raise ConfigError(
-                f"Mesh: the module changes its buffer {changed!r} when it computes, and along a "
+                f"Mesh: the module changes {changed!r} when it computes, and along a "
                 "pipeline it computes each part of a batch by itself; leave such values out, or "
                 "pipeline at 1"
             )
@@ -342,14 +342,14 @@ def _at_cuts(module: nn.Module, cuts: Sequence[str]) -> Iterator[list[Sent]]:
 
 
 class _Uses(TorchFunctionMode):
-    """Notes in which stage each parameter is used, and whether a buffer is changed."""
+    """Notes in which stage each parameter is used, and whether one, or a buffer, is changed."""
 
     def __init__(self, module: nn.Module, uses: Mapping[str, set[int]], found: Any) -> None:
         super().__init__()
         self._module = module
         self._names = {id(parameter): name for name, parameter in module.named_parameters()}
         self._uses, self._found = uses, found
-        self._buffers = dict(module.named_buffers())
+        self._held = dict([*module.named_buffers(), *module.named_parameters()])
         self._changed: str | None = None
 
     def __enter__(self) -> _Uses:
@@ -362,27 +362,32 @@ class _Uses(TorchFunctionMode):
             name = self._names.get(id(value))
             if name is not None and not is_question(func):
                 self._uses[name].add(len(self._found))
-        if args and _is_in_place(func):
-            same = (name for name, buffer in self._buffers.items() if buffer is args[0])
+        if func is torch.autograd.grad:
+            raise ConfigError(
+                "Mesh: torch.autograd.grad is called while the module computes, of which each "
+                "stage of a pipeline has a part only; use the axis data"
+            )
+        if args and is_in_place(func):
+            changed = {id(value) for value in pytree.tree_leaves(args[0])}
+            same = (name for name, held in self._held.items() if id(held) in changed)
             self._changed = self._changed or next(same, None)
         return func(*args, **kwargs)
 
-    def changed_buffer(self) -> str | None:
-        """One that was changed in place, or of the state dict replaced, so far."""
+    def changed(self) -> str | None:
+        """What was changed in place, or of the state dict replaced, so far."""
         kept = self._module.state_dict(keep_vars=True)
-        replaced = (
-            name for name, b in self._buffers.items() if name in kept and kept[name] is not b
-        )
+        replaced = (name for name, b in self._held.items() if name in kept and kept[name] is not b)
         return self._changed or next(replaced, None)
 
 
 _IN_PLACE = {f"__i{name}__" for name in ("add", "sub", "mul", "truediv", "pow", "and", "or", "xor")}
 
 
-def _is_in_place(func: Any) -> bool:
+def is_in_place(func: Any) -> bool:
     """True of functions of torch that change their first argument."""
     name = getattr(func, "__name__", "")
-    return name in _IN_PLACE or name == "__setitem__" or (name[-1:] == "_" and name[:1] != "_")
+    is_public = name[:1] != "_" or name.startswith("_foreach_")
+    return name in _IN_PLACE or name == "__setitem__" or (name[-1:] == "_" and is_public)
 
 
 def is_question(func: Any) -> bool:

@@ -211,3 +211,53 @@ def test_a_layout_is_found_in_a_chain_which_learns_what_one_worker_learns(
         losses.append([epoch["loss"] for epoch in model.summary.history])
     assert losses[0] == pytest.approx(losses[1], rel=1e-5)
     assert model.summary.mesh == "tensor=2"
+
+
+def test_a_function_that_looks_at_the_numbers_of_parameters_is_refused() -> None:
+    def by_numbers(parameters: Any) -> torch.optim.Optimizer:
+        found = list(parameters)
+        still = [p for p in found if p.abs().max() == 0]
+        return torch.optim.SGD([p for p in found if all(p is not s for s in still)], lr=0.1)
+
+    net = nn.Linear(4, 2)
+    optimizer = by_numbers(net.parameters())
+    check_mesh_optimizer(None, optimizer, by_numbers)
+    with pytest.raises(ConfigError, match=r"looks at the numbers of parameters.*shapes or order"):
+        check_mesh_optimizer(Mesh(shard=2), optimizer, by_numbers)
+
+
+class Mixed(nn.Module):
+    """Has layers of two dtypes."""
+
+    def __init__(self, dtype: torch.dtype = torch.float64) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(4, 4), nn.Linear(4, 4, dtype=dtype)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.b(self.a(x).to(self.b.weight.dtype))
+
+
+def test_parameters_that_are_gathered_together_have_one_dtype() -> None:
+    def check(module: nn.Module, mesh: Mesh) -> None:
+        check_mesh(request(parallelism=mesh), module, "gang", has_logs=False)
+
+    for mesh in (Mesh(shard=2), Mesh(data=2, shard_optimizer=True)):
+        with pytest.raises(ConfigError, match=r"'a.weight' is torch.float32 and 'b.weight' is"):
+            check(Mixed(), mesh)
+        with pytest.raises(ConfigError, match=r"'b.weight' is complex, which cannot be divided"):
+            check(Mixed(torch.complex64), mesh)
+    check(Mixed(), Mesh(shard=2, smallest_unit=1))
+    check(Mixed(torch.complex64), Mesh(data=2))
+    frozen = Mixed()
+    frozen.b.requires_grad_(False)
+    check(frozen, Mesh(shard=2))
+
+
+def test_lazy_layers_are_divided_once_they_have_a_shape() -> None:
+    net = nn.Sequential(nn.LazyLinear(4), nn.Tanh(), nn.Linear(4, 1))
+    check_mesh(request(parallelism=Mesh(data=2)), net, "gang", has_logs=False)
+    for mesh in (Mesh(shard=2), Mesh(tensor=2), Mesh(data=2, shard_optimizer=True)):
+        with pytest.raises(ConfigError, match=r"0.weight is lazy.*run the module once"):
+            check_mesh(request(parallelism=mesh), net, "gang", has_logs=False)
+    net(torch.ones(2, 3))
+    check_mesh(request(), net, "gang", has_logs=False)

@@ -448,11 +448,11 @@ class Viewing(nn.Module):
         return x.view(len(x), -1) + torch.rand(1)
 
 
-def plan_of(rows: list[int]) -> TrainPlan:
+def plan_of(rows: list[int], validation: tuple[int, ...] = ()) -> TrainPlan:
     shards = [
         Shard(
-            shard_id=i, host="", path="", num_rows=n, num_validation_rows=0, fingerprint="",
-            num_bytes=0,
+            shard_id=i, host="", path="", num_rows=n, fingerprint="", num_bytes=0,
+            num_validation_rows=validation[i] if validation else 0,
         )
         for i, n in enumerate(rows)
     ]  # fmt: skip
@@ -481,6 +481,19 @@ def test_sync_batch_norm_may_need_modules_that_take_no_rows(
     else:
         check_empty_batches(Viewing(), plan_of(rows), config)
     assert torch.equal(torch.random.get_rng_state(), before)
+
+
+@pytest.mark.parametrize("mesh", [Mesh(shard=2), Mesh(data=2, shard_optimizer=True)], ids=str)
+def test_layers_that_are_gathered_may_need_modules_that_take_no_rows(mesh: Mesh) -> None:
+    def check(module: nn.Module, *rows: Any) -> None:
+        check_empty_batches(module, plan_of(*rows), TrainConfig(batch_size=4, parallelism=mesh))
+
+    check(Viewing(), [8, 8])
+    check(Viewing(), [8, 2], (3, 1))
+    for rows in (([8, 1],), ([8, 8], (5, 1)), ([8, 8], (0, 1))):
+        check(nn.Flatten(), *rows)
+        with pytest.raises(ConfigError, match=r"unflatten\(-1, \(-1, 4\)\) .* raise batchSize"):
+            check(Viewing(), *rows)
 
 
 @pytest.mark.parametrize(

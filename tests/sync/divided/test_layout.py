@@ -21,6 +21,9 @@ class Attention(nn.Module):
         super().__init__()
         self.q, self.k, self.out = nn.Linear(4, 6), nn.Linear(4, 6, bias=False), nn.Linear(6, 4)
 
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.out(self.q(x) * self.k(x))
+
 
 class Net(nn.Module):
     def __init__(self) -> None:
@@ -73,6 +76,22 @@ def test_layers_are_divided_by_their_names() -> None:
 def test_a_layout_that_does_not_fit_is_refused(layout: dict[str, str], remedy: str) -> None:
     with pytest.raises(ConfigError, match=remedy):
         divided_layers(Mesh(tensor=2, layout=layout), Net())
+
+
+class Masked(nn.Linear):
+    def __init__(self) -> None:
+        super().__init__(4, 4)
+        self.register_buffer("mask", torch.ones(4, 4))
+
+
+def test_only_layers_with_weight_and_bias_alone_are_divided() -> None:
+    whole = Mesh(tensor=2, layout={"*": "columns"})
+    with pytest.raises(ConfigError, match=r"means the module itself; .* put it into an nn.Seq"):
+        divided_layers(whole, nn.Linear(4, 4))
+    normed = nn.utils.parametrizations.weight_norm(nn.Linear(4, 4))
+    for layer in (Masked(), normed, nn.utils.parametrizations.spectral_norm(nn.Linear(4, 4))):
+        with pytest.raises(ConfigError, match=r"whose parameters and buffers are .*, .*; only"):
+            divided_layers(Mesh(tensor=2, layout={"0": "columns"}), nn.Sequential(layer))
 
 
 @pytest.mark.parametrize(
@@ -140,6 +159,13 @@ def test_large_layers_of_lists_are_gathered_one_by_one() -> None:
     assert units(net, 30) == list(net.blocks)
     net.blocks[0].out.weight = net.blocks[1].out.weight  # type: ignore[union-attr]
     assert units(net, 15) == [net.head]
+
+
+def test_what_only_holds_layers_is_not_gathered_itself() -> None:
+    net = nn.Module()
+    net.encoder, net.weights = nn.Module(), nn.ParameterList([torch.zeros(40)])
+    net.encoder.layers = nn.ModuleList(Attention() for _ in range(2))
+    assert units(net, 15) == list(net.encoder.layers)
 
 
 @pytest.mark.parametrize("parts", [2, 3, 5])

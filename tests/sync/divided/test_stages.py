@@ -108,7 +108,7 @@ def test_what_is_sent_has_the_shapes_of_these_inputs_and_no_more() -> None:
 
 
 class Counting(nn.Module):
-    """Changes buffers when it trains: one in place, or by another tensor, or none."""
+    """Changes a buffer or a parameter: one in place, or by another tensor, or none."""
 
     def __init__(self, how: str) -> None:
         super().__init__()
@@ -126,6 +126,12 @@ class Counting(nn.Module):
             self.seen[0] = x[0, 0]
         elif self.how == "replace":
             self.seen = 0.9 * self.seen + x.mean(0)
+        elif self.how == "teach":
+            torch._foreach_mul_([self.layers[1].bias], 0.9)
+        elif self.how == "differentiate":
+            with torch.enable_grad():
+                x = x.detach().requires_grad_()
+                (x,) = torch.autograd.grad(x.square().sum(), x)
         else:
             x = x + self.seen.add(self.count)
         found: torch.Tensor = self.layers[1](self.layers[0](x))
@@ -134,15 +140,24 @@ class Counting(nn.Module):
 
 @pytest.mark.parametrize(
     ("how", "name"),
-    [("add", "count"), ("copy", "seen"), ("item", "seen"), ("replace", "seen"), ("read", None)],
-)
-def test_a_module_that_changes_buffers_has_no_stages(how: str, name: str | None) -> None:
+    [
+        ("add", "count"), ("copy", "seen"), ("item", "seen"), ("replace", "seen"), ("read", None),
+        ("teach", "layers.1.bias"),
+    ],
+)  # fmt: skip
+def test_a_module_that_changes_what_it_holds_has_no_stages(how: str, name: str | None) -> None:
     mesh, x = Mesh(pipeline=2, stages=["layers.0", "layers.1"]), torch.zeros(2, 3)
     if name is None:
         stages_of(Counting(how), mesh, x)
         return
-    with pytest.raises(ConfigError, match=f"changes its buffer '{name}' when it computes"):
+    with pytest.raises(ConfigError, match=f"changes '{name}' when it computes"):
         stages_of(Counting(how), mesh, x)
+
+
+def test_a_module_that_takes_gradients_has_no_stages() -> None:
+    mesh, x = Mesh(pipeline=2, stages=["layers.0", "layers.1"]), torch.zeros(2, 3)
+    with pytest.raises(ConfigError, match=r"autograd.grad is called .*; use the axis data"):
+        stages_of(Counting("differentiate"), mesh, x)
 
 
 def tied() -> nn.Module:
