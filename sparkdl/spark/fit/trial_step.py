@@ -47,11 +47,12 @@ def try_step(
     """Take a training step on a copy of module, loss, optimizer and schedule.
 
     A few rows are tried first. If they fail it decides what a whole batch does, since a loss may
-    want as many. Nothing is refused for what zeros alone do.
+    want as many. Nothing is refused for what zeros alone do, or the first rows alone: other values
+    must fail at the same place, since those of one class, say, may be first.
 
     Args:
-        checked: what shall be trained, and how. A module that is compiled, that is not whole, or
-            that trains on GPUs is not tried.
+        checked: what shall be trained, and how. A module that is compiled, that is not whole,
+            that trains on GPUs, or that a callback may prepare is not tried.
         example: rows, or zeros where no rows are at hand.
         metrics: those of the request, with a metric in place of each name.
         read_rows: reads some rows where none are at hand, or gives None.
@@ -60,10 +61,13 @@ def try_step(
         ConfigError: what fails, with the line of the user's own where it fails; or a checkpoint
             cannot hold a state of the optimizer or the schedule.
     """
+    from sparkdl.train.callbacks import Callback
+
     config, module = checked.config, checked.module
     numbers = sum(parameter.numel() for parameter in module.parameters())
     is_here = config.device != "cuda" and config.precision != "fp16" and checked.weights is None
-    if not is_here or numbers > _MOST_NUMBERS or is_compiled(module):
+    begun = any(type(one).on_train_begin is not Callback.on_train_begin for one in config.callbacks)
+    if not is_here or begun or numbers > _MOST_NUMBERS or is_compiled(module):
         return
     config = replace(config, compile=False, metrics=metrics, divergence_factor=None)
     if _error(module, config, example, _FEW_ROWS, is_first=True) is None:
@@ -77,6 +81,9 @@ def try_step(
     if isinstance(error, ConfigError):
         raise error
     if error is not None:
+        elsewhere = _error(module, config, _varied(example), config.batch_size)
+        if _where(elsewhere) != _where(error):
+            return
         place = users_line(error) or _forward_line(module, config, example)
         text = str(error).partition("\n")[0]  # torch lists all of its backends
         text = text if len(text) <= _LONGEST_TEXT else f"{text[:_LONGEST_TEXT]}..."
@@ -84,6 +91,36 @@ def try_step(
             f"the first step of training fails{place}: {type(error).__name__}: {text}; the same "
             "would happen on every worker: correct it in a loop of your own, on a batch"
         ) from error
+
+
+def _where(error: Exception | None) -> tuple[object, str] | None:
+    return None if error is None else (type(error), users_line(error))
+
+
+def _varied(example: Example) -> Example:
+    """The example with values of the same kind that hang together with nothing."""
+    import torch
+
+    assert example.rows is not None
+    generator = torch.Generator().manual_seed(0)
+
+    def vary(values: torch.Tensor) -> torch.Tensor:
+        if not len(values):
+            return values
+        drawn = torch.rand(values.shape, generator=generator, dtype=torch.float64)
+        if not values.is_floating_point():
+            most = max(1, int(values.max()))  # at least two classes, and none that is not there
+            return (drawn * (most + 1)).long().to(values.dtype)
+        least, most = values.min(), values.max()
+        if bool(((values == 0) | (values == 1)).all()):
+            return drawn.round().to(values.dtype)
+        return (least + drawn * (most - least)).to(values.dtype)
+
+    rows = {
+        key: vary(value) if isinstance(value, torch.Tensor) else value
+        for key, value in example.rows.items()
+    }
+    return replace(example, rows=rows)
 
 
 def _error(

@@ -21,6 +21,7 @@ from sparkdl.spark.fit.trial_step import try_step
 from sparkdl.sync.asynchronous.async_sgd import AsyncSGD
 from sparkdl.sync.averaging.parameter_averaging import ParameterAveraging
 from sparkdl.sync.gradients.allreduce import AllReduce
+from sparkdl.train.callbacks import Callback, CallbackState
 from sparkdl.train.objective.training_step import objective_of
 from tests.spark.fit.requests import request
 
@@ -312,3 +313,65 @@ def test_sparse_gradients_are_refused_with_what_keeps_whole_ones(named: str) -> 
 def test_an_optimizer_of_sparse_gradients_passes_the_checks_before_any_row() -> None:
     for optimizer in ("sparseadam", both, "adagrad"):
         check_values(request(Words(), optimizer=optimizer))
+
+
+def farthest_and_nearest(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    """Has no nearest of another class where a batch has one class."""
+    distances = torch.cdist(output, output)
+    same = target[:, None] == target[None, :]
+    return distances[same].max() - distances[~same].min()
+
+
+def two_classes(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    if len(torch.unique(target)) < 2:
+        raise ValueError("a batch needs two classes")
+    return F.cross_entropy(output, target)
+
+
+class Whitening(nn.Linear):
+    """Needs features of full rank, in training alone."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.training:
+            torch.linalg.cholesky((x - x.mean(0)).T @ (x - x.mean(0)))
+        return super().forward(x)
+
+
+@pytest.mark.parametrize("loss", [farthest_and_nearest, two_classes])
+def test_first_rows_of_one_class_are_no_reason_to_refuse(loss: Any) -> None:
+    rows = {**ROWS, "label y": torch.zeros(8, dtype=torch.int64)}
+    step(loss=loss, task="custom", rows=rows)
+    flags = Column(name="y", role="label", dtype="bool", shape=())
+    checked = checked_values(nn.Linear(4, 3), loss=partial(as_numbers, loss), task="custom")
+    rows = {**ROWS, "label y": torch.zeros(8, dtype=torch.bool)}
+    try_step(checked, Example(columns=(X, flags), rows=rows), None, lambda: None)
+
+
+def as_numbers(loss: Any, output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    return loss(output, target.long())
+
+
+def test_first_rows_that_are_alike_are_no_reason_to_refuse() -> None:
+    rows = {**ROWS, "feature x": torch.rand(8, 4).index_select(0, torch.arange(8) % 2)}
+    step(module=Whitening(4, 3), rows=rows)
+    with pytest.raises(ConfigError, match=r"in 'return found @ torch.ones"):
+        step(module=TrainsOtherwise(4, 3), rows=rows)
+
+
+class Tempered(nn.Linear):
+    """Has a temperature in training once a callback has given it one."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        found = super().forward(x)
+        return found / self.temperature if self.training else found
+
+
+class Warm(Callback):
+    def on_train_begin(self, state: CallbackState) -> None:
+        state.model.temperature = 2.0  # type: ignore[assignment]
+
+
+def test_what_a_callback_prepares_is_not_missed() -> None:
+    step(module=Tempered(4, 3), callbacks=(Warm(),))
+    with pytest.raises(ConfigError, match="temperature"):
+        step(module=Tempered(4, 3), callbacks=(Callback(),))
