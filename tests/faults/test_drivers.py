@@ -146,8 +146,11 @@ def two(cluster: Cluster, sessions: Sessions, tmp_path_factory: pytest.TempPathF
     return Ended(said, directory)
 
 
-ENDS = [(signal.SIGTERM, "spool"), (signal.SIGINT, "checkpoint"), (signal.SIGKILL, "finish")]
-"""The signals that one driver after the other gets, and the phases in which it gets them."""
+ENDS = [(signal.SIGINT, "checkpoint"), (signal.SIGKILL, "spool")]
+"""The signals that one driver after the other gets, and the phases in which it gets them.
+
+What SIGTERM removes before it kills is shown by `tests/spark/session/test_termination`.
+"""
 
 
 def test_driver_after_driver_goes_on(two: Ended, cluster: Cluster, tmp_path: Path) -> None:
