@@ -24,8 +24,8 @@ JOBS = [
     for job in ("evaluate", "predict", "prepare", "tune")
 ]
 """Jobs with job files of the repository, which run whether or not a page shows the command."""
-SUBMITTED = ("train digits", "predict predict")
-"""A job that trains in a gang, and one that works in stages: only these start a JVM of their own.
+SUBMITTED = ("train digits",)
+"""The job that starts a JVM of its own.
 
 A job's program is a table's row and a call, so the others show no more of ``spark-submit``.
 """
