@@ -108,7 +108,7 @@ def _words(pid: int) -> str:
         return ""
 
 
-ENDS = [(signal.SIGINT, "checkpoint"), (signal.SIGKILL, "spool")]
+ENDS = [(signal.SIGINT, "checkpoint"), (signal.SIGKILL, "finish")]
 """The signals that one driver after the other gets, and the phases in which it gets them.
 
 What SIGTERM removes before it kills is shown by `tests/spark/session/test_termination`.
