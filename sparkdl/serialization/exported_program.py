@@ -16,7 +16,9 @@ than raw tensors, operators of a list, plain names and plain size expressions, b
 them. The list is `allowed_operators.ALLOWED`: other operators of ATen write or read outside their
 tensors where their arguments are wrong, and those of other libraries may do anything.
 It looks through torch's own zip reader, so that both see the same bytes, and calls ``load_pt2``
-itself, which has no second try.
+itself, which has no second try. Both are imported where they are needed: they bring torch's
+compiler, which takes a second. What it imports when a program ends makes Python forget that Ctrl-C
+has ended the program, so that its status would be 1.
 """
 
 from __future__ import annotations
@@ -29,19 +31,19 @@ import re
 import warnings
 from collections.abc import Iterator
 from inspect import signature
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
-from torch.export.pt2_archive import PT2ArchiveReader
-from torch.export.pt2_archive._package import load_pt2
-from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 
 from sparkdl.errors import ConfigError, StorageError
 from sparkdl.serialization.allowed_operators import ALLOWED, CHECKED, UNCHECKED
 from sparkdl.serialization.example_inputs import Example, Given, as_example
 from sparkdl.serialization.trust import USUAL, Trust
 from sparkdl.sync.frozen_layers import evaluation_mode
+
+if TYPE_CHECKING:
+    from torch.export.pt2_archive import PT2ArchiveReader
 
 _MODEL = "models/model.json"
 _CONFIGS = ("data/weights/model_weights_config.json", "data/constants/model_constants_config.json")
@@ -105,6 +107,8 @@ class ProgramModule(nn.Module):
 
     def exported(self) -> torch.export.ExportedProgram:
         """The program as torch's exporters take it, read anew."""
+        from torch.export.pt2_archive._package import load_pt2
+
         program: torch.export.ExportedProgram
         program = load_pt2(io.BytesIO(self.archive)).exported_programs["model"]
         return program
@@ -206,11 +210,13 @@ def _exporting() -> Iterator[None]:
             contextlib.redirect_stderr(io.StringIO()),  # the graph as far as torch came
         ):
             yield
-    except GuardOnDataDependentSymNode:  # whose message is a page
-        raise ConfigError(
-            "torch.export cannot export it (forward branches on values of its tensors)"
-        ) from None
     except Exception as error:  # whatever the module's forward or torch's tracer raise
+        from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
+
+        if isinstance(error, GuardOnDataDependentSymNode):  # whose message is a page
+            raise ConfigError(
+                "torch.export cannot export it (forward branches on values of its tensors)"
+            ) from None
         reason = str(error).strip().partition("\n")[0]
         raise ConfigError(
             f"torch.export cannot export it ({type(error).__name__}: {reason})"
@@ -259,8 +265,14 @@ def _strip(program: torch.export.ExportedProgram) -> None:
                 node.meta = {key: item for key, item in node.meta.items() if key == "val"}
 
 
+def _open(archive: bytes) -> PT2ArchiveReader:
+    from torch.export.pt2_archive import PT2ArchiveReader
+
+    return PT2ArchiveReader(io.BytesIO(archive))
+
+
 def _check_archive(archive: bytes, trust: Trust) -> None:
-    reader = PT2ArchiveReader(io.BytesIO(archive))
+    reader = _open(archive)
     names = reader.get_file_names()
     for name in names:
         if not _ENTRY.fullmatch(name):
@@ -334,7 +346,7 @@ def _is_allowed(operator: str) -> bool:
 
 def _unlisted_operators(archive: bytes) -> tuple[str, ...]:
     """Operators of an archive that `read_program` must be told to trust, without overloads."""
-    model = json.loads(PT2ArchiveReader(io.BytesIO(archive)).read_string(_MODEL))
+    model = json.loads(_open(archive).read_string(_MODEL))
     operators = [text for text, key in _texts(model, "") if key in _OPERATOR_KEYS]
     found = (_OPERATOR.fullmatch(text) for text in operators if not _is_allowed(text))
     return tuple(sorted({match[1] for match in found if match is not None}))

@@ -84,7 +84,7 @@ class ComputeInC(Fault):
     So the worker can say nothing, and its main thread sleeps.
     """
 
-    seconds: float = 30.0
+    seconds: float = 18.0
 
     def strike(self) -> None:
         thread = threading.Thread(target=compute_in_c, args=(self.seconds,))

@@ -26,11 +26,6 @@ pytestmark = [
 
 __all__ = ["nothing_is_left"]  # a fixture for every test here
 
-CASES = {
-    "tournament": sparkdl.Tournament(period=4),
-    "population-based": sparkdl.PopulationBasedTraining(period=4),
-}
-
 
 @pytest.fixture(scope="module")
 def df(cluster: SparkSession) -> DataFrame:
@@ -43,11 +38,10 @@ def under(strategy: Any, *callbacks: faults.Fault) -> FitRequest:
     return replace(wanted, config=replace(wanted.config, sync_strategy=strategy, epochs=1))
 
 
-@pytest.mark.parametrize("name", CASES)
-def test_a_lost_task_changes_no_bit(df: DataFrame, tmp_path: Path, name: str) -> None:
+def test_a_lost_task_changes_no_bit(df: DataFrame, tmp_path: Path) -> None:
     from sparkdl.spark.fit.fit import fit
 
-    strategy = CASES[name]
+    strategy = sparkdl.PopulationBasedTraining(period=4)
     undisturbed = fit(df, under(strategy))
     result = fit(df, under(strategy, faults.KillWorker(str(tmp_path / "struck"), 1, 6)))
     assert (tmp_path / "struck").exists()

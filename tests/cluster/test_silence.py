@@ -101,7 +101,7 @@ def epoch(df: DataFrame) -> str:
 def test_executors_that_take_long_to_come(
     cluster: SparkSession, df: DataFrame, epoch: str, tmp_path: Path
 ) -> None:
-    """Both are lost in a round, and the new ones stand still for 12 s before they are there."""
+    """Both are lost in a round, and the new ones stand still for 8 s before they are there."""
     from sparkdl.spark.fit.fit import fit
 
     markers = [tmp_path / "0", tmp_path / "1"]
@@ -112,7 +112,7 @@ def test_executors_that_take_long_to_come(
             for pid in executors().difference(first, held):
                 os.kill(pid, signal.SIGSTOP)
                 held.append(pid)
-                waiting[pid] = time.monotonic() + 12
+                waiting[pid] = time.monotonic() + 8
             for pid in [pid for pid, until in waiting.items() if time.monotonic() > until]:
                 del waiting[pid]
                 os.kill(pid, signal.SIGCONT)
@@ -122,10 +122,10 @@ def test_executors_that_take_long_to_come(
     kills = [faults.KillExecutor(str(one), rank, 7) for rank, one in enumerate(markers)]
     began = time.monotonic()
     # Python takes long to start beside other programs.
-    with entries(cluster, startTimeout=240, heartbeatTimeout=8), beside(hold_new_ones):
+    with entries(cluster, startTimeout=240, heartbeatTimeout=5), beside(hold_new_ones):
         result = fit(df, one_epoch(*kills))
     assert all(one.exists() for one in markers)
-    assert len(held) == 2 and time.monotonic() - began > 12
+    assert len(held) == 2 and time.monotonic() - began > 8
     assert result.summary.restarts == 0
     assert digest(result) == epoch
 

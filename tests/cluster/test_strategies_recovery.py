@@ -23,12 +23,13 @@ pytestmark = [pytest.mark.spark, pytest.mark.gang, pytest.mark.slow, pytest.mark
 
 __all__ = ["nothing_is_left"]  # a fixture for every test here
 
-# One of each kind of state that a strategy keeps in a gang; tests/sync shows for every strategy and
-# for AllReduce's options that a run goes on from its checkpoint with the same bits.
+# Ranks keep weights of their own, residuals and fragments under way; servers keep slices. Tests of
+# `sync` show for every strategy, and for the options of AllReduce, that a run goes on from its
+# checkpoint with the same bits.
 SYNCHRONOUS = {
-    "residuals": sparkdl.AllReduce(compression="threshold"),
-    "weights of one's own": sparkdl.Gossip(probability=0.5),
-    "fragments under way": sparkdl.DiLoCo(averaging_period=4, num_fragments=2, overlap_steps=1),
+    "what ranks keep": sparkdl.DiLoCo(
+        averaging_period=4, num_fragments=2, overlap_steps=1, compression="threshold"
+    ),
     "slices of a server": sparkdl.AsyncSGD(staleness_bound=0),
 }
 DRIVEN_BY_TIME = {

@@ -8,7 +8,7 @@ import runpy
 import shutil
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
@@ -24,11 +24,19 @@ JOBS = [
     for job in ("evaluate", "predict", "prepare", "tune")
 ]
 """Jobs with job files of the repository, which run whether or not a page shows the command."""
-SUBMITTED = ("train digits", "predict predict")
-"""A job that trains in a gang, and one that works in stages: only these start a JVM of their own.
+SUBMITTED = ("train digits",)
+"""The job that starts a JVM of its own.
 
 A job's program is a table's row and a call, so the others show no more of ``spark-submit``.
 """
+
+READS = {
+    "prepare prepare": "digits --files",
+    "train images": "prepare prepare",
+    "evaluate evaluate": "train digits",
+    "predict predict": "train digits",
+}
+"""Of a command the one that writes what it reads, which runs before it if it has not."""
 
 
 def _block(text: str) -> Block:
@@ -106,8 +114,29 @@ def test_what_is_the_readers_own_is_left_alone(command: str) -> None:
 
 
 @pytest.fixture(scope="module")
+def run(workspace: Path, spark: SparkSession) -> Callable[[tuple[str, ...]], None]:
+    """Runs a command, unless it has run already, and before it the one of which it reads."""
+    by_name = {_name_of(command): command for command in _to_run()}
+    done: set[str] = set()
+
+    def once(command: tuple[str, ...]) -> None:
+        name = _name_of(command)
+        if name in done:
+            return
+        if name in READS:
+            once(by_name[READS[name]])
+        if command[0] != "spark-submit" or name in SUBMITTED:
+            submitted(command, workspace)
+        else:
+            run_here(command, workspace, spark)
+        done.add(name)
+
+    return once
+
+
+@pytest.fixture(scope="module")
 def workspace(tmp_path_factory: pytest.TempPathFactory, digits: Path) -> Path:
-    """One folder for all commands: what one writes another reads."""
+    """One folder for all commands: what one writes another reads (`READS`)."""
     folder = tmp_path_factory.mktemp("docs-commands")
     for name in ("conf", "jobs"):
         (folder / name).symlink_to(ROOT / name)
@@ -132,23 +161,23 @@ def submitted(command: Sequence[str], workspace: Path) -> None:
     assert result.returncode == 0, result.stderr[-3000:]
 
 
+def run_here(command: Sequence[str], workspace: Path, spark: SparkSession) -> None:
+    """Run a job's program in a session that is there already and goes on."""
+    partitions = spark.conf.get("spark.sql.shuffle.partitions")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(SparkSession, "stop", lambda session: None)
+        patch.setattr(sys, "argv", list(command[1:]))
+        with working_in(workspace, spark), pytest.raises(SystemExit) as ended:
+            runpy.run_path(command[1], run_name="__main__")
+    spark.conf.set("spark.sql.shuffle.partitions", partitions)
+    assert ended.value.code == 0
+
+
 # The commands run as the pages have them, but for `runnable`'s settings.
 @pytest.mark.spark
 @pytest.mark.classic
 @pytest.mark.slow
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("command", _to_run(), ids=_name_of)
-def test_jobs_run(
-    command: tuple[str, ...], workspace: Path, spark: SparkSession, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    if command[0] != "spark-submit" or _name_of(command) in SUBMITTED:
-        submitted(command, workspace)
-        return
-    # The other jobs' programs run here, in a session that is there already and goes on.
-    partitions = spark.conf.get("spark.sql.shuffle.partitions")
-    monkeypatch.setattr(SparkSession, "stop", lambda session: None)
-    monkeypatch.setattr(sys, "argv", list(command[1:]))
-    with working_in(workspace, spark), pytest.raises(SystemExit) as ended:
-        runpy.run_path(command[1], run_name="__main__")
-    spark.conf.set("spark.sql.shuffle.partitions", partitions)
-    assert ended.value.code == 0
+def test_jobs_run(command: tuple[str, ...], run: Callable[[tuple[str, ...]], None]) -> None:
+    run(command)

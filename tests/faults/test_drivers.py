@@ -1,6 +1,7 @@
-"""After the end of a driver nothing stays, and a new one goes on; two at once are in nobody's way.
+"""After the end of a driver nothing stays, and a new one goes on.
 
-Both workers of a driver are in one executor: each process that starts costs seconds.
+Both workers of a driver are in one executor: each process that starts costs seconds. Two fits at
+once that share all folders are in `tests/cluster/test_checkpoint_recovery`.
 """
 
 from __future__ import annotations
@@ -17,8 +18,6 @@ from pathlib import Path
 
 import pytest
 
-from sparkdl.report.record.run_folder import RunReader
-from sparkdl.storage.storage import open_storage
 from tests.cluster.processes import state_of
 from tests.faults.cluster import DEFAULT_PATIENCE, PATIENCE, Cluster, Sessions, marks
 from tests.faults.faults import Fault, Faults, Victim
@@ -109,52 +108,28 @@ def _words(pid: int) -> str:
         return ""
 
 
-@dataclass(frozen=True)
-class Ended:
-    """Two drivers that have run at once, with the same folders."""
+ENDS = [(signal.SIGINT, "checkpoint"), (signal.SIGKILL, "finish")]
+"""The signals that one driver after the other gets, and the phases in which it gets them.
 
-    said: list[str]
-    directory: Path
-
-    @property
-    def digest(self) -> str:
-        """That of the first one."""
-        return self.said[0].split("digest ")[1].split()[0]
-
-
-def reports(directory: Path) -> list[str]:
-    """How the runs have ended that left a report."""
-    runs = RunReader(open_storage(str(directory)))
-    found = [runs.read(name) for name in runs.names()]
-    return [report.status for report in found if report is not None]
+What SIGTERM removes before it kills is shown by `tests/spark/session/test_termination`.
+"""
 
 
 @pytest.fixture(scope="module")
-def two(cluster: Cluster, sessions: Sessions, tmp_path_factory: pytest.TempPathFactory) -> Ended:
-    """Two drivers, before a session of this process holds slots that they need."""
+def gone_on(
+    cluster: Cluster, sessions: Sessions, tmp_path_factory: pytest.TempPathFactory
+) -> tuple[str, Path]:
+    """What the last driver has said, after those that were ended, and their folder.
+
+    They run before a session of this process holds slots that they need.
+    """
     sessions.stop()
     cluster.repair()
-    Faults(cluster.fault_folder, cluster.hosts)  # no moment is left of a test before
-    directory = tmp_path_factory.mktemp("two-drivers")
-    with (
-        driver(cluster, directory, directory / "tmp-1") as one,
-        driver(cluster, directory, directory / "tmp-2") as other,
-    ):
-        said = [one.end(), other.end()]
-    for each in said:
-        assert "digest " in each, each[-3000:]
-    return Ended(said, directory)
-
-
-ENDS = [(signal.SIGTERM, "spool"), (signal.SIGINT, "checkpoint"), (signal.SIGKILL, "finish")]
-"""The signals that one driver after the other gets, and the phases in which it gets them."""
-
-
-def test_driver_after_driver_goes_on(two: Ended, cluster: Cluster, tmp_path: Path) -> None:
+    folder = tmp_path_factory.mktemp("drivers")
     manifests, processes = 0, pids(cluster)
     for count, (number, phase) in enumerate(ENDS):
         faults = Faults(cluster.fault_folder, cluster.hosts)
-        with driver(cluster, tmp_path, tmp_path / f"tmp-{count}") as one:
+        with driver(cluster, folder, folder / f"tmp-{count}") as one:
             with faults.at(phase, 0, signalled(one.process, number)):
                 said = one.end()
             assert [struck.moment for struck in faults.struck] == [f"{phase}-0-0"], said[-3000:]
@@ -164,23 +139,27 @@ def test_driver_after_driver_goes_on(two: Ended, cluster: Cluster, tmp_path: Pat
             if number != signal.SIGKILL:  # after which nobody is there to remove them
                 assert one.left() == []
         await_nothing_left(cluster, processes)
-        before, manifests = manifests, len([*tmp_path.glob("checkpoints/*/*/step-*/manifest.json")])
+        before, manifests = manifests, len([*folder.glob("checkpoints/*/*/step-*/manifest.json")])
         assert manifests >= before
     assert manifests > 0
-    with driver(cluster, tmp_path, tmp_path / "tmp") as last:
+    Faults(cluster.fault_folder, cluster.hosts)  # no moment is left
+    with driver(cluster, folder, folder / "tmp") as last:
         said = last.end()
-    assert f"restarts 0 digest {two.digest}" in said, said[-3000:]
-    # Those of drivers that have ended count no more after ten minutes; on their host at once.
-    assert len(list(tmp_path.glob("checkpoints/*/lease-*"))) <= len(ENDS)
-    assert list(tmp_path.glob("checkpoints/*/*/step-*-final/manifest.json"))
+    assert "restarts 0 digest " in said, said[-3000:]
     await_nothing_left(cluster, processes)
+    return said, folder
 
 
-def test_two_drivers_that_share_all_folders(two: Ended, request: pytest.FixtureRequest) -> None:
+def test_driver_after_driver_goes_on(gone_on: tuple[str, Path]) -> None:
+    _, folder = gone_on
+    # Leases of drivers that have ended count no more after ten minutes; on their host at once.
+    assert len(list(folder.glob("checkpoints/*/lease-*"))) <= len(ENDS)
+    assert list(folder.glob("checkpoints/*/*/step-*-final/manifest.json"))
+
+
+def test_the_last_one_has_the_bits_of_a_fit_that_nobody_has_ended(
+    gone_on: tuple[str, Path], request: pytest.FixtureRequest
+) -> None:
     undisturbed: Outcome = request.getfixturevalue("undisturbed")
-    for each in two.said:
-        assert f"restarts 0 digest {undisturbed.digest}" in each, each[-3000:]
-        assert "there is no checkpoint" not in each
-        assert "could not be" not in each
-    assert reports(two.directory / "reports") == 2 * ["succeeded"]
-    assert not list(two.directory.glob("checkpoints/*/lease-*"))
+    said, _ = gone_on
+    assert said.split("digest ")[1].split()[0] == undisturbed.digest

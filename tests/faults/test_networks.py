@@ -55,16 +55,13 @@ def test_a_cut_in_each_phase(df: DataFrame, undisturbed: Outcome, faults: Faults
 
 
 STRATEGIES = {
-    "compressed gradients": sparkdl.AllReduce(compression="threshold"),
     "a parameter server": sparkdl.AsyncSGD(staleness_bound=2),
     "rounds": sparkdl.OneShotAveraging(),
 }
 
 
-@pytest.mark.parametrize(
-    ("kind", "seconds"),
-    [("compressed gradients", 12), ("a parameter server", 6), ("rounds", SHORT)],
-)
+# Gangs that synchronize: `test_a_cut_in_each_phase`.
+@pytest.mark.parametrize(("kind", "seconds"), [("a parameter server", 6), ("rounds", SHORT)])
 def test_cuts_of_one_way(df: DataFrame, cluster: Cluster, kind: str, seconds: float) -> None:
     wanted = fit_request(execution_mode="rounds" if kind == "rounds" else "gang")
     wanted = replace(wanted, config=replace(wanted.config, sync_strategy=STRATEGIES[kind]))

@@ -49,11 +49,12 @@ def main(master: str, address: str, folder: str, url: str, webhdfs_url: str) -> 
     write(spark, f"{url}/rows")
     source = ParquetSource(f"{webhdfs_url}/rows")
     found = {"blocks": blocks(spark, url, webhdfs_url)}
-    fit(spark, source, epochs=1)  # what is done once a session is not counted
-    found["local"] = fit(spark, source, epochs=EPOCHS)
+    regressor(1).fit(source)  # what is done once a session is not counted
     found["explained"] = regressor(1).explain(source, calibrate=False).notes
+    counts = [counted(spark)]
+    found["local"] = fit(spark, source, counts)
     row_table.locate_blocks = lambda spark, *place: nowhere(*place)  # type: ignore[attr-defined]
-    found["anywhere"] = fit(spark, source, epochs=EPOCHS)
+    found["anywhere"] = fit(spark, source, counts)
     print(json.dumps(found), flush=True)
     spark.stop()
 
@@ -100,22 +101,25 @@ def regressor(epochs: int) -> TorchRegressor:
     )  # fmt: skip
 
 
-def fit(spark: SparkSession, source: ParquetSource, epochs: int) -> dict[str, Any]:
-    """Train; what went through each executor's host."""
+Counts = dict[str, dict[str, int]]
+
+
+def fit(spark: SparkSession, source: ParquetSource, counts: list[Counts]) -> dict[str, Any]:
+    """Train; what went through each executor's host since the last of ``counts``, which grow."""
     locate = partial(row_table.locate_blocks, spark)
     wanted = Wanted(columns=(FEATURES,), validation=None, num_shards=2, locate=locate)
     hosts = [list(shard.hosts) for shard in source.contents(wanted).shards]
-    before = counted(spark)
-    rows = regressor(epochs).fit(source).summary.rows
-    after = counted(spark)
-    counts = {
+    rows = regressor(EPOCHS).fit(source).summary.rows
+    counts.append(counted(spark))
+    before, after = counts[-2:]
+    went = {
         host: {what: after[host][what] - before[host][what] for what in ("eth0", "lo", "disk")}
         for host in after
     }
-    return {"rows": rows, "hosts": hosts, "bytes": counts}
+    return {"rows": rows, "hosts": hosts, "bytes": went}
 
 
-def counted(spark: SparkSession) -> dict[str, dict[str, int]]:
+def counted(spark: SparkSession) -> Counts:
     """Bytes by each network card of each executor's host, and of its data node."""
 
     def ask(_: Iterator[int]) -> Iterator[tuple[str, dict[str, int]]]:

@@ -88,9 +88,15 @@ def library(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     (tmp_path / "a_library.py").write_text(LIBRARY, encoding="utf-8")
     (tmp_path / "of_the_library.py").write_text("SHIFT = 1.0\nOTHER = 2\n", encoding="utf-8")
     monkeypatch.syspath_prepend(tmp_path)
-    yield importlib.import_module("a_library")
+    yield imported_anew()
     for name in ("a_library", "of_the_library"):
         sys.modules.pop(name, None)
+
+
+def imported_anew() -> Any:
+    for name in ("a_library", "of_the_library"):
+        sys.modules.pop(name, None)
+    return importlib.import_module("a_library")
 
 
 def forward(self: Any, x: torch.Tensor) -> torch.Tensor:
@@ -123,7 +129,8 @@ def sent_from(library: Any) -> ProgramValues:
 
 LOOK = """
 import pickle, sys
-sys.path[:], sent = pickle.load(sys.stdin.buffer)
+sys.path[:], programs = pickle.load(sys.stdin.buffer)
+from sparkdl.serialization.imported_values import give_back
 def look():
     import a_library, of_the_library, torch
     net = a_library.Net.__new__(a_library.Net)
@@ -131,25 +138,25 @@ def look():
     net.layer = torch.nn.Identity()
     said = net.forward(torch.ones(1)).item()
     return [a_library.SIZE, a_library.OPTIONS, a_library.Base.hidden, a_library.CALLS, said]
-found = [look()]
-pickle.loads(sent)
-found.append(look())
-pickle.loads(pickle.dumps(pickle.loads(sent)))  # once more changes nothing
-found.append(look())
-from sparkdl.serialization.imported_values import give_back
-give_back()
-found.append(look())
-print(found)
+def looks(sent):
+    yield look()
+    pickle.loads(sent)
+    yield look()
+    pickle.loads(pickle.dumps(pickle.loads(sent)))  # once more changes nothing
+    yield look()
+    give_back()
+    yield look()
+print([list(looks(sent)) for sent in programs])
 """
 
 
-def seen_by_another(sent: ProgramValues) -> list[list[Any]]:
-    """What another process sees before, with, again with, and without what was sent."""
+def seen_by_another(programs: list[bytes]) -> list[list[list[Any]]]:
+    """What another process sees before, with, again with, and without what each program sends."""
     done = subprocess.run(
-        [sys.executable, "-c", LOOK], input=pickle.dumps((sys.path, pickle.dumps(sent))),
+        [sys.executable, "-c", LOOK], input=pickle.dumps((sys.path, programs)),
         capture_output=True, check=True, timeout=60,
     )  # fmt: skip
-    found: list[list[Any]] = ast.literal_eval(done.stdout.decode())
+    found: list[list[list[Any]]] = ast.literal_eval(done.stdout.decode())
     return found
 
 
@@ -165,16 +172,21 @@ CHANGED: dict[str, list[Any]] = {
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", CHANGES)
-def test_what_the_program_has_changed_is_there_too(library: Any, name: str) -> None:
-    library.UNUSED = library.of_the_library.OTHER = 9
-    library.Net()(torch.ones(library.SIZE))  # which counts, and fills a cache
-    CHANGES[name](library)
-    before, there, again, after = seen_by_another(sent_from(library))
-    assert before == after == AS_IN_THE_FILE
-    assert there == again
-    assert there[:4] == CHANGED[name][:4]
-    assert there[4] == pytest.approx(CHANGED[name][4])
+@pytest.mark.usefixtures("library")
+def test_what_the_program_has_changed_is_there_too() -> None:
+    programs = []
+    for change in CHANGES.values():
+        library = imported_anew()
+        library.UNUSED = library.of_the_library.OTHER = 9
+        library.Net()(torch.ones(library.SIZE))  # which counts, and fills a cache
+        change(library)
+        programs.append(pickle.dumps(sent_from(library)))
+    for name, seen in zip(CHANGES, seen_by_another(programs), strict=True):
+        before, there, again, after = seen
+        assert before == after == AS_IN_THE_FILE, name
+        assert there == again, name
+        assert there[:4] == CHANGED[name][:4], name
+        assert there[4] == pytest.approx(CHANGED[name][4]), name
 
 
 def test_nothing_is_sent_that_nobody_has_changed(library: Any) -> None:

@@ -6,11 +6,24 @@ import signal
 import subprocess
 import sys
 import threading
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from sparkdl.spark.session.termination import removed_at_termination
+
+SIGNALS = (signal.SIGTERM, signal.SIGHUP)
+
+
+@pytest.fixture(autouse=True)
+def nobody_listens_yet() -> Iterator[None]:
+    """Tests that ran before in this process may: a search listens for the rest of a program."""
+    before = {number: signal.signal(number, signal.SIG_DFL) for number in SIGNALS}
+    yield
+    for number, handler in before.items():
+        signal.signal(number, handler)
+
 
 PROGRAM = """
 import signal, sys, threading, time
@@ -32,7 +45,7 @@ with termination.removed_at_termination(sys.argv[1]):
 
 
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+@pytest.mark.parametrize("number", SIGNALS)
 def test_the_folders_of_all_fits_are_gone_and_the_signal_is_what_ended_it(
     number: signal.Signals, tmp_path: Path
 ) -> None:

@@ -77,6 +77,7 @@ def packed_by_driver(comm: Communicator, factories: list[Any]) -> tuple[PackedMo
         checked: Any = SimpleNamespace(**vars(values))
         table = MagicMock()
         table.columns.return_value = columns
+        table.rows_at_hand.return_value = None
         check_rows(checked, table, [], None)
         run_key(values.module, columns, values.config, "", values.weights)
         packed = pack(values.module, values.weights)
