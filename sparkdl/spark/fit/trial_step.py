@@ -109,8 +109,8 @@ def _varied(example: Example) -> Example:
             return values
         drawn = torch.rand(values.shape, generator=generator, dtype=torch.float64)
         if not values.is_floating_point():
-            most = max(1, int(values.max()))  # at least two classes, and none that is not there
-            return (drawn * (most + 1)).long().to(values.dtype)
+            num_values = 1 + max(1, int(values.max()))  # two classes at least
+            return (drawn * num_values).long().to(values.dtype)
         least, most = values.min(), values.max()
         if bool(((values == 0) | (values == 1)).all()):
             return drawn.round().to(values.dtype)
