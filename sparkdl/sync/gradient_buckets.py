@@ -42,10 +42,17 @@ class Bucket:
         sizes = [parameter.numel() for parameter in parameters]
         self.values = flat[: sum(sizes)]
         pieces = torch.split(self.values, sizes)
-        self.gradients = tuple(
-            piece.view(parameter.shape) for piece, parameter in zip(pieces, parameters, strict=True)
-        )
+        self.gradients = tuple(map(_laid_out, pieces, parameters))
         self.num_missing = len(self.parameters)
+
+
+def _laid_out(piece: torch.Tensor, parameter: nn.Parameter) -> torch.Tensor:
+    """The numbers in the layout that autograd gives a gradient: that of its parameter.
+
+    Fused optimizers go through both in the order of memory.
+    """
+    strides = torch.empty_like(parameter, device="meta").stride()
+    return piece.as_strided(parameter.shape, strides)
 
 
 class FlatGradients:

@@ -79,8 +79,20 @@ class Gated(Net):
         return super().forward(x) * self.many[first]
 
 
+class LaidOut(Net):
+    """A weight that lies in memory column by column, as transposed ones and channels last do.
+
+    Fused optimizers go through weight and gradient in the order of memory.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body.weight = nn.Parameter(self.body.weight.detach().t().contiguous().t())
+
+
 UNUSED: dict[str, Callable[[], nn.Module]] = {
     "always": Net, "some steps": InSomeSteps, "some ranks": OnSomeRanks, "many": Gated,
+    "laid out": LaidOut,
 }  # fmt: skip
 OPTIMIZERS: dict[str, tuple[Any, dict[str, Any]]] = {
     "sgd": (torch.optim.SGD, {"lr": 0.05, "momentum": 0.9, "weight_decay": 0.1}),
@@ -210,11 +222,12 @@ class PerRank(InSomeSteps):
         return (self.steps + 1) // 2 % 3 == 1
 
 
+@pytest.mark.parametrize("case", ["some ranks", "laid out"])
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
-def test_every_optimizer_leaves_it_alone(gang: Gang, optimizer: str) -> None:
+def test_every_optimizer_leaves_it_alone(gang: Gang, optimizer: str, case: str) -> None:
     config = config_of(optimizer, sync_strategy=AllReduce())
-    expected = plain_loop(made(OnSomeRanks), config, ROWS, world_size=2)
-    for found in gang.run(train_on_rank, OnSomeRanks, config, ROWS):
+    expected = plain_loop(made(UNUSED[case]), config, ROWS, world_size=2)
+    for found in gang.run(train_on_rank, UNUSED[case], config, ROWS):
         assert_alike(found, expected)
 
 
