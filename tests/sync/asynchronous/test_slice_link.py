@@ -239,9 +239,10 @@ def test_a_thread_that_cannot_be_had_ends_one_connection_only(
             raise RuntimeError("can't start new thread")
         begin(thread)
 
-    with monkeypatch.context() as patched, served.open() as stranger:
+    with monkeypatch.context() as patched:
         patched.setattr(threading.Thread, "start", start)
-        assert stranger.recv(1) == b""
+        with served.open() as stranger:
+            assert stranger.recv(1) == b""
     assert "could not be taken: can't start new thread" in caplog.text
     link = served.link(0)
     link.step(None, [], [])
