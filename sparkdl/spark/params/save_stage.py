@@ -242,9 +242,9 @@ class ParamsReader(MLReader[P]):
         if "sparkdl" not in metadata:
             raise stage_metadata.damaged(path, "it does not say which sparkdl has written it")
         storage = stage_metadata.place_of(path, self.sparkSession)
-        instance: Any = self._make(storage)
         trust = self._trust.reading(storage.url)
         try:
+            instance: Any = self._make(storage)
             instance._resetUid(metadata["uid"])
             instance._paramMap = {}
             with importing_by(trust.import_object):
