@@ -59,6 +59,7 @@ def read_images(
         NotUniform: images differ in size, or are bad and not to be left out; says which.
     """
     rows: list[Array] = []
+    is_kept_encoded = specification.num_parts > 0
     kept = np.zeros(len(array), dtype=bool)
     findings = Findings()
     for row, value in enumerate(array):
@@ -67,20 +68,24 @@ def read_images(
             findings.note_null(place)
             continue
         try:
-            rows.append(_image(value, specification))
+            image = _image(value, specification)
         except BadImage as error:
             is_spark = pa.types.is_struct(value.type) and "origin" in value
             origin = value["origin"].as_py() if is_spark else None
             findings.note_cause(str(error), ", ".join(filter(None, [place, origin])))
             continue
         kept[row] = True
-        findings.note_shape(rows[-1].shape, place)
+        findings.note_shape(image.shape, place)
+        if len(findings.shapes) > 1:
+            rows = []  # an error: a few bytes may be a very large image
+        elif not is_kept_encoded or not rows:
+            rows.append(image)
     sizes = Findings(shapes=findings.shapes, first_of_shape=findings.first_of_shape)
     refused = sizes if skip_bad else findings
     if refused:
         raise NotUniform(refused)
     findings.shapes = Counter()
-    if specification.num_parts:
+    if is_kept_encoded:
         shape = rows[0].shape if rows else None
         return _as_they_are(array.filter(pa.array(kept)), shape), kept, findings
     none = np.empty((0, specification.channels, *(specification.size or (0, 0))), dtype=np.uint8)
@@ -154,6 +159,8 @@ def opened(data: Any) -> Iterator[Any]:
     pillow = require_pillow()
     try:
         with pillow.open(io.BytesIO(data)) as image:
+            if image.format == "EPS":
+                raise BadImage("is PostScript, a program, which is not run; convert it")
             yield image
     except (BadImage, MemoryError):
         raise

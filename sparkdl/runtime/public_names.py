@@ -8,9 +8,12 @@ files may move without breaking what was saved. Versions before that wrote the m
 from __future__ import annotations
 
 import ast
+import contextlib
 import functools
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextvars import ContextVar
+from functools import partial
 from importlib import import_module
 from pkgutil import get_data
 from typing import Any
@@ -92,6 +95,19 @@ def import_object(path: Any, remedy: str = "install it, or put it on the path") 
         raise ConfigError(f"cannot import '{path}': {error}; {remedy}") from error
 
 
+_importer: ContextVar[Callable[[str], Any] | None] = ContextVar("sparkdl_importer", default=None)
+
+
+@contextlib.contextmanager
+def importing_by(importer: Callable[[str], Any]) -> Iterator[None]:
+    """Have `make_named` import by ``importer`` in the block, as the names in a saved file need."""
+    token = _importer.set(importer)
+    try:
+        yield
+    finally:
+        _importer.reset(token)
+
+
 def make_named(value: Any, kind: type[Any], known: Mapping[str, str], what: str) -> Any:
     """The object that a user gave, or the one that is made of the class that the user named.
 
@@ -108,7 +124,8 @@ def make_named(value: Any, kind: type[Any], known: Mapping[str, str], what: str)
         if ":" not in path:
             more = ", or name a class of your own as 'package.module:Class'"
             raise unknown(what, value, known, more)
-        found = import_object(path, f"name a {what} that driver and workers can import")
+        own = partial(import_object, remedy=f"name a {what} that driver and workers can import")
+        found = (_importer.get() or own)(path)
     if not (isinstance(found, type) and issubclass(found, kind)):
         raise ConfigError(f"{what} must be a {kind.__name__} or its name; received {value!r}")
     try:

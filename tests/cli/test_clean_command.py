@@ -21,10 +21,13 @@ if TYPE_CHECKING:
     from pyspark.sql import SparkSession
 
 
+KEPT = f"sparkdl-kept-{'a' * 32}"
+
+
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
     """With a key of 1,234 bytes, which was used an hour ago, and a file that is not ours."""
-    place = tmp_path / "sparkdl-kept-a" / "00000"
+    place = tmp_path / KEPT / "00000"
     place.mkdir(parents=True)
     (place / "shard.json").write_bytes(bytes(1234))
     for path in (place.parent, place / "shard.json"):
@@ -55,7 +58,7 @@ def test_wrong_arguments_remove_nothing(
 ) -> None:
     assert main(["clean", str(folder), *arguments]) == 1
     assert capsys.readouterr().err == f"error: {message}\n"
-    assert (folder / "sparkdl-kept-a").is_dir()
+    assert (folder / KEPT).is_dir()
 
 
 @pytest.mark.parametrize(

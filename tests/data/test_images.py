@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import struct
+import tracemalloc
 from typing import Any
 
 import numpy as np
@@ -132,3 +133,35 @@ def test_images_that_spark_could_not_read_tell_their_files() -> None:
     )
     said = refused(pa.array([spark_image(RGB, data=b"123")]), Image("x"))
     assert "not as many bytes as height, width and channels say" in said
+
+
+def huge(width: int, height: int) -> bytes:
+    """A picture of 35 bytes that is decoded to as many pixels as it says."""
+    size = struct.pack("<HH", width, height)
+    colours, pixel = b"\x80\x00\x00" + b"\x00\x00\x00\xff\xff\xff", b"\x02\x02\x44\x01\x00"
+    return b"GIF89a" + size + colours + b"," + struct.pack("<HHHHB", 0, 0, 1, 1, 0) + pixel + b";"
+
+
+@pytest.mark.parametrize("first", [[png(RGB)], []])
+def test_pictures_that_say_to_be_huge_are_not_held_together(first: list[bytes]) -> None:
+    """Those that are refused, since they differ, and those that are kept as they are."""
+    array = pa.array([*first, *[huge(2000, 2000)] * 6], pa.binary())
+    tracemalloc.start()
+    try:
+        if first:
+            assert "most rows have shape (3, 2000, 2000), but 1 do not" in refused(
+                array, Image("x")
+            )
+        else:
+            assert len(read(array, Image("x", decode="batch"))) == 6
+        assert tracemalloc.get_traced_memory()[1] < 5 * 3 * 2000**2
+    finally:
+        tracemalloc.stop()
+
+
+def test_pictures_beyond_pillows_limit_and_programs_are_bad() -> None:
+    postscript = (
+        b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 2 2\n%%EndComments\nshowpage\n%%EOF\n"
+    )
+    for data, why in ((huge(65535, 65535), "DecompressionBomb"), (postscript, "is PostScript")):
+        assert why in refused(pa.array([data]), Image("x", size=(2, 2)))

@@ -271,8 +271,12 @@ class Footers:
 
     def __call__(self, path: str) -> Footer:
         """What is kept of a footer; raises StorageError."""
-        with _read_failures(self.url), self._files.open_input_file(path) as file:
-            footer = pq.read_metadata(file)
+        with _read_failures(path):
+            with self._files.open_input_file(path) as file:
+                footer = pq.read_metadata(file)
+            return self._kept(footer)
+
+    def _kept(self, footer: pq.FileMetaData) -> Footer:
         leaves = [footer.schema.column(number).path for number in range(len(footer.schema))]
         own = tuple(name.lower() for name in self.names)
         below = tuple(f"{name}." for name in own)
@@ -324,7 +328,9 @@ def _whole_schema(schema: pa.Schema, constants: Mapping[str, pa.Scalar]) -> pa.S
 
 
 def _read_failures(place: str) -> AbstractContextManager[None]:
-    return failures("read", without_password(place), (OSError, pa.ArrowException))
+    # Names and texts in a footer need not be UTF-8.
+    kinds = (OSError, pa.ArrowException, UnicodeDecodeError)
+    return failures("read", without_password(place), kinds)
 
 
 def _paths(files: fs.FileSystem, path: str) -> list[str]:
@@ -404,7 +410,10 @@ class Reader:
                 batches = opened.iter_batches(
                     count, row_groups=[group.number], columns=names, use_threads=False
                 )
-                table = pa.Table.from_batches([next(batches)])
+                first = next(batches, None)
+                if first is None:
+                    raise DataError(f"{group} has none of the {group.num_rows} rows of its footer")
+                table = pa.Table.from_batches([first])
             instants = _instants(opened.metadata)
         for name in instants & set(table.column_names):
             place = table.schema.get_field_index(name)

@@ -14,7 +14,9 @@ import fcntl
 import json
 import logging
 import os
+import re
 import shutil
+import stat
 import time
 import uuid
 from collections.abc import Iterator
@@ -24,12 +26,17 @@ from typing import Any
 
 from sparkdl.data.column_stats import SpooledShard
 from sparkdl.data.spool.local_disk import disk_errors, free_bytes, make_private, open_private
+from sparkdl.errors import StorageError
+from sparkdl.storage.storage import LocalStorage
 
 logger = logging.getLogger(__name__)
 
 ROW = "shard.json"
 _OURS = "sparkdl-"
 _KEPT = f"{_OURS}kept-"
+_NAMES = re.compile(rf"{_KEPT}[0-9a-f]{{32}}|{_OURS}(gone-)?[0-9a-f]{{12}}")
+"""Folders of keys, of runs, and what is being removed. Others are not ours, such as the user's
+``sparkdl-models``."""
 _PART_OF_DISK = 4
 """Kept spools take this part of the disk at most, unless a limit is set."""
 _SPARE_BYTES = 256 << 20
@@ -195,18 +202,22 @@ def clean(directory: str, older_than_seconds: float = 0.0) -> tuple[int, int]:
 
 
 def _folders(directory: str) -> list[Path]:
-    return [folder for folder in Path(directory).glob(f"{_OURS}*") if folder.is_dir()]
+    return [
+        folder
+        for folder in Path(directory).glob(f"{_OURS}*")
+        if _NAMES.fullmatch(folder.name) and folder.is_dir() and not folder.is_symlink()
+    ]
 
 
 def _read(place: Path) -> SpooledShard | None:
     """The shard in a folder; None if it is not whole: files are as long as when it was written."""
     try:
-        row: dict[str, Any] = json.loads((place / ROW).read_text())
+        row: dict[str, Any] = json.loads(LocalStorage(place).read(ROW))
         sizes = {path.name: path.stat().st_size for path in place.iterdir() if path.name != ROW}
         if sizes != row["files"]:
             return None
         return _at(SpooledShard.from_dict(row["shard"]), place)
-    except (OSError, ValueError, KeyError, TypeError):
+    except (OSError, StorageError, ValueError, KeyError, TypeError):
         return None  # removed meanwhile, or damaged
 
 
@@ -223,7 +234,7 @@ def _size(folder: Path) -> int:
     total = 0
     for path in _files(folder):
         try:
-            total += path.stat().st_size
+            total += path.lstat().st_size
         except FileNotFoundError:  # another process removes it
             continue
     return total
@@ -234,7 +245,7 @@ def _last_use(folder: Path) -> float:
     used = 0.0
     for path in (folder, *(path for path in _files(folder) if path.name == ROW)):
         try:
-            used = max(used, path.stat().st_mtime)
+            used = max(used, path.lstat().st_mtime)
         except FileNotFoundError:  # as above
             continue
     return used
@@ -254,11 +265,20 @@ def _remove_unused(folder: Path) -> int:
 
 
 def _is_free(path: Path, stack: contextlib.ExitStack) -> bool:
-    """Whether nobody has a lock on a path; then nobody else gets one until the stack ends."""
+    """Whether nobody has a lock on a path; then nobody else gets one until the stack ends.
+
+    What this user may not read counts as in use. Links, pipes, sockets and devices, which are none
+    of ours, are not opened: that may wait for ever.
+    """
     try:
-        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        if stat.S_IFMT(path.lstat().st_mode) not in (stat.S_IFREG, stat.S_IFDIR):
+            return True
+        flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOFOLLOW
+        descriptor = os.open(path, flags)
     except FileNotFoundError:  # another process removes it
         return True
+    except PermissionError:
+        return False
     stack.callback(os.close, descriptor)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -268,12 +288,15 @@ def _is_free(path: Path, stack: contextlib.ExitStack) -> bool:
 
 
 def _remove(folder: Path) -> bool:
-    """Remove a folder, of which nobody sees a part; False if another process was first."""
+    """Remove a folder, of which nobody sees a part.
+
+    False if another process was first, or this user may not.
+    """
     root = folder.parent if folder.name.startswith(_OURS) else folder.parent.parent
     gone = root / f"{_OURS}gone-{uuid.uuid4().hex[:12]}"
     try:
         folder.rename(gone)
-    except FileNotFoundError:
+    except (FileNotFoundError, PermissionError):
         return False
     shutil.rmtree(gone, ignore_errors=True)
     return True

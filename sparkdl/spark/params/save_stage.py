@@ -17,8 +17,9 @@ from pyspark.ml.util import DefaultParamsWriter, MLReadable, MLReader, MLWriter
 from torch import Tensor, nn
 
 from sparkdl import __version__
-from sparkdl.errors import ConfigError, StorageError
+from sparkdl.errors import ConfigError, SparkDLError, StorageError
 from sparkdl.report.summary import TrainingSummary
+from sparkdl.runtime.public_names import importing_by
 from sparkdl.runtime.tracebacks import plainly
 from sparkdl.serialization import initial_state
 from sparkdl.serialization.example_inputs import example_of
@@ -38,7 +39,7 @@ from sparkdl.spark.params import stage_metadata
 from sparkdl.spark.params.param_table import UNKNOWN_LOSS
 from sparkdl.spark.params.params import CheckedParams
 from sparkdl.spark.session.settings import session_settings
-from sparkdl.storage.storage import at_home, drop_password, without_password
+from sparkdl.storage.storage import Folder, at_home, drop_password, without_password
 
 logger = logging.getLogger(__name__)
 P = TypeVar("P", bound=MLReadable[Any])
@@ -240,33 +241,41 @@ class ParamsReader(MLReader[P]):
             )
         if "sparkdl" not in metadata:
             raise stage_metadata.damaged(path, "it does not say which sparkdl has written it")
-        instance: Any = self._make(path)
-        instance._resetUid(metadata["uid"])
-        instance._paramMap = {}
-        instance._setDefault(**self._values(metadata["defaultParamMap"], instance, path))
-        instance._set(**self._values(metadata["paramMap"], instance, path))
+        storage = stage_metadata.place_of(path, self.sparkSession)
+        trust = self._trust.reading(storage.url)
+        try:
+            instance: Any = self._make(storage)
+            instance._resetUid(metadata["uid"])
+            instance._paramMap = {}
+            with importing_by(trust.import_object):
+                default = self._values(metadata["defaultParamMap"], instance, storage)
+                instance._setDefault(**default)
+                instance._set(**self._values(metadata["paramMap"], instance, storage))
+        except SparkDLError:
+            raise
+        except (AttributeError, LookupError, TypeError, ValueError) as error:
+            raise stage_metadata.damaged(path, repr(error)) from error
         loaded: P = instance
         return loaded
 
-    def _make(self, path: str) -> P:
+    def _make(self, storage: Folder) -> P:
         return self.cls()
 
     def _values(
-        self, saved: Mapping[str, Any], instance: CheckedParams, path: str
+        self, saved: Mapping[str, Any], instance: CheckedParams, storage: Folder
     ) -> dict[str, Any]:
         values = {}
         for name, value in saved.items():
             if not instance.hasParam(name):
                 raise StorageError(
-                    f"{without_password(path)} has a Param {name!r} that this version does not know"
+                    f"{storage} has a Param {name!r} that this version does not know"
                 )
             is_plain = instance._options[name].is_plain
-            values[name] = value if is_plain else self._from_json(name, value, path)
+            values[name] = value if is_plain else self._from_json(name, value, storage)
         return values
 
-    def _from_json(self, name: str, value: Any, path: str) -> Any:
+    def _from_json(self, name: str, value: Any, storage: Folder) -> Any:
         if isinstance(value, dict) and "folder" in value:
-            storage = stage_metadata.place_of(path, self.sparkSession)
             if name == "module":
                 return open_module(storage, _MODULE, self._trust).make()
             state = open_module(storage, value["folder"]).weights()
@@ -276,15 +285,13 @@ class ParamsReader(MLReader[P]):
                 return initial_state.InitialState(weights=own, training=training)
             names = value.get("names", {})  # not there in what earlier versions have written
             return InitialWeights(source=own, skip=tuple(value["skip"]), names=names)
-        place = stage_metadata.place_of(path, self.sparkSession).url
-        return restore(value, self._trust.reading(place))
+        return restore(value, self._trust.reading(storage.url))
 
 
 class ModelReader(ParamsReader[M]):
     """Loads what `ModelWriter` saved; nothing is unpickled."""
 
-    def _make(self, path: str) -> M:
-        storage = stage_metadata.place_of(path, self.sparkSession)
+    def _make(self, storage: Folder) -> M:
         trust = self._trust.reading(storage.url)
         saved = open_module(storage, _MODEL, trust, is_lazy=True)
         data = saved.files.get(_SUMMARY)

@@ -6,21 +6,23 @@ and reads the same file with the same name.
 
 from __future__ import annotations
 
+import functools
 import uuid
 from collections.abc import Mapping
+from contextvars import ContextVar
 from typing import Any
 from urllib.parse import unquote
 
 from pyspark.errors import AnalysisException
 from pyspark.ml.param import Params
-from pyspark.ml.util import DefaultParamsReader, DefaultParamsWriter
+from pyspark.ml.util import DefaultParamsReader, DefaultParamsWriter, MLReadable
 from pyspark.sql import SparkSession
 from pyspark.sql import functions as F
 
 from sparkdl import __version__
-from sparkdl.errors import StorageError
-from sparkdl.runtime.public_names import import_object
-from sparkdl.serialization.trust import trusting
+from sparkdl.errors import SparkDLError, StorageError
+from sparkdl.runtime.public_names import MODULE_OF, import_object
+from sparkdl.serialization.trust import Trust, trusting
 from sparkdl.spark.session.compat import is_connect
 from sparkdl.spark.session.failures import is_spark_error
 from sparkdl.spark.session.settings import session_settings
@@ -28,6 +30,7 @@ from sparkdl.storage.atomic_folder import digest
 from sparkdl.storage.hadoop_storage import HadoopStorage, knows_scheme, open_on_driver
 from sparkdl.storage.storage import (
     Folder,
+    absolute,
     at_home,
     check_writable,
     open_storage,
@@ -156,7 +159,9 @@ def read_metadata(path: str, spark: SparkSession) -> dict[str, Any]:
             metadata = DefaultParamsReader.loadMetadata(path, spark)
         if not isinstance(metadata["class"], str):
             raise TypeError(f"class {metadata['class']!r}")
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        if not isinstance(metadata.get("sparkdl", {}), dict):
+            raise TypeError(f"sparkdl {metadata['sparkdl']!r}")
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise damaged(path, repr(error)) from error
     except Exception as error:  # Spark's own have no common base class
         if not is_spark_error(error):
@@ -207,21 +212,72 @@ def is_there(path: str, spark: SparkSession) -> bool:
 
 
 def load_instance(path: str, spark: SparkSession) -> Any:
-    """A saved instance of whatever class; raises ConfigError if that is not trusted."""
+    """A saved instance of whatever class, and its parts, such as the stages of a pipeline.
+
+    Raises:
+        StorageError: the files are missing or damaged, or name what cannot be loaded.
+        ConfigError: the class of the instance, or of one of its parts, is not trusted.
+    """
     path = at_home(path)
+    trust = trusting(session_settings(spark).trusted_packages).reading(absolute(path))
+    _watch_parts()
+    token = _trust.set(trust)
+    try:
+        return _load(path, spark, trust)
+    finally:
+        _trust.reset(token)
+
+
+_trust: ContextVar[Trust | None] = ContextVar("trust", default=None)
+"""What the parts of an instance may name while `load_instance` reads it."""
+
+
+@functools.cache
+def _watch_parts() -> None:
+    """Have pyspark's readers load parts by `_load`, inside `load_instance` only.
+
+    They import and call whatever class the metadata of a part names.
+    """
+    plain = DefaultParamsReader.loadParamsInstance
+
+    def load(path: str, spark: Any) -> Any:
+        trust = _trust.get()
+        return plain(path, spark) if trust is None else _load(path, spark, trust)
+
+    reader: Any = DefaultParamsReader
+    reader.loadParamsInstance = staticmethod(load)
+
+
+def _load(path: str, spark: SparkSession, trust: Trust) -> Any:
     name = read_metadata(path, spark)["class"]  # imported only if it is what was written
-    module, _, cls = name.rpartition(".")
-    if not name.startswith(("sparkdl.", "pyspark.", "org.apache.spark.")):
-        settings = session_settings(spark)
-        trusting(settings.trusted_packages).import_object(f"{module}:{cls}")
-    if not _is_ours(path, spark):
-        return DefaultParamsReader.loadParamsInstance(path, spark)
-    if name.startswith("pyspark."):
+    found = _class_of(name, trust)
+    kinds = (MLReadable, Params)
+    if not (isinstance(found, type) and all(issubclass(found, kind) for kind in kinds)):
+        raise damaged(path, f"{name} is no class of what is saved and loaded")
+    loaded: Any = found
+    if not found.__module__.startswith("pyspark."):
+        return loaded.load(path)
+    if _is_ours(path, spark):
         raise StorageError(
             f"{without_password(path)} holds a {name}, whose files only Spark can read, and this "
             f"one has no file system for {scheme_of(path)}://; add one, such as hadoop-aws"
         )
-    return import_object(f"{module}:{cls}").load(path)
+    try:
+        return loaded.load(path)
+    except SparkDLError:  # of a part
+        raise
+    except (AttributeError, LookupError, TypeError, ValueError) as error:
+        raise damaged(path, repr(error)) from error
+
+
+def _class_of(name: str, trust: Trust) -> Any:
+    """What the metadata of an instance name: of sparkdl and Spark only what they have for users."""
+    module, _, cls = name.replace("org.apache.spark.", "pyspark.").rpartition(".")
+    if f"{module}.".startswith("pyspark.ml.") or (
+        module.startswith("sparkdl.") and cls in MODULE_OF
+    ):
+        return import_object(f"{module}:{cls}")
+    return trust.import_object(f"{module}:{cls}")
 
 
 def place_of(path: str, spark: SparkSession) -> Folder:

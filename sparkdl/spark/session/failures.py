@@ -60,6 +60,11 @@ _INNER = (
 )
 _DISK_FULL = (os.strerror(errno.ENOSPC), os.strerror(errno.EDQUOT))
 """Java has no type for a full disk: it hands on what the C library says."""
+_LOCAL_FILE = re.compile(
+    r"(?:NoSuchFile|FileNotFound)Exception: \S*[/\\]blockmgr-[0-9a-f]{8}-\S*"
+    r"|Failed to create local dir in \S*"
+)
+"""What Java and Spark say of a file that is missing where Spark keeps its own."""
 _TOO_LARGE = {
     "spark.driver.maxResultSize": (
         "the results of a job do not fit into the driver; raise spark.driver.maxResultSize, and "
@@ -130,6 +135,8 @@ def raise_if_ended(spark: SparkSession, error: Exception | None = None) -> None:
 
 def loss_reason(error: Exception) -> str:
     """What a job was lost by, in a short sentence, with the remedy if memory was short."""
+    if is_spark_error(error) and (gone := _lost_directory(causes_of(error))):
+        return gone
     if _KILLED.search(_text_of(error)):
         return (
             "an executor was killed, as it seems because its container had too little memory "
@@ -139,6 +146,18 @@ def loss_reason(error: Exception) -> str:
     if _TERMINATED.search(_text_of(error)):
         return f"{_ENDED} ({_cause_of(error)})"
     return f"{LOST} ({_cause_of(error)})"
+
+
+def _lost_directory(causes: Sequence[Cause]) -> str | None:
+    """What to say where Spark does not find the files of its own; None: that is not so."""
+    for cause in causes:
+        if found := _LOCAL_FILE.search(f"{cause.type}: {cause.message}"):
+            return (
+                f"a local directory of Spark's is gone, without which its session cannot go on "
+                f"({found[0]}); make a new session, and keep what tidies up away from "
+                "spark.local.dir"
+            )
+    return None
 
 
 def has_crashed(error: Exception) -> bool:
@@ -185,6 +204,8 @@ def _meant_by(error: Exception) -> SparkDLError | None:
         )
     if kind is Kind.LOST:
         return None
+    if gone := _lost_directory(causes):
+        return StorageError(gone)
     if any((cause.condition or "").startswith(_CANNOT_READ) for cause in causes):
         return DataError(
             f"the source of the DataFrame cannot be read ({_told(causes)}); see that its files "

@@ -129,6 +129,8 @@ class SliceServer:
         self._connections: set[ssl.SSLSocket] = set()
         self._threads: list[threading.Thread] = []
         self._is_stopped = threading.Event()
+        self._has_refused = False
+        """Whoever finds the port may connect often; the first refusal is told."""
         port, secret = self._listener.getsockname()[1], secrets.token_hex(32)
         self.address = SliceAddress(host=host, port=port, secret=secret)
         self._start(self._accept)
@@ -153,8 +155,8 @@ class SliceServer:
     def _start(self, work: Callable[..., None], *arguments: Any) -> None:
         name = "sparkdl slice server"
         thread = threading.Thread(target=work, args=arguments, name=name, daemon=True)
-        self._threads = [*filter(threading.Thread.is_alive, self._threads), thread]
         thread.start()
+        self._threads = [*filter(threading.Thread.is_alive, self._threads), thread]
 
     def _accept(self) -> None:
         while not self._is_stopped.is_set():
@@ -164,7 +166,12 @@ class SliceServer:
                 if not self._is_stopped.wait(_AGAIN_SECONDS):
                     logger.warning("a connection to this slice could not be taken: %s", error)
                 continue
-            self._start(self._serve, connection)
+            try:
+                self._start(self._serve, connection)
+            except RuntimeError as error:  # no thread is left for it
+                connection.close()
+                logger.warning("a connection to this slice could not be taken: %s", error)
+                self._is_stopped.wait(_AGAIN_SECONDS)
 
     def _serve(self, plain: socket.socket) -> None:
         """Answer the requests of one rank, one after the other, until it has gone."""
@@ -186,7 +193,9 @@ class SliceServer:
                     self._served.leave(rank)
                     self._on_leave(rank)
         except (ssl.SSLError, TimeoutError, ConnectionAbortedError) as error:
-            logger.warning("a connection to this slice was refused: %s", error)
+            level = logging.DEBUG if self._has_refused else logging.WARNING
+            self._has_refused = True
+            logger.log(level, "a connection to this slice was refused: %s", error)
         except OSError as error:
             logger.debug("a connection to this slice ended: %s", error)
         finally:
@@ -197,8 +206,8 @@ class SliceServer:
         """The rank that has connected; ConnectionAbortedError if it may not, or has before."""
         with _well_formed():
             hello = messages.receive()
-            secret, rank = str(hello["secret"]), int(hello["rank"])
-        if not hmac.compare_digest(secret.encode(), self.address.secret.encode()):
+            secret, rank = str(hello["secret"]).encode(), int(hello["rank"])
+        if not hmac.compare_digest(secret, self.address.secret.encode()):
             raise ConnectionAbortedError("the secret is wrong")
         if rank in self._bytes_sent:
             raise ConnectionAbortedError(f"rank {rank} has connected before")
@@ -297,7 +306,7 @@ def _well_formed() -> Iterator[None]:
     """Raise `ConnectionAbortedError` if what is read in the block is not what a rank sends."""
     try:
         yield
-    except (KeyError, TypeError, ValueError) as error:
+    except (KeyError, TypeError, ValueError, RecursionError) as error:
         raise ConnectionAbortedError(f"the other end sent no request: {error!r}") from error
 
 

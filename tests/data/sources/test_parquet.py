@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from decimal import Decimal
@@ -367,3 +368,13 @@ def test_another_file_system(tmp_path: Path) -> None:
         files.rm("/bucket", recursive=True)
     with pytest.raises(StorageError, match=r"cannot open what://\*\*\*@else"):
         ParquetSource("what://user:secret@else").schema()
+
+
+def test_a_footer_that_is_no_text_is_an_error_of_ours(tmp_path: Path) -> None:
+    path = write(tmp_path / "data", [20]) / "part-0.parquet"
+    content = path.read_bytes()
+    for start in [n for n in range(len(content)) if content.startswith(b"held", n)]:
+        path.write_bytes(content[:start] + b"\xff" + content[start + 1 :])
+        with contextlib.suppress(StorageError, DataError):
+            source = ParquetSource(path).contents(wanted(num_shards=1))
+            assert len(labels(epoch_of(source, plan_of(source), 0))) == 20

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import hashlib
 import itertools
 import json
 import multiprocessing
 import os
 import shutil
+import socket
 import time
-from collections.abc import Iterator
+import warnings
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -31,8 +34,17 @@ NUM_BYTES = 800
 """Of the values of a shard of 100 rows."""
 
 
+def digits(name: str, number: int) -> str:
+    """So many hexadecimal digits, as keys and runs have them."""
+    return hashlib.md5(name.encode()).hexdigest()[:number]
+
+
+RUN = f"sparkdl-{digits('run', 12)}"
+KEPT = f"sparkdl-kept-{digits('a', 32)}"
+
+
 def keep(directory: Path, key: str = "a", limit_bytes: int | None = 1 << 20) -> Keep:
-    return Keep(directory=str(directory), key=key, limit_bytes=limit_bytes)
+    return Keep(directory=str(directory), key=digits(key, 32), limit_bytes=limit_bytes)
 
 
 def write(directory: Path, shard_id: int = 0, run_id: str = "run", first: int = 0) -> SpooledShard:
@@ -42,7 +54,7 @@ def write(directory: Path, shard_id: int = 0, run_id: str = "run", first: int = 
     batch = pa.RecordBatch.from_pydict(
         {"c0": pa.array(rows, pa.float64()), "hash": pa.array(rows, pa.int64())}
     )
-    place = directory / f"sparkdl-{run_id}" / str(shard_id)
+    place = directory / f"sparkdl-{digits(run_id, 12)}" / str(shard_id)
     with SpoolWriter(place, [column], has_validation=False) as writer:
         writer.write(batch)
     found = writer.summary()
@@ -160,7 +172,7 @@ def test_what_is_mapped_or_being_written_is_not_removed(tmp_path: Path) -> None:
     mapped, idle = put(keep(tmp_path, "mapped")), put(keep(tmp_path, "idle"))
     file = MappedFile(Path(mapped.shard.path) / "train-000.bin", NUM_BYTES)
     column = SpoolColumn(name="x", role="feature", dtype="float64")
-    folder = tmp_path / "sparkdl-run"
+    folder = tmp_path / RUN
     with SpoolWriter(folder / "0", [column], has_validation=False):
         size = kept_spools._size(Path(idle.shard.path))
         rest = kept_spools._size(Path(mapped.shard.path))
@@ -178,7 +190,7 @@ def test_what_waits_to_be_kept_is_not_removed(
 ) -> None:
     own = keep(tmp_path)
     monkeypatch.setattr(kept_spools, "_flush", lambda _: clean(str(tmp_path)))
-    with held(tmp_path / "sparkdl-run"):
+    with held(tmp_path / RUN):
         written = [write(tmp_path, number) for number in range(2)]
         found = [own.put(spooled) for spooled in written]
     assert own.find() == found[1:]  # the first one was kept, and not in use
@@ -189,7 +201,7 @@ def test_a_folder_is_not_removed_before_its_first_shard_has_come(
 ) -> None:
     name = Keep._named
     monkeypatch.setattr(Keep, "_named", lambda *shard: (clean(str(tmp_path)), name(*shard))[1])
-    with held(tmp_path / "sparkdl-run"):
+    with held(tmp_path / RUN):
         found = keep(tmp_path).put(write(tmp_path))
     assert keep(tmp_path).find() == [found]
 
@@ -197,7 +209,7 @@ def test_a_folder_is_not_removed_before_its_first_shard_has_come(
 def test_a_folder_that_is_removed_while_it_is_locked_is_made_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    folder, lock, times = tmp_path / "sparkdl-run", fcntl.flock, itertools.count()
+    folder, lock, times = tmp_path / RUN, fcntl.flock, itertools.count()
 
     def locked(descriptor: int, kind: int) -> None:
         if (number := next(times)) < 2:
@@ -281,19 +293,56 @@ def test_a_folder_that_vanishes_is_not_counted(
 
 
 def test_what_is_not_ours_stays(tmp_path: Path) -> None:
-    (tmp_path / "mine").mkdir()
-    (tmp_path / "sparkdl-notes.txt").write_text("mine")
-    assert clean(str(tmp_path)) == (0, 0)
-    assert len(list(tmp_path.iterdir())) == 2
+    """Also where the disk is full, and folders have not been used for long."""
+    theirs, place = tmp_path / "theirs", tmp_path / "cache"
+    for folder in (theirs, place / "mine", place / "sparkdl-models" / "0", place / "sparkdl-2026"):
+        folder.mkdir(parents=True)
+        (folder / "file").write_text("mine")
+    (place / "sparkdl-notes.txt").write_text("mine")
+    (place / KEPT).symlink_to(theirs)
+    for folder in place.iterdir():
+        os.utime(folder, (1, 1), follow_symlinks=False)
+    before = sorted(tmp_path.rglob("*"))
+    assert clean(str(place)) == (0, 0)
+    keep(place, "b").make_space(1 << 60)
+    assert sorted(tmp_path.rglob("*")) == before
     assert clean(str(tmp_path / "none")) == (0, 0)
+
+
+def test_what_others_have_put_into_a_folder_is_neither_opened_nor_followed(tmp_path: Path) -> None:
+    """Pipes and sockets would wait for ever, and a link to a device would never end."""
+    theirs = tmp_path / "theirs"
+    theirs.mkdir()
+    (theirs / "file").write_text("mine")
+    odd: list[Callable[[Path], Any]] = [
+        os.mkfifo,
+        lambda place: place.symlink_to("/dev/zero"),
+        lambda place: place.symlink_to("/dev/tty"),
+        lambda place: place.symlink_to(place.name),
+        lambda place: place.symlink_to(theirs),
+        lambda place: place.symlink_to(theirs / "file"),
+        lambda place: socket.socket(socket.AF_UNIX).bind(str(place)),
+    ]
+    for name in (ROW, "train-000.bin"):
+        for make in odd:
+            place = tmp_path / "c"
+            shard = place / KEPT / "00000"
+            shard.mkdir(parents=True)
+            with contextlib.chdir(shard), warnings.catch_warnings():
+                warnings.simplefilter("ignore", ResourceWarning)
+                make(Path(name))
+            assert keep(place).find() == []
+            assert clean(str(place))[1] == 0
+            assert list(place.iterdir()) == []
+            assert (theirs / "file").read_text() == "mine"
 
 
 def _race(directory: str, number: int) -> None:
     """Keep and find shards, and have two keys push each other out."""
     for turn in range(1, 31):
-        own = Keep(directory=directory, key=str(turn % 2), limit_bytes=4 * NUM_BYTES)
+        own = keep(Path(directory), str(turn % 2), limit_bytes=4 * NUM_BYTES)
         run_id = f"{number}-{turn}"
-        with held(Path(directory) / f"sparkdl-{run_id}"):
+        with held(Path(directory) / f"sparkdl-{digits(run_id, 12)}"):
             found = own.put(write(Path(directory), turn % 3, run_id=run_id))
         assert found.shard.num_rows == 100
         for part in own.find():
@@ -312,13 +361,13 @@ def test_a_folder_may_go_just_when_it_was_found(
         raise FileExistsError(17, "File exists", str(path))
 
     monkeypatch.setattr(os, "mkdir", too_late)
-    with held(tmp_path / "sparkdl-kept-a"):
-        assert (tmp_path / "sparkdl-kept-a").is_dir()
+    with held(tmp_path / KEPT):
+        assert (tmp_path / KEPT).is_dir()
 
 
 def test_a_file_of_the_name_of_a_folder_is_an_error(tmp_path: Path) -> None:
-    (tmp_path / "sparkdl-kept-a").write_text("mine")
-    with pytest.raises(StorageError, match="Not a directory"), held(tmp_path / "sparkdl-kept-a"):
+    (tmp_path / KEPT).write_text("mine")
+    with pytest.raises(StorageError, match="Not a directory"), held(tmp_path / KEPT):
         pass
 
 

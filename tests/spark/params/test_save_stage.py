@@ -12,11 +12,12 @@ import numpy as np
 import pytest
 import torch
 import torchmetrics
-from pyspark.ml import PipelineModel
+from pyspark.ml import PipelineModel, Transformer
+from pyspark.ml.util import DefaultParamsReadable
 from pyspark.sql import SparkSession
 from torch import nn
 
-from sparkdl import EarlyStopping, Mesh, ParameterAveraging, warmup
+from sparkdl import AllReduce, EarlyStopping, Mesh, ParameterAveraging, warmup
 from sparkdl.data.plan import Column
 from sparkdl.errors import ConfigError, StorageError
 from sparkdl.estimator import TorchClassifier, TorchEstimator, TorchRegressor
@@ -274,6 +275,95 @@ def test_damaged_metadata_is_found_before_the_class_is_imported(
     assert "antigravity" not in sys.modules
 
 
+def write_stage(place: Path, cls: str, **params: Any) -> None:
+    """The metadata of a part, as whoever can write to the folder may have them."""
+    metadata = {"class": cls, "timestamp": 1, "sparkVersion": "4.0.0", "uid": "U_1"}
+    place.joinpath("metadata").mkdir(parents=True)
+    text = json.dumps({**metadata, "paramMap": params, "defaultParamMap": {}})
+    place.joinpath("metadata", "part-00000").write_text(f"{text}\n")
+
+
+@pytest.mark.parametrize(
+    ("cls", "message"),
+    [
+        ("pyspark.shell.x", "'pyspark.shell:x', which is code of pyspark.shell"),
+        ("pyspark.ml.torch.distributor.os", "damaged: .* is no class of what is saved"),
+        ("pyspark.ml.util.MLReadable", "damaged: .* is no class of what is saved"),
+        ("org.apache.spark.ml.feature.Nope", "no attribute 'Nope'"),
+        ("sparkdl.__main__.main", "which is code of sparkdl.cli.main"),
+        ("sparkdl.storage.storage.LocalStorage", "which is code of sparkdl.storage.storage"),
+        ("sparkdl.sync.gradients.allreduce.AllReduce", "damaged: .* is no class of what is saved"),
+        ("antigravity.x", "'antigravity:x'.*trustedPackages=antigravity"),
+        ("digits.evil.Go", "'digits.evil:Go'.*trustedPackages=digits"),
+    ],
+)
+def test_metadata_name_only_what_is_saved_and_loaded(
+    spark: SparkSession, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cls: str, message: str
+) -> None:
+    """Of an instance, and of a part of a pipeline, which Spark imports whatever it is."""
+    monkeypatch.syspath_prepend(str(tmp_path))  # as where a program lies beside the folder
+    root = tmp_path / "digits"
+    write_stage(root, "pyspark.ml.pipeline.PipelineModel", stageUids=["U_1"], language="Python")
+    write_stage(root / "stages" / "0_U_1", cls)
+    for name in (root, root / "stages"):
+        (name / "__init__.py").touch()
+    (root / "evil.py").write_text("raise AssertionError('this file ran')")
+    for path in (root, root / "stages" / "0_U_1"):
+        with pytest.raises((ConfigError, StorageError), match=message):
+            load_instance(str(path), spark)
+    assert {"digits", "antigravity", "pyspark.shell"}.isdisjoint(sys.modules)
+
+
+def test_parts_of_a_pipeline_may_be_of_packages_that_are_trusted(
+    spark: SparkSession, tmp_path: Path
+) -> None:
+    root = tmp_path / "p"
+    write_stage(root, "pyspark.ml.pipeline.PipelineModel", stageUids=["U_1"], language="Python")
+    write_stage(root / "stages" / "0_U_1", f"{Marker.__module__}.Marker")
+    assert isinstance(load_instance(str(root), spark).stages[0], Marker)
+    assert isinstance(PipelineModel.load(str(root)).stages[0], Marker)  # Spark's own way is as ever
+    part = metadata_file(root)
+    part.write_text(part.read_text().replace('"stageUids"', '"others"'))
+    with pytest.raises(StorageError, match="metadata is damaged: KeyError"):
+        load_instance(str(root), spark)
+
+
+@pytest.mark.parametrize(
+    "value",
+    ["digits:Go", {"dataclass": "sparkdl:AllReduce", "fields": {"compression": "digits:Go"}}],
+)
+def test_a_strategy_that_is_named_is_code_that_is_trusted(
+    spark: SparkSession, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, value: Any
+) -> None:
+    """A user may name a class of any package; whoever has written the folder may not."""
+    monkeypatch.syspath_prepend(str(tmp_path))
+    estimator = TorchRegressor(module=make_custom, syncStrategy=AllReduce(compression="fp16"))
+    estimator.save(tmp_path / "digits")
+    assert TorchRegressor.load(tmp_path / "digits").getSyncStrategy().compression == "fp16"
+    (tmp_path / "digits" / "__init__.py").write_text("raise AssertionError('this file ran')")
+    edit_metadata(tmp_path / "digits", paramMap={"syncStrategy": value})
+    with pytest.raises(ConfigError, match=r"'digits:Go'.*trustedPackages=digits"):
+        TorchRegressor.load(tmp_path / "digits")
+
+
+@pytest.mark.parametrize("value", [{"epochs": []}, {"trainingMetrics": {"x": 1}}, [], None, "x"])
+def test_values_of_wrong_kinds_are_damage(spark: SparkSession, tmp_path: Path, value: Any) -> None:
+    TorchRegressor(module=make_custom).save(tmp_path / "e")
+    edit_metadata(tmp_path / "e", paramMap=value)
+    with pytest.raises((ConfigError, StorageError)):
+        TorchRegressor.load(tmp_path / "e")
+    edit_metadata(tmp_path / "e", sparkdl=5)
+    with pytest.raises(StorageError, match="damaged"):
+        TorchRegressor.load(tmp_path / "e")
+
+
+class Marker(Transformer, DefaultParamsReadable):
+    """A stage of the user's own."""
+
+    def _transform(self, dataset: Any) -> Any:
+        return dataset
+
+
 def test_another_class_is_refused(spark: SparkSession, tmp_path: Path) -> None:
     TorchRegressor(module=make_custom).save(str(tmp_path / "e"))
     with pytest.raises(StorageError, match=r"holds a sparkdl\.estimator\.TorchRegressor"):
@@ -284,7 +374,8 @@ def edit_metadata(folder: Path, **changes: Any) -> None:
     """Change entries, and the sums with them."""
     part = metadata_file(folder)
     metadata = {**json.loads(part.read_text()), **changes}
-    metadata["sparkdl"]["sha256"] = stage_metadata.sum_of(metadata)
+    if isinstance(metadata["sparkdl"], dict):
+        metadata["sparkdl"]["sha256"] = stage_metadata.sum_of(metadata)
     part.write_text(json.dumps(metadata))
 
 

@@ -60,6 +60,42 @@ def test_a_full_disk_of_sparks_is_not_a_lost_worker(text: str) -> None:
         raise_unless_loss(OSError(text))  # not Spark's
 
 
+def test_a_local_directory_that_is_gone_is_no_matter_of_the_rows() -> None:
+    """As Spark says it after ``spark.local.dir`` was removed under a session."""
+    cause = "java.nio.file.NoSuchFileException: /tmp/blockmgr-08761f3e-644b-44c4-863e-02dbbd21/1f"
+    error = PySparkException(
+        f"Job aborted due to stage failure: Task serialization failed: {cause}\n{cause}\n"
+        f"\tat java.base/java.nio.file.Files.createDirectory\nCaused by: {cause}"
+    )
+    with pytest.raises(StorageError, match=r"directory of Spark's is gone.*blockmgr-08761f3e.*new"):
+        raise_unless_loss(error)
+    with pytest.raises(DataError, match="failed on the rows"):
+        raise_unless_loss(
+            PySparkException("x\nCaused by: java.nio.file.NoSuchFileException: /data/rows.csv")
+        )
+
+
+@pytest.mark.parametrize(
+    "cause",
+    [
+        "java.nio.file.NoSuchFileException: /tmp/blockmgr-08761f3e-644b-44c4-863e-02dbbd21/1f",
+        "java.io.FileNotFoundException: /a/blockmgr-08761f3e-644b-44c4/0c/temp_shuffle_1 (No such)",
+        "java.io.IOException: Failed to create local dir in /tmp/blockmgr-08761f3e.",
+    ],
+)
+def test_a_worker_that_is_lost_with_its_directory_did_not_lack_memory(cause: str) -> None:
+    """The reason names Spark's cause, which its sentence on the task leaves out."""
+    error = PySparkException(
+        "Job aborted due to stage failure: Could not recover from a failed barrier ResultStage. "
+        "Most recent failure reason: Stage failed because barrier task ResultTask(9, 0) finished "
+        "unsuccessfully.\nLost task 0.0 in stage 9.0 (TID 12) (localhost executor driver): "
+        f"{cause}\n\tat org.apache.spark.storage"
+    )
+    told = loss_reason(error)
+    assert told.startswith("a local directory of Spark's is gone")
+    assert cause.partition(": ")[2].partition(" (")[0] in told and "new session" in told
+
+
 @pytest.mark.parametrize(
     ("text", "remedy"),
     [

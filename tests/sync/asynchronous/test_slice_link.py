@@ -17,10 +17,10 @@ import pytest
 import torch
 from torch import nn
 
-from sparkdl.comm.certificates import make_certificate, mutual_tls
+from sparkdl.comm.certificates import NAME, make_certificate, mutual_tls
 from sparkdl.errors import ClusterError, CommunicationError
 from sparkdl.sync.asynchronous.parameter_server import Push, ServerRules, ServerSlice
-from sparkdl.sync.asynchronous.slice_link import SliceLink, SliceServer, flats
+from sparkdl.sync.asynchronous.slice_link import Messages, SliceLink, SliceServer, flats
 
 CERTIFICATE = make_certificate()
 OPTIONS = [{"lr": 1.0}]
@@ -179,6 +179,7 @@ NO_REQUESTS: list[bytes] = [
     b'{"kind": "close"}',
     b'{"kind": "remove", "push": null, "pull": true}',
     b"\xff\xfe",
+    b"[" * 100_000,
 ]
 
 
@@ -194,6 +195,58 @@ def test_a_peer_that_talks_nonsense_is_cut_off(
     wait_for(lambda: served.left == [1])
     link.close()
     wait_for(lambda: "a connection to this slice was refused" in caplog.text)
+
+
+@pytest.mark.parametrize(
+    "hello",
+    [
+        {"secret": "\ud800", "rank": 1},
+        {"secret": "\xe9", "rank": 1},
+        {"secret": ["x"], "rank": "one"},
+        {"secret": "x"},
+    ],
+)
+def test_a_wrong_greeting_is_cut_off(
+    served: Served, hello: dict[str, Any], caplog: pytest.LogCaptureFixture
+) -> None:
+    link = served.link(0)
+    plain = served.open()
+    with mutual_tls(CERTIFICATE, is_server=False).wrap_socket(plain, server_hostname=NAME) as wrong:
+        Messages(wrong).send(hello)
+        assert wrong.recv(1) == b""
+    wait_for(lambda: "was refused" in caplog.text)
+    link.step(None, [], [])
+    link.close()
+
+
+def test_refusals_are_told_once(served: Served, caplog: pytest.LogCaptureFixture) -> None:
+    for _ in range(5):
+        with served.open() as stranger:
+            stranger.sendall(b"GET / HTTP/1.1\r\n\r\n")
+            with contextlib.suppress(ConnectionResetError):
+                while stranger.recv(100):
+                    pass
+    assert caplog.text.count("was refused") == 1
+
+
+def test_a_thread_that_cannot_be_had_ends_one_connection_only(
+    served: Served, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    begin = threading.Thread.start
+
+    def start(thread: threading.Thread) -> None:
+        if "slice server" in thread.name:
+            raise RuntimeError("can't start new thread")
+        begin(thread)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(threading.Thread, "start", start)
+        with served.open() as stranger:
+            assert stranger.recv(1) == b""
+    assert "could not be taken: can't start new thread" in caplog.text
+    link = served.link(0)
+    link.step(None, [], [])
+    link.close()
 
 
 def test_strangers_hold_up_nobody(served: Served) -> None:
