@@ -11,6 +11,7 @@ from sparkdl.comm.compression.powersgd import PowerSGD as PowerSGD
 from sparkdl.comm.compression.threshold import ThresholdCompression as ThresholdCompression
 from sparkdl.comm.compression.topk import TopKCompression as TopKCompression
 from sparkdl.comm.compression.twobit import TwoBitCompression as TwoBitCompression
+from sparkdl.config import CheckpointConfig as CheckpointConfig
 from sparkdl.config import EarlyStopping as EarlyStopping
 from sparkdl.config import Looks as Looks
 from sparkdl.data.sources.parquet import ParquetSource as ParquetSource

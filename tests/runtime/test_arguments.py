@@ -16,6 +16,7 @@ import sparkdl
 from sparkdl import (
     AllReduce,
     Around,
+    CheckpointConfig,
     EarlyStopping,
     InitialWeights,
     LocalSGD,
@@ -66,6 +67,8 @@ MADE: list[tuple[Any, Any]] = [
     (lambda n, _: LocalSGD(averaging_period=(n(2), n(4))), LocalSGD(averaging_period=(2, 4))),
     (lambda n, f: EarlyStopping(patience=n(2), min_delta=f(0.5)),
      EarlyStopping(patience=2, min_delta=0.5)),
+    (lambda n, _: CheckpointConfig(interval=n(7), directory=pathlib.Path("d")),
+     CheckpointConfig(interval=7, directory="d")),
     (lambda n, _: AllReduce(bucket_bytes=n(1024)), AllReduce(bucket_bytes=1024)),
     (lambda _, f: AllReduce(compression=TopKCompression(density=f(0.25))),
      AllReduce(compression=TopKCompression(density=0.25))),

@@ -52,6 +52,9 @@ class Table(ShardTable):
     def _spooled(self, num_sets: int = 1, table: Any = None) -> list[tuple[SpooledShard, ...]]:
         return [tuple(self.old if table is None else self.made)]
 
+    def unstable(self) -> str | None:
+        return None
+
     def paths(self) -> list[str]:
         return [found.shard.path for found in self.known]
 
