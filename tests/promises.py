@@ -39,7 +39,7 @@ PROMISES = {
     "rounds need no gang and train as a gang does":
         "tests/spark/rounds/test_averaging_rounds.py::test_rounds_are_what_a_gang_does",
     "Spark Connect trains too, and goes on after a lost worker":
-        "tests/test_connect.py::test_a_lost_worker_changes_no_bit[KillWorker]",
+        "tests/test_connect.py::test_a_lost_worker_changes_no_bit",
     "data, checkpoints and models may lie on HDFS":
         "tests/hdfs/test_fit.py::test_in_a_gang_a_killed_worker_and_a_torn_checkpoint_change_no_bit",
     # Models

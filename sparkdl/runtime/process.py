@@ -118,17 +118,26 @@ def freeze_once() -> None:
 
 @contextlib.contextmanager
 def borrowed_generator(seed: int | None = None) -> Iterator[None]:
-    """Draw from torch's generator of the CPU, then leave it as it was.
+    """Draw from torch's generator of the CPU, then leave it, numpy's and Python's as they were.
 
-    It belongs to the process, and fits may run on several threads at once, as those of a
-    CrossValidator do: one block waits for another. Without a seed it goes on from its state.
+    They belong to the process, and fits may run on several threads at once, as those of a
+    CrossValidator do: one block waits for another. Without a seed it goes on from its state, as
+    the other two always do.
     """
+    import random
+
+    import numpy as np
     import torch
 
     with _generator_lock, torch.random.fork_rng(devices=[]):
+        states = random.getstate(), np.random.get_state()
         if seed is not None:
             torch.manual_seed(seed)
-        yield
+        try:
+            yield
+        finally:
+            random.setstate(states[0])
+            np.random.set_state(states[1])
 
 
 @contextlib.contextmanager
@@ -138,15 +147,10 @@ def seeded(seed: int) -> Iterator[None]:
 
     import numpy as np
 
-    states = random.getstate(), np.random.get_state()
-    try:
-        with borrowed_generator(seed):
-            random.seed(seed)
-            np.random.seed(seed % 2**32)
-            yield
-    finally:
-        random.setstate(states[0])
-        np.random.set_state(states[1])
+    with borrowed_generator(seed):
+        random.seed(seed)
+        np.random.seed(seed % 2**32)
+        yield
 
 
 def _glibc() -> ctypes.CDLL | None:

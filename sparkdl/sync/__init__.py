@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from sparkdl.runtime.public_names import MODULE_OF, make_named
-from sparkdl.sync.collective import CollectiveStrategy
 from sparkdl.sync.strategy import Synchronizer, SyncStrategy
 
 __all__ = ["STRATEGIES", "SyncStrategy", "Synchronizer", "known_strategies", "resolve"]
@@ -32,6 +31,8 @@ def resolve(strategy: str | SyncStrategy | type[SyncStrategy] | None) -> SyncStr
     made: SyncStrategy = make_named(
         "allreduce" if strategy is None else strategy, SyncStrategy, STRATEGIES, "strategy"
     )
+    from sparkdl.sync.collective import CollectiveStrategy  # it imports torch
+
     if isinstance(made, CollectiveStrategy):
         made.resolved_compression()  # it may be the name of a class, too
     return made

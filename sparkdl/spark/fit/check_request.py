@@ -303,6 +303,8 @@ def check_request(data: UserData, request: FitRequest) -> CheckedRequest:
             is_local=compat.shares_console(data.spark),
         )
     check_sync_batch_norm(module, config, slots.num_workers)
+    if readers > 1 and not strategy.trains_apart:
+        check_max_norm(module)
     checked = CheckedRequest(
         **vars(values),
         data=data,
@@ -733,6 +735,20 @@ def check_sparse_gradients(module: nn.Module, config: TrainConfig, strategy: Syn
             raise ConfigError(
                 f"the gradient of {found[0]} is sparse, and {obstacle}; make the layer with "
                 "sparse=False, or use AllReduce() or a strategy that averages replicas"
+            )
+
+
+def check_max_norm(module: nn.Module) -> None:
+    """Refuse layers whose weights follow from the rows that a worker reads; raises ConfigError."""
+    from torch import nn
+
+    for name, layer in module.named_modules():
+        if isinstance(layer, (nn.Embedding, nn.EmbeddingBag)) and layer.max_norm is not None:
+            raise ConfigError(
+                f"{name or type(layer).__name__}: max_norm={layer.max_norm} shortens the weights "
+                "of the rows that are read, and each worker reads others, so replicas would come "
+                "apart; leave max_norm out and let a callback's on_step_end limit all of them, or "
+                "set numWorkers=1, or a strategy that averages replicas"
             )
 
 

@@ -86,7 +86,10 @@ def check_rows(
     if not is_known:
         try_metrics(checked, example, trial)
         if not checked.slots.cluster.gpus_per_executor or checked.config.device == "cpu":
-            try_step(checked, example, trial.metrics, partial(table.read_rows, columns))
+            slots, apart = checked.slots, checked.config.sync_strategy.trains_apart
+            adds_up = not apart and (slots.max_workers or slots.num_workers) > 1
+            read_rows = partial(table.read_rows, columns)
+            try_step(checked, example, trial.metrics, read_rows, adds_up=adds_up)
     return found
 
 

@@ -11,6 +11,7 @@ import re
 import warnings
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from sparkdl.config import TrainConfig
@@ -34,6 +35,8 @@ _MOST_NUMBERS = 1 << 26
 moments besides."""
 _FEW_ROWS = 8
 _LONGEST_TEXT = 400
+_OF_CODE = (AttributeError, ImportError, NameError, NotImplementedError, TypeError)
+_OF_BACKWARD = ("modified by an inplace operation", "does not require grad")
 _FORWARD = re.compile(r'File "([^"]+)", line (\d+), in (.+)\n\s+(.+)')
 """A frame in what torch tells of the forward pass that a failed backward pass belongs to."""
 
@@ -43,12 +46,15 @@ def try_step(
     example: Example,
     metrics: Mapping[str, Any] | None,
     read_rows: Callable[[], Mapping[str, Rows] | None],
+    *,
+    adds_up: bool = True,
 ) -> None:
     """Take a training step on a copy of module, loss, optimizer and schedule.
 
     A few rows are tried first. If they fail it decides what a whole batch does, since a loss may
-    want as many. Nothing is refused for what zeros alone do, or the first rows alone: other values
-    must fail at the same place, since those of one class, say, may be first.
+    want as many. Few different rows are at hand, maybe of one class, so nothing is refused for what
+    depends on them: only mistakes of the code, of backward passes and of the optimizer, which other
+    values must meet at the same place.
 
     Args:
         checked: what shall be trained, and how. A module that is compiled, that is not whole,
@@ -56,6 +62,7 @@ def try_step(
         example: rows, or zeros where no rows are at hand.
         metrics: those of the request, with a metric in place of each name.
         read_rows: reads some rows where none are at hand, or gives None.
+        adds_up: whether workers add gradients up.
 
     Raises:
         ConfigError: what fails, with the line of the user's own where it fails; or a checkpoint
@@ -70,18 +77,19 @@ def try_step(
     if not is_here or begun or numbers > _MOST_NUMBERS or is_compiled(module):
         return
     config = replace(config, compile=False, metrics=metrics, divergence_factor=None)
-    if _error(module, config, example, _FEW_ROWS, is_first=True) is None:
+    failing = partial(_error, module, config, adds_up=adds_up)
+    if failing(example, _FEW_ROWS, is_first=True) is None:
         return
     if example.rows is None:
         rows = read_rows()
         if rows is None:
             return
         example = replace(example, rows=rows)
-    error = _error(module, config, example, config.batch_size)
+    error = failing(example, config.batch_size)
     if isinstance(error, ConfigError):
         raise error
-    if error is not None:
-        elsewhere = _error(module, config, _varied(example), config.batch_size)
+    if error is not None and _is_certain(error):
+        elsewhere = failing(_varied(example), config.batch_size)
         if _where(elsewhere) != _where(error):
             return
         place = users_line(error) or _forward_line(module, config, example)
@@ -91,6 +99,13 @@ def try_step(
             f"the first step of training fails{place}: {type(error).__name__}: {text}; the same "
             "would happen on every worker: correct it in a loop of your own, on a batch"
         ) from error
+
+
+def _is_certain(error: Exception) -> bool:
+    """Whether it is no matter of which rows a batch has, and how many of them differ."""
+    if isinstance(error, _OF_CODE) or any(text in str(error) for text in _OF_BACKWARD):
+        return True
+    return passed_through(error, "torch.optim") and not passed_through(error, "torch.nn")
 
 
 def _where(error: Exception | None) -> tuple[object, str] | None:
@@ -129,6 +144,7 @@ def _error(
     example: Example,
     num_rows: int,
     *,
+    adds_up: bool,
     is_first: bool = False,
 ) -> Exception | None:
     """What a step on so many rows raises; None: nothing that says anything of training."""
@@ -137,7 +153,7 @@ def _error(
     with borrowed_generator(config.seed), warnings.catch_warnings():
         warnings.simplefilter("ignore")  # workers warn too
         try:
-            _step(module, config, example, num_rows, is_first=is_first)
+            _step(module, config, example, num_rows, adds_up=adds_up, is_first=is_first)
         except (TrainingDiverged, MemoryError):
             return None
         except Exception as error:  # whatever the user's code raises
@@ -151,6 +167,7 @@ def _step(
     example: Example,
     num_rows: int,
     *,
+    adds_up: bool = False,
     is_first: bool = False,
 ) -> None:
     """Take the step; raises what it raises.
@@ -200,7 +217,7 @@ def _step(
     if is_first and stepping.is_known(optimizer):
         _leave_out_plain_steps(optimizer)
     step(batch, batch.num_rows, 0)
-    _check_sparse(config, module)
+    _check_sparse(config, module, adds_up=adds_up)
     stepping.set_mode(optimizer, trains=False)
     for what, owner in (("optimizer", optimizer), ("scheduler", replica.scheduler)):
         stepping.check_kept(what, owner)
@@ -223,7 +240,7 @@ def _gradients(optimizer: torch.optim.Optimizer) -> Iterable[torch.Tensor]:
     return (p.grad for p in parameters if p.grad is not None)
 
 
-def _check_sparse(config: TrainConfig, module: nn.Module) -> None:
+def _check_sparse(config: TrainConfig, module: nn.Module, *, adds_up: bool) -> None:
     """Refuse sparse gradients where nobody expects them; raises ConfigError."""
     from sparkdl.sync.sparse_gradients import sparse_parameters
 
@@ -239,7 +256,7 @@ def _check_sparse(config: TrainConfig, module: nn.Module) -> None:
         )
     known = {id(parameter) for parameter in sparse_parameters(module).values()}
     strange = [name for name, parameter in found.items() if id(parameter) not in known]
-    if strange and not config.sync_strategy.trains_apart:
+    if strange and adds_up:
         raise ConfigError(
             f"the gradient of {strange[0]} is sparse, and workers add gradients up that are known "
             "to be so before: use nn.Embedding(..., sparse=True), or let the layer that has it "

@@ -72,7 +72,8 @@ def test_what_the_driver_holds_whole_says_why(caplog: pytest.LogCaptureFixture) 
 
 
 def checked_rows(values: CheckedValues, sink: Any = None) -> CheckedRows:
-    slots = SimpleNamespace(cluster=SimpleNamespace(gpus_per_executor=0))
+    cluster = SimpleNamespace(gpus_per_executor=0)
+    slots = SimpleNamespace(cluster=cluster, max_workers=None, num_workers=2)
     checked: Any = SimpleNamespace(**vars(values), config=values.config, slots=slots)
     table = MagicMock()
     table.columns.return_value = COLUMNS

@@ -15,6 +15,7 @@ from torch import nn
 from sparkdl.config import TrainConfig
 from sparkdl.errors import ConfigError
 from sparkdl.spark.fit.check_request import (
+    check_max_norm,
     check_sync_batch_norm,
     check_training,
     check_values,
@@ -160,6 +161,13 @@ def test_sync_batch_norm_needs_layers_and_workers_in_step() -> None:
 
 
 @pytest.mark.spark
+def test_max_norm_of_embeddings_is_refused() -> None:
+    for kind in (nn.Embedding, nn.EmbeddingBag):
+        check_max_norm(nn.Sequential(kind(4, 2)))
+        with pytest.raises(ConfigError, match=r"^1: max_norm=0.5 shortens .* numWorkers=1"):
+            check_max_norm(nn.Sequential(nn.Identity(), kind(4, 2, max_norm=0.5)))
+
+
 def test_columns_are_cast_for_module_and_task(spark: SparkSession) -> None:
     df = spark.createDataFrame(
         [([0.5, 1.0], 1, 2, True)], "x array<double>, y int, w int, v boolean"

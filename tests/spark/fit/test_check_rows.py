@@ -38,7 +38,9 @@ if TYPE_CHECKING:
 
 X = Column(name="x", role="feature", dtype="float32", shape=(4,))
 Y = Column(name="y", role="label", dtype="int64", shape=())
-NO_GPUS: Any = SimpleNamespace(cluster=SimpleNamespace(gpus_per_executor=0))
+NO_GPUS: Any = SimpleNamespace(
+    cluster=SimpleNamespace(gpus_per_executor=0), max_workers=None, num_workers=2
+)
 
 
 def test_rows_for_validation_that_were_asked_for_and_are_not_there() -> None:
