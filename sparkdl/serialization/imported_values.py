@@ -14,12 +14,17 @@ and is used where a file is not what it was when the program began.
 from __future__ import annotations
 
 import ast
+import collections
 import contextlib
 import dis
+import enum
 import functools
+import gc
 import hashlib
 import importlib
+import inspect
 import io
+import itertools
 import json
 import logging
 import os
@@ -52,6 +57,16 @@ _MOST_BYTES = 1 << 20
 """Larger values are not sent: they are caches rather than settings."""
 _FEW_BYTES = 1 << 16
 """The same of globals that come along only for the case that a file changes."""
+_MOST_PARTS = 10_000
+"""So many of what a value holds, nearest first, are asked for code."""
+_ATOMS = {type(None), bool, int, float, complex, str, bytes}
+_OPAQUE = (
+    *(types.ModuleType, types.CodeType, types.FrameType, types.TracebackType, types.GeneratorType),
+    logging.Logger,
+)
+"""Kinds of objects that lead to all of a process, or to no code."""
+_DRIVERS = {"pyspark", "py4j"}
+"""Packages whose objects are connections."""
 _ABSENT = "absent"
 
 
@@ -82,7 +97,8 @@ def values_to_send(
     found: dict[Place, bytes] = {}
     for place in changed:
         try:
-            found[place] = _packed(_at(place))
+            value = _at(place)
+            found[place] = _packed(value, _module_by_value(value))
         except Exception as error:  # whatever classes raise that cannot be pickled
             _tell_once(place, _reason(error))
     for place in code.lacks.keys() & there.keys() - found.keys():
@@ -133,6 +149,19 @@ def program_code(code: Iterable[Any]) -> ProgramCode:
             if is_edited and _is_code(member):
                 _tell_once(place, lacks[place])
     return ProgramCode(sources, _packed(found, sources, sys.maxsize) if found else b"", lacks)
+
+
+def _module_by_value(value: Any) -> list[str]:
+    """That of a changed function, whose name would give executors what their file says.
+
+    A method that names its class, as ``super()`` does, goes by its name.
+    """
+    function = _function_of(value)
+    if not isinstance(function, types.FunctionType) or not _is_imported(str(function.__module__)):
+        return []
+    return (
+        [] if any(isinstance(part, type) for part in _contents(function)) else [function.__module__]
+    )
 
 
 def _reason(error: Exception) -> str:
@@ -203,7 +232,7 @@ def _packed(value: Any, modules: Iterable[str] = (), most: int = _MOST_BYTES) ->
 def _is_of_file(place: Place) -> bool:
     """True if a value is what the file says, for certain, without importing that anew."""
     value: Any = _at(place)
-    value = value.fget if isinstance(value, property) else getattr(value, "__func__", value)
+    value = value.fget if isinstance(value, property) else _function_of(value)
     if _is_code(value):
         return bool(value.__name__ == place[1].rpartition(".")[2])
     if isinstance(value, logging.Logger):
@@ -400,39 +429,81 @@ def _named(code: Iterable[Any], *, by_name: bool) -> dict[Place, Any]:
     ``by_name``: without code itself and modules, and without what travels with other code.
     """
     found: dict[Place, Any] = {}
-    todo = list(code)
-    seen: dict[int, Any] = {}  # the values too, so that no id is used twice
+    seen: dict[tuple[int, bool], Any] = {}  # the values too, so that no id is used twice
+    todo = [(one, False) for one in code]
+    """What to look at, and whether other processes have it because they import a module."""
     while todo:
-        value = todo.pop()
-        value = getattr(value, "__func__", value)
-        if id(value) in seen:
-            continue
-        seen[id(value)] = value
-        if isinstance(value, property):
-            todo += [value.fget, value.fset]
-        if not _is_code(value) or is_installed(value.__module__):
-            continue
-        is_there = _is_imported(value.__module__) and _travels_by_name(value)
-        if is_there and not by_name:
-            found[value.__module__, value.__qualname__] = value
-        if isinstance(value, type):
-            todo += value.__bases__
+        start, is_there = todo.pop()
+        for value in _code_in(start, seen, is_there):
+            module = str(value.__module__)
+            has_name = _is_imported(module) and _travels_by_name(value)
+            if has_name and not by_name:
+                found[module, value.__qualname__] = value
+            is_known = is_there or has_name
+            if not isinstance(value, type):
+                todo += [(part, is_known) for part in _held_by(value)]
+                for place, member in _globals_of(value, is_known or not by_name):
+                    if place is not None and not (by_name and type(member) is types.ModuleType):
+                        found[place] = member
+                    todo.append((member, place is not None))
+                continue
+            todo += [(part, is_known) for part in (type(value), *value.__bases__)]
             for key, member in vars(value).items():
-                if key.startswith("__") and not isinstance(member, types.FunctionType):
-                    continue
-                if is_there:
-                    found[value.__module__, f"{value.__qualname__}.{key}"] = member
-                todo.append(member)
-        else:
-            for place, member in _globals_of(value, by_name):
-                if place is not None:
-                    found[place] = member
-                todo.append(member)
+                is_special = key.startswith("__") and not isinstance(member, types.FunctionType)
+                is_fixed = isinstance(value, enum.EnumMeta) and not isinstance(
+                    member, types.FunctionType | staticmethod | classmethod | property
+                )
+                if has_name and not is_special and not is_fixed:
+                    found[module, f"{value.__qualname__}.{key}"] = member
+                if key != "__annotations__":
+                    todo.append((member, is_known))
     return found
 
 
-def _globals_of(function: types.FunctionType, by_name: bool) -> Iterator[tuple[Place | None, Any]]:
-    """The globals that a function reads, and what it reads of modules among them."""
+def _code_in(value: Any, seen: dict[tuple[int, bool], Any], is_there: bool) -> Iterator[Any]:
+    """The user's own classes and functions that are nearest to a value, each once.
+
+    What an object holds is asked of the garbage collector, which runs no code of its class.
+    """
+    todo = collections.deque([value])
+    for _ in range(_MOST_PARTS):
+        if not todo:
+            return
+        one = todo.popleft()
+        kind = type(one)
+        if {(id(one), is_there), (id(one), True)} & seen.keys():
+            continue
+        seen[id(one), is_there] = one
+        if issubclass(kind, type):
+            if not is_installed(one.__module__):
+                yield one
+        elif kind is types.FunctionType:
+            if is_installed(one.__module__) and is_installed(one.__globals__.get("__name__")):
+                todo += _held_by(one)
+            else:
+                yield one
+        elif (
+            not issubclass(kind, _OPAQUE) and str(kind.__module__).partition(".")[0] not in _DRIVERS
+        ):
+            parts = itertools.islice(gc.get_referents(one), _MOST_PARTS)
+            todo.append(kind)
+            todo += [part for part in parts if type(part) not in _ATOMS]
+
+
+def _held_by(function: types.FunctionType) -> list[Any]:
+    """What a function has besides its globals, such as what it wraps."""
+    held = function.__closure__, function.__defaults__, function.__kwdefaults__, vars(function)
+    return [part for part in held if part]
+
+
+def _globals_of(function: types.FunctionType, is_there: bool) -> Iterator[tuple[Place | None, Any]]:
+    """The globals that a function reads, and what it reads of modules among them.
+
+    ``is_there``: whether other processes have the function's own module.
+    """
+    where = str(function.__globals__.get("__name__"))
+    if is_installed(where):
+        return
     read: set[str] = set()
     attributes: set[str] = set()
     for code in _codes(function.__code__):
@@ -441,25 +512,24 @@ def _globals_of(function: types.FunctionType, by_name: bool) -> Iterator[tuple[P
                 read.add(str(step.argval))
             elif step.opname in ("LOAD_ATTR", "LOAD_METHOD", "IMPORT_FROM"):
                 attributes.add(str(step.argval))
-    own = vars(sys.modules.get(function.__module__, types))
-    is_own = function.__globals__ is own and _is_imported(function.__module__)
-    is_own = is_own and (_travels_by_name(function) or not by_name)
+    own = vars(sys.modules.get(where, types))
+    is_own = is_there and function.__globals__ is own and _is_imported(where)
     todo = [(name, function.__globals__.get(name, sys.modules.get(name))) for name in sorted(read)]
     seen = set()
     for name, value in todo:
         if isinstance(value, types.ModuleType):
-            if is_own and not by_name and name in function.__globals__:
-                yield (function.__module__, name), value
+            if is_own and name in function.__globals__:
+                yield (where, name), value
             if _is_imported(value.__name__) and value.__name__ not in seen:
                 seen.add(value.__name__)
                 for member in sorted(attributes & vars(value).keys()):
                     found = vars(value)[member]
-                    if isinstance(found, types.ModuleType):
+                    if issubclass(type(found), types.ModuleType):
                         todo.append(("", found))
                     else:
                         yield (value.__name__, member), found
         elif name in function.__globals__:
-            yield (function.__module__, name) if is_own else None, value
+            yield (where, name) if is_own else None, value
 
 
 def _is_imported(module: str) -> bool:
@@ -475,8 +545,14 @@ def _travels_by_name(value: type | types.FunctionType) -> bool:
     """True if its module has it under its name: what functions make travels with all it names."""
     found: Any = sys.modules.get(value.__module__)
     for name in value.__qualname__.split("."):
-        found = getattr(found, name, None)
-    return getattr(found, "__func__", found) is value
+        found = inspect.getattr_static(found, name, None)
+    return _function_of(found) is value
+
+
+def _function_of(value: Any) -> Any:
+    """That of a method; other values as they are."""
+    is_method = type(value) in (staticmethod, classmethod, types.MethodType)
+    return value.__func__ if is_method else value
 
 
 def _codes(code: types.CodeType) -> Iterator[types.CodeType]:
@@ -510,7 +586,7 @@ def _found(place: Place) -> str:
 def _digest(value: Any) -> str:
     from sparkdl.serialization.identity import identity
 
-    value = getattr(value, "__func__", value)
+    value = _function_of(value)
     if isinstance(value, property):
         value = value.fget
     about: Any
@@ -519,11 +595,24 @@ def _digest(value: Any) -> str:
         code = None if _is_of_its_file(value) else value.__code__
         about = identity((code, value.__defaults__, value.__kwdefaults__))
         about = [value.__module__, value.__qualname__, about]
+        about += [_cell_digest(part) for part in _contents(value)]
     elif isinstance(value, type | types.ModuleType):
         about = [getattr(value, "__module__", ""), getattr(value, "__qualname__", value.__name__)]
     else:
         about = identity(value)
     return hashlib.sha256(json.dumps(about).encode()).hexdigest()
+
+
+def _cell_digest(value: Any) -> str:
+    """Of functions and classes only their names: they may hold each other."""
+    is_code = _is_code(value)
+    return f"{value.__module__}.{value.__qualname__}" if is_code else _digest(value)
+
+
+def _contents(function: types.FunctionType) -> list[Any]:
+    """What the cells of a function's closure hold."""
+    parts = [gc.get_referents(cell) for cell in function.__closure__ or ()]
+    return [part for held in parts for part in held]
 
 
 def _is_of_its_file(function: types.FunctionType) -> bool:

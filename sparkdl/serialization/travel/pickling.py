@@ -97,10 +97,19 @@ class CodePickler(Pickler):
             made = self._spaces[id(value.__globals__)], code, closure
             set_state = cloudpickle.cloudpickle._function_setstate
             return _function_there, made, (state, slots), None, None, set_state
+        is_wrapper = type(value) in (types.FunctionType, functools._lru_cache_wrapper)
+        if is_wrapper and value.__module__ in self._spaces.values():
+            if type(value) is types.FunctionType:  # what a package's decorator has made
+                return self._dynamic_function_reduce(value)
+            return _with_cache, (value.__wrapped__, value.cache_parameters())
         if isinstance(value, type) and value.__module__ in self._spaces.values():
             made = cloudpickle.cloudpickle._dynamic_class_reduce(value)
             return (*made[:5], _fill_class)
         return super().reducer_override(value)
+
+
+def _with_cache(function: Any, options: dict[str, Any]) -> Any:
+    return functools.lru_cache(**options)(function)
 
 
 def _function_there(module: str, code: types.CodeType, closure: Any) -> types.FunctionType:

@@ -1,0 +1,170 @@
+"""What code names of the user's own modules is found, whatever it is reached through."""
+
+from __future__ import annotations
+
+import importlib
+import pickle
+import sys
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from sparkdl.serialization import imported_values as module
+from sparkdl.serialization.imported_values import (
+    differing,
+    imported_values,
+    program_code,
+    values_to_send,
+)
+
+KINDS = {
+    "wraps": "@deco\ndef held(x): return x * {K}\ndef use(x): return held(x)",
+    "closure": "def make():\n    return lambda x: x * {K}\nheld = make()\n"
+    "def use(x): return held(x)",
+    "autocast": "@torch.autocast('cpu', enabled=False)\ndef use(x): return x * {K}",
+    "no_grad": "@torch.no_grad()\ndef use(x): return x * {K}",
+    "foreign wraps": "@functools.wraps(torch.sin)\ndef held(x): return x * {K}\n"
+    "def use(x): return held(x)",
+    "partial": "held = functools.partial({T})\ndef use(x): return held(x)",
+    "partial args": "held = functools.partial(call, {T})\ndef use(x): return held(x)",
+    "partial keywords": "held = functools.partial(call, f={T})\ndef use(x): return held(x=x)",
+    "default": "def use(x, f={T}): return f(x)",
+    "lru_cache": "@functools.lru_cache(None)\ndef held(x): return x * {K}\n"
+    "def use(x): return held(x)",
+    "singledispatch": "@functools.singledispatch\ndef held(x): return x\n@held.register(int)\n"
+    "def _(x): return x * {K}\ndef use(x): return held(x)",
+    "call": "class Op:\n    def __call__(self, x): return x * {K}\nheld = Op()\n"
+    "def use(x): return held(x)",
+    "attribute": "class Op:\n    def __init__(self): self.f = {T}\nheld = Op()\n"
+    "def use(x): return held.f(x)",
+    "slot": "class Op:\n    __slots__ = ('f',)\n    def __init__(self): self.f = {T}\nheld = Op()\n"
+    "def use(x): return held.f(x)",
+    "list": "held = [{T}]\ndef use(x): return held[0](x)",
+    "tuple": "held = ({T},)\ndef use(x): return held[0](x)",
+    "dict": "held = {{'a': [{T}]}}\ndef use(x): return held['a'][0](x)",
+    "set": "held = {{{T}}}\ndef use(x): return next(iter(held))(x)",
+    "deque": "held = collections.deque([{T}])\ndef use(x): return held[0](x)",
+    "proxy": "held = types.MappingProxyType({{'a': {T}}})\ndef use(x): return held['a'](x)",
+    "dataclass": "@dataclasses.dataclass(frozen=True)\nclass Op:\n    f: object\nheld = Op({T})\n"
+    "def use(x): return held.f(x)",
+    "factory": "@dataclasses.dataclass\nclass Op:\n    k: float = dataclasses.field("
+    "default_factory=lambda: {K})\ndef use(x): return x * Op().k",
+    "enum": "class Op(enum.Enum):\n    A = 1\n    def __call__(self, x): return x * {K}\n"
+    "def use(x): return Op.A(x)",
+    "class attribute": "class Op:\n    f = [{T}]\ndef use(x): return Op.f[0](x)",
+    "bound": "class Op:\n    def run(self, x): return x * {K}\nheld = Op().run\n"
+    "def use(x): return held(x)",
+    "static": "class Op:\n    @staticmethod\n    @deco\n    def run(x): return x * {K}\n"
+    "def use(x): return Op.run(x)",
+    "class method": "class Op:\n    @classmethod\n    def run(cls, x): return x * {K}\n"
+    "held = Op.run\ndef use(x): return held(x)",
+    "property": "class Op:\n    @property\n    def k(self): return {K}\n"
+    "def use(x): return x * Op().k",
+    "cached_property": "class Op:\n    @functools.cached_property\n    def k(self): return {K}\n"
+    "def use(x): return x * Op().k",
+    "partialmethod": "class Op:\n    run = functools.partialmethod(lambda self, x: x * {K})\n"
+    "def use(x): return Op().run(x)",
+    "metaclass": "class Meta(type):\n    def __call__(cls, x): return x * {K}\n"
+    "class Op(metaclass=Meta): pass\ndef use(x): return Op(x)",
+    "module": "held = torch.nn.ModuleDict()\nclass Op(torch.nn.Module):\n"
+    "    def forward(self, x): return x * {K}\nheld['a'] = Op()\ndef use(x): return held['a'](x)",
+    "attributes": "class Op:\n    def __getattr__(self, name): raise SystemExit(name)\n"
+    "    def run(self, x): return x * {K}\nheld = Op()\ndef use(x): return held.run(x)",
+}
+"""Ways from ``use`` to a global; {K} is that, and {T} is a function that multiplies by it."""
+
+HEAD = """
+import collections, dataclasses, enum, functools, types
+import torch
+
+def deco(f):
+    @functools.wraps(f)
+    def g(*args):
+        return f(*args)
+    return g
+
+def call(f, x):
+    return f(x)
+
+def scale(k):
+    def scaled(x):
+        return x * k
+    return scaled
+
+def named(name, k):
+    made = scale(k)
+    made.__name__ = made.__qualname__ = name
+    return made
+
+by_two = scale(2.0)
+twice = named("twice", 2.0)
+def uses_it(x): return by_two(x) + twice(x)
+"""
+
+
+@pytest.fixture(scope="module")
+def library(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
+    text = HEAD
+    for number, body in enumerate(KINDS.values()):
+        made = body.format(K=f"K{number}", T=f"times{number}")
+        for name in ("held", "use", "make", "Op", "Meta"):
+            made = made.replace(f"{name}", f"{name}{number}")
+        text += f"\nK{number} = 1.0\ndef times{number}(x): return x * K{number}\n{made}\n"
+    path = tmp_path_factory.mktemp("library")
+    (path / "library_of_kinds.py").write_text(text, encoding="utf-8")
+    sys.path.insert(0, str(path))
+    try:
+        yield importlib.import_module("library_of_kinds")
+    finally:
+        sys.path.remove(str(path))
+        del sys.modules["library_of_kinds"]
+
+
+@pytest.mark.parametrize("number", range(len(KINDS)), ids=list(KINDS))
+def test_globals_are_found_through_each_kind(library: Any, number: int) -> None:
+    use = getattr(library, f"use{number}")
+    found = imported_values([use])
+    assert (library.__name__, f"K{number}") in found
+    assert not any(name in ("K0", "torch") for _, name in found) or number == 0
+    assert {place[0] for place in found} == {library.__name__}
+    code = program_code([use])
+    assert {(library.__name__, f"K{number}"), (library.__name__, f"use{number}")} <= (
+        pickle.loads(code.values).keys() | code.lacks.keys()
+    )
+
+
+def test_the_kinds_use_the_global_that_they_name(library: Any) -> None:
+    """So that the table says something: a change of the global changes what ``use`` gives."""
+    for number, kind in enumerate(KINDS):
+        setattr(library, f"K{number}", 3.0)
+        if kind != "attributes":
+            value: Any = library.torch.ones(1) if kind == "module" else 5
+            assert getattr(library, f"use{number}")(value) == value * 3, kind
+        setattr(library, f"K{number}", 1.0)
+
+
+def test_a_function_with_another_closure_is_sent(
+    library: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whether executors find it under its name or not."""
+    names = {"by_two", "twice"}
+    there = imported_values([library.uses_it])
+    assert differing(there) == {}
+    monkeypatch.setattr(module, "_fresh", dict)  # as a fresh process says
+    monkeypatch.setattr(library, "by_two", library.scale(4.0))
+    monkeypatch.setattr(library, "twice", library.named("twice", 4.0))
+    changed = imported_values([library.uses_it])
+    sent = values_to_send(changed, there)
+    assert {name for _, name in sent.values} == names
+    for name in names:
+        assert pickle.loads(sent.values[library.__name__, name])(1.0) == 4.0
+
+
+def test_the_walk_through_large_values_is_short(library: Any) -> None:
+    library.held0.__dict__["data"] = [[{"a": object()}] for _ in range(100_000)]
+    start = time.process_time()
+    imported_values([library.use0])
+    assert time.process_time() - start < 1.0
+    del library.held0.__dict__["data"]
