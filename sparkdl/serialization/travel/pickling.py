@@ -101,15 +101,11 @@ class CodePickler(Pickler):
         if is_wrapper and value.__module__ in self._spaces.values():
             if type(value) is types.FunctionType:  # what a package's decorator has made
                 return self._dynamic_function_reduce(value)
-            return _with_cache, (value.__wrapped__, value.cache_parameters())
+            return _cached_again, (value.__wrapped__, value.cache_parameters())
         if isinstance(value, type) and value.__module__ in self._spaces.values():
             made = cloudpickle.cloudpickle._dynamic_class_reduce(value)
             return (*made[:5], _fill_class)
         return super().reducer_override(value)
-
-
-def _with_cache(function: Any, options: dict[str, Any]) -> Any:
-    return functools.lru_cache(**options)(function)
 
 
 def _function_there(module: str, code: types.CodeType, closure: Any) -> types.FunctionType:
