@@ -219,8 +219,8 @@ def fingerprint_of_all(tensors: Iterable[torch.Tensor | None]) -> str:
 
 def moved(module: nn.Module, first: Mapping[str, int]) -> dict[str, torch.Tensor]:
     """Frozen parameters that are not what they were when `fingerprints` gave ``first``."""
-    frozen = ((place, first.get(place.name)) for place in _frozen(module))
-    found = {p.name: p.value for p, was in frozen if was not in (None, fingerprint(p.value))}
+    known = [place for place in _frozen(module) if place.name in first]
+    found = {p.name: p.value for p in known if fingerprint(p.value) != first[p.name]}
     return {name: value for name, value in found.items() if value is not None}
 
 

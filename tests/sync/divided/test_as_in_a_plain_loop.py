@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from typing import Any
 
 import pytest
@@ -154,6 +155,44 @@ def test_layers_that_only_some_workers_call_are_not_gathered_by_themselves(
         size = re.search(r"smallest_unit=(\d+)", found)
         assert size is not None
     assert_as_plain(gang, Mesh(shard=2, smallest_unit=int(size[1])), make)
+
+
+class PartlyFrozen(nn.Module):
+    """Has layers that do not train, without parameters, without gradients, or for evaluation."""
+
+    def __init__(self, frozen: Sequence[str]) -> None:
+        super().__init__()
+        self.into, self.out = nn.Linear(4, 6), nn.Linear(6, 1)
+        self.net = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 6))
+        self.teacher, self.judge = nn.Sequential(nn.Linear(4, 6), nn.Tanh()), nn.Linear(4, 1)
+        for name in frozen:
+            self.get_submodule(name).requires_grad_(False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        with torch.no_grad():
+            taught = self.teacher(x)
+        found = self.out(self.net(self.into(x) + taught))
+        return found if self.training else found + self.judge(x)
+
+
+@pytest.mark.parametrize("mesh", [SHARD, UNITS, OPTIMIZER], ids=str)
+@pytest.mark.parametrize(
+    "frozen", [(), ("into",), ("out",), ("net.0",), ("teacher", "net", "judge")], ids=str
+)
+def test_layers_may_be_frozen(gang: Gang, mesh: Mesh, frozen: Sequence[str]) -> None:
+    assert_as_plain(gang, mesh, partial(PartlyFrozen, frozen), optimizer=adamw)
+
+
+@pytest.mark.parametrize("frozen", [("net.0",), ("into", "net.2")], ids=str)
+@pytest.mark.parametrize(
+    "mesh",
+    [Mesh(pipeline=2), Mesh(tensor=2, layout={"net.0": "columns", "net.2": "rows"})],
+    ids=str,
+)
+def test_frozen_layers_may_be_divided_otherwise(
+    gang: Gang, mesh: Mesh, frozen: Sequence[str]
+) -> None:
+    assert_as_plain(gang, mesh, partial(PartlyFrozen, frozen), optimizer=adamw, ranks=1)
 
 
 class Sized(nn.Module):
