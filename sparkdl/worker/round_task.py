@@ -204,10 +204,13 @@ class Warm:
         from sparkdl.runtime.hardware import choose_device
         from sparkdl.serialization.travel.attributes import Attributes
         from sparkdl.serialization.travel.packed_module import as_on_driver, unpack
+        from sparkdl.serialization.travel.pickling import shared_globals
         from sparkdl.train.round_replica import RoundReplica
 
         require_same_versions(order.versions, f"shard {place.shard.shard_id}'s worker")
-        _, config, skeleton, tensors = cloudpickle.loads(zlib.decompress(order.payload))
+        spaces: dict[str, dict[str, Any]] = {}
+        with shared_globals(spaces):
+            _, config, skeleton, tensors = cloudpickle.loads(zlib.decompress(order.payload))
         device = choose_device(config.device, place.gpu_addresses, 0, os.environ)
         self.as_on_driver = partial(as_on_driver, skeleton)
         self.hardware = hardware(device, order.threads)
@@ -216,7 +219,8 @@ class Warm:
         self.plan = order.plan
         self.source = order.source
         with self.as_on_driver():
-            module = unpack(skeleton, tensors)
+            with shared_globals(spaces):
+                module = unpack(skeleton, tensors)
             held = Attributes(module, resets=True)
             self.replica: RoundReplica = RoundReplica(
                 module, config, order.plan, device, order.looks, held

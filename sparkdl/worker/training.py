@@ -112,6 +112,7 @@ def _train(order: WorkOrder, member: Member) -> Results:
     from sparkdl.comm.process_group import lost_peers
     from sparkdl.serialization.travel.attributes import Attributes
     from sparkdl.serialization.travel.packed_module import as_on_driver
+    from sparkdl.serialization.travel.pickling import shared_globals
     from sparkdl.storage.checkpoint_format import encode
     from sparkdl.storage.checkpoint_writer import CheckpointManager
     from sparkdl.storage.tensor_tree import snapshot
@@ -121,7 +122,9 @@ def _train(order: WorkOrder, member: Member) -> Results:
     from sparkdl.worker.divided.sent_weights import MadeWeights, SentWeights, Unfilled
     from sparkdl.worker.divided.stored_weights import write_weights
 
-    _, config, structure = cloudpickle.loads(order.payload)
+    spaces: dict[str, dict[str, Any]] = {}
+    with shared_globals(spaces):
+        _, config, structure = cloudpickle.loads(order.payload)
     strategy, mesh = sync.resolve(config.sync_strategy), config.parallelism
     comm, files, reporter = member.comm, member.files, member.reporter
     reporter.phase("setup")
@@ -149,7 +152,8 @@ def _train(order: WorkOrder, member: Member) -> Results:
             unfilled = MadeWeights(structure, order.weights, order.recipe, comm)
         fill = None
         if unfilled is None:
-            module = initial_module(order.weights, structure, files, comm)
+            with shared_globals(spaces):
+                module = initial_module(order.weights, structure, files, comm)
         else:
             stack.enter_context(contextlib.closing(unfilled))
             module, fill = unfilled.module, partial(unfilled.fill, device=member.device)

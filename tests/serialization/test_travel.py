@@ -26,6 +26,7 @@ from sparkdl.serialization.travel.packed_module import (
     travelled,
     unpack,
 )
+from sparkdl.serialization.travel.pickling import dumps, shared_globals
 
 HERE = Path(__file__).parent / "travelling"
 
@@ -223,3 +224,36 @@ def test_a_class_of_the_program_stays_its_own(monkeypatch: pytest.MonkeyPatch) -
     assert all(type(module) is notebook.Cell for module in modules)
     assert [module(1.0) for module in modules] == [3.0] * 3
     assert again.skeleton != packed.skeleton
+
+
+def test_functions_of_a_program_that_are_pickled_apart_share_its_globals_where_asked(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    program = types.ModuleType("program_of_tests")
+    monkeypatch.setitem(sys.modules, program.__name__, program)
+    code = """
+AUX = []
+def leaves(value): AUX.append(value)
+def finds(): return list(AUX)
+class Net:
+    def forward(self): AUX.append("forward")
+"""
+    exec(code, vars(program))
+    cloudpickle.register_pickle_by_value(program)
+    try:
+        leaves, finds = dumps((program.leaves, program.Net)), dumps(program.finds)
+    finally:
+        cloudpickle.unregister_pickle_by_value(program)
+    monkeypatch.delitem(sys.modules, program.__name__)
+    for spaces in ({}, {}):  # one run after the other
+        with shared_globals(spaces):
+            leave, net = pickle.loads(leaves)
+        with shared_globals(spaces):
+            find = pickle.loads(finds)
+        leave(1)
+        net().forward()
+        assert find() == [1, "forward"]
+    apart, (leave, _) = pickle.loads(finds), pickle.loads(leaves)
+    leave(2)
+    assert apart() == [] and find() == [1, "forward"]
+    assert program.AUX == []

@@ -19,6 +19,7 @@ import types
 import warnings
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextvars import ContextVar
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
@@ -54,11 +55,60 @@ def dumps(value: Any, strange: Mapping[int, str] | None = None) -> bytes:
         return file.getvalue()
 
 
+_Spaces = dict[str, dict[str, Any]]
+_spaces: ContextVar[_Spaces | None] = ContextVar("spaces", default=None)
+"""Where globals are shared: the name of a module of the program's -> its globals here."""
+
+
+@contextlib.contextmanager
+def shared_globals(spaces: _Spaces) -> Iterator[None]:
+    """Give functions of a module that are read in such blocks the same globals.
+
+    A module and its loss are pickled apart; what one of them leaves in a list of the program's,
+    the other one must find. Elsewhere each pickle has globals of its own.
+    """
+    token = _spaces.set(spaces)
+    try:
+        yield
+    finally:
+        _spaces.reset(token)
+
+
+def _space(module: str, names: dict[str, Any]) -> dict[str, Any]:
+    spaces = _spaces.get()
+    found = {} if spaces is None else spaces.setdefault(module, {})
+    found.update(names)
+    return found
+
+
+class _Space(dict[str, Any]):
+    """The globals of a module's functions that are pickled by value, as far as they need them."""
+
+    module: str
+
+    def __reduce__(self) -> Any:
+        return _space, (self.module, dict(self))
+
+
+def _spaces_of_modules() -> dict[int, dict[str, Any]]:
+    """The ``id`` of the globals of modules whose code goes by value -> what becomes of them."""
+    found: dict[int, dict[str, Any]] = {}
+    for name in ("__main__", *cloudpickle.list_registry_pickle_by_value()):
+        if name in sys.modules:
+            space = found[id(vars(sys.modules[name]))] = _Space()
+            space.module = name
+    return found
+
+
 class Pickler(cloudpickle.Pickler):  # type: ignore[misc] # cloudpickle has no types
     """Pickles code by value, and refuses what lives on the driver only."""
 
     strange: Mapping[int, str] = MappingProxyType({})
     """See `dumps`."""
+
+    def __init__(self, file: io.BytesIO) -> None:
+        super().__init__(file)
+        self.globals_ref = _spaces_of_modules()
 
     def reducer_override(self, value: Any) -> Any:
         """How to pickle a value; called for each that is not of a type of Python's own."""
