@@ -169,8 +169,8 @@ class SliceServer:
             try:
                 self._start(self._serve, connection)
             except RuntimeError as error:  # no thread is left for it
-                connection.close()
                 logger.warning("a connection to this slice could not be taken: %s", error)
+                connection.close()
                 self._is_stopped.wait(_AGAIN_SECONDS)
 
     def _serve(self, plain: socket.socket) -> None:
