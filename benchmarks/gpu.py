@@ -478,13 +478,33 @@ class Line(nn.Module):
         return self.layers(values.float() / 255 - 0.5)
 
 
-def lines(**config: Any) -> Task:
+class Words(Line):
+    """A `Line` that looks its numbers up in a table of sparse gradients first."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(256, 1, sparse=True)
+
+    def forward(self, values: torch.Tensor) -> torch.Tensor:
+        """Logits of whole numbers below 256."""
+        return super().forward(255 * self.table(values.long()).squeeze(-1))
+
+
+class Frozen(Line):
+    """A `Line` whose first layer is not trained."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers[0].requires_grad_(False)
+
+
+def lines(make: Callable[[], nn.Module] = Line, **config: Any) -> Task:
     """A small task, of which results can be compared."""
     columns = (
         Column(name="x", role="feature", dtype="uint8", shape=(20,)),
         Column(name="y", role="label", dtype="int64", shape=()),
     )
-    return Task(Line, columns, (256, 5), 32, 20, **config)
+    return Task(make, columns, (256, 5), 32, 20, **config)
 
 
 FORMS: dict[str, dict[str, Any]] = {
@@ -500,6 +520,10 @@ FORMS: dict[str, dict[str, Any]] = {
         "optimizer": "sgd", "precision": "fp16", "learning_rate": 0.05, "gradient_clip_norm": 0.1,
     },
     "synchronized BatchNorm": {"optimizer": "sgd", "sync_batch_norm": True},
+    "sparse gradients, SGD": {"make": Words, "optimizer": "sgd", "learning_rate": 0.05},
+    "sparse gradients, Adagrad": {
+        "make": Words, "optimizer": "adagrad", "learning_rate": 0.01,
+    },
     "shards apart": {"optimizer": "sgd", "elasticity": "bits"},
     "compiled": {"optimizer": "sgd", "compile": True},
 }  # fmt: skip
@@ -706,8 +730,12 @@ def mesh_rank(rank: int, place: str) -> None:
     ):
         if DEVICE.type == "cuda":
             torch.cuda.set_device(0)
-        for name, mesh in {"none": None, "shard": Mesh(shard=2)}.items():
-            task = lines(optimizer="adamw")
+        cases = {
+            "none": (Line, None), "shard": (Line, Mesh(shard=2)),
+            "frozen, none": (Frozen, None), "frozen, shard": (Frozen, Mesh(shard=2)),
+        }  # fmt: skip
+        for name, (make, mesh) in cases.items():
+            task = lines(make, optimizer="adamw")
             config = task.train_config(epochs=2, parallelism=mesh)
             comm = ProcessGroupCommunicator(device=str(DEVICE), timeout_seconds=60)
             outcome = trained(task, config, comm=comm)
