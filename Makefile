@@ -21,7 +21,7 @@ SUBMIT := $(BIN)/spark-submit
 .DEFAULT_GOAL := help
 .PHONY: help setup tools train evaluate predict test test-all promises lint format types docs picture unit plain
 .PHONY: gangs spark pages connect cluster cluster-gpu notebooks test-hdfs standalone petastorm
-.PHONY: archive package versions bench lock clean prerequisites faults soak fuzz
+.PHONY: archive package versions bench lock clean prerequisites faults soak competing fuzz
 
 help: ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 18
@@ -167,6 +167,9 @@ faults: tools ## losses in every phase, on three hosts of this machine
 
 soak: tools ## fits, checkpoints and reports in numbers that would show a leak; make test-all has a tenth
 	@SOAK=1 $(PYTEST) -m "not bench" tests/soak
+
+competing: tools ## three gangs and a query on two slots, in five orders; make test-all has two gangs
+	@$(PYTEST) tests/competing
 
 FUZZ ?= 5000
 fuzz: tools ## FUZZ files of each kind that somebody has changed at will; make test-all has sixty

@@ -44,7 +44,7 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 # line of its own, as the parts of the Makefile do. So are those that install the package.
 _OWN_CONTEXT = [
     *("cluster", "cluster_gpu", "faults", "hdfs", "notebooks", "packaging", "standalone"),
-    "versions",
+    *("competing", "versions"),
 ]
 collect_ignore = [
     name for name in _OWN_CONTEXT if not any(f"tests/{name}" in word for word in sys.argv)

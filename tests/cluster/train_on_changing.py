@@ -1,8 +1,9 @@
 """A driver program for `test_elastic.py`: trains on a cluster that may change.
 
-Usage: train_on_changing.py rounds|gangs|competing MASTER DIRECTORY [KEY=VALUE ...]
+Usage: train_on_changing.py rounds|gangs|competing|query MASTER DIRECTORY [KEY=VALUE ...]
 
 With ``gangs``, one that grows (range) and one that loses a worker (gang) train one after the other.
+With ``query`` nothing trains: a job of Spark SQL takes all slots that it gets for some time.
 In the directory each fit leaves a file of its own name when what it waits for has come.
 """
 
@@ -82,6 +83,12 @@ def until_there(marker: str, batches: Iterator[pa.RecordBatch]) -> Iterator[pa.R
         time.sleep(0.1)
 
 
+def slowly(batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
+    """Five seconds of a slot."""
+    time.sleep(5)
+    yield from batches
+
+
 def occupy(spark: SparkSession, marker: str) -> None:
     """Have an executor of another kind, so that the gang gets one only, until the file is there."""
     tasks = ResourceProfileBuilder().require(TaskResourceRequests().cpus(1))
@@ -104,7 +111,10 @@ def main(mode: str, master: str, directory: str, *settings: str) -> None:
         builder = builder.config(*setting.split("=", 1))
     spark = builder.getOrCreate()
     spark.sparkContext.setLogLevel("OFF")
-    for kind in ("range", "gang") if mode == "gangs" else (mode,):
+    if mode == "query":
+        rows = spark.range(0, 100, 1, 8).mapInArrow(slowly, "id long").groupBy().sum("id")
+        print("sum", rows.collect()[0][0], flush=True)
+    for kind in {"gangs": ("range", "gang"), "query": ()}.get(mode, (mode,)):
         marker = str(Path(directory) / kind)
         print(f"{kind}:")
         if kind == "range":
