@@ -205,6 +205,7 @@ petastorm: prerequisites ## the tests with petastorm, in .venv-petastorm
 # With the oldest and with the newest packages of the ranges, each in an environment that is made anew
 # in build/versions. torch is that of .venv, since others may exist as builds for CUDA only, which
 # are gigabytes large: CUDA=1 takes the oldest and the newest of its range, whatever their build.
+# NEWEST_PYTHON=python3.13 is the Python of the environment with the newest packages.
 versions: tools ## train and predict with the oldest and the newest versions that setup.py allows
 	@$(PYTEST) -rP tests/versions
 

@@ -1,13 +1,12 @@
 """Environments with the oldest and with the newest packages that setup.py's ranges allow.
 
-They have the Python of this one.
+They have the Python of this one, and the newest that of ``NEWEST_PYTHON`` if it names a program.
 """
 
 from __future__ import annotations
 
 import json
 import os
-import platform
 import shutil
 import sys
 from collections.abc import Callable
@@ -23,7 +22,8 @@ from tests.test_install import load
 
 FOLDER = ROOT / "build" / "versions"
 RESOLUTIONS = {"oldest": "lowest-direct", "newest": "highest"}
-INSTALL_SECONDS = 600
+PYTHONS = {"newest": os.environ.get("NEWEST_PYTHON", sys.executable)}
+INSTALL_SECONDS = 1500
 UV = str(Path(sys.executable).with_name("uv"))
 PROGRAM = Path(__file__).with_name("program.py")
 
@@ -48,7 +48,8 @@ class Environment:
         python = str(self.folder / "bin" / "python")
         listed = run([UV, "pip", "list", "--format", "json", "--python", python]).stdout
         found = {entry["name"]: entry["version"] for entry in json.loads(listed)}
-        return {**found, "python": platform.python_version()}
+        said = run([python, "-c", "import platform; print(platform.python_version())"]).stdout
+        return {**found, "python": said.strip()}
 
 
 @pytest.fixture(scope="session")
@@ -59,7 +60,7 @@ def environments() -> Callable[[str], Environment]:
     def made(name: str) -> Environment:
         environment = Environment(FOLDER / name)
         words = ["--resolution", RESOLUTIONS[name], "--editable", ".[spark,torch]"]
-        install(make_environment(environment.folder), *words)
+        install(make_environment(environment.folder, PYTHONS.get(name, sys.executable)), *words)
         environment.run("python", str(PROGRAM), "train", str(environment.models))
         return environment
 
@@ -83,9 +84,9 @@ def install(python: Path, *words: str, folder: Path = ROOT) -> None:
     run([UV, "pip", "install", *options, *words], folder=folder, seconds=INSTALL_SECONDS)
 
 
-def make_environment(folder: Path) -> Path:
+def make_environment(folder: Path, program: str = sys.executable) -> Path:
     """Make an environment without packages anew; its Python."""
     shutil.rmtree(folder, ignore_errors=True)
-    make = [sys.executable, "-m", "venv", "--without-pip", str(folder)]
+    make = [program, "-m", "venv", "--without-pip", str(folder)]
     run(make, seconds=INSTALL_SECONDS)
     return folder / "bin" / "python"
