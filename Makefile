@@ -19,7 +19,7 @@ export SPARK_CONF_DIR ?= $(CURDIR)/conf
 SUBMIT := $(BIN)/spark-submit
 
 .DEFAULT_GOAL := help
-.PHONY: help setup tools train evaluate predict test test-all promises lint format types docs picture unit plain
+.PHONY: help setup tools train evaluate predict test test-all promises lint format types docs picture record-notebooks unit plain
 .PHONY: gangs spark pages connect cluster cluster-gpu notebooks test-hdfs standalone petastorm
 .PHONY: archive package versions bench lock clean prerequisites faults soak competing fuzz
 
@@ -181,6 +181,9 @@ cluster-gpu: tools ## GPUs that do not exist, on a local cluster
 # Each notebook, and each file of tests that needs a kernel, has a Spark of its own.
 notebooks: tools ## the notebooks, and the tests that need a kernel of Jupyter
 	@$(PYTEST) -m "$(SELECT)" tests/notebooks
+
+record-notebooks: tools ## run the notebooks, and keep in them what they show
+	@$(BIN)/python .ci/record_notebooks.py
 
 # petastorm runs with older versions only, so it has an environment of its own. That shows as well
 # that the package works with the oldest pyarrow and numpy of setup.py, and with Spark 4.0.
