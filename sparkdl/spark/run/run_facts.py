@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any
 
 from pyspark.ml.param import Params
@@ -15,7 +15,7 @@ from sparkdl.report.recorder import Recorder, recording
 from sparkdl.runtime.hardware import hardware
 from sparkdl.runtime.versions import versions
 from sparkdl.spark.session.background_job import jobs_named_after
-from sparkdl.spark.session.compat import conf, is_connect
+from sparkdl.spark.session.compat import conf, is_connect, jobs_of_run
 from sparkdl.spark.session.interrupts import Cleanup, is_interrupted
 from sparkdl.spark.session.stage_progress import StageProgress
 from sparkdl.storage.hadoop_storage import open_on_driver
@@ -48,12 +48,13 @@ def record_run(spark: SparkSession | None, run_id: str, request: Request) -> Ite
         storage=storage,
         listeners=request.listeners,
         is_interrupted=is_interrupted,
-        ask_tasks=None if spark is None or not request.verbose else StageProgress(spark),
+        ask_tasks=None if spark is None or not request.verbose else StageProgress(spark, run_id),
         versions=versions(),
         spark={} if spark is None else _spark_facts(spark),
         driver=hardware(),
     )
-    with jobs_named_after(request.run_name), Cleanup() as stack:
+    marked = nullcontext() if spark is None else jobs_of_run(spark, run_id)
+    with marked, jobs_named_after(request.run_name), Cleanup() as stack:
         recorder = stack.enter_context(recorded)
         called = f" ({request.run_name})" if request.run_name else ""
         logger.info("run %s of %s%s begins", run_id, request.name, called)

@@ -204,6 +204,27 @@ def described(spark: SparkSession, text: str) -> Iterator[None]:
         context.setLocalProperty(_DESCRIPTION, before)  # type: ignore[arg-type]
 
 
+@contextlib.contextmanager
+def jobs_of_run(spark: SparkSession, run_id: str) -> Iterator[None]:
+    """Mark the jobs of the block with a run by `RUN`; threads that take `thread_properties`, too.
+
+    Spark Connect has no such properties.
+    """
+    if is_connect(spark):
+        yield
+        return
+    context = spark.sparkContext
+    before = context.getLocalProperty(RUN)
+    context.setLocalProperty(RUN, run_id)
+    try:
+        yield
+    finally:
+        if not has_ended(spark):
+            context.setLocalProperty(RUN, before)  # type: ignore[arg-type]
+
+
+RUN = "spark.sparkdl.run"
+"""Local property with the run that a job belongs to."""
 _DESCRIPTION = "spark.job.description"
 """Local property that Spark's UI shows as the description of jobs and of their stages."""
 

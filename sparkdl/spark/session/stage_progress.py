@@ -15,7 +15,7 @@ from pyspark.sql import SparkSession
 from sparkdl.report.live.notebook import in_notebook
 from sparkdl.report.live.progress import terminal_columns
 from sparkdl.report.live.views import activity_view, showing
-from sparkdl.spark.session.compat import is_connect
+from sparkdl.spark.session.compat import RUN, is_connect
 
 logger = logging.getLogger(__name__)
 
@@ -36,8 +36,12 @@ class StageProgress:
     that one has: nothing of the session is changed. In a file the bar is ended for good.
     """
 
-    def __init__(self, spark: SparkSession) -> None:
-        """Of this session; Spark Connect has neither a bar nor an answer."""
+    def __init__(self, spark: SparkSession, run_id: str | None = None) -> None:
+        """Of this session's jobs of a run (`jobs_of_run`), or of those that belong to none.
+
+        Spark Connect has neither a bar nor an answer.
+        """
+        self._run_id = run_id
         self._context: Any = None if is_connect(spark) else spark.sparkContext
         self._bar: Any = None
         self._has_screen = in_notebook() or terminal_columns() is not None
@@ -74,7 +78,7 @@ class StageProgress:
         # its last change until an executor's next heartbeat.
         names = [f"TaskSet_{stage.stageId()}.{stage.currentAttemptId()}" for stage in stages]
         found = [scheduled.getSchedulableByName(name) for name in names]
-        sets = [one for one in found if one is not None]
+        sets = [one for one in found if one is not None and self._is_ours(one)]
         if not sets:
             return ""
         total = sum(one.numTasks() for one in sets)
@@ -84,3 +88,8 @@ class StageProgress:
         if self._times_idle > 1:  # not just about to start
             return "waiting for slots"
         return f"{ended} of {total} task{'s' * (total != 1)} done"
+
+    def _is_ours(self, tasks: Any) -> bool:
+        """Whether a set of tasks belongs to the run, and not to another of the session."""
+        properties = tasks.taskSet().properties()
+        return (properties.getProperty(RUN) if properties else None) == self._run_id

@@ -10,6 +10,7 @@ import pytest
 from py4j.protocol import Py4JError
 
 from sparkdl.spark.session import stage_progress
+from sparkdl.spark.session.compat import RUN
 from sparkdl.spark.session.stage_progress import StageProgress
 from tests.terminal import on_terminal
 
@@ -56,7 +57,7 @@ def test_a_fit_on_a_terminal() -> None:
 class FakeSpark:
     """A classic session with one stage of 8 tasks."""
 
-    def __init__(self, *, has_bar: bool = True) -> None:
+    def __init__(self, *, has_bar: bool = True, run_id: str | None = None) -> None:
         self.sparkContext: Any = MagicMock()
         self.scala = self.sparkContext._jsc.sc()
         self.scala.progressBar().isDefined.return_value = has_bar
@@ -67,6 +68,7 @@ class FakeSpark:
         stage.stageId.return_value, stage.currentAttemptId.return_value = 3, 1
         self.tasks = MagicMock()
         self.tasks.numTasks.return_value = 8
+        self.tasks.taskSet().properties().getProperty.side_effect = {RUN: run_id}.get
         pool = self.scala.taskScheduler().rootPool()
         pool.getSchedulableByName.side_effect = {"TaskSet_3.1": self.tasks}.get
         self.say(0, 0)
@@ -92,6 +94,15 @@ def test_tasks_in_words(monkeypatch: pytest.MonkeyPatch) -> None:
     assert spark.bar.finishAll.call_count == 5
     spark.scala.statusTracker().getActiveStageIds.return_value = []
     assert ask() == ""
+
+
+def test_tasks_of_other_runs_are_not_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(stage_progress, "_ASK_SECONDS", 0.0)
+    for run_id, said in (("mine", "0 of 8 tasks done"), ("other", ""), (None, "")):
+        spark: Any = FakeSpark(run_id=run_id)
+        assert StageProgress(spark, "mine")() == said
+    own: Any = FakeSpark(run_id=None)
+    assert StageProgress(own)() == "0 of 8 tasks done"
 
 
 def test_of_a_log_file_sparks_own_bar_is_kept_away(monkeypatch: pytest.MonkeyPatch) -> None:
