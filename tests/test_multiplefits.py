@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from sparkdl import Callback, ParquetSource, Tensor, TorchRegressor
-from sparkdl.errors import ConfigError
+from sparkdl.errors import WorkerError
 from sparkdl.spark.frames.shard_table import ShardTable
 from sparkdl.spark.session.compat import is_connect
 
@@ -160,7 +160,7 @@ def test_an_error_in_one_leaves_the_others_and_nothing_behind(df: DataFrame) -> 
     estimator = regressor()
     fits = estimator.fitMultiple(df, [{}, {estimator.loss: fails}, {}])
     assert next(fits)[0] == 0
-    with pytest.raises(ConfigError, match="of one map"):
+    with pytest.raises(WorkerError, match="of one map"):
         next(fits)
     assert next(fits)[0] == 2
 
