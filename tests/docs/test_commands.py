@@ -19,10 +19,13 @@ from tests.docs.commands import commands_of, problem, runnable
 from tests.docs.conftest import working_in
 
 SHELL = [block for block in blocks("bash") if block.excuse is None]
+OF_TUTORIAL = ("--set", "model.path=models/tutorial")
 JOBS = [
-    ["spark-submit", f"jobs/{job}.py", "--config", f"conf/{job}.toml"]
-    for job in ("evaluate", "predict", "prepare", "tune")
-]
+    ["spark-submit", f"jobs/{job}.py", "--config", f"conf/{job}.toml", *settings]
+    for job, *settings in (
+        ("evaluate", *OF_TUTORIAL), ("predict", *OF_TUTORIAL), ("prepare",), ("tune",),
+    )
+]  # fmt: skip
 """Jobs with job files of the repository, which run whether or not a page shows the command."""
 SUBMITTED = ("train digits",)
 """The job that starts a JVM of its own.
