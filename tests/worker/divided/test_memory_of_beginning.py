@@ -63,6 +63,8 @@ def extra_bytes(before: int) -> int:
 
 def packed_by_driver(comm: Communicator, factories: list[Any]) -> tuple[PackedModule, int]:
     """What the driver does until workers have the module, with each factory; the bytes it took."""
+    from sparkdl.spark.cluster.cluster_info import ClusterInfo
+    from sparkdl.spark.cluster.slots import Slots
     from sparkdl.spark.fit.check_request import check_values
     from sparkdl.spark.fit.check_rows import check_rows
     from sparkdl.spark.run.resume import run_key
@@ -74,7 +76,9 @@ def packed_by_driver(comm: Communicator, factories: list[Any]) -> tuple[PackedMo
         values = check_values(request(factory, parallelism=Mesh(shard=2), task="custom"))
         width = values.module[0].in_features  # type: ignore[index, union-attr]
         columns = (Column(name="x", role="feature", dtype="float32", shape=(int(width),)),)
-        checked: Any = SimpleNamespace(**vars(values))
+        cluster = ClusterInfo(master="local[2]", num_executors=1, cores_per_executor=2)
+        slots = Slots(num_workers=2, threads=1, cluster=cluster)
+        checked: Any = SimpleNamespace(**vars(values), config=values.config, slots=slots)
         table = MagicMock()
         table.columns.return_value = columns
         table.rows_at_hand.return_value = None
