@@ -13,9 +13,11 @@ call. So while a fit runs, four rules hold:
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import logging
 import signal
+import sys
 import threading
 import time
 import uuid
@@ -180,12 +182,25 @@ def interruptible(spark: SparkSession, checkpoint_dir: str | None = None) -> Ite
                         raise_unless_loss(error)
                 raise
             if work.is_late:
-                raise KeyboardInterrupt(_message(checkpoint_dir)) from error
+                raise _interrupt(checkpoint_dir) from error
         else:
             work.end()
         if _must_raise(work):
             # Without the traceback of whatever call was cut off.
-            raise KeyboardInterrupt(_message(checkpoint_dir)) from None
+            raise _interrupt(checkpoint_dir) from None
+
+
+def _interrupt(checkpoint_dir: str | None) -> KeyboardInterrupt:
+    """What ends the block, and the process by the signal if nobody catches it.
+
+    torch's compiler, which an optimizer's first step imports, tells at exit what it has compiled,
+    and imports a package to do so. The code of that makes Python forget the interrupt, and end with
+    status 1. So nothing is told.
+    """
+    compiler = sys.modules.get("torch._dynamo.utils")
+    if compiler is not None:
+        atexit.unregister(compiler.dump_compile_times)
+    return KeyboardInterrupt(_message(checkpoint_dir))
 
 
 def listen() -> None:
