@@ -86,8 +86,10 @@ def test_shapes_are_kept_or_flattened() -> None:
     nested = leaf("nested", pa.list_(pa.list_(FLOATS)))
     (piece,) = predicted(task(module, nested, leaf("array", FLOATS)), ROWS)
     expected = module(torch.from_numpy(ROWS)).detach()
-    np.testing.assert_allclose(np.array(piece.field(0).to_pylist()), expected, rtol=1e-5)
-    np.testing.assert_allclose(np.array(piece.field(1).to_pylist()), expected.flatten(1), rtol=1e-5)
+    np.testing.assert_allclose(np.array(piece.field(0).to_pylist()), expected, rtol=1e-5, atol=1e-5)
+    np.testing.assert_allclose(
+        np.array(piece.field(1).to_pylist()), expected.flatten(1), rtol=1e-5, atol=1e-5
+    )
 
 
 @pytest.mark.parametrize(
@@ -166,9 +168,9 @@ def test_parts_of_several_sources_side_by_side() -> None:
     ]
     (piece,) = predicted(task(module, *leaves, layers=("body",)), ROWS)
     h = module.body(torch.from_numpy(ROWS)).detach()
-    np.testing.assert_allclose(piece.field(0).to_pylist(), h.sum(1), rtol=1e-5)
+    np.testing.assert_allclose(piece.field(0).to_pylist(), h.sum(1), rtol=1e-5, atol=1e-5)
     assert piece.field(1).to_pylist() == ROWS.tolist()
-    np.testing.assert_allclose(np.array(piece.field(2).to_pylist()), h, rtol=1e-5)
+    np.testing.assert_allclose(np.array(piece.field(2).to_pylist()), h, rtol=1e-5, atol=1e-5)
     assert piece.field(3).type == pa.float64()
 
 

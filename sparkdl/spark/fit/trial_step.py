@@ -219,8 +219,9 @@ def _step(
     step(batch, batch.num_rows, 0)
     _check_sparse(config, module, adds_up=adds_up)
     stepping.set_mode(optimizer, trains=False)
-    for what, owner in (("optimizer", optimizer), ("scheduler", replica.scheduler)):
-        stepping.check_kept(what, owner)
+    with optimizers.without_compiler():
+        for what, owner in (("optimizer", optimizer), ("scheduler", replica.scheduler)):
+            stepping.check_kept(what, owner)
 
 
 def _leave_out_plain_steps(optimizer: torch.optim.Optimizer) -> None:

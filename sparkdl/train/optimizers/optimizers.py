@@ -34,20 +34,24 @@ Groups = list[dict[str, Any]]
 
 @contextmanager
 def without_compiler() -> Iterator[None]:
-    """Let torch make optimizers within without importing its compiler, which takes 2 s.
+    """Let torch make optimizers and tell their states without importing its compiler: 2 s.
 
-    It is imported to tell it that it shall not look into one function (torch/_compile.py). For
+    It is imported to tell it that it shall not look into some functions (torch/_compile.py). For
     processes that take no step, since a step imports it too.
     """
-    add: Any = getattr(torch.optim.Optimizer.add_param_group, "__wrapped__", None)
-    if add is None or hasattr(add, _OF_COMPILER) or "torch._dynamo" in sys.modules:
-        yield
-        return
-    setattr(add, _OF_COMPILER, add)
+    optimizer = torch.optim.Optimizer
+    methods: Any = (optimizer.add_param_group, optimizer.state_dict)
+    found = [getattr(method, "__wrapped__", None) for method in methods]
+    marked = [one for one in found if one is not None and not hasattr(one, _OF_COMPILER)]
+    if "torch._dynamo" in sys.modules:
+        marked = []
+    for one in marked:
+        setattr(one, _OF_COMPILER, one)
     try:
         yield
     finally:
-        vars(add).pop(_OF_COMPILER, None)  # another thread may have been here
+        for one in marked:
+            vars(one).pop(_OF_COMPILER, None)  # another thread may have been here
 
 
 def parameter_groups(

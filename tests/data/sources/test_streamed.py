@@ -98,10 +98,10 @@ def test_memory_holds_two_windows_at_most() -> None:
     rows = StreamedRows(plan, pieces, read, fingerprint="a", pieces_together=3, row_bytes=1 << 20)
     for batch in Batches([rows], plan, 0, seed=0, epoch=0):
         assert batch.num_rows
-    assert most == 6
+    assert 3 <= most <= 6  # as many as the thread that reads ahead comes to
     for _ in sequential_batches([rows], plan):
         pass
-    assert most == 6
+    assert most <= 6
 
 
 def test_an_epoch_that_ends_early_leaves_no_thread() -> None:

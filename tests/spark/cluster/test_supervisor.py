@@ -881,10 +881,11 @@ def test_without_a_channel_spark_says_whether_the_gang_has_begun(
 
     def whole() -> Rows:
         stage.spark.sparkContext.num_running = 2
-        time.sleep(0.7)
+        time.sleep(1.7)
         return result(0, 1)
 
-    times: Any = {"start_timeout": 0.3, "queue_timeout": 0.5}
+    # A busy machine may need half a second until the job's thread runs.
+    times: Any = {"start_timeout": 0.3, "queue_timeout": 1.5}
     assert stage.run(part, whole, max_restarts=1, is_watched=False, **times).restarts == 1
     assert "1 of 2 workers did not start within 0.3 s since Spark runs their tasks" in caplog.text
 
