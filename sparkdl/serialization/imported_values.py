@@ -496,6 +496,10 @@ def _held_by(function: types.FunctionType) -> list[Any]:
     return [part for part in held if part]
 
 
+_OF_IMPORT = {*vars(types.ModuleType("")), "__builtins__", "__cached__", "__file__", "__path__"}
+"""Globals that importing a module sets: each process has its own."""
+
+
 def _globals_of(function: types.FunctionType, is_there: bool) -> Iterator[tuple[Place | None, Any]]:
     """The globals that a function reads, and what it reads of modules among them.
 
@@ -512,6 +516,8 @@ def _globals_of(function: types.FunctionType, is_there: bool) -> Iterator[tuple[
                 read.add(str(step.argval))
             elif step.opname in ("LOAD_ATTR", "LOAD_METHOD", "IMPORT_FROM"):
                 attributes.add(str(step.argval))
+    read -= _OF_IMPORT
+    attributes -= _OF_IMPORT
     own = vars(sys.modules.get(where, types))
     is_own = is_there and function.__globals__ is own and _is_imported(where)
     todo = [(name, function.__globals__.get(name, sys.modules.get(name))) for name in sorted(read)]
