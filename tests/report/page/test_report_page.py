@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from sparkdl.report.page import html
-from sparkdl.report.page.html import Markup, joined, tag
+from sparkdl.report.page import formats
+from sparkdl.report.page.render import render
 from sparkdl.report.page.report_page import BANDS, layer_section, page
 from sparkdl.report.page.svg import layers_of, line_chart, ticks
 from sparkdl.report.page.timeline import MOST_LANES, SPENT_ON, grouped
@@ -78,7 +78,7 @@ def test_tiles_show_what_the_model_has_and_say_what_phases_are() -> None:
     best = {**whole.history[2], "val_loss": 0.0123}
     texts = Checker(page(replace(whole, kept=best))).texts
     place = texts.index("val_loss")
-    last = html.value(whole.history[-1]["val_loss"])
+    last = formats.value(whole.history[-1]["val_loss"])
     assert texts[place + 1 : place + 3] == ["0.0123", f"epoch {best['epoch']:g}; at the end {last}"]
     assert Checker(page(whole)).texts[place + 1] == last
     assert "spool: rows are shuffled and written to local disks" in " ".join(texts)
@@ -299,9 +299,9 @@ def test_layers_go_down_and_shortcuts_go_around() -> None:
     [(0.421, "0.42 s"), (9.96, "10 s"), (200, "3 min 20 s"), (7500, "2 h 5 min"), (7200, "2 h")],
 )
 def test_durations(seconds: float, text: str) -> None:
-    assert html.duration(seconds) == text
+    assert formats.duration(seconds) == text
 
 
 def test_runs_of_ranks() -> None:
-    assert html.ranks([0, 1, 2, 5, 7, 8]) == "0\u20132, 5, 7\u20138"
-    assert re.fullmatch(r"1.5 KiB", html.size(1536))
+    assert formats.ranks([0, 1, 2, 5, 7, 8]) == "0\u20132, 5, 7\u20138"
+    assert re.fullmatch(r"1.5 KiB", formats.size(1536))
