@@ -28,8 +28,8 @@ from sparkdl.runtime.json_values import finite
 logger = logging.getLogger(__name__)
 
 _SCRIPT = resources.files(__package__).joinpath("live.js").read_text(encoding="utf-8")
-_MOST_COMPARED = 6
-"""Runs: so many colours curves have."""
+_MOST_COMPARED = 3
+"""Runs: curves have six colours, and a run has up to two in a drawing."""
 _BACK = Markup('<p><a href="/">← all runs</a></p>')
 _LOOPBACK = ("127.0.0.1", "localhost", "::1")
 _POLICY = (

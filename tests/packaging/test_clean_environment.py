@@ -88,8 +88,9 @@ def test_completion_names_its_package(clean: Path) -> None:
     assert "pip install argcomplete" in done.stderr
 
 
-def test_starters_and_the_style_of_reports_come_along(clean: Path) -> None:
-    python(clean, "import sparkdl.report.run_server")  # which reads its script and style sheet
+def test_starters_and_the_templates_of_pages_come_along(clean: Path) -> None:
+    code = "from sparkdl.report import run_server as s; print(s.document('t', s.run_list([])))"
+    assert "<style>" in python(clean, code)
     assert "[data]" in run([str(clean / "sparkdl"), "train", "--starter"]).stdout
 
 

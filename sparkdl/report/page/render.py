@@ -35,7 +35,7 @@ def _environment() -> jinja2.Environment:
         finalize=_shown,
     )
     environment.globals["css"] = Markup(_FILES.joinpath("style.css").read_text(encoding="utf-8"))
-    shown_as = (formats.duration, formats.moment, formats.ranks, formats.share, formats.value)
+    shown_as = (formats.duration, formats.moment, formats.value)
     environment.filters.update({function.__name__: function for function in shown_as})
     environment.filters["counted"] = "{:,}".format
     return environment

@@ -40,6 +40,7 @@ BANDS = (
 """Class of a ratio, its upper end, and how the legend calls it."""
 _MOST_LAYERS, _MOST_LOOKS = 64, 100
 
+
 def page(record: RunRecord) -> str:
     """The whole page."""
     return document(record.title, body(record))
@@ -65,15 +66,13 @@ def body(record: RunRecord) -> Markup:
         words=[(f"on-{name}", name) for name in used],
         has_waiting="waiting" in used,
         num_hidden=len(totals) - len(shown_ranks(record)),
-        times=[
-            (rank, sum(totals[rank].values()), [(n, totals[rank].get(n, 0.0)) for n in used])
-            for rank in sorted(totals, key=int)
-        ],
+        times=[(rank, _shares(totals[rank], used)) for rank in sorted(totals, key=int)],
         failures=_failures(record),
         confusion=_confusion(record),
         layers=layer_section(record.layers),
         graph=model_graph(drawn) if drawn else None,
-        num_nodes=len(drawn["nodes"]) if drawn else 0,
+        num_shown=len(drawn["nodes"]) if drawn else 0,
+        num_parts=len(record.graph["nodes"]) if record.graph else 0,
         machines=_machines(record),
         params={p["name"]: p["value"] for p in record.params if p["is_set"]},
         defaults={p["name"]: p["value"] for p in record.params if not p["is_set"]},
@@ -156,6 +155,15 @@ def _charts(record: RunRecord) -> list[Markup]:
     return [chart for chart in charts if chart]
 
 
+def _shares(
+    total: Mapping[str, float], names: Sequence[str]
+) -> list[tuple[str, float, str, float]]:
+    """Name, seconds, share in words, and percent of what a rank's time was spent on."""
+    whole = sum(total.values())
+    seconds = [(name, total.get(name, 0.0)) for name in names]
+    return [(n, s, formats.share(s, whole), 100 * s / whole if whole else 0.0) for n, s in seconds]
+
+
 def _failures(record: RunRecord) -> list[tuple[float, str, str]]:
     """When, what happened, and what followed."""
     if not record.failures and len({a.get("workers") for a in record.attempts}) < 2:
@@ -197,12 +205,13 @@ def _confusion(record: RunRecord) -> dict[str, Any] | None:
     if record.confusion is None:
         return None
     counts: list[list[float]] = record.confusion["counts"]
+    total = sum(map(sum, counts))
+    right = sum(of[label] for label, of in enumerate(counts))
+    text = f"{formats.value(right)} of {formats.value(total)} rows are right"
     is_dense = len(counts) > _MOST_WITH_NUMBERS
     return {
         "epoch": f"{record.confusion['epoch']:.5g}",
-        "total": sum(map(sum, counts)),
-        "right": sum(of[label] for label, of in enumerate(counts)),
-        "mistaken": _most_confused(counts),
+        "hint": f"{text} ({formats.share(right, total)}). {_most_confused(counts)}",
         "is_dense": is_dense,
         "style": "dense" if is_dense else "many" * (len(counts) > _MOST_WITH_NUMBERS / 2),
         "rows": [_label_row(label, of) for label, of in enumerate(counts)],

@@ -188,7 +188,9 @@ def comparison(runs: Mapping[str, RunRecord]) -> Markup:
         for panel, lines in curve_panels(record.history).items():
             named = {f"{number}: {name}": line for name, line in lines.items()}
             panels.setdefault(panel, {}).update(named)
-    charts = [line_chart(panel.replace("_", " "), lines, "epoch") for panel, lines in panels.items()]
+    charts = [
+        line_chart(panel.replace("_", " "), lines, "epoch") for panel, lines in panels.items()
+    ]
     return render("comparison.html", runs=runs, tables=tables, charts=[*filter(None, charts)])
 
 

@@ -1,13 +1,20 @@
 from __future__ import annotations
 
 import re
+import subprocess
+import sys
+import zipfile
 from dataclasses import replace
 from html.parser import HTMLParser
 from itertools import product
+from pathlib import Path
 from typing import Any
 
 import pytest
+from jinja2 import UndefinedError
+from markupsafe import Markup
 
+import sparkdl
 from sparkdl.report.page import formats
 from sparkdl.report.page.render import render
 from sparkdl.report.page.report_page import BANDS, layer_section, page
@@ -265,10 +272,30 @@ def test_at_the_end_of_a_schedule_layers_stand_still_without_being_dead() -> Non
 
 
 def test_text_is_escaped_unless_it_is_markup() -> None:
-    assert tag("b", "<i>", Markup("<i></i>"), title='"') == (
-        '<b title="&quot;">&lt;i&gt;<i></i></b>'
+    frame = render("base.html", title='<i>"', content=Markup("<i></i>"), is_live=False)
+    assert "<title>&lt;i&gt;&#34;</title>" in frame and "<main><i></i></main>" in frame
+    assert "<p>1.5</p>" in render("unreadable.html", text=1.50)
+    assert "<p></p>" in render("unreadable.html", text=None)
+    with pytest.raises(UndefinedError, match="'text' is undefined"):
+        render("unreadable.html")
+
+
+def test_templates_are_found_in_an_archive(tmp_path: Path) -> None:
+    """As `spark-submit --py-files` has packages."""
+    archive, package = tmp_path / "packages.zip", Path(sparkdl.__file__).parent
+    with zipfile.ZipFile(archive, "w") as packed:
+        for file in package.rglob("*"):
+            if "__pycache__" not in file.parts:
+                packed.write(file, file.relative_to(package.parent))
+    code = (
+        f"import sys; sys.path.insert(0, {str(archive)!r})\n"
+        "from sparkdl.report.page import render, run_list\n"
+        "print(render.__file__, 'jinja2' in sys.modules, run_list.run_list([]))"
     )
-    assert joined("a&b", None, 1.50) == "a&amp;b1.5"
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=tmp_path, check=True, capture_output=True, text=True
+    )
+    assert done.stdout.startswith(f"{archive}/sparkdl/report/page/render.py False <header><h1>Runs")
 
 
 @pytest.mark.parametrize(
