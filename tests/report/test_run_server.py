@@ -110,8 +110,9 @@ def three(tmp_path: Path) -> dict[str, str]:
         small_run("a1", "Aa", 1.7e9, seconds=9.0, params=[*params, {**rate, "value": "0.1"}],
                   history=[{"epoch": 1, "loss": 0.25}, {"epoch": 2, "loss": 10.0}]),
         small_run("b2", "Bb", 1.8e9, seconds=80.0, params=[*params, {**rate, "value": "<0.2>"}],
-                  history=[{"epoch": 1, "loss": 0.5}, {"epoch": 2, "loss": 9.0}]),
-        small_run("c3", "Cc", 1.9e9, seconds=10.0,
+                  history=[{"epoch": 1, "loss": 0.5}, {"epoch": 2, "loss": 9.0}],
+                  facts={"workers": 2}),
+        small_run("c3", "Cc", 1.9e9, seconds=10.0, facts={"workers": "a damaged number"},
                   error={"type": "DataError", "message": "<Null> rows"}),
     ]  # fmt: skip
     folders = {run.name: folder_name(run.name, run.run_id, run.started) for run in runs}
@@ -128,7 +129,7 @@ def three(tmp_path: Path) -> dict[str, str]:
         ("sort=duration", "Aa Cc Bb"), ("sort=started%20(UTC)", "Aa Bb Cc"),
         ("sort=nothing", "Cc Bb Aa"), ("sort=", "Cc Bb Aa"), ("filter=bb", "Bb"),
         ("filter=NULL+data", "Cc"), ("filter=succeeded&sort=run", "Aa Bb Cc"), ("filter=<", "Cc"),
-        ("filter=zz", ""),
+        ("filter=zz", ""), ("sort=workers", "Bb Cc Aa"), ("sort=-workers", "Cc Bb Aa"),
     ],
 )  # fmt: skip
 def test_the_list_is_sorted_and_filtered(

@@ -67,7 +67,7 @@ def run_list(
     column, is_down = sort.removeprefix("-"), sort.startswith("-")
     if _COLUMNS.get(column) is not None:
         known = [row for row in shown if row.keys.get(column) is not None]
-        known.sort(key=lambda row: row.keys[column], reverse=is_down)
+        known.sort(key=lambda row: _sortable(row.keys[column]), reverse=is_down)
         shown = known + [row for row in shown if row.keys.get(column) is None]
     heads = []
     for name, key in _COLUMNS.items():
@@ -141,16 +141,15 @@ def _readable_row(name: str, record: RunRecord) -> _Row:
         message = record.error["message"].strip().partition("\n")[0]
         text = f"{record.error['type']}: {message}"
         notes.append(text[:_MOST_CHARACTERS] + "…" * (len(text) > _MOST_CHARACTERS))
-    keys = {column: _key(key(record)) for column, key in _COLUMNS.items() if key is not None}
+    keys = {column: key(record) for column, key in _COLUMNS.items() if key is not None}
     return _Row(name, record.status, record.title, notes, cells, keys)
 
 
-def _key(value: Any) -> Any:
-    """A value that can be compared with others of its column; None: it has none."""
-    is_comparable = isinstance(value, str) or (
-        isinstance(value, int | float) and math.isfinite(value)
-    )
-    return value if is_comparable else None
+def _sortable(value: Any) -> tuple[float, str]:
+    """Numbers by their size, and all else, as damaged records have it, after them as text."""
+    if isinstance(value, int | float) and math.isfinite(value):
+        return value, ""
+    return math.inf, str(value)
 
 
 def _sparkline(values: Sequence[float | None]) -> Markup:
