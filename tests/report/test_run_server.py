@@ -74,6 +74,7 @@ def test_the_list_has_all_runs_the_newest_first(runs: Path) -> None:
     assert "1 running, 1 succeeded" in text
     assert "&lt;wide&gt;</a>" in text and "TorchClassifier</a>" in text
     assert "data-live" in text  # new runs may come at any time
+    assert "aria-sort" not in text
     assert headers["Content-Security-Policy"].startswith("default-src 'none'")
     assert headers["Cache-Control"] == "no-store"
 

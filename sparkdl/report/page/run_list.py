@@ -71,14 +71,13 @@ def run_list(
         shown = known + [row for row in shown if row.keys.get(column) is None]
     heads = []
     for name, key in _COLUMNS.items():
-        order = ("descending" if is_down else "ascending") if name == column else None
+        order = ("descending" if is_down else "ascending") if key and name == column else None
         then = f"-{name}" if order == "ascending" else name
         link = f"/?{urlencode({**asked, 'sort': then})}" if key else None
         heads.append((name, link, order))
     return render(
         "runs.html",
         counts=Counter(row.status for row in rows),
-        has_runs=bool(rows),
         rows=shown,
         heads=heads,
         filter=asked.get("filter", ""),

@@ -65,6 +65,7 @@ def test_the_page_shows_all_and_loads_nothing() -> None:
     assert "a worker was lost (executor 1 <lost>)" in text
     assert "ranks 2" not in text and "rank 0\u20131" in text  # two machines of two ranks each
     assert "started again after 5.4 s, from step 1,000" in text
+    assert not re.search('<[^>]*="[^"]*"[^ \\n/>]', page(record()))  # attributes are apart
     assert found.loads == []
     assert "script" not in found.tags
     assert "url(" not in page(record()) and "@import" not in page(record())
