@@ -174,7 +174,7 @@ class Explanation:
         return "\n".join(self.lines())
 
     def _repr_html_(self) -> str:
-        return render("explanation.html", sections=list(self._sections()))
+        return str(render("explanation.html", sections=list(self._sections())))
 
     def _sections(self) -> Iterator[_Section]:
         yield _Section("plan", self._facts())

@@ -48,7 +48,7 @@ def page(record: RunRecord) -> str:
 
 def document(title: str, content: Markup, *, is_live: bool = False) -> str:
     """A page around ``content``; a live one renews itself where a `RunServer` has sent it."""
-    return render("base.html", title=title, content=content, is_live=is_live) + "\n"
+    return str(render("base.html", title=title, content=content, is_live=is_live)) + "\n"
 
 
 def body(record: RunRecord) -> Markup:

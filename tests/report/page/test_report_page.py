@@ -55,6 +55,7 @@ class Checker(HTMLParser):
 
 
 def test_the_page_shows_all_and_loads_nothing() -> None:
+    assert type(page(record())) is str  # which can be searched for tags, as Markup cannot
     found = Checker(page(record()))
     text = " ".join(found.texts)
     for title in (
