@@ -237,6 +237,18 @@ def test_what_has_a_colour_of_its_own_is_in_the_style_sheet() -> None:
     assert [name for name in named if f".{name} {{ --own: var(--{name})" not in css] == []
 
 
+def test_on_a_narrow_screen_a_timeline_is_narrow_and_its_letters_are_not_small() -> None:
+    (drawn,) = re.findall('<svg[^>]*class="timeline">.*?<h2>', page(record()), re.DOTALL)
+    assert "viewBox" not in drawn.partition(">")[0]  # which would scale letters, too
+    texts = re.findall('<(?:text|line|circle) [^>]*?x1?="([^"]*)"', drawn)
+    assert len(texts) > 12 and all(x.endswith("%") for x in texts if x != "-64")
+    assert ">train</text>" in drawn and "tight" in drawn
+    assert (
+        ".timeline { display: block; margin: 0 10px 0 64px; width: calc(100% - 74px)"
+        in (page(record()).partition("</style>")[0])
+    )
+
+
 def test_of_a_long_run_neighbouring_spans_are_drawn_as_one() -> None:
     spans = [[0.0, 1.0, {}], [1.0, 2.0, {}], [2.0, 3.0, {}], [7.0, 8.0, {}], [8.0, 20.0, {}]]
     assert grouped(spans, 2.0) == [spans[:2], spans[2:3], spans[3:4], spans[4:]]
