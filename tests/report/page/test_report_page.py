@@ -243,10 +243,6 @@ def test_on_a_narrow_screen_a_timeline_is_narrow_and_its_letters_are_not_small()
     texts = re.findall('<(?:text|line|circle) [^>]*?x1?="([^"]*)"', drawn)
     assert len(texts) > 12 and all(x.endswith("%") for x in texts if x != "-64")
     assert ">train</text>" in drawn and "tight" in drawn
-    assert (
-        ".timeline { display: block; margin: 0 10px 0 64px; width: calc(100% - 74px)"
-        in (page(record()).partition("</style>")[0])
-    )
 
 
 def test_of_a_long_run_neighbouring_spans_are_drawn_as_one() -> None:
