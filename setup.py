@@ -32,6 +32,8 @@ CORE = [
     "cloudpickle>=3.0,<4",
     "cryptography>=42.0",
     "fsspec>=2024.2",
+    "jinja2>=3.1,<4",  # with markupsafe: reports; torch brings both
+    "markupsafe>=2.1.2,<4",
     "numpy>=1.26,<3",
     "pyarrow>=14.0",  # Spark asks for more: see the extra
     "safetensors>=0.4.3,<1",
@@ -100,7 +102,7 @@ setup(
         "": ["*.pyi"],
         "sparkdl": ["py.typed"],
         "sparkdl.cli": ["starters/*.toml", "job_files/*.properties"],
-        "sparkdl.report": ["live.js", "page/style.css"],
+        "sparkdl.report": ["live.js", "page/style.css", "page/templates/*.html"],
     },
     entry_points={"console_scripts": ["sparkdl = sparkdl.cli.main:main"]},
     python_requires=">=3.11",

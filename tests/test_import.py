@@ -61,6 +61,19 @@ def test_a_fit_without_a_mesh_imports_no_compiler_on_the_driver() -> None:
     assert run_python(code).splitlines() == ["[]", "True"]
 
 
+@pytest.mark.slow
+def test_workers_import_no_templates() -> None:
+    """Pages are made on the driver, and what shows them takes long to import."""
+    code = (
+        "import sys, sparkdl.estimator, sparkdl.model, sparkdl.runner\n"
+        "import sparkdl.worker.training, sparkdl.worker.round_task, sparkdl.worker.function_rank\n"
+        "print('jinja2' in sys.modules)\n"
+        "from sparkdl.report.page.render import render; render('unreadable.html', text='')\n"
+        "print('jinja2' in sys.modules)"
+    )
+    assert run_python(code).splitlines() == ["False", "True"]
+
+
 def test_import_adds_no_log_handler() -> None:
     code = "import logging, sparkdl; print(len(logging.getLogger('sparkdl').handlers))"
     assert run_python(code).strip() == "0"

@@ -10,7 +10,8 @@ from typing import Any, NamedTuple
 
 from sparkdl.explain.mesh_memory import MeshMemory, smallest_that_fits
 from sparkdl.explain.predict_times import Prediction
-from sparkdl.report.page.html import joined, row, size, tag
+from sparkdl.report.page.formats import size
+from sparkdl.report.page.render import render
 from sparkdl.runtime.json_values import finite
 from sparkdl.sync.strategy import SyncStrategy
 
@@ -173,15 +174,7 @@ class Explanation:
         return "\n".join(self.lines())
 
     def _repr_html_(self) -> str:
-        parts = []
-        for section in self._sections():
-            kinds = ["th" if section.has_head else "td", *("td" for _ in section.rows)]
-            cells = zip(kinds, section.rows, strict=False)
-            rows = [row(*texts, kind=kind, style="text-align:left") for kind, texts in cells]
-            parts.append(tag("h4", section.title))
-            parts += [tag("table", *rows)] if rows else []
-            parts += [tag("ul", *(tag("li", point) for point in section.points))]
-        return joined(*parts)
+        return str(render("explanation.html", sections=list(self._sections())))
 
     def _sections(self) -> Iterator[_Section]:
         yield _Section("plan", self._facts())

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from sparkdl.explain import measure_worker
 from sparkdl.explain.comparison import Choice
 from sparkdl.explain.measure_worker import StepTimer
-from sparkdl.report.page.html import size
+from sparkdl.report.page.formats import size
 from sparkdl.runtime.process import free_memory_bytes, give_back_memory
 
 if TYPE_CHECKING:

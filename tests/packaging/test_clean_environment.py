@@ -29,7 +29,7 @@ def test_neither_torch_nor_pyspark_come_along(clean: Path) -> None:
     names = {entry["name"].lower() for entry in json.loads(listed)}
     assert "sparkdl-torch" in names
     assert not names & {"torch", "pyspark", "pandas"}
-    assert len(names) <= 12
+    assert len(names) <= 14
 
 
 def test_the_package_is_the_installed_one(clean: Path) -> None:
@@ -88,8 +88,9 @@ def test_completion_names_its_package(clean: Path) -> None:
     assert "pip install argcomplete" in done.stderr
 
 
-def test_starters_and_the_style_of_reports_come_along(clean: Path) -> None:
-    python(clean, "import sparkdl.report.run_server")  # which reads its script and style sheet
+def test_starters_and_the_templates_of_pages_come_along(clean: Path) -> None:
+    code = "from sparkdl.report import run_server as s; print(s.document('t', s.run_list([])))"
+    assert "<style>" in python(clean, code)
     assert "[data]" in run([str(clean / "sparkdl"), "train", "--starter"]).stdout
 
 

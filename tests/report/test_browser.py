@@ -10,7 +10,7 @@ import pytest
 
 from sparkdl.report.live.notebook import Board, NotebookView
 from sparkdl.report.page.report_page import document, page
-from sparkdl.report.run_server import run_list
+from sparkdl.report.page.run_list import comparison, run_list
 from tests.browser import dom, screenshot, too_wide
 from tests.report.runs import confusion, record
 
@@ -66,6 +66,7 @@ def test_nobody_has_to_scroll_sideways(tmp_path: Path) -> None:
         "small.html": page(record()),
         "large.html": page(large),
         "runs.html": document("Runs", run_list([("a", record()), ("b" * 60, large)])),
+        "comparison.html": document("Comparison", comparison({"a": record(), "b": large})),
         "notebook.html": f"<!DOCTYPE html><body>{shown['progress']}</body>",
     }
     for name, text in pages.items():

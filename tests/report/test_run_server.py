@@ -4,6 +4,7 @@ import contextlib
 import http.client
 import json
 import os
+import re
 import socket
 import struct
 import threading
@@ -73,6 +74,7 @@ def test_the_list_has_all_runs_the_newest_first(runs: Path) -> None:
     assert "1 running, 1 succeeded" in text
     assert "&lt;wide&gt;</a>" in text and "TorchClassifier</a>" in text
     assert "data-live" in text  # new runs may come at any time
+    assert "aria-sort" not in text
     assert headers["Content-Security-Policy"].startswith("default-src 'none'")
     assert headers["Cache-Control"] == "no-store"
 
@@ -94,6 +96,78 @@ def test_the_list_shows_what_models_have_and_why_runs_failed(tmp_path: Path) -> 
     assert "0.125" in text and "loss 0.0625" in text and "0.875" not in text
     assert "3 of 3; kept 2" in text
     assert "DataError: &lt;b&gt; is null; xxx" in text and "x…" in text and "its trace" not in text
+
+
+def small_run(run_id: str, name: str, started: float, **values: Any) -> RunRecord:
+    return RunRecord(run_id=run_id, name=name, started=started, status="succeeded", **values)
+
+
+@pytest.fixture
+def three(tmp_path: Path) -> dict[str, str]:
+    """Name -> folder of runs in ``tmp_path``, the oldest first; the last has no loss."""
+    params = [{"name": "epochs", "value": "3", "is_set": True}]
+    rate = {"name": "learningRate", "is_set": True}
+    runs = [
+        small_run("a1", "Aa", 1.7e9, seconds=9.0, params=[*params, {**rate, "value": "0.1"}],
+                  history=[{"epoch": 1, "loss": 0.25}, {"epoch": 2, "loss": 10.0}]),
+        small_run("b2", "Bb", 1.8e9, seconds=80.0, params=[*params, {**rate, "value": "<0.2>"}],
+                  history=[{"epoch": 1, "loss": 0.5}, {"epoch": 2, "loss": 9.0}],
+                  facts={"workers": 2}),
+        small_run("c3", "Cc", 1.9e9, seconds=10.0, facts={"workers": "a damaged number"},
+                  error={"type": "DataError", "message": "<Null> rows"}),
+    ]  # fmt: skip
+    folders = {run.name: folder_name(run.name, run.run_id, run.started) for run in runs}
+    for run in runs:
+        RunFolder(LocalStorage(tmp_path), folders[run.name]).finish(run, page(run))
+    return folders
+
+
+@pytest.mark.parametrize(
+    ("query", "shown"),
+    [
+        ("", "Cc Bb Aa"), ("sort=run", "Aa Bb Cc"), ("sort=-run", "Cc Bb Aa"),
+        ("sort=loss", "Bb Aa Cc"), ("sort=-loss", "Aa Bb Cc"),  # without a loss: at the end
+        ("sort=duration", "Aa Cc Bb"), ("sort=started%20(UTC)", "Aa Bb Cc"),
+        ("sort=nothing", "Cc Bb Aa"), ("sort=", "Cc Bb Aa"), ("filter=bb", "Bb"),
+        ("filter=NULL+data", "Cc"), ("filter=succeeded&sort=run", "Aa Bb Cc"), ("filter=<", "Cc"),
+        ("filter=zz", ""), ("sort=workers", "Bb Cc Aa"), ("sort=-workers", "Cc Bb Aa"),
+    ],
+)  # fmt: skip
+def test_the_list_is_sorted_and_filtered(
+    tmp_path: Path, three: dict[str, str], query: str, shown: str
+) -> None:
+    (tmp_path / folder_name("Odd", "d4", 1.6e9)).mkdir()
+    (tmp_path / folder_name("Odd", "d4", 1.6e9) / "run.json").write_text("[]")
+    with serving(tmp_path) as server:
+        status, text, _ = ask(server, f"/?{query}")
+    assert status == 200 and "3 succeeded, 1 unreadable" in text
+    assert re.findall(r'/">(\w+)</a>', text.replace('href="/">', "")) == shown.split()
+    assert ("No run has all of these words" in text) == (not shown)
+
+
+def test_heads_of_columns_sort_and_keep_the_filter(tmp_path: Path, three: dict[str, str]) -> None:
+    with serving(tmp_path) as server:
+        text = ask(server, "/?filter=%22b&sort=loss&other=1")[1]
+    assert '<th aria-sort="ascending"><a href="/?filter=%22b&amp;sort=-loss">loss</a> ↑' in text
+    assert '<th><a href="/?filter=%22b&amp;sort=run">run</a>' in text
+    assert 'name="filter" value="&#34;b"' in text and 'name="sort" value="loss"' in text
+
+
+def test_runs_are_compared_by_what_differs(tmp_path: Path, three: dict[str, str]) -> None:
+    with serving(tmp_path) as server:
+        status, text, _ = ask(server, f"/compare?run={three['Aa']}&run={three['Bb']}")
+        assert status == 200
+        assert ask(server, f"/compare?run={three['Aa']}&run=20231114-221320-No-00000000")[0] == 404
+        for names in (["Aa"], [], ["Aa", "Aa"]):
+            query = "&".join(f"run={three[name]}" for name in names)
+            assert ask(server, f"/compare?{query}")[0] == 400
+    rows = re.findall(r"<tr><th>([^<]+)</th>(.*?)</tr>", text)
+    told = {name: re.findall('"text">(.*?)</td>', cells) for name, cells in rows}
+    assert told["learningRate"] == ["0.1", "&lt;0.2&gt;"]
+    assert told["loss"] == ["10", "9"] and told["duration"] == ["9.0 s", "1 min 20 s"]
+    assert "epochs" not in told and '<p class="hint">1 are the same in all.</p>' in text
+    lines = re.findall(r"<title>(\d: loss [\d.]+ at \d)</title>", text)
+    assert lines == ["1: loss 0.25 at 1", "1: loss 10 at 2", "2: loss 0.5 at 1", "2: loss 9 at 2"]
 
 
 def test_a_run_has_a_page_and_json(runs: Path) -> None:

@@ -6,8 +6,10 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from sparkdl.report.page import html
-from sparkdl.report.page.html import Markup, drawing, joined, number, tag
+from markupsafe import Markup
+
+from sparkdl.report.page.formats import number, value
+from sparkdl.report.page.render import render
 from sparkdl.report.record.run_record import Line
 
 _BOX, _HIGH = 190.0, 38.0
@@ -43,44 +45,49 @@ def model_graph(graph: Mapping[str, Any]) -> Markup:
         left = width / 2 - (len(nodes) * (_BOX + _ACROSS) - _ACROSS) / 2
         for column, node in enumerate(nodes):
             places[node] = left + column * (_BOX + _ACROSS), row * (_HIGH + _DOWN) + 2
-    parts = [_edge(places[a], places[b]) for a, b in graph["edges"]]
-    parts += [_node(node, places[i]) for i, node in enumerate(graph["nodes"])]
-    title = "The module's layers, and what flows between them"
-    return drawing(title, width, height, *parts, class_="graph", width=width, height=height)
+    return render(
+        "graph.html",
+        width=width,
+        height=height,
+        edges=[_edge(places[a], places[b]) for a, b in graph["edges"]],
+        nodes=[_node(node, places[i]) for i, node in enumerate(graph["nodes"])],
+        box=_BOX,
+        high=_HIGH,
+    )
 
 
-def _node(node: Mapping[str, Any], place: tuple[float, float]) -> Markup:
+def _node(node: Mapping[str, Any], place: tuple[float, float]) -> dict[str, Any]:
     (x, y), name, op = place, node["name"], node["op"]
     kind = next((style for word, style in _KINDS.items() if word in op), "k-plain")
     shape, size = " x ".join(map(str, node["shape"])), node.get("parameters", 0)
     inside = node.get("inside", 0)
     hidden = [name, f"{op}({node.get('detail', '')})", shape, f"{size:,} parameters" * bool(size)]
     hidden.append(f"{inside} parts" * bool(inside))
-    shown = [f"→ {shape}" * bool(shape), f"{html.value(size)} parameters" * bool(size)]
+    shown = [f"→ {shape}" * bool(shape), f"{value(size)} parameters" * bool(size)]
     head = op if op in ("input", "output") else f"{op}  {name}"
     small = _cut(" · ".join(filter(None, shown)), 34)
-    return tag(
-        "g",
-        tag("title", "\n".join(filter(None, hidden))),
-        tag("rect", x=x, y=y, width=_BOX, height=_HIGH, rx=7, class_=f"node {kind}"),
-        tag("text", _cut(head, 29), x=x + 10, y=y + 16, class_="name"),
-        tag("text", small, x=x + 10, y=y + 30, class_="small"),
-    )
+    return {
+        "x": x,
+        "y": y,
+        "kind": kind,
+        "title": "\n".join(filter(None, hidden)),
+        "head": _cut(head, 29),
+        "small": small,
+    }
 
 
-def _edge(source: tuple[float, float], target: tuple[float, float]) -> Markup:
+def _edge(source: tuple[float, float], target: tuple[float, float]) -> tuple[str, str]:
+    """Its path and its class."""
     x1, y1 = source[0] + _BOX / 2, source[1] + _HIGH
     x2, y2 = target[0] + _BOX / 2, target[1]
     rows = round((y2 - y1 + _HIGH) / (_HIGH + _DOWN))
     if rows == 1:
         middle = (y1 + y2) / 2
-        curve = _path(("M", x1, y1), ("C", x1, middle, x2, middle, x2, y2))
-        return tag("path", d=curve, class_="edge")
+        return _path(("M", x1, y1), ("C", x1, middle, x2, middle, x2, y2)), "edge"
     side = max(x1, x2) + _BOX / 2 + min(_SIDE - 8, 14 + 6 * abs(rows))
     begin, end = source[1] + _HIGH / 2, target[1] + _HIGH / 2
     right1, right2 = source[0] + _BOX, target[0] + _BOX
-    curve = _path(("M", right1, begin), ("C", side, begin, side, end, right2, end))
-    return tag("path", d=curve, class_="edge skip")
+    return _path(("M", right1, begin), ("C", side, begin, side, end, right2, end)), "edge skip"
 
 
 def _path(*commands: Sequence[Any]) -> str:
@@ -115,14 +122,21 @@ def line_chart(title: str, lines: Mapping[str, Line], x_label: str) -> Markup:
     if not every:
         return Markup("")
     frame = _Frame([x for x, _ in every], [y for _, y in every])
-    drawn, legend = [], []
-    for place, (name, run) in enumerate(points.items()):
-        style = f"c{place % 6}"
-        drawn.append(_polyline(name, style, run, frame))
-        legend.append(tag("span", tag("i", class_=f"key {style}"), name, class_="entry"))
-    svg = drawing(title, WIDTH, HEIGHT, frame.axes(x_label), *drawn, class_="chart")
-    caption = tag("figcaption", tag("b", title), tag("span", *legend, class_="legend"))
-    return tag("figure", caption, svg)
+    styles = {name: f"c{place % 6}" for place, name in enumerate(points)}
+    return render(
+        "chart.html",
+        title=title,
+        x_label=x_label,
+        names=[(style, name) for name, style in styles.items()],
+        x_ticks=[(frame.x(x), f"{x:.6g}") for x in ticks(frame.x_low, frame.x_high, 6)],
+        y_ticks=[(frame.y(y), f"{y:.4g}") for y in ticks(frame.y_low, frame.y_high)],
+        lines=[(styles[name], name, *_polyline(run, frame)) for name, run in points.items() if run],
+        width=WIDTH,
+        height=HEIGHT,
+        left=_LEFT,
+        right=WIDTH - _RIGHT,
+        bottom=HEIGHT - _BOTTOM,
+    )
 
 
 class _Frame:
@@ -145,21 +159,6 @@ class _Frame:
         share = (value - self.y_low) / (self.y_high - self.y_low)
         return HEIGHT - _BOTTOM - share * (HEIGHT - _TOP - _BOTTOM)
 
-    def axes(self, x_label: str) -> Markup:
-        parts = []
-        for tick in ticks(self.y_low, self.y_high):
-            y = self.y(tick)
-            parts.append(tag("line", x1=_LEFT, x2=WIDTH - _RIGHT, y1=y, y2=y, class_="grid"))
-            text = f"{tick:.4g}"
-            parts.append(tag("text", text, x=_LEFT - 6, y=y + 4, text_anchor="end", class_="tick"))
-        for tick in ticks(self.x_low, self.x_high, 6):
-            place = {"x": self.x(tick), "y": HEIGHT - _BOTTOM + 16}
-            parts.append(tag("text", f"{tick:.6g}", text_anchor="middle", class_="tick", **place))
-        middle = (_LEFT + WIDTH - _RIGHT) / 2
-        place = {"x": middle, "y": HEIGHT - 4}
-        label = tag("text", x_label, text_anchor="middle", class_="label", **place)
-        return joined(*parts, label)
-
 
 def _points(line: Line) -> list[tuple[float, float]]:
     found = [(x, y) for x, y in zip(*line, strict=True) if y is not None and math.isfinite(y)]
@@ -168,15 +167,10 @@ def _points(line: Line) -> list[tuple[float, float]]:
 
 
 def _polyline(
-    name: str, style: str, points: Sequence[tuple[float, float]], frame: _Frame
-) -> Markup:
-    if not points:
-        return Markup("")
+    points: Sequence[tuple[float, float]], frame: _Frame
+) -> tuple[str, list[tuple[tuple[float, float], tuple[float, float]]]]:
+    """The path, and the marks: value and place; none if there would be too many."""
     places = [(frame.x(x), frame.y(y)) for x, y in points]
-    data = "M" + "L".join(f"{number(x)} {number(y)}" for x, y in places)
-    marks = []
-    for (x, y), (cx, cy) in zip(points, places, strict=True):
-        title = tag("title", f"{name} {html.value(y)} at {html.value(x)}")
-        marks.append(tag("circle", title, cx=cx, cy=cy, r=2.6, class_=f"mark {style}"))
-    line = tag("path", d=data, class_=f"line {style}")
-    return line if len(points) > _MOST_MARKS else joined(line, *marks)
+    path = "M" + "L".join(f"{number(x)} {number(y)}" for x, y in places)
+    marks = list(zip(points, places, strict=True)) if len(points) <= _MOST_MARKS else []
+    return path, marks

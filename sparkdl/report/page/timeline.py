@@ -5,8 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from sparkdl.report.page import html
-from sparkdl.report.page.html import Markup, drawing, joined, number, tag
+from markupsafe import Markup
+
+from sparkdl.report.page import formats
+from sparkdl.report.page.formats import number
+from sparkdl.report.page.render import render
 from sparkdl.report.page.svg import ticks
 from sparkdl.report.record.run_record import RunRecord, added
 
@@ -14,8 +17,8 @@ SPENT_ON = ("data", "compute", "communication", "waiting", "evaluate", "checkpoi
 """In the order in which they are stacked; those of `train.time_spent`, which needs torch."""
 MOST_LANES = 24
 
-_WIDTH = 980.0
-_LEFT, _RIGHT = 64.0, 10.0
+_WIDTH = 1000.0
+"""Of a lane, whose drawing is stretched."""
 _PHASES, _LANE, _GAP = 20.0, 30.0, 7.0
 _LEAST_WIDTH = 4.0
 """Spans that are narrower together are drawn as one."""
@@ -28,18 +31,17 @@ def timeline(record: RunRecord) -> Markup:
     longest = max([record.seconds, *(spans[-1][1] for spans in record.spent.values() if spans)])
     if not longest > 0:
         return Markup("")
-    height = _PHASES + _GAP + len(ranks) * (_LANE + _GAP) + 26
-    scale = (_WIDTH - _LEFT - _RIGHT) / longest
-    parts = [_driver_lane(record, longest, scale)]
-    for place, rank in enumerate(ranks):
-        top = _PHASES + _GAP + place * (_LANE + _GAP)
-        parts.append(tag("text", f"rank {rank}", x=0, y=top + _LANE / 2 + 4, class_="label"))
-        ground = {"x": _LEFT, "y": top, "width": _WIDTH - _LEFT - _RIGHT, "height": _LANE}
-        parts.append(tag("rect", class_="ground", rx=3, **ground))
-        parts.append(_lane(record.spent[rank], top, scale))
-    parts += [_marks(record, scale, height - 26), _axis(longest, scale, height)]
-    title = "What each rank's time was spent on"
-    return drawing(title, _WIDTH, height, *parts, class_="timeline")
+    percent = 100 / longest
+    tops = {rank: _PHASES + _GAP + k * (_LANE + _GAP) for k, rank in enumerate(ranks)}
+    return render(
+        "timeline.html",
+        height=_PHASES + _GAP + len(ranks) * (_LANE + _GAP) + 26,
+        lane=_LANE,
+        phases=_phases(record, longest),
+        lanes=[(rank, top, _lane(record.spent[rank], longest)) for rank, top in tops.items()],
+        marks=[(kind, at * percent, text) for kind, at, text in _marks(record)],
+        ticks=_ticks(longest),
+    )
 
 
 def shown_ranks(record: RunRecord) -> list[str]:
@@ -63,48 +65,41 @@ def grouped(spans: Sequence[Sequence[Any]], seconds: float) -> list[list[Sequenc
     return groups
 
 
-def _lane(spans: Sequence[Sequence[Any]], top: float, scale: float) -> Markup:
+def _lane(spans: Sequence[Sequence[Any]], longest: float) -> list[tuple[str, str]]:
     """One path for each word, whose pieces stand on those of the words before."""
+    scale = _WIDTH / longest
     pieces: dict[str, str] = dict.fromkeys(SPENT_ON, "")
     for group in grouped(spans, _LEAST_WIDTH / scale):
         begin, end, seconds = group[0][0], group[-1][1], added(group)
         whole = max(end - begin, sum(seconds.values()))
-        left, width = number(_LEFT + begin * scale), number((end - begin) * scale + 0.3)
-        y = top + _LANE
+        left, width = number(begin * scale), number((end - begin) * scale + 0.3)
+        y = _LANE
         for name in SPENT_ON:
             share = seconds.get(name, 0.0) / whole if whole else 0.0
             if share > 0.002:
                 y -= _LANE * share
                 shape = f"M{left} {number(y)}h{width}v{number(_LANE * share)}h-{width}z"
                 pieces[name] += shape
-    return joined(
-        *(
-            tag("path", tag("title", name), d=shapes, class_=f"on-{name}")
-            for name, shapes in pieces.items()
-            if shapes
-        )
-    )
+    return [(name, path) for name, path in pieces.items() if path]
 
 
-def _driver_lane(record: RunRecord, longest: float, scale: float) -> Markup:
-    parts, at = [tag("text", "driver", x=0, y=_PHASES / 2 + 4, class_="label")], 0.0
+def _phases(record: RunRecord, longest: float) -> list[tuple[str, float, float, float]]:
+    """The driver's: name, seconds, and in percent where each begins and how wide it is."""
     laps = list(record.laps.items())
     if record.phase:
         laps.append((record.phase, max(0.0, longest - sum(record.laps.values()))))
-    for place, (name, seconds) in enumerate(laps):
-        title = tag("title", f"{name}: {html.duration(seconds)}")
-        x, width = _LEFT + at * scale, seconds * scale
-        box = {"x": x, "y": 0, "width": max(width - 1, 0.5), "height": _PHASES - 2, "rx": 3}
-        parts.append(tag("rect", title, class_=f"phase p{place % 2}", **box))
-        if width > 7 * len(name):
-            parts.append(tag("text", name, x=x + 6, y=_PHASES / 2 + 3, class_="inside"))
+    found, at = [], 0.0
+    for name, seconds in laps:
+        width = max(100 * seconds / longest - 0.1, 0.05)
+        found.append((name, seconds, 100 * at / longest, width))
         at += seconds
-    return joined(*parts)
+    return found
 
 
-def _marks(record: RunRecord, scale: float, bottom: float) -> Markup:
+def _marks(record: RunRecord) -> list[tuple[str, float, str]]:
+    """Failures and restarts: which of them, when, and what to say."""
     marks = [
-        ("failure", failure["at"], f"{html.duration(failure['at'])}: {failure['reason']}")
+        ("failure", failure["at"], f"{formats.duration(failure['at'])}: {failure['reason']}")
         for failure in record.failures
     ]
     for attempt in record.attempts[1:]:
@@ -112,21 +107,11 @@ def _marks(record: RunRecord, scale: float, bottom: float) -> Markup:
         if "workers" in attempt:
             text += f", with {attempt['workers']} worker" + "s" * (attempt["workers"] != 1)
         marks.append(("restart", attempt["at"], text))
-    parts = []
-    for kind, at, text in marks:
-        x, title = _LEFT + at * scale, tag("title", text)
-        parts.append(tag("line", title, x1=x, x2=x, y1=_PHASES, y2=bottom, class_=kind))
-        if kind == "failure":
-            parts.append(tag("circle", title, cx=x, cy=_PHASES + 1, r=4, class_=kind))
-    return joined(*parts)
+    return marks
 
 
-def _axis(longest: float, scale: float, height: float) -> Markup:
+def _ticks(longest: float) -> list[tuple[float, str]]:
+    """Places of round times in percent, and the times."""
     unit = "s" if longest < 180 else "min" if longest < 3 * 3600 else "h"
-    parts = []
-    for tick in ticks(0.0, longest / _UNITS[unit], 8):
-        x = _LEFT + tick * _UNITS[unit] * scale
-        parts.append(tag("line", x1=x, x2=x, y1=height - 24, y2=height - 19, class_="grid"))
-        text = f"{tick:g} {unit}"
-        parts.append(tag("text", text, x=x, y=height - 6, text_anchor="middle", class_="tick"))
-    return joined(*parts)
+    whole = longest / _UNITS[unit]
+    return [(100 * tick / whole, f"{tick:g} {unit}") for tick in ticks(0.0, whole, 8)]

@@ -13,7 +13,7 @@ from sparkdl.config import ExplainOptions
 from sparkdl.explain import comparison
 from sparkdl.explain.cost_model import Calibration, Gang
 from sparkdl.explain.explanation import Explanation, PlanFacts, seconds_text
-from sparkdl.report.page.html import size
+from sparkdl.report.page.formats import size
 from sparkdl.spark.cluster.cluster_info import INTERPRETER_BYTES, worker_memory
 from sparkdl.spark.explain.choose_values import chosen_values, start_of, with_choices
 from sparkdl.spark.explain.estimate import Found, look

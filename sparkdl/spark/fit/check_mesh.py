@@ -17,7 +17,7 @@ from sparkdl.explain.mesh_memory import (
     state_sizes,
 )
 from sparkdl.mesh import Mesh
-from sparkdl.report.page.html import size
+from sparkdl.report.page.formats import size
 from sparkdl.runtime.process import borrowed_generator
 from sparkdl.spark.cluster.cluster_info import INTERPRETER_BYTES, ClusterInfo, Get, parse_bytes
 from sparkdl.spark.run.run import FitRequest

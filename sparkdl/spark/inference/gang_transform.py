@@ -24,7 +24,7 @@ from pyspark.sql import types as T
 from sparkdl.errors import ClusterError, ConfigError
 from sparkdl.inference.predict import PredictTask
 from sparkdl.mesh import Mesh
-from sparkdl.report.page.html import size
+from sparkdl.report.page.formats import size
 from sparkdl.runtime.versions import versions
 from sparkdl.serialization.stored_module import StoredModule
 from sparkdl.spark.cluster.cluster_info import inspect_cluster, is_encrypted, parse_bytes

@@ -1,15 +1,22 @@
 from __future__ import annotations
 
 import re
+import subprocess
+import sys
+import zipfile
 from dataclasses import replace
 from html.parser import HTMLParser
 from itertools import product
+from pathlib import Path
 from typing import Any
 
 import pytest
+from jinja2 import UndefinedError
+from markupsafe import Markup
 
-from sparkdl.report.page import html
-from sparkdl.report.page.html import Markup, joined, tag
+import sparkdl
+from sparkdl.report.page import formats
+from sparkdl.report.page.render import render
 from sparkdl.report.page.report_page import BANDS, layer_section, page
 from sparkdl.report.page.svg import layers_of, line_chart, ticks
 from sparkdl.report.page.timeline import MOST_LANES, SPENT_ON, grouped
@@ -48,6 +55,7 @@ class Checker(HTMLParser):
 
 
 def test_the_page_shows_all_and_loads_nothing() -> None:
+    assert type(page(record())) is str  # which can be searched for tags, as Markup cannot
     found = Checker(page(record()))
     text = " ".join(found.texts)
     for title in (
@@ -58,6 +66,7 @@ def test_the_page_shows_all_and_loads_nothing() -> None:
     assert "a worker was lost (executor 1 <lost>)" in text
     assert "ranks 2" not in text and "rank 0\u20131" in text  # two machines of two ranks each
     assert "started again after 5.4 s, from step 1,000" in text
+    assert not re.search('<[^>]*="[^"]*"[^ \\n/>]', page(record()))  # attributes are apart
     assert found.loads == []
     assert "script" not in found.tags
     assert "url(" not in page(record()) and "@import" not in page(record())
@@ -78,7 +87,7 @@ def test_tiles_show_what_the_model_has_and_say_what_phases_are() -> None:
     best = {**whole.history[2], "val_loss": 0.0123}
     texts = Checker(page(replace(whole, kept=best))).texts
     place = texts.index("val_loss")
-    last = html.value(whole.history[-1]["val_loss"])
+    last = formats.value(whole.history[-1]["val_loss"])
     assert texts[place + 1 : place + 3] == ["0.0123", f"epoch {best['epoch']:g}; at the end {last}"]
     assert Checker(page(whole)).texts[place + 1] == last
     assert "spool: rows are shuffled and written to local disks" in " ".join(texts)
@@ -228,6 +237,14 @@ def test_what_has_a_colour_of_its_own_is_in_the_style_sheet() -> None:
     assert [name for name in named if f".{name} {{ --own: var(--{name})" not in css] == []
 
 
+def test_on_a_narrow_screen_a_timeline_is_narrow_and_its_letters_are_not_small() -> None:
+    (drawn,) = re.findall('<svg[^>]*class="timeline">.*?<h2>', page(record()), re.DOTALL)
+    assert "viewBox" not in drawn.partition(">")[0]  # which would scale letters, too
+    texts = re.findall('<(?:text|line|circle) [^>]*?x1?="([^"]*)"', drawn)
+    assert len(texts) > 12 and all(x.endswith("%") for x in texts if x != "-64")
+    assert ">train</text>" in drawn and "tight" in drawn
+
+
 def test_of_a_long_run_neighbouring_spans_are_drawn_as_one() -> None:
     spans = [[0.0, 1.0, {}], [1.0, 2.0, {}], [2.0, 3.0, {}], [7.0, 8.0, {}], [8.0, 20.0, {}]]
     assert grouped(spans, 2.0) == [spans[:2], spans[2:3], spans[3:4], spans[4:]]
@@ -265,10 +282,30 @@ def test_at_the_end_of_a_schedule_layers_stand_still_without_being_dead() -> Non
 
 
 def test_text_is_escaped_unless_it_is_markup() -> None:
-    assert tag("b", "<i>", Markup("<i></i>"), title='"') == (
-        '<b title="&quot;">&lt;i&gt;<i></i></b>'
+    frame = render("base.html", title='<i>"', content=Markup("<i></i>"), is_live=False)
+    assert "<title>&lt;i&gt;&#34;</title>" in frame and "<main><i></i></main>" in frame
+    assert "<p>1.5</p>" in render("unreadable.html", text=1.50)
+    assert "<p></p>" in render("unreadable.html", text=None)
+    with pytest.raises(UndefinedError, match="'text' is undefined"):
+        render("unreadable.html")
+
+
+def test_templates_are_found_in_an_archive(tmp_path: Path) -> None:
+    """As `spark-submit --py-files` has packages."""
+    archive, package = tmp_path / "packages.zip", Path(sparkdl.__file__).parent
+    with zipfile.ZipFile(archive, "w") as packed:
+        for file in package.rglob("*"):
+            if "__pycache__" not in file.parts:
+                packed.write(file, file.relative_to(package.parent))
+    code = (
+        f"import sys; sys.path.insert(0, {str(archive)!r})\n"
+        "from sparkdl.report.page import render, run_list\n"
+        "print(render.__file__, 'jinja2' in sys.modules, run_list.run_list([]))"
     )
-    assert joined("a&b", None, 1.50) == "a&amp;b1.5"
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=tmp_path, check=True, capture_output=True, text=True
+    )
+    assert done.stdout.startswith(f"{archive}/sparkdl/report/page/render.py False <header><h1>Runs")
 
 
 @pytest.mark.parametrize(
@@ -299,9 +336,9 @@ def test_layers_go_down_and_shortcuts_go_around() -> None:
     [(0.421, "0.42 s"), (9.96, "10 s"), (200, "3 min 20 s"), (7500, "2 h 5 min"), (7200, "2 h")],
 )
 def test_durations(seconds: float, text: str) -> None:
-    assert html.duration(seconds) == text
+    assert formats.duration(seconds) == text
 
 
 def test_runs_of_ranks() -> None:
-    assert html.ranks([0, 1, 2, 5, 7, 8]) == "0\u20132, 5, 7\u20138"
-    assert re.fullmatch(r"1.5 KiB", html.size(1536))
+    assert formats.ranks([0, 1, 2, 5, 7, 8]) == "0\u20132, 5, 7\u20138"
+    assert re.fullmatch(r"1.5 KiB", formats.size(1536))
