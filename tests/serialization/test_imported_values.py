@@ -101,6 +101,7 @@ def named(name, k):
 by_two = scale(2.0)
 twice = named("twice", 2.0)
 def uses_it(x): return by_two(x) + twice(x)
+def place(): return __file__, __name__, __spec__
 """
 
 
@@ -133,6 +134,11 @@ def test_globals_are_found_through_each_kind(library: Any, number: int) -> None:
     assert code.lacks == {}
     names = {(library.__name__, f"{name}{number}") for name in ("K", "use")}
     assert names <= pickle.loads(code.values).keys()
+
+
+def test_what_importing_sets_is_no_value_of_the_program(library: Any) -> None:
+    assert imported_values([library.place]) == {}
+    assert library.place()[0] == library.__file__
 
 
 def test_the_kinds_use_the_global_that_they_name(library: Any) -> None:

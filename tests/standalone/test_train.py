@@ -65,6 +65,7 @@ class Job:
             "spark-submit", "--master", topology.master_url, "--deploy-mode", "client",
             "--properties-file", f"conf/clusters/{properties}.conf",
             "--archives", f"{archive}#packages", "--py-files", str(NETWORKS),
+            "--conf", "spark.eventLog.enabled=true",
             "--conf", f"spark.executor.extraJavaOptions={jvm.OPTIONS}",
             "jobs/train.py", "--config", "conf/digits.toml", "--log-level", "INFO",
         ]  # fmt: skip
