@@ -248,7 +248,7 @@ class Evaluator:
             total, count = label.sums(weight, weights)
             self._part.add(label.name, total)
         self._part.add("loss_weight", count)
-        self._metrics.update(meant, target)
+        self._metrics.update(meant, target, weight)
         if self._measures.task == "classification":
             self._add_classes(predicted, target, weights)
         elif self._measures.task == "regression":
