@@ -225,13 +225,14 @@ def moved(module: nn.Module, first: Mapping[str, int]) -> dict[str, torch.Tensor
 
 
 def fingerprints(module: nn.Module) -> dict[str, int]:
-    """Those of the frozen parameters, by name; see `moved`."""
+    """Those of the frozen parameters that are whole here, by name; see `moved`."""
     return {place.name: fingerprint(place.value) for place in _frozen(module)}
 
 
 def _frozen(module: nn.Module) -> Iterator[Place]:
     for place in places_of(module, aliases=False):
-        if place.kind == "parameter" and not place.owner[place.key].requires_grad:
+        is_frozen = place.kind == "parameter" and not place.owner[place.key].requires_grad
+        if is_frozen and not _is_wrapper(place.value):
             yield place
 
 
