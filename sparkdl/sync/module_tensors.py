@@ -117,7 +117,7 @@ def give_tensors(
     layers = dict(module.named_modules(remove_duplicate=False))
     for name, value in left.items():
         path, _, key = name.rpartition(".")
-        if path not in layers or key in (*layers[path]._parameters, EXTRA):
+        if path not in layers or key in layers[path]._parameters or is_extra(key):
             raise ConfigError(
                 f"the module has no {name!r}, which training has made; make all layers and "
                 "parameters in __init__, not in forward"
@@ -131,6 +131,11 @@ def _with_extra(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
         own = getattr(type(layer), "get_extra_state", nn.Module.get_extra_state)
         if own is not nn.Module.get_extra_state:
             yield (f"{path}.{EXTRA}" if path else EXTRA), layer
+
+
+def is_extra(key: Any) -> bool:
+    """True of the key of an extra state, of which nobody knows the mean."""
+    return isinstance(key, str) and key.rpartition(".")[2] == EXTRA
 
 
 def _can_hold(now: torch.Tensor, value: torch.Tensor) -> bool:
