@@ -238,7 +238,8 @@ def _is_of_file(place: Place) -> bool:
     if isinstance(value, logging.Logger):
         return True
     literals = _literals(place[0], _changed_at(place[0]))
-    return place[1] in literals and _digest(literals[place[1]]) == _digest(value)
+    name = place[1].removesuffix("._value_")  # of a member of an Enum
+    return name in literals and _digest(literals[name]) == _digest(value)
 
 
 @functools.lru_cache(maxsize=64)
@@ -432,6 +433,8 @@ def _named(code: Iterable[Any], *, by_name: bool) -> dict[Place, Any]:
     seen: dict[tuple[int, bool], Any] = {}  # the values too, so that no id is used twice
     todo = [(one, False) for one in code]
     """What to look at, and whether other processes have it because they import a module."""
+    made: dict[int, Place] = {}
+    """Classes that functions have made, by id, and where other processes have theirs."""
     while todo:
         start, is_there = todo.pop()
         for value in _code_in(start, seen, is_there):
@@ -443,18 +446,26 @@ def _named(code: Iterable[Any], *, by_name: bool) -> dict[Place, Any]:
             if not isinstance(value, type):
                 todo += [(part, is_known) for part in _held_by(value)]
                 for place, member in _globals_of(value, is_known or not by_name):
+                    if place is not None and isinstance(member, type):
+                        made.setdefault(id(member), place)
                     if place is not None and not (by_name and type(member) is types.ModuleType):
                         found[place] = member
                     todo.append((member, place is not None))
                 continue
             todo += [(part, is_known) for part in (type(value), *value.__bases__)]
+            there = (module, value.__qualname__) if has_name else made.get(id(value))
+            members = value._member_map_ if isinstance(value, enum.EnumMeta) else {}
+            for name, one in members.items() if there else ():
+                for key, part in vars(one).items():
+                    if key == "_value_" or not key.startswith("_"):
+                        found[there[0], f"{there[1]}.{name}.{key}"] = part
             for key, member in vars(value).items():
                 is_special = key.startswith("__") and not isinstance(member, types.FunctionType)
                 is_fixed = isinstance(value, enum.EnumMeta) and not isinstance(
                     member, types.FunctionType | staticmethod | classmethod | property
                 )
-                if has_name and not is_special and not is_fixed:
-                    found[module, f"{value.__qualname__}.{key}"] = member
+                if there and not is_special and not is_fixed:
+                    found[there[0], f"{there[1]}.{key}"] = member
                 if key != "__annotations__":
                     todo.append((member, is_known))
     return found
@@ -567,7 +578,8 @@ def _owner(place: Place) -> tuple[Any, str]:
     owner: Any = importlib.import_module(place[0])
     *path, last = place[1].split(".")
     for name in path:
-        owner = vars(owner)[name]
+        members = owner._member_map_ if isinstance(owner, enum.EnumMeta) else {}
+        owner = members[name] if name in members else vars(owner)[name]
     return owner, last
 
 

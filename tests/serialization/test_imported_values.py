@@ -101,6 +101,19 @@ def named(name, k):
 by_two = scale(2.0)
 twice = named("twice", 2.0)
 def uses_it(x): return by_two(x) + twice(x)
+
+class Level(enum.Enum):
+    LOW = 1
+    HIGH = 2
+    def __init__(self, number): self.scale = 1.0
+
+def build():
+    class Built:
+        size = 3
+        def area(self): return self.size
+    return Built
+Built = build()
+def reads(): return Level.HIGH.value, Level.LOW.scale, Built().area()
 """
 
 
@@ -160,6 +173,28 @@ def test_a_function_with_another_closure_is_sent(
     assert {name for _, name in sent.values} == names
     for name in names:
         assert pickle.loads(sent.values[library.__name__, name])(1.0) == 4.0
+
+
+def test_members_of_an_enum_and_classes_that_functions_make_are_sent(
+    library: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What the program has set in them comes to a process that has its own from the file."""
+    there = imported_values([library.reads])
+    monkeypatch.setattr(module, "_fresh", dict)  # as a fresh process says
+    assert values_to_send(there, differing(there)).values == {}
+    with monkeypatch.context() as program:
+        program.setattr(library.Level.HIGH, "_value_", 5)
+        program.setattr(library.Level.LOW, "scale", 2.0)
+        program.setattr(library.Built, "size", 4)
+        program.setattr(library.Built, "area", lambda self: self.size**2)
+        sent = values_to_send(imported_values([library.reads]), there)
+        assert library.reads() == (5, 2.0, 16)
+    assert library.reads() == (2, 1.0, 3)
+    values, _, code = sent.__reduce__()[1]
+    module._given(values, ("another machine", 1), code)
+    assert library.reads() == (5, 2.0, 16)
+    module.give_back()
+    assert library.reads() == (2, 1.0, 3)
 
 
 def test_the_walk_through_large_values_is_short(library: Any) -> None:
