@@ -98,7 +98,8 @@ def values_to_send(
     for place in changed:
         try:
             value = _at(place)
-            found[place] = _packed(value, _module_by_value(value))
+            # A method's closure has its class, for super(): that is the executor's own.
+            found[place] = _packed(value, _module_by_value(value), with_classes=False)
         except Exception as error:  # whatever classes raise that cannot be pickled
             _tell_once(place, _reason(error))
     for place in code.lacks.keys() & there.keys() - found.keys():
@@ -152,16 +153,10 @@ def program_code(code: Iterable[Any]) -> ProgramCode:
 
 
 def _module_by_value(value: Any) -> list[str]:
-    """That of a changed function, whose name would give executors what their file says.
-
-    A method that names its class, as ``super()`` does, goes by its name.
-    """
+    """That of a changed function, whose name would give executors what their file says."""
     function = _function_of(value)
-    if not isinstance(function, types.FunctionType) or not _is_imported(str(function.__module__)):
-        return []
-    return (
-        [] if any(isinstance(part, type) for part in _contents(function)) else [function.__module__]
-    )
+    is_function = isinstance(function, types.FunctionType)
+    return [function.__module__] if is_function and _is_imported(str(function.__module__)) else []
 
 
 def _reason(error: Exception) -> str:
@@ -219,12 +214,14 @@ class _Bounded(io.BytesIO):
         return written
 
 
-def _packed(value: Any, modules: Iterable[str] = (), most: int = _MOST_BYTES) -> bytes:
-    """A pickle; code of ``modules`` is in it by value."""
+def _packed(
+    value: Any, modules: Iterable[str], most: int = _MOST_BYTES, *, with_classes: bool = True
+) -> bytes:
+    """A pickle; code of ``modules`` is in it by value; see `CodePickler`."""
     from sparkdl.serialization.travel.pickling import CodePickler
 
     with _Bounded(most) as file:
-        pickler = CodePickler(file, modules)
+        pickler = CodePickler(file, modules, with_classes=with_classes)
         pickler.dump(value)
         return file.getvalue()
 

@@ -102,6 +102,16 @@ by_two = scale(2.0)
 twice = named("twice", 2.0)
 def uses_it(x): return by_two(x) + twice(x)
 
+class Base:
+    def get(self): return 1
+class Child(Base):
+    def get(self): return super().get() + 1
+def getting(kind, k):
+    def get(self): return super(kind, self).get() + k
+    get.__qualname__ = "Child.get"
+    return get
+def gets(): return Child().get()
+
 class Level(enum.Enum):
     LOW = 1
     HIGH = 2
@@ -175,6 +185,27 @@ def test_a_function_with_another_closure_is_sent(
         assert pickle.loads(sent.values[library.__name__, name])(1.0) == 4.0
 
 
+def test_a_method_whose_closure_has_its_class_is_sent(
+    library: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    there = imported_values([library.gets])
+    monkeypatch.setattr(module, "_fresh", dict)  # as a fresh process says
+    with monkeypatch.context() as program:
+        program.setattr(library.Child, "get", library.getting(library.Child, 5))
+        sent = values_to_send(imported_values([library.gets]), there)
+    assert_elsewhere(library.gets, sent, 6, 2)
+
+
+def assert_elsewhere(use: Any, sent: Any, expected: Any, before: Any) -> None:
+    """What came from a program holds until it is given back."""
+    assert use() == before
+    values, _, code = sent.__reduce__()[1]
+    module._given(values, ("another machine", 1), code)
+    assert use() == expected
+    module.give_back()
+    assert use() == before
+
+
 def test_members_of_an_enum_and_classes_that_functions_make_are_sent(
     library: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -189,12 +220,7 @@ def test_members_of_an_enum_and_classes_that_functions_make_are_sent(
         program.setattr(library.Built, "area", lambda self: self.size**2)
         sent = values_to_send(imported_values([library.reads]), there)
         assert library.reads() == (5, 2.0, 16)
-    assert library.reads() == (2, 1.0, 3)
-    values, _, code = sent.__reduce__()[1]
-    module._given(values, ("another machine", 1), code)
-    assert library.reads() == (5, 2.0, 16)
-    module.give_back()
-    assert library.reads() == (2, 1.0, 3)
+    assert_elsewhere(library.reads, sent, (5, 2.0, 16), (2, 1.0, 3))
 
 
 def test_the_walk_through_large_values_is_short(library: Any) -> None:
