@@ -452,9 +452,9 @@ def _named(code: Iterable[Any], *, by_name: bool) -> dict[Place, Any]:
             todo += [(part, is_known) for part in (type(value), *value.__bases__)]
             there = (module, value.__qualname__) if has_name else made.get(id(value))
             members = value._member_map_ if isinstance(value, enum.EnumMeta) else {}
-            for name, one in members.items() if there else ():
+            for name, one in members.items():
                 for key, part in vars(one).items():
-                    if key == "_value_" or not key.startswith("_"):
+                    if there and (key == "_value_" or not key.startswith("_")):
                         found[there[0], f"{there[1]}.{name}.{key}"] = part
             for key, member in vars(value).items():
                 is_special = key.startswith("__") and not isinstance(member, types.FunctionType)

@@ -61,7 +61,9 @@ def work(
     **changes: Any,
 ) -> dict[str, bytes]:
     module = module or Net()
-    wanted = order(plan, module, config, **{"work": population_member.work, "part": PART, **changes})
+    wanted = order(
+        plan, module, config, **{"work": population_member.work, "part": PART, **changes}
+    )
     return dict(round_task.run(place(plan), wanted, pack_parts(state)))
 
 

@@ -145,7 +145,7 @@ class OfClasses(WeightedMetric):
         )
 
     def _value(self) -> Tensor:
-        right, predicted, labeled = self.sums
+        right, predicted, labeled = self.sums.unbind()
         total = labeled.sum()
         if not total:
             return total / total

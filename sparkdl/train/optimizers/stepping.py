@@ -78,7 +78,7 @@ class Stepper:
         self._optimizer = optimizer
         self.with_closure = takes_closure(optimizer) is True
         self._may_need_one = not is_known(optimizer) and takes_closure(optimizer) is None
-        checks = torch.sparse.check_sparse_tensor_invariants
+        checks: Any = torch.sparse.check_sparse_tensor_invariants
         if not checks.is_enabled():
             checks.disable()  # else Adagrad's first sparse gradient warns that nobody has said so
 
