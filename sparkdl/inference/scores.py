@@ -17,7 +17,7 @@ from sparkdl.runtime.json_values import finite
 if TYPE_CHECKING:
     import matplotlib.figure
 
-    from sparkdl.inference.roc_curves import Curve
+    from sparkdl.train.objective.roc_curves import Curve
 
 _NAME_COLUMNS = 9
 """Least width of the measures' names in text."""

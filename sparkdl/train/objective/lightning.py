@@ -26,10 +26,10 @@ from sparkdl.train.objective.manual import (
     SeveralOptimizers,
     SeveralSchedules,
     clip_gradients,
+    complete,
     is_manual,
 )
 from sparkdl.train.objective.metric_states import REDUCTIONS, give, merged, seen_by
-from sparkdl.train.optimizers.nested_states import complete
 
 if TYPE_CHECKING:
     from sparkdl.comm.communicator import Communicator

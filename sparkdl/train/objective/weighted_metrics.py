@@ -14,8 +14,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from sparkdl.inference.roc_curves import Curve, ScoreTable
 from sparkdl.train.objective.metric_states import sum_of_ranks
+from sparkdl.train.objective.roc_curves import Curve, ScoreTable
 
 _NO_LIMIT = 2**62
 _LEAST_LABEL = 1.17e-6

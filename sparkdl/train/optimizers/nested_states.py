@@ -10,31 +10,8 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
-from torch import nn
-
-from sparkdl.errors import ConfigError
 
 _INSIDE = "the state of"
-
-
-def complete(optimizer: torch.optim.Optimizer) -> None:
-    """Give an optimizer what torch's ``Optimizer.__init__`` would have, where it called none.
-
-    A wrapper may be stepped without; states, schedules and reports want it.
-
-    Raises:
-        ConfigError: it has no parameter groups, which only its own code knows.
-    """
-    kind = type(optimizer).__name__
-    if not hasattr(optimizer, "param_groups"):
-        raise ConfigError(
-            f"optimizer {kind} has no param_groups: call super().__init__(parameters, defaults) in "
-            f"its __init__, or let param_groups be those of the optimizer that {kind} wraps"
-        )
-    blank = torch.optim.Optimizer([nn.Parameter(torch.zeros(()))], {})
-    for name, value in vars(blank).items():
-        if not hasattr(optimizer, name):
-            setattr(optimizer, name, value)
 
 
 def plain_state(owner: Any) -> Any:

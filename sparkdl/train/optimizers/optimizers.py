@@ -23,9 +23,8 @@ from sparkdl.sync.sparse_gradients import sparse_parameters
 from sparkdl.sync.strategy import TAKES_FROZEN, MakeOptimizer
 from sparkdl.train.objective.divergence import warn_if_nan
 from sparkdl.train.objective.lightning import OwnOptimizer, is_lightning
-from sparkdl.train.objective.manual import SeveralSchedules
+from sparkdl.train.objective.manual import SeveralSchedules, complete
 from sparkdl.train.optimizers.large_batch import LAMB, LARS
-from sparkdl.train.optimizers.nested_states import complete
 
 _OF_COMPILER = "__dynamo_disable"
 """Attribute of a function that has what is called in its place."""
