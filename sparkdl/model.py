@@ -328,9 +328,9 @@ class TorchModel(Model, CheckedParams, Saved, MLReadable["TorchModel"], ModelAcc
         Args:
             dataset: rows with the inputs, the label and, if it is set, the weight.
             metrics: names such as ``"f1"``, torchmetrics, or callables that make these, in a list
-                or in a dict by name. They know no weights. Those that keep something of every row,
-                such as ``"auroc"``, and curves without ``thresholds``, are gathered on the driver,
-                up to 64 MiB.
+                or in a dict by name. Names count rows by ``weightCol``; torchmetrics know no
+                weights. Those that keep something of every row, such as ``"auroc"``, and curves
+                without ``thresholds``, are gathered on the driver, up to 64 MiB.
             curves: classes whose ROC and precision-recall curves are made; True: all, False: none,
                 None: class 1 where there are two. They are exact up to 100,000 different scores of
                 all curves together, and say how far off they may be beyond.

@@ -27,7 +27,6 @@ from sparkdl.data.plan import Column, SpoolColumn
 from sparkdl.data.ragged import Ragged
 from sparkdl.errors import ConfigError, DataError
 from sparkdl.inference.predict import class_probabilities, predicted_class
-from sparkdl.inference.roc_curves import ScoreTable, limit_for
 from sparkdl.inference.scores import (
     NO_CLASS,
     ClassificationScores,
@@ -40,6 +39,7 @@ from sparkdl.train.objective.label_losses import LossSum, loss_of
 from sparkdl.train.objective.loss import ClassLoss, LossFunction
 from sparkdl.train.objective.metric_states import State, listed_bytes
 from sparkdl.train.objective.metrics import Metrics
+from sparkdl.train.objective.roc_curves import ScoreTable, limit_for
 from sparkdl.train.objective.training_step import taken
 
 logger = logging.getLogger(__name__)
@@ -248,7 +248,7 @@ class Evaluator:
             total, count = label.sums(weight, weights)
             self._part.add(label.name, total)
         self._part.add("loss_weight", count)
-        self._metrics.update(meant, target)
+        self._metrics.update(meant, target, weight)
         if self._measures.task == "classification":
             self._add_classes(predicted, target, weights)
         elif self._measures.task == "regression":

@@ -17,7 +17,7 @@ from sparkdl.runtime.json_values import finite
 if TYPE_CHECKING:
     import matplotlib.figure
 
-    from sparkdl.inference.roc_curves import Curve
+    from sparkdl.train.objective.roc_curves import Curve
 
 _NAME_COLUMNS = 9
 """Least width of the measures' names in text."""
@@ -92,7 +92,7 @@ class Evaluation(Mapping[str, Any]):
     scores: ClassificationScores | RegressionScores | None = None
     """What classifiers and regressors are measured by, with ``confusion`` and ``per_class``."""
     metrics: Mapping[str, Any] = field(default_factory=dict)
-    """Values of torchmetrics, which know no weights: numbers, or lists of numbers."""
+    """What was asked for: numbers, or lists of numbers. Only those by name know weights."""
     curves: Mapping[int, Curve] = field(default_factory=dict)
     """Class -> its ROC and precision-recall curves against all others."""
     num_classes: int = 0

@@ -98,7 +98,8 @@ def values_to_send(
     for place in changed:
         try:
             value = _at(place)
-            found[place] = _packed(value, _module_by_value(value))
+            # A method's closure has its class, for super(): that is the executor's own.
+            found[place] = _packed(value, _module_by_value(value), with_classes=False)
         except Exception as error:  # whatever classes raise that cannot be pickled
             _tell_once(place, _reason(error))
     for place in code.lacks.keys() & there.keys() - found.keys():
@@ -152,16 +153,10 @@ def program_code(code: Iterable[Any]) -> ProgramCode:
 
 
 def _module_by_value(value: Any) -> list[str]:
-    """That of a changed function, whose name would give executors what their file says.
-
-    A method that names its class, as ``super()`` does, goes by its name.
-    """
+    """That of a changed function, whose name would give executors what their file says."""
     function = _function_of(value)
-    if not isinstance(function, types.FunctionType) or not _is_imported(str(function.__module__)):
-        return []
-    return (
-        [] if any(isinstance(part, type) for part in _contents(function)) else [function.__module__]
-    )
+    is_function = isinstance(function, types.FunctionType)
+    return [function.__module__] if is_function and _is_imported(str(function.__module__)) else []
 
 
 def _reason(error: Exception) -> str:
@@ -219,12 +214,14 @@ class _Bounded(io.BytesIO):
         return written
 
 
-def _packed(value: Any, modules: Iterable[str] = (), most: int = _MOST_BYTES) -> bytes:
-    """A pickle; code of ``modules`` is in it by value."""
+def _packed(
+    value: Any, modules: Iterable[str], most: int = _MOST_BYTES, *, with_classes: bool = True
+) -> bytes:
+    """A pickle; code of ``modules`` is in it by value; see `CodePickler`."""
     from sparkdl.serialization.travel.pickling import CodePickler
 
     with _Bounded(most) as file:
-        pickler = CodePickler(file, modules)
+        pickler = CodePickler(file, modules, with_classes=with_classes)
         pickler.dump(value)
         return file.getvalue()
 
@@ -238,7 +235,8 @@ def _is_of_file(place: Place) -> bool:
     if isinstance(value, logging.Logger):
         return True
     literals = _literals(place[0], _changed_at(place[0]))
-    return place[1] in literals and _digest(literals[place[1]]) == _digest(value)
+    name = place[1].removesuffix("._value_")  # of a member of an Enum
+    return name in literals and _digest(literals[name]) == _digest(value)
 
 
 @functools.lru_cache(maxsize=64)
@@ -432,6 +430,8 @@ def _named(code: Iterable[Any], *, by_name: bool) -> dict[Place, Any]:
     seen: dict[tuple[int, bool], Any] = {}  # the values too, so that no id is used twice
     todo = [(one, False) for one in code]
     """What to look at, and whether other processes have it because they import a module."""
+    made: dict[int, Place] = {}
+    """Classes that functions have made, by id, and where other processes have theirs."""
     while todo:
         start, is_there = todo.pop()
         for value in _code_in(start, seen, is_there):
@@ -443,18 +443,26 @@ def _named(code: Iterable[Any], *, by_name: bool) -> dict[Place, Any]:
             if not isinstance(value, type):
                 todo += [(part, is_known) for part in _held_by(value)]
                 for place, member in _globals_of(value, is_known or not by_name):
+                    if place is not None and isinstance(member, type):
+                        made.setdefault(id(member), place)
                     if place is not None and not (by_name and type(member) is types.ModuleType):
                         found[place] = member
                     todo.append((member, place is not None))
                 continue
             todo += [(part, is_known) for part in (type(value), *value.__bases__)]
+            there = (module, value.__qualname__) if has_name else made.get(id(value))
+            members = value._member_map_ if isinstance(value, enum.EnumMeta) else {}
+            for name, one in members.items():
+                for key, part in vars(one).items():
+                    if there and (key == "_value_" or not key.startswith("_")):
+                        found[there[0], f"{there[1]}.{name}.{key}"] = part
             for key, member in vars(value).items():
                 is_special = key.startswith("__") and not isinstance(member, types.FunctionType)
                 is_fixed = isinstance(value, enum.EnumMeta) and not isinstance(
                     member, types.FunctionType | staticmethod | classmethod | property
                 )
-                if has_name and not is_special and not is_fixed:
-                    found[module, f"{value.__qualname__}.{key}"] = member
+                if there and not is_special and not is_fixed:
+                    found[there[0], f"{there[1]}.{key}"] = member
                 if key != "__annotations__":
                     todo.append((member, is_known))
     return found
@@ -573,7 +581,8 @@ def _owner(place: Place) -> tuple[Any, str]:
     owner: Any = importlib.import_module(place[0])
     *path, last = place[1].split(".")
     for name in path:
-        owner = vars(owner)[name]
+        members = owner._member_map_ if isinstance(owner, enum.EnumMeta) else {}
+        owner = members[name] if name in members else vars(owner)[name]
     return owner, last
 
 

@@ -117,7 +117,7 @@ def give_tensors(
     layers = dict(module.named_modules(remove_duplicate=False))
     for name, value in left.items():
         path, _, key = name.rpartition(".")
-        if path not in layers or key in (*layers[path]._parameters, EXTRA):
+        if path not in layers or key in layers[path]._parameters or is_extra(key):
             raise ConfigError(
                 f"the module has no {name!r}, which training has made; make all layers and "
                 "parameters in __init__, not in forward"
@@ -131,6 +131,11 @@ def _with_extra(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
         own = getattr(type(layer), "get_extra_state", nn.Module.get_extra_state)
         if own is not nn.Module.get_extra_state:
             yield (f"{path}.{EXTRA}" if path else EXTRA), layer
+
+
+def is_extra(key: Any) -> bool:
+    """True of the key of an extra state, of which nobody knows the mean."""
+    return isinstance(key, str) and key.rpartition(".")[2] == EXTRA
 
 
 def _can_hold(now: torch.Tensor, value: torch.Tensor) -> bool:
@@ -225,13 +230,14 @@ def moved(module: nn.Module, first: Mapping[str, int]) -> dict[str, torch.Tensor
 
 
 def fingerprints(module: nn.Module) -> dict[str, int]:
-    """Those of the frozen parameters, by name; see `moved`."""
+    """Those of the frozen parameters that are whole here, by name; see `moved`."""
     return {place.name: fingerprint(place.value) for place in _frozen(module)}
 
 
 def _frozen(module: nn.Module) -> Iterator[Place]:
     for place in places_of(module, aliases=False):
-        if place.kind == "parameter" and not place.owner[place.key].requires_grad:
+        is_frozen = place.kind == "parameter" and not place.owner[place.key].requires_grad
+        if is_frozen and not _is_wrapper(place.value):
             yield place
 
 

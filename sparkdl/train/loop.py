@@ -193,7 +193,7 @@ def train(
         training = _Training(
             replica=replica,
             book=book,
-            first=fingerprints(module) if mesh is None else {},
+            first=fingerprints(module),
             held=held,
             epoch_sums=no_sums(replica.loss, device),
             by_shard=ShardStates(replica, comm) if by_shard else None,

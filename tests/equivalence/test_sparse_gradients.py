@@ -24,9 +24,6 @@ from tests.gang import Gang
 from tests.sync.apart import on_nodes
 from tests.train.runs import NUM_FEATURES, but, make_data, plan_for, run, seeded
 
-# Of torch itself, in Adagrad.
-pytestmark = pytest.mark.filterwarnings("ignore:Sparse invariant checks")
-
 IDS, WIDTH = 300, 3
 CONFIG = TrainConfig(epochs=2, batch_size=5, loss="mse", seed=4)
 ROWS = [23, 14]

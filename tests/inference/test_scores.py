@@ -10,8 +10,8 @@ import pytest
 from sklearn import metrics
 
 from sparkdl.errors import SparkDLError
-from sparkdl.inference.roc_curves import ScoreTable
 from sparkdl.inference.scores import BUILT_IN, Evaluation, RegressionScores, classification_scores
+from sparkdl.train.objective.roc_curves import ScoreTable
 
 LABELS = [0, 0, 0, 1, 1, 2, 2, 2, 2, 3]
 PREDICTIONS = [0, 0, 1, 1, 1, 2, 0, 2, 2, 2]

@@ -102,6 +102,29 @@ by_two = scale(2.0)
 twice = named("twice", 2.0)
 def uses_it(x): return by_two(x) + twice(x)
 def place(): return __file__, __name__, __spec__
+
+class Base:
+    def get(self): return 1
+class Child(Base):
+    def get(self): return super().get() + 1
+def getting(kind, k):
+    def get(self): return super(kind, self).get() + k
+    get.__qualname__ = "Child.get"
+    return get
+def gets(): return Child().get()
+
+class Level(enum.Enum):
+    LOW = 1
+    HIGH = 2
+    def __init__(self, number): self.scale = 1.0
+
+def build():
+    class Built:
+        size = 3
+        def area(self): return self.size
+    return Built
+Built = build()
+def reads(): return Level.HIGH.value, Level.LOW.scale, Built().area()
 """
 
 
@@ -166,6 +189,44 @@ def test_a_function_with_another_closure_is_sent(
     assert {name for _, name in sent.values} == names
     for name in names:
         assert pickle.loads(sent.values[library.__name__, name])(1.0) == 4.0
+
+
+def test_a_method_whose_closure_has_its_class_is_sent(
+    library: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    there = imported_values([library.gets])
+    monkeypatch.setattr(module, "_fresh", dict)  # as a fresh process says
+    with monkeypatch.context() as program:
+        program.setattr(library.Child, "get", library.getting(library.Child, 5))
+        sent = values_to_send(imported_values([library.gets]), there)
+    assert_elsewhere(library.gets, sent, 6, 2)
+
+
+def assert_elsewhere(use: Any, sent: Any, expected: Any, before: Any) -> None:
+    """What came from a program holds until it is given back."""
+    assert use() == before
+    values, _, code = sent.__reduce__()[1]
+    module._given(values, ("another machine", 1), code)
+    assert use() == expected
+    module.give_back()
+    assert use() == before
+
+
+def test_members_of_an_enum_and_classes_that_functions_make_are_sent(
+    library: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What the program has set in them comes to a process that has its own from the file."""
+    there = imported_values([library.reads])
+    monkeypatch.setattr(module, "_fresh", dict)  # as a fresh process says
+    assert values_to_send(there, differing(there)).values == {}
+    with monkeypatch.context() as program:
+        program.setattr(library.Level.HIGH, "_value_", 5)
+        program.setattr(library.Level.LOW, "scale", 2.0)
+        program.setattr(library.Built, "size", 4)
+        program.setattr(library.Built, "area", lambda self: self.size**2)
+        sent = values_to_send(imported_values([library.reads]), there)
+        assert library.reads() == (5, 2.0, 16)
+    assert_elsewhere(library.reads, sent, (5, 2.0, 16), (2, 1.0, 3))
 
 
 def test_the_walk_through_large_values_is_short(library: Any) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 from functools import partial
 from typing import Any
 
@@ -12,11 +13,13 @@ import torchmetrics
 from torch import nn
 
 from sparkdl.config import TrainConfig
+from sparkdl.data.batches import Batches
 from sparkdl.data.plan import RoundPart, TrainPlan
 from sparkdl.data.spool.mapped import MappedRows
 from sparkdl.serialization.travel.attributes import Attributes
 from sparkdl.sync.apart import ApartSynchronizer
 from sparkdl.sync.frozen_layers import freeze
+from sparkdl.sync.module_tensors import tensors_of
 from sparkdl.sync.strategy import SyncStrategy
 from sparkdl.train.callbacks import NullObserver
 from sparkdl.train.objective.logs import from_text
@@ -25,7 +28,7 @@ from sparkdl.train.objective.metrics import Metrics
 from sparkdl.train.objective.named_metrics import NamedMetric
 from sparkdl.train.objective.training_step import objective_of
 from sparkdl.train.round_replica import RoundOutcome, RoundReplica
-from tests.train.runs import but, make_data, plan_for, run, seeded
+from tests.train.runs import NUM_FEATURES, but, make_data, plan_for, run, seeded
 
 CPU = torch.device("cpu")
 CONFIG = TrainConfig(optimizer="adam", learning_rate=0.01, batch_size=4, epochs=2, loss="mse")
@@ -248,3 +251,39 @@ def test_attributes_are_those_of_the_state_whatever_the_process_did_before() -> 
     assert went_on["attributes"]["values"][""]["steps"] == 3
     whole = train(replica, begin, 0, part(0, 3)).state
     assert whole["attributes"]["values"][""]["seen"] == went_on["attributes"]["values"][""]["seen"]
+
+
+class Seeing(nn.Linear):
+    """Counts batches and adds up what it sees, in an extra state."""
+
+    def __init__(self) -> None:
+        super().__init__(NUM_FEATURES, 1, dtype=torch.float64)
+        self.seen: list[torch.Tensor] = []
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.training:
+            self.seen.append(x.detach().sum(0))
+        return super().forward(x)
+
+    def get_extra_state(self) -> dict[str, Any]:
+        return {"seen": list(self.seen)}
+
+    def set_extra_state(self, state: dict[str, Any]) -> None:
+        self.seen = list(state["seen"])
+
+
+def test_extra_states_go_from_round_to_round() -> None:
+    config = but(CONFIG, epochs=1)
+    shards = make_data([23])
+    plan = plan_for(shards, config, world_size=1)
+    rows, alone = MappedRows(shards[0], plan), Seeing()
+    replica = RoundReplica(Seeing(), config, plan, CPU)
+    state: dict[str, Any] = {"model": tensors_of(alone)}
+    for first in (0, 2):
+        state = replica.train(state, 0, rows, part(first, 2), NullObserver()).state
+        replica.train({"model": tensors_of(Seeing())}, 0, rows, part(0, 1), NullObserver())
+    batches = Batches([rows], plan, 0, seed=config.seed, epoch=0)
+    expected = [batch.inputs[0].sum(0) for batch in itertools.islice(batches, 4)]
+    found = state["model"]["_extra_state"]["seen"]
+    assert len(found) == 4
+    assert all(map(torch.equal, found, expected))

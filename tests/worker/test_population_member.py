@@ -54,9 +54,16 @@ def parts(may_diverge: bool = False, **values: float) -> dict[str, bytes]:
 
 
 def work(
-    plan: TrainPlan, state: Mapping[str, bytes], config: TrainConfig = CONFIG, **changes: Any
+    plan: TrainPlan,
+    state: Mapping[str, bytes],
+    config: TrainConfig = CONFIG,
+    module: torch.nn.Module | None = None,
+    **changes: Any,
 ) -> dict[str, bytes]:
-    wanted = order(plan, Net(), config, **{"work": population_member.work, "part": PART, **changes})
+    module = module or Net()
+    wanted = order(
+        plan, module, config, **{"work": population_member.work, "part": PART, **changes}
+    )
     return dict(round_task.run(place(plan), wanted, pack_parts(state)))
 
 
@@ -91,6 +98,29 @@ def test_it_trains_with_its_own_hyperparameters(plan: TrainPlan) -> None:
     assert (group["lr"], group["eps"]) == (0.2, 1e-3)
     same = work(plan, parts(learning_rate=CONFIG.learning_rate or 0.0))
     assert same[MODEL] == plain[MODEL]
+
+
+class Halving(Net):
+    """Halves a weight without gradient whenever it trains."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.share = torch.nn.Parameter(torch.ones(1), requires_grad=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.training:
+            self.share.data.mul_(0.5)
+        return super().forward(x)
+
+
+def test_a_member_keeps_the_weights_that_its_forward_changes(plan: TrainPlan) -> None:
+    found, shares = parts(), []
+    found[MODEL] = encoded({"model": Halving().state_dict()})
+    for _ in range(2):
+        done = work(plan, found, module=Halving())
+        found |= {name: done[name] for name in (MODEL, REST)}
+        shares.append(decoded(done[MODEL])["model"]["share"].item())
+    assert shares == [0.5**PART.num_steps, 0.5 ** (2 * PART.num_steps)]
 
 
 @pytest.mark.parametrize("with_rest", [True, False])

@@ -134,8 +134,12 @@ class Pickler(cloudpickle.Pickler):  # type: ignore[misc] # cloudpickle has no t
 class CodePickler(Pickler):
     """Pickles code of some modules by value; it gets the globals of the modules that are there."""
 
-    def __init__(self, file: io.BytesIO, modules: Iterable[str]) -> None:
+    def __init__(
+        self, file: io.BytesIO, modules: Iterable[str], *, with_classes: bool = True
+    ) -> None:
+        """Of functions and, ``with_classes``, of classes; else those go by name if they can."""
         super().__init__(file)
+        self._with_classes = with_classes
         self._spaces = {id(vars(sys.modules[module])): module for module in modules}
 
     def reducer_override(self, value: Any) -> Any:
@@ -152,7 +156,8 @@ class CodePickler(Pickler):
             if type(value) is types.FunctionType:  # what a package's decorator has made
                 return self._dynamic_function_reduce(value)
             return _cached_again, (value.__wrapped__, value.cache_parameters())
-        if isinstance(value, type) and value.__module__ in self._spaces.values():
+        is_class = self._with_classes and isinstance(value, type)
+        if is_class and value.__module__ in self._spaces.values():
             made = cloudpickle.cloudpickle._dynamic_class_reduce(value)
             return (*made[:5], _fill_class)
         return super().reducer_override(value)

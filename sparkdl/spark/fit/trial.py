@@ -214,7 +214,7 @@ def _make_layers(module: nn.Module, tried: nn.Module) -> None:
 def _judged(checked: CheckedValues, output: Any, example: Example) -> Trial:
     """What follows from the module's output; raises ConfigError."""
     from sparkdl.train.objective.loss import CallableLoss
-    from sparkdl.train.objective.named_metrics import resolved
+    from sparkdl.train.objective.named_metrics import NamedMetric, flat, resolved
     from sparkdl.train.objective.training_step import StepLoss, taken
 
     request, objective, config = checked.request, checked.objective, checked.request.config
@@ -224,10 +224,18 @@ def _judged(checked: CheckedValues, output: Any, example: Example) -> Trial:
         _warn_of_probabilities(checked.module, meant)
     if not isinstance(objective, StepLoss) and (config.task != "custom" or request.labels):
         _try_loss(objective, meant, example)
+    metrics = resolved(config.metrics, objective, meant)
+    unweighted = [n for n, _, m in flat(metrics or {}) if not isinstance(m, NamedMetric)]
+    if request.weight_col and unweighted:
+        logger.warning(
+            "weightCol does not count in the metrics %s, since torchmetrics take no weights; "
+            "metrics by name, such as 'f1', count by it",
+            unweighted,
+        )
     return Trial(
         num_classes=num_classes,
         prediction_key=None if meant is output else "logits",
-        metrics=resolved(config.metrics, objective, meant),
+        metrics=metrics,
         output=meant,
     )
 

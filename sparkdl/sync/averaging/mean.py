@@ -15,7 +15,7 @@ from torch import nn
 from sparkdl.comm.communicator import Communicator
 from sparkdl.storage.checkpoint_format import decode, encode
 from sparkdl.storage.tensor_tree import snapshot
-from sparkdl.sync.module_tensors import Agreement
+from sparkdl.sync.module_tensors import Agreement, is_extra
 from sparkdl.sync.sparse_gradients import summed
 
 _PIECE = 1 << 16
@@ -211,10 +211,10 @@ def merge(states: Sequence[Any], weights: Sequence[float]) -> Any:
 
     They are trees of dicts, lists and tuples, of equal shape but for missing keys. Floating tensors
     become their weighted mean, formed in float64 and kept in their own dtype. A number called
-    ``step`` becomes the largest. Integer tensors, such as BatchNorm's count of batches, and
-    everything else that is no tensor, are those of the first state with a positive weight. Keys
-    that a state lacks (an optimizer that never stepped) count for the others only. ValueError if no
-    weight is positive.
+    ``step`` becomes the largest. Integer tensors, such as BatchNorm's count of batches, extra
+    states of layers, and everything else that is no tensor, are those of the first state with a
+    positive weight. Keys that a state lacks (an optimizer that never stepped) count for the others
+    only. ValueError if no weight is positive.
     """
     kept = [(s, w) for s, w in zip(states, weights, strict=True) if w > 0]
     if not kept:
@@ -224,6 +224,8 @@ def merge(states: Sequence[Any], weights: Sequence[float]) -> Any:
 
 def _merge(states: list[Any], weights: list[float], key: Any = None) -> Any:
     first = states[0]
+    if is_extra(key):
+        return first
     if isinstance(first, dict):
         return _merge_dicts(states, weights)
     if isinstance(first, list | tuple):

@@ -22,6 +22,7 @@ from sparkdl.comm.compression.dense_reduce_scatter import cut as slices
 from sparkdl.storage.checkpoint_format import decode, encode
 from sparkdl.storage.tensor_tree import DTYPES, snapshot
 from sparkdl.sync.averaging.mean import merge, weighted_mean
+from sparkdl.sync.module_tensors import is_extra
 
 FRAME = "state"
 """Name of the frame. That of a piece is ``state/<path of its tensor>#<number>``."""
@@ -142,6 +143,8 @@ class Pieces:
 
 def _framed(node: Any, path: tuple[str, ...], large: dict[str, Any], known: dict[Any, str]) -> Any:
     """The tree with a note in place of each large tensor, which goes to ``large``."""
+    if path and is_extra(path[-1]):  # replicas need not have equal ones
+        return node
     if isinstance(node, dict):
         return {key: _framed(v, (*path, str(key)), large, known) for key, v in node.items()}
     if type(node) in (list, tuple):

@@ -39,7 +39,9 @@ class OutsideUses(TorchFunctionMode):
         self._own: dict[int, list[str]] = {}
         """Id of a parameter -> names of the layers that must compute while it is used."""
         self._names = {id(p): name for name, p in module.named_parameters()}
-        self._versions = [(name, p, p._version) for name, p in module.named_parameters()]
+        self._storages = {_storage(p): name for name, p in module.named_parameters()}
+        """A parameter's memory, also by ``.data`` and views -> its name."""
+        self._versions = [(p, _storage(p), p._version) for p in module.parameters()]
         if mesh.num_shards > 1:
             names = {part: name for name, part in module.named_modules()}
             own = () if mesh.shard_optimizer else units(module, mesh.smallest_unit, cuts)
@@ -115,8 +117,7 @@ class OutsideUses(TorchFunctionMode):
             self._see_use(value, name)
         if args and is_in_place(func):
             for value in pytree.tree_leaves(args[0]):
-                if id(value) in self._names:
-                    self._see_change(self._names[id(value)])
+                self._see_change(self._storages.get(_storage(value)))
         result = func(*args, **kwargs)
         if self._cuts and not any(self._active[layer] for layer in self._cuts):
             self._follow(name, leaves, result, is_detached=name == "detach")
@@ -167,8 +168,8 @@ class OutsideUses(TorchFunctionMode):
             ):
                 where[value] = name
 
-    def _see_change(self, name: str) -> None:
-        if self._mesh.num_shards > 1:
+    def _see_change(self, name: str | None) -> None:
+        if self._mesh.num_shards > 1 and name is not None:
             self._changed = self._changed or (
                 f"the module changes its parameter {name!r} when it computes, of which a worker "
                 "has a copy for this call alone; let it be a buffer, or use data or tensor in "
@@ -180,8 +181,16 @@ class OutsideUses(TorchFunctionMode):
 
     def check(self) -> None:
         """Raise ConfigError if something was seen."""
-        for name, parameter, version in self._versions:
-            if parameter._version != version:
-                self._see_change(name)
+        for parameter, storage, version in self._versions:
+            if parameter._version != version or _storage(parameter) != storage:
+                self._see_change(self._storages.get(storage))
         if self._changed or self._found:
             raise ConfigError(f"Mesh: {self._changed or self._found}")
+
+
+def _storage(value: Any) -> int | None:
+    """What tells memory from other memory; None: it is no plain tensor."""
+    with torch._C.DisableTorchFunction():  # which may lend other memory for the question
+        if not isinstance(value, torch.Tensor) or value.layout is not torch.strided:
+            return None
+        return int(value.untyped_storage()._cdata)

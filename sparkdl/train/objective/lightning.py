@@ -26,6 +26,7 @@ from sparkdl.train.objective.manual import (
     SeveralOptimizers,
     SeveralSchedules,
     clip_gradients,
+    complete,
     is_manual,
 )
 from sparkdl.train.objective.metric_states import REDUCTIONS, give, merged, seen_by
@@ -530,4 +531,6 @@ def _configured(
             f"{name} must return one optimizer, or several with automatic_optimization=False; "
             f"it returned {value!r}"
         )
+    for optimizer in optimizers:
+        complete(optimizer)
     return optimizers, [s if isinstance(s, Mapping) else {"scheduler": s} for s in schedules]

@@ -59,6 +59,26 @@ def check_manual(config: TrainConfig, strategy: SyncStrategy, name: str) -> None
         )
 
 
+def complete(optimizer: torch.optim.Optimizer) -> None:
+    """Give an optimizer what torch's ``Optimizer.__init__`` would have, where it called none.
+
+    A wrapper may be stepped without; states, schedules and reports want it.
+
+    Raises:
+        ConfigError: it has no parameter groups, which only its own code knows.
+    """
+    kind = type(optimizer).__name__
+    if not hasattr(optimizer, "param_groups"):
+        raise ConfigError(
+            f"optimizer {kind} has no param_groups: call super().__init__(parameters, defaults) in "
+            f"its __init__, or let param_groups be those of the optimizer that {kind} wraps"
+        )
+    blank = torch.optim.Optimizer([nn.Parameter(torch.zeros(()))], {})
+    for name, value in vars(blank).items():
+        if not hasattr(optimizer, name):
+            setattr(optimizer, name, value)
+
+
 class SeveralOptimizers(torch.optim.Optimizer):
     """Optimizers of different parameters as one, of which the loop keeps the state."""
 

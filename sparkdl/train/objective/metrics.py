@@ -1,4 +1,4 @@
-"""Computes torchmetrics over all ranks, exactly, also where a rank has no rows.
+"""Computes metrics over all ranks, exactly, also where a rank has no rows.
 
 torchmetrics' own synchronization mixes in the empty states of ranks without rows, and needs the
 same number of states on every rank. Here each rank's states are gathered once, ranks that saw no
@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import copy
 import inspect
-import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -116,9 +115,9 @@ class ClassCounts:
 class Metrics:
     """A rank's share of the metrics of one evaluation.
 
-    Samples are weighted in a classifier's accuracy alone. Its metrics see ``(probabilities, class
-    numbers)``, a regression's ``(output, target)`` of equal shape, a custom task's whatever the
-    module and the loss exchange.
+    Rows count by their weights in metrics that have names, and not in those of torchmetrics. A
+    classifier's metrics see ``(probabilities, class numbers)``, a regression's
+    ``(output, target)`` of equal shape, a custom task's whatever the module and the loss exchange.
     """
 
     def __init__(
@@ -133,21 +132,22 @@ class Metrics:
     ) -> None:
         """Make this rank's own copies, on ``device``.
 
-        ``metrics`` are, by name, a torchmetrics.Metric, or a callable without arguments that makes
-        one, such as a `NamedMetric`; or, by label, such mappings, whose metrics see that label and
+        ``metrics`` are, by name, a `NamedMetric`, a torchmetrics.Metric, or a callable without
+        arguments that makes one; or, by label, such mappings, whose metrics see that label and
         its output. ``predictions`` turns a classifier's output into probabilities. With
-        ``is_double`` states and all floating values that the metrics see become float64, but for
+        ``is_double`` states and all floating values that torchmetrics see become float64, but for
         metrics with weights of their own. With ``counts_classes`` a classifier's `confusion` is
         counted. ConfigError if something is not a single metric, or its name is taken.
         """
         made = {name: metric for name, _, metric in flat(metrics)}
         self._labels = {name: label for name, label, _ in flat(metrics) if label is not None}
         self._named = {n: m for n, m in made.items() if isinstance(m, NamedMetric)}
-        # With these counts accuracy needs no torchmetrics, which need not be installed.
         counts_classes = counts_classes and task == "classification"
         self._names = tuple(made)
         self._metrics: dict[str, Any] = {
-            name: _make_metric(name, metric).to(device)
+            name: metric.make(device)
+            if isinstance(metric, NamedMetric)
+            else _make_metric(name, metric).to(device)
             for name, metric in made.items()
             if not (counts_classes and name in self._named and metric.name == ACCURACY)
         }
@@ -156,7 +156,7 @@ class Metrics:
         self._double = frozenset(
             name
             for name, metric in self._metrics.items()
-            if is_double and not any(True for _ in metric.parameters())
+            if is_double and name not in self._named and not any(True for _ in metric.parameters())
         )
         for name in self._double:
             self._metrics[name].set_dtype(torch.float64)
@@ -186,12 +186,14 @@ class Metrics:
     forget = reset  # an epoch is over; a `TrainerStandIn` knows metrics that outlive it
 
     def update(self, output: Any, target: Any, weight: torch.Tensor | None = None) -> None:
-        """Take note of a batch; ``weight`` is ``(batch,)``, and counts in the accuracy."""
+        """Take note of a batch; ``weight`` is ``(batch,)``."""
         plain = wide = output, target
         if self._double:
             wide = _widened(output), _widened(target)
         for name, metric in self._metrics.items():
-            if name != _COUNTS:
+            if name in self._named:
+                metric.update(*self._for_metric(name, output, target), weight)
+            elif name != _COUNTS:
                 metric.update(*self._for_metric(name, *(wide if name in self._double else plain)))
             elif isinstance(output, torch.Tensor):
                 metric.update(self._predictions(_full_precision(output)), target, weight)
@@ -239,9 +241,11 @@ class Metrics:
 
         ConfigError if the metric takes means over ranks, which are none over samples.
         """
+        metric = self._metrics[name]
+        if name in self._named:
+            return _plain(merged(metric, parts).compute())
         from torchmetrics.utilities.data import dim_zero_mean
 
-        metric = self._metrics[name]
         for key, rule in metric._reductions.items():
             states = [states[key] for count, states in parts if count > 0]
             if rule is dim_zero_mean and any(not torch.equal(states[0], s) for s in states[1:]):
@@ -249,7 +253,7 @@ class Metrics:
                     f"metric {name!r} ({type(metric).__name__}) takes means over ranks of its "
                     f"state {key!r}, which depend on the partitions; use a metric that sums"
                 )
-        return _plain(self._computed(name, merged(metric, parts)))
+        return _plain(merged(metric, parts).compute())
 
     def compute_over(self, parts: Iterable[bytes]) -> dict[str, float]:
         """The values over the samples of several ranks, given what they `packed` in rank order."""
@@ -260,15 +264,7 @@ class Metrics:
         if has_places:
             is_whole = bool((counts.places == counts.places.round()).all())
             self.confusion = (counts.places.long() if is_whole else counts.places).tolist()
-        return {
-            name: scalar(name, self._computed(name, metrics.get(name, counts)))
-            for name in self._names
-        }
-
-    def _computed(self, name: str, metric: Any) -> Any:
-        named = self._named.get(name)
-        is_defined = named is None or named.is_defined(metric)
-        return metric.compute() if is_defined else torch.tensor(math.nan)
+        return {name: scalar(name, metrics.get(name, counts).compute()) for name in self._names}
 
     def _for_metric(self, name: str, output: Any, target: Any) -> tuple[Any, Any]:
         """What one metric sees: all, or a label and its output."""

@@ -8,50 +8,36 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from sparkdl.config import Task
-from sparkdl.errors import ConfigError, import_or, unknown
+from sparkdl.errors import ConfigError, unknown
 from sparkdl.train.objective.label_losses import LossSum
 from sparkdl.train.objective.loss import ClassLoss, LossFunction, ModuleLoss
 from sparkdl.train.objective.training_step import StepLoss
-
-if TYPE_CHECKING:
-    from torchmetrics import Metric
+from sparkdl.train.objective.weighted_metrics import (
+    OfClasses,
+    OfNumbers,
+    OfScores,
+    WeightedMetric,
+)
 
 ACCURACY = "accuracy"
 
-_OF_CLASSES: Mapping[str, tuple[str, Mapping[str, Any]]] = {
-    ACCURACY: ("Accuracy", {"average": "micro"}),
-    "auroc": ("AUROC", {}),
-    "average_precision": ("AveragePrecision", {}),
-    "cohen_kappa": ("CohenKappa", {}),
-    "f1": ("F1Score", {}),
-    "mcc": ("MatthewsCorrCoef", {}),
-    "precision": ("Precision", {}),
-    "recall": ("Recall", {}),
-    "specificity": ("Specificity", {}),
-}
-"""Name -> class of torchmetrics without Binary or Multiclass, and options for many classes."""
-
 _OF_SCORES = ("auroc", "average_precision")
 """Those that keep the scores of all rows."""
-
-_OF_NUMBERS: Mapping[str, tuple[str, Mapping[str, Any]]] = {
-    "explained_variance": ("ExplainedVariance", {}),
-    "mae": ("MeanAbsoluteError", {}),
-    "mape": ("MeanAbsolutePercentageError", {}),
-    "mse": ("MeanSquaredError", {}),
-    "r2": ("R2Score", {}),
-    "rmse": ("MeanSquaredError", {"squared": False}),
-}
+_OF_CLASSES = (
+    ACCURACY, "auroc", "average_precision", "cohen_kappa", "f1", "mcc", "precision", "recall",
+    "specificity",
+)  # fmt: skip
+_OF_NUMBERS = ("explained_variance", "mae", "mape", "mse", "r2", "rmse")
 
 
 @dataclass(frozen=True, kw_only=True)
 class NamedMetric:
-    """What a name has become; called, it makes the metric."""
+    """What a name has become."""
 
     name: str
     num_classes: int | None = None
@@ -59,24 +45,12 @@ class NamedMetric:
     ignore_index: int | None = None
     """The class number of targets that do not count."""
 
-    def __call__(self) -> Metric:
-        """The metric; ConfigError if torchmetrics is not installed."""
-        remedy = f"metric {self.name!r} needs torchmetrics: pip install torchmetrics"
-        with import_or(ConfigError(remedy)):
-            import torchmetrics
-        made: Any
+    def make(self, device: torch.device) -> WeightedMetric:
+        """The metric, before any rows."""
         if self.num_classes is None:
-            kind, options = _OF_NUMBERS[self.name]
-            made = getattr(torchmetrics, kind)(**options)
-            return made  # type: ignore[no-any-return]
-        kind, options = _OF_CLASSES[self.name]
-        common = {"ignore_index": self.ignore_index, "validate_args": False}
-        if self.num_classes == 2:
-            made = getattr(torchmetrics.classification, f"Binary{kind}")(**common)
-        else:
-            multiclass = getattr(torchmetrics.classification, f"Multiclass{kind}")
-            made = multiclass(num_classes=self.num_classes, **options, **common)
-        return made  # type: ignore[no-any-return]
+            return OfNumbers(self.name, device)
+        kind = OfScores if self.name in _OF_SCORES else OfClasses
+        return kind(self.name, device, self.num_classes, self.ignore_index)
 
     def sees(self, probabilities: torch.Tensor, target: torch.Tensor) -> Any:
         """Probabilities and class numbers as the metric wants them; of two classes those of 1."""
@@ -84,17 +58,6 @@ class NamedMetric:
         if is_pair and probabilities.dim() > 1 and probabilities.shape[1] == 2:
             probabilities = probabilities[:, 1]
         return probabilities, target.long()
-
-    def is_defined(self, metric: Any) -> bool:
-        """False if a metric has no value: it has seen no row that counts, or R² only one.
-
-        torchmetrics raises an error for some of these, which would end the run.
-        """
-        if self.name == "r2":
-            return int(metric.total) > 1
-        if self.name in _OF_SCORES:
-            return any(len(target) for target in metric.target)
-        return int(metric._update_count) > 0
 
 
 def flat(metrics: Mapping[str, Any]) -> Iterator[tuple[str, str | None, Any]]:
@@ -134,9 +97,8 @@ def check_names(metrics: Mapping[str, Any] | None, task: Task, loss: LossFunctio
         if task == "regression" or (task == "custom" and not isinstance(part, ClassLoss)):
             known += _OF_NUMBERS
         if name in known:
-            if name != ACCURACY or task != "classification":
-                NamedMetric(name=name, num_classes=2 if of_classes else None)()
-        elif of_classes or name in _OF_NUMBERS:
+            continue
+        if of_classes or name in _OF_NUMBERS:
             raise ConfigError(
                 f"metric {key!r}: {name!r} compares {'classes' if of_classes else 'numbers'}, "
                 f"which this label is not; known here: {', '.join(known)}"

@@ -23,7 +23,7 @@ from sparkdl.sync.sparse_gradients import sparse_parameters
 from sparkdl.sync.strategy import TAKES_FROZEN, MakeOptimizer
 from sparkdl.train.objective.divergence import warn_if_nan
 from sparkdl.train.objective.lightning import OwnOptimizer, is_lightning
-from sparkdl.train.objective.manual import SeveralSchedules
+from sparkdl.train.objective.manual import SeveralSchedules, complete
 from sparkdl.train.optimizers.large_batch import LAMB, LARS
 
 _OF_COMPILER = "__dynamo_disable"
@@ -189,6 +189,7 @@ def resolve_optimizer(config: TrainConfig, module: nn.Module | None = None) -> M
         made = _made(kind, divide(parameters) if divide else parameters, {**options, **fused})
         if not isinstance(made, torch.optim.Optimizer):
             raise ConfigError(f"optimizer must make a torch.optim.Optimizer; received {made!r}")
+        complete(made)
         if can_fuse and kind is torch.optim.SGD:
             made.register_step_pre_hook(_begin_momentum)
         return made

@@ -78,6 +78,9 @@ class Stepper:
         self._optimizer = optimizer
         self.with_closure = takes_closure(optimizer) is True
         self._may_need_one = not is_known(optimizer) and takes_closure(optimizer) is None
+        checks: Any = torch.sparse.check_sparse_tensor_invariants
+        if not checks.is_enabled():
+            checks.disable()  # else Adagrad's first sparse gradient warns that nobody has said so
 
     def __call__(self, loss: Callable[[], Any], again: Callable[[], Any]) -> None:
         """Step; ``loss`` gives that of this moment, ``again`` gradients and loss of another."""

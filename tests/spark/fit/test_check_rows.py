@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import pytest
 import torch
 from torch import nn
+from torchmetrics import classification
 
 from sparkdl.config import EarlyStopping, TrainConfig
 from sparkdl.data.column_stats import ColumnStats, SpooledShard
@@ -238,6 +239,18 @@ def test_a_sigmoid_before_a_function_is_warned_of(caplog: pytest.LogCaptureFixtu
     assert not caplog.messages
     num_classes(nn.Sequential(nn.Linear(4, 1), nn.Sigmoid()), [X, Y], request(loss=bce))
     assert "seems to end in a Sigmoid" in caplog.messages[0]
+
+
+def test_metrics_that_ignore_a_weight_column_are_warned_of(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    asked = request(weight_col="w", loss="cross_entropy", metrics={"f1": "f1"})
+    num_classes(nn.Linear(4, 3), [X, Y], asked)
+    assert not caplog.messages
+    own = classification.MulticlassF1Score(num_classes=3)
+    asked = request(weight_col="w", loss="cross_entropy", metrics={"f1": "f1", "own": own})
+    num_classes(nn.Linear(4, 3), [X, Y], asked)
+    assert "weightCol does not count in the metrics ['own']" in caplog.messages[0]
 
 
 @pytest.mark.parametrize(

@@ -155,12 +155,16 @@ class Teacher(Pair):
                 self.teacher.weight.mul_(0.9).add_(self.a.weight, alpha=0.1)
             elif self.by == "view":
                 self.teacher.weight.view(-1).mul_(0.9)
+            elif self.by == "data":
+                self.teacher.weight.data.mul_(0.9)
+            elif self.by == "other data":
+                self.teacher.weight.data = self.teacher.weight.data * 0.9
             else:
                 torch._foreach_mul_([self.teacher.weight, self.teacher.bias], 0.9)
         return super().forward(x) + self.teacher(x).sum(1, keepdim=True)
 
 
-@pytest.mark.parametrize("by", ["function", "view", "foreach"])
+@pytest.mark.parametrize("by", ["function", "view", "data", "other data", "foreach"])
 def test_parameters_that_forward_changes(by: str) -> None:
     for mesh in (SHARD, UNITS, OPTIMIZER):
         with pytest.raises(ConfigError, match=r"changes its parameter 'teacher.weight'.*a buffer"):

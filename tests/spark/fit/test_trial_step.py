@@ -136,7 +136,6 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
 ]  # fmt: skip
 
 
-@pytest.mark.filterwarnings("ignore:Sparse invariant checks")
 @pytest.mark.parametrize(
     ("options", "message"), [one[1:] for one in REFUSED], ids=[one[0] for one in REFUSED]
 )
@@ -251,7 +250,6 @@ TAKEN: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 
 
-@pytest.mark.filterwarnings("ignore:Sparse invariant checks")
 @pytest.mark.parametrize("case", TAKEN)
 def test_what_would_train_is_taken(case: str) -> None:
     step(**TAKEN[case])

@@ -87,3 +87,17 @@ def test_changes_are_made_smaller(name: str, ratio: float) -> None:
     assert not torch.equal(found, exact)
     bound = exact.abs().amax(1, keepdim=True) / 80  # a column's largest value over 127, and more
     assert ((found - exact).abs() <= bound).all()
+
+
+def test_extra_states_of_layers_are_those_of_the_first_replica() -> None:
+    """As plain attributes are, since nobody knows their mean; they need not be alike."""
+
+    def having(batches: int) -> dict[str, Any]:
+        kept = {"sums": torch.ones(300 * batches), "seen": [1.0] * batches}
+        return {"model": {"norm._extra_state": kept, "weight": torch.full((400,), batches)}}
+
+    states, weights = [having(1), having(2), having(3)], [0.0, 1.0, 2.0]
+    pieces = Pieces(piece_bytes=500)
+    counting = united(pieces, states[1:], weights[1:])
+    assert_equal(counting, merge(states, weights))
+    assert_equal(counting["model"]["norm._extra_state"], having(2)["model"]["norm._extra_state"])

@@ -383,15 +383,49 @@ def test_a_run_that_goes_on_along_the_same_mesh_has_the_same_bits(gang: Gang) ->
             assert all(torch.equal(own[0][name], value) for name, value in other[0].items())
 
 
-def save_on_rank(comm: Communicator, config: TrainConfig, step: int) -> Any:
-    return train_on_rank(comm, dataclasses.replace(config, max_steps=step + 1), save_at=step)
+class Centered(Net):
+    """A weight without gradient follows the rows that its replica has seen."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.center = nn.Parameter(torch.zeros(NUM_FEATURES), requires_grad=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.training and len(x):
+            with torch.no_grad():
+                self.center.lerp_(x.mean(0), 0.2)
+        return super().forward(x - self.center)
 
 
-def resume_on_rank(comm: Communicator, config: TrainConfig, saved: Sequence[ResumePoint]) -> Any:
-    """Go on with this rank's own file."""
-    own = saved[comm.rank]
-    part = (own.rank_state or {})["divided"]
-    return train_on_rank(comm, config, own=dataclasses.replace(own, parts=lambda: iter([part])))
+def test_frozen_weights_that_forward_changes_are_those_of_their_replica(gang: Gang) -> None:
+    """As without a mesh, also after a run goes on in the midst of an epoch."""
+    for mesh in (MESHES["data"], MESHES["tensor"]):
+        config = config_of("momentum, the best", mesh, epochs=2)
+        whole = gang.run(train_made, config, Centered)
+        if mesh.data == 2:
+            assert_equal(
+                whole[0],
+                gang.run(train_made, config_of("momentum, the best", epochs=2), Centered)[0],
+            )
+        saved = points(gang.run(save_on_rank, config, 4, Centered), 4)
+        again = gang.run(resume_on_rank, config, saved, Centered)
+        for own, other in zip(whole, again, strict=True):
+            assert all(torch.equal(own[0][name], value) for name, value in other[0].items())
+
+
+def save_on_rank(comm: Communicator, config: TrainConfig, step: int, make: Any = None) -> Any:
+    config = dataclasses.replace(config, max_steps=step + 1)
+    return train_on_rank(comm, config, save_at=step, make=make)
+
+
+def resume_on_rank(
+    comm: Communicator, config: TrainConfig, saved: Sequence[ResumePoint], make: Any = None
+) -> Any:
+    """Go on with this rank's own file; another replica's has the parameters."""
+    kept = [(point.rank_state or {})["divided"] for point in saved]
+    part = kept[comm.rank] or kept[0]
+    own = dataclasses.replace(saved[comm.rank], parts=lambda: iter([part]))
+    return train_on_rank(comm, config, own=own, make=make)
 
 
 @pytest.mark.parametrize(

@@ -22,7 +22,12 @@ CLASSES = ["accuracy", "AUROC", "average_precision", "cohen_kappa", "F1", "mcc",
 
 
 def values(
-    names: Any, task: Task, loss: Any, output: Any, target: Any, **config: Any
+    names: Any,
+    task: Task,
+    loss: Any,
+    output: Any,
+    target: Any,
+    weight: torch.Tensor | None = None,
 ) -> dict[str, float]:
     """The metrics of two batches, by way of the names."""
     if isinstance(names, list):
@@ -33,7 +38,8 @@ def values(
     check_metrics(TrainConfig(task=task, metrics=names), objective)
     metrics.reset()
     for rows in (slice(None, 7), slice(7, None)):
-        metrics.update(part(output, rows), part(target, rows))
+        weights = None if weight is None else weight[rows]
+        metrics.update(part(output, rows), part(target, rows), weights)
     return metrics.compute(LocalCommunicator())
 
 
@@ -50,36 +56,72 @@ def drawn(num_classes: int) -> tuple[torch.Tensor, torch.Tensor]:
     return logits + 1.5 * nn.functional.one_hot(target, num_classes), target
 
 
-def expected(probabilities: Any, target: Any, average: str) -> dict[str, float]:
+def expected(probabilities: Any, target: Any, weight: Any) -> dict[str, float]:
     """What scikit-learn says."""
-    predicted = probabilities.argmax(1)
-    scores = probabilities[:, 1] if average == "binary" else probabilities
+    predicted, is_pair = probabilities.argmax(1), probabilities.shape[1] == 2
+    average = "binary" if is_pair else "macro"
+    scores = probabilities[:, 1] if is_pair else probabilities
     one_hot = nn.functional.one_hot(target)
-    return {
-        "accuracy": judge.accuracy_score(target, predicted),
-        "auroc": judge.roc_auc_score(target, scores, multi_class="ovr"),
+    others = [
+        judge.recall_score(target != c, predicted != c, sample_weight=weight)
+        for c in ([1] if is_pair else target.unique())
+    ]
+    by_class = {
+        name: judge_of(target, predicted, average=average, sample_weight=weight)
+        for name, judge_of in (
+            ("f1", judge.f1_score),
+            ("precision", judge.precision_score),
+            ("recall", judge.recall_score),
+        )
+    }
+    return by_class | {
+        "accuracy": judge.accuracy_score(target, predicted, sample_weight=weight),
+        "auroc": judge.roc_auc_score(target, scores, multi_class="ovr", sample_weight=weight),
         "average_precision": judge.average_precision_score(
-            target if average == "binary" else one_hot, scores
+            target if is_pair else one_hot, scores, sample_weight=weight
         ),
-        "cohen_kappa": judge.cohen_kappa_score(target, predicted),
-        "f1": judge.f1_score(target, predicted, average=average),
-        "mcc": judge.matthews_corrcoef(target, predicted),
-        "precision": judge.precision_score(target, predicted, average=average),
-        "recall": judge.recall_score(target, predicted, average=average),
+        "cohen_kappa": judge.cohen_kappa_score(target, predicted, sample_weight=weight),
+        "mcc": judge.matthews_corrcoef(target, predicted, sample_weight=weight),
+        "specificity": sum(others) / len(others),
     }
 
 
+WEIGHTS = [None, torch.tensor([0.25, 1.0, 3.0, 0.5, 2.0]).repeat(12)]
+
+
+@pytest.mark.parametrize("weight", WEIGHTS, ids=["alike", "weighted"])
 @pytest.mark.parametrize("num_classes", [2, 4])
-def test_those_of_classes_are_scikit_learns(num_classes: int) -> None:
+def test_those_of_classes_are_scikit_learns(num_classes: int, weight: Any) -> None:
     logits, target = drawn(num_classes)
-    average = "binary" if num_classes == 2 else "macro"
-    want = expected(logits.softmax(1), target, average)
+    want = expected(logits.softmax(1), target, weight)
     for task in ("classification", "custom"):
-        got = values(CLASSES, task, "cross_entropy", logits, target)  # type: ignore[arg-type]
+        got = values(CLASSES, task, "cross_entropy", logits, target, weight)  # type: ignore[arg-type]
         assert list(got) == [name.lower() for name in CLASSES]
-        for name, value in want.items():
-            assert got[name] == pytest.approx(value, abs=1e-5), name
-        assert 0.5 < got["specificity"] < 1
+        assert got == pytest.approx(want, abs=1e-12)
+
+
+def test_those_of_positions_count_by_the_weight_of_their_row() -> None:
+    logits, target = drawn(4)
+    rows, weight = logits.view(20, 3, 4).movedim(2, 1), torch.linspace(0.1, 2, 20)
+    got = values(CLASSES, "custom", "cross_entropy", rows, target.view(20, 3), weight)
+    want = expected(logits.softmax(1), target, weight.repeat_interleave(3))
+    assert got == pytest.approx(want, abs=1e-7)
+
+
+def test_classes_that_no_row_has_do_not_count() -> None:
+    logits, target = drawn(4)
+    few = target % 3  # and the last one is never predicted
+    logits[:, 3] = -10
+    got = values(["f1", "AUROC", "mcc"], "classification", "cross_entropy", logits, few)
+    one_hot, chances = nn.functional.one_hot(few, 3), logits.softmax(1)[:, :3]
+    assert got == pytest.approx(
+        {
+            "f1": judge.f1_score(few, logits.argmax(1), average="macro"),
+            "auroc": judge.roc_auc_score(one_hot, chances, average="macro"),
+            "mcc": judge.matthews_corrcoef(few, logits.argmax(1)),
+        },
+        abs=1e-12,
+    )
 
 
 @pytest.mark.parametrize("task", ["classification", "custom"])
@@ -91,21 +133,37 @@ def test_one_output_is_of_two_classes(task: Task) -> None:
     assert got == pytest.approx(values(CLASSES, task, "cross_entropy", logits, target), abs=1e-5)
 
 
-def test_those_of_numbers_are_scikit_learns() -> None:
-    target = torch.linspace(1, 5, 20)
-    output = (target + torch.sin(target))[:, None]
-    got = values(["mae", "mse", "RMSE", "mape", "r2"], "regression", "mse", output, target)
-    pair = target, output[:, 0]
+@pytest.mark.parametrize("weight", [None, torch.linspace(0.2, 4, 20)], ids=["alike", "weighted"])
+@pytest.mark.parametrize("columns", [1, 3])
+def test_those_of_numbers_are_scikit_learns(columns: int, weight: Any) -> None:
+    target = torch.linspace(1, 5, 20)[:, None] ** torch.arange(1, columns + 1)
+    output = target + torch.sin(target) + 0.3
+    names = ["mae", "mse", "RMSE", "mape", "r2", "explained_variance"]
+    got = values(names, "regression", "mse", output, target, weight)
+    kept: dict[str, Any] = {"sample_weight": weight}
+    pair = target.double(), output.double()
     assert got == pytest.approx(
         {
-            "mae": judge.mean_absolute_error(*pair),
-            "mse": judge.mean_squared_error(*pair),
-            "rmse": judge.mean_squared_error(*pair) ** 0.5,
-            "mape": judge.mean_absolute_percentage_error(*pair),
-            "r2": judge.r2_score(*pair),
+            "mae": judge.mean_absolute_error(*pair, **kept),
+            "mse": judge.mean_squared_error(*pair, **kept),
+            "rmse": judge.mean_squared_error(*pair, **kept) ** 0.5,
+            "mape": judge.mean_absolute_percentage_error(*pair, **kept),
+            "r2": judge.r2_score(*pair, **kept),
+            "explained_variance": judge.explained_variance_score(*pair, **kept),
         },
-        rel=1e-5,
+        rel=1e-9,
     )
+
+
+def test_labels_that_are_all_alike_explain_all_or_nothing() -> None:
+    label = torch.full((20,), 0.1)
+    for output, share in ((label, 1.0), (label + torch.linspace(0, 1, 20), 0.0)):
+        got = values(["r2", "explained_variance"], "regression", "mse", output, label)
+        assert got == {
+            "r2": judge.r2_score(label, output),
+            "explained_variance": judge.explained_variance_score(label, output),
+        }
+        assert got["r2"] == share
 
 
 def test_each_label_has_its_own() -> None:

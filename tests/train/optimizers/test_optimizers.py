@@ -67,6 +67,13 @@ def test_callable() -> None:
     assert optimizer.defaults["lr"] == 0.25
 
 
+class Groupless(torch.optim.Optimizer):
+    """Wraps another, and hides its groups."""
+
+    def __init__(self, parameters: Any) -> None:
+        self.inner = torch.optim.SGD(parameters)
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
@@ -74,6 +81,7 @@ def test_callable() -> None:
         ({"optimizer": torch.optim.LBFGS}, "step by step"),
         ({"optimizer": 3}, "must be a name"),
         ({"optimizer": lambda p: p}, "must make a torch.optim.Optimizer"),
+        ({"optimizer": Groupless}, "Groupless has no param_groups: call super"),
         ({"optimizer": lambda p: p, "learning_rate": 0.1}, r"set \['lr'\] there"),
         ({"optimizer": "sgd", "optimizer_params": {"betas": 1}}, "refused"),
         ({"optimizer": "sgd", "optimizer_params": {"momentum": -1}}, "refused"),

@@ -125,6 +125,39 @@ class SAM(torch.optim.SGD):
         super().step()
 
 
+class Lookahead(torch.optim.Optimizer):
+    """Wraps another, as many write it: without ``super().__init__()`` (Zhang, 2019)."""
+
+    def __init__(self, inner: torch.optim.Optimizer) -> None:
+        self.inner, self.count = inner, 0
+        self.param_groups = inner.param_groups
+        self.slow = [[p.detach().clone() for p in g["params"]] for g in inner.param_groups]
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        self.inner.zero_grad(set_to_none)
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        self.inner.step()
+        self.count += 1
+        for group, slow in zip(self.param_groups, self.slow, strict=True):
+            for p, kept in zip(group["params"], slow, strict=True):
+                if self.count % 3 == 0:
+                    p.copy_(kept.lerp_(p, 0.5))
+
+    def state_dict(self) -> dict[str, Any]:
+        return {**self.inner.state_dict(), "slow": self.slow, "count": self.count}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        state = dict(state_dict)
+        self.slow, self.count = state.pop("slow"), state.pop("count")
+        self.inner.load_state_dict(state)
+
+
+def lookahead(parameters: Any) -> torch.optim.Optimizer:
+    return Lookahead(torch.optim.SGD(parameters, lr=0.1, momentum=0.9))
+
+
 def lbfgs(parameters: Any) -> torch.optim.Optimizer:
     return torch.optim.LBFGS(parameters, lr=0.5, max_iter=4, history_size=3)
 
@@ -172,7 +205,7 @@ def plain_loop(config: TrainConfig, rows: list[int], world_size: int) -> torch.T
                 loss.backward()
                 return loss
 
-            if isinstance(optimizer, SAM | ScheduleFree):
+            if isinstance(optimizer, SAM | ScheduleFree | Lookahead):
                 closure()
             optimizer.step(None if isinstance(optimizer, ScheduleFree) else closure)
         if hasattr(optimizer, "eval"):
@@ -186,7 +219,7 @@ def train_on_rank(comm: Any, config: TrainConfig) -> torch.Tensor:
     return weights(net)
 
 
-@pytest.mark.parametrize("optimizer", [*CLOSURES, ScheduleFree])
+@pytest.mark.parametrize("optimizer", [*CLOSURES, ScheduleFree, lookahead])
 def test_alone_they_train_as_in_a_plain_loop(optimizer: Any) -> None:
     expected = plain_loop(config_of(optimizer), [23], 1)
     for strategy in (AllReduce(), ParameterAveraging(averaging_period=2)):
@@ -198,7 +231,7 @@ def test_alone_they_train_as_in_a_plain_loop(optimizer: Any) -> None:
 
 
 @pytest.mark.parametrize("elasticity", ["rounding", "bits"])
-@pytest.mark.parametrize("optimizer", [*CLOSURES, ScheduleFree])
+@pytest.mark.parametrize("optimizer", [*CLOSURES, ScheduleFree, lookahead])
 def test_in_a_gang_they_do_so_too(gang: Gang, optimizer: Any, elasticity: Any) -> None:
     config = config_of(optimizer, sync_strategy=AllReduce(), elasticity=elasticity)
     first, second = gang.run(train_on_rank, config)
@@ -206,7 +239,7 @@ def test_in_a_gang_they_do_so_too(gang: Gang, optimizer: Any, elasticity: Any) -
     assert torch.equal(first, second)
 
 
-@pytest.mark.parametrize("optimizer", [lbfgs, sam, ScheduleFree])
+@pytest.mark.parametrize("optimizer", [lbfgs, sam, ScheduleFree, lookahead])
 def test_a_resumed_run_has_the_same_bits(optimizer: Any) -> None:
     config, sink = config_of(optimizer), Keeper(steps=(3,))
     whole, resumed = make_net(), make_net()

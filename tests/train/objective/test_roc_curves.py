@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from sklearn import metrics
 
-from sparkdl.inference.roc_curves import ScoreTable, limit_for
+from sparkdl.train.objective.roc_curves import ScoreTable, limit_for
 
 generator = np.random.default_rng(0)
 ROWS = 600
