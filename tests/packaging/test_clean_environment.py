@@ -83,11 +83,6 @@ def test_a_command_that_cannot_work_names_the_extra(
     assert done.stderr.count("\n") == 1
 
 
-def test_completion_names_its_package(clean: Path) -> None:
-    done = run([str(clean / "sparkdl"), "completion", "bash"], status=1)
-    assert "pip install argcomplete" in done.stderr
-
-
 def test_starters_and_the_style_of_reports_come_along(clean: Path) -> None:
     python(clean, "import sparkdl.report.run_server")  # which reads its script and style sheet
     assert "[data]" in run([str(clean / "sparkdl"), "train", "--starter"]).stdout

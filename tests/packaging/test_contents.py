@@ -68,7 +68,7 @@ def test_the_core_asks_for_little(built: Built) -> None:
 
 def test_extras_can_be_installed_together(built: Built) -> None:
     extras = set(metadata(built).get_all("Provides-Extra") or [])
-    assert extras >= {"spark", "connect", "torch", "onnx", "tune", "images", "completion", "all"}
+    assert extras >= {"spark", "connect", "torch", "onnx", "tune", "images", "all"}
     # It needs an environment of its own, so pip must not be asked to solve it with the others.
     assert "petastorm" not in extras
 
