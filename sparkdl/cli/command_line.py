@@ -8,7 +8,7 @@ import signal
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, TextIO, TypeVar
+from typing import Any, TextIO
 
 import click
 
@@ -20,8 +20,7 @@ _NEEDED = ("pyspark", "py4j", "pandas", "torch")
 _INTERRUPTED, _UNREAD = 130, 141
 """Exit status after Ctrl-C, and where nobody reads the output, as shells have them."""
 
-Given = TypeVar("Given", bound=Callable[..., Any])
-CONF: Callable[[Given], Given] = click.option(
+CONF = click.option(
     "--conf",
     multiple=True,
     metavar="KEY=VALUE",

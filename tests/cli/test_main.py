@@ -160,6 +160,23 @@ def test_a_command_ends_when_nobody_reads_its_output(stream: str) -> None:
     assert all((not text or text == b"interrupted\n") for text in found)
 
 
+def test_help_that_nobody_reads_ends_so_too() -> None:
+    ours, theirs = os.pipe()
+    os.close(ours)
+    line = [sys.executable, "-m", "sparkdl", "--help"]
+    done = subprocess.run(line, cwd=ROOT, stdout=theirs, stderr=subprocess.PIPE, timeout=30)
+    os.close(theirs)
+    assert (done.returncode, done.stderr.strip()) == (141, b"")
+
+
+def test_what_executors_run_does_not_import_click() -> None:
+    code = (
+        "import json, sys\nimport sparkdl.cli.doctor.cluster_checks, sparkdl.cli.images.write_parquet\n"
+        "print(json.dumps('click' in sys.modules))"
+    )
+    assert json.loads(run_python(code)) is False
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
