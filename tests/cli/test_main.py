@@ -170,11 +170,8 @@ def test_help_that_nobody_reads_ends_so_too() -> None:
 
 
 def test_what_executors_run_does_not_import_click() -> None:
-    code = (
-        "import json, sys\nimport sparkdl.cli.doctor.cluster_checks, sparkdl.cli.images.write_parquet\n"
-        "print(json.dumps('click' in sys.modules))"
-    )
-    assert json.loads(run_python(code)) is False
+    modules = "sparkdl.cli.doctor.cluster_checks, sparkdl.cli.images.write_parquet"
+    assert run_python(f"import sys, {modules}\nprint('click' in sys.modules)") == "False\n"
 
 
 @pytest.mark.parametrize(
