@@ -110,7 +110,7 @@ class JobCommand(Generic[T]):
     def command(self, form: Form) -> Command:
         """The command as the user starts it."""
         option, flag = click.Option, partial(click.Option, is_flag=True)
-        options = [
+        options: list[click.Parameter] = [
             option(
                 ["--config"],
                 metavar="FILE",
