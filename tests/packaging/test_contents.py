@@ -62,7 +62,7 @@ def test_the_core_asks_for_little(built: Built) -> None:
     asked = [str(line) for line in metadata(built).get_all("Requires-Dist") or []]
     core = {re.split(r"[<>=;\s]", line)[0] for line in asked if "extra ==" not in line}
     assert core == {
-        "cloudpickle", "cryptography", "fsspec", "numpy", "pyarrow", "safetensors", "tqdm",
+        "click", "cloudpickle", "cryptography", "fsspec", "numpy", "pyarrow", "safetensors", "tqdm",
     }  # fmt: skip
 
 
