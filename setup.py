@@ -29,6 +29,7 @@ def version() -> str:
 # say nothing of what breaks. `make versions` runs both ends; sparkdl/runtime/versions.py has what
 # it has run.
 CORE = [
+    "click>=8.1,<9",
     "cloudpickle>=3.0,<4",
     "cryptography>=42.0",
     "fsspec>=2024.2",
@@ -43,7 +44,6 @@ CORE = [
 # petastorm is none of these: it asks for versions that nothing else here runs with, so it has an
 # environment of its own (docs/sources.md).
 EXTRAS = {
-    "completion": ["argcomplete>=3.3,<4"],
     "spark": ["pyspark[sql]>=4.1,<4.4", "pandas>=2.2,<3"],  # [sql]: with the pyarrow that it needs
     "connect": ["pyspark[connect]>=4.1,<4.4", "pandas>=2.2,<3"],
     "torch": ["torch>=2.9,<2.15"],  # torch.export's archives, read without their guards

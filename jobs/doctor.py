@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import sys
 
-from sparkdl.cli.doctor_command import DOCTOR
+from sparkdl.cli.command_line import run
+from sparkdl.cli.doctor_command import doctor
 
 if __name__ == "__main__":
-    sys.exit(DOCTOR.run_script())
+    sys.exit(run(doctor))

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import os
 import signal
 import sys
-import textwrap
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TextIO
 
+import click
+
+from sparkdl.config import require
 from sparkdl.errors import SparkDLError, did_you_mean
 
 _NEEDED = ("pyspark", "py4j", "pandas", "torch")
@@ -20,89 +20,95 @@ _NEEDED = ("pyspark", "py4j", "pandas", "torch")
 _INTERRUPTED, _UNREAD = 130, 141
 """Exit status after Ctrl-C, and where nobody reads the output, as shells have them."""
 
-Run = Callable[[argparse.Namespace], int]
-"""Does what the parsed arguments ask for; returns the exit status."""
+CONF = click.option(
+    "--conf",
+    multiple=True,
+    metavar="KEY=VALUE",
+    help="an entry of Spark's configuration; may be given several times",
+)
 
 
-@dataclass(frozen=True, kw_only=True)
-class Command:
-    """A row in the table of subcommands."""
+class Command(click.Command):
+    """A subcommand, which ends as `ended` has it; its callback returns a status or None."""
 
-    name: str
-    description: str
-    """First line of ``--help``."""
-    examples: str
-    """Last lines of ``--help``."""
-    set_up: Callable[[argparse.ArgumentParser], Run]
-    """Adds the arguments; gives what runs with them."""
+    words: Callable[[str], str] = str
+    """Puts the errors of the command as the user has to read them."""
 
-    def add_to(self, commands: Any) -> None:
-        """Make this a subcommand; the parsed arguments will have its ``run``."""
-        first = self.description.rstrip(".")
-        parser = commands.add_parser(
-            self.name, help=first[0].lower() + first[1:], **self._parser_arguments()
-        )
-        parser.set_defaults(run=self.set_up(parser))
+    def get_short_help_str(self, limit: int = 45) -> str:
+        """The first sentence, whole and as a part of a list."""
+        first = (self.help or "").splitlines()[0].rstrip(".")
+        return first[:1].lower() + first[1:]
 
-    def run_script(self, arguments: Sequence[str] | None = None) -> int:
-        """Run as a script of ``jobs/``, by default on the process's arguments; see `ended`."""
-        parser = Parser(**self._parser_arguments())
-        run = self.set_up(parser)
-        given = parser.parse_args(arguments)
-        return while_read(lambda: run(given))
+    def format_epilog(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        """Examples, whose lines are left as they are."""
+        formatter.write(f"\n{self.epilog}")
 
-    def _parser_arguments(self) -> dict[str, Any]:
-        return {
-            "description": self.description,
-            "epilog": self.examples,
-            "formatter_class": _Formatter,
-        }
+    def invoke(self, ctx: click.Context) -> int:
+        """Do the work; returns the exit status."""
+        call = super().invoke
+        return ended(lambda: call(ctx), self.words)
 
 
-class Parser(argparse.ArgumentParser):
-    """Says which command, choice or option may be meant where one is unknown."""
+class Commands(click.Group):
+    """The subcommands in their order, one of which is suggested where another is asked for."""
 
-    def _check_value(self, action: argparse.Action, value: Any) -> None:
-        known = action.choices
-        if known is not None and value not in known:
-            names = [str(one) for one in known]
-            hint = did_you_mean(value, names) or ";"
-            what = "command" if isinstance(known, dict) else "choice"
-            raise argparse.ArgumentError(
-                action if what == "choice" else None,
-                f"unknown {what} {value!r}{hint} known: {', '.join(names)}",
-            )
+    command_class = Command
+    format_epilog = Command.format_epilog
 
-    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
-        """As argparse has it; a command refuses unknown options itself, which knows its own."""
-        found, others = super().parse_known_args(args, namespace)
-        if others and not self._subparsers:
-            known = [one for action in self._actions for one in action.option_strings]
-            hints = [did_you_mean(one.partition("=")[0], known) for one in others if one[0] == "-"]
-            self.error(f"unrecognized arguments: {' '.join(others)}{''.join(hints)}")
-        return found, others
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        """Names in the order in which they were added."""
+        return list(self.commands)
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        """The subcommand; ends the command with a usage error where there is none."""
+        found = super().get_command(ctx, cmd_name)
+        if found is None and not ctx.resilient_parsing:
+            hint = did_you_mean(cmd_name, self.commands) or ";"
+            known = ", ".join(self.commands)
+            ctx.fail(f"unknown command {cmd_name!r}{hint} known: {known}")
+        return found
 
 
-class _Formatter(argparse.RawDescriptionHelpFormatter):
-    """Breaks sentences where the terminal ends, and leaves examples, which are indented."""
+def run(
+    command: click.Command, arguments: Sequence[str] | None = None, name: str | None = None
+) -> int:
+    """Run a command, by default on the process's arguments.
 
-    def _fill_text(self, text: str, width: int, indent: str) -> str:
-        lines = (
-            [line] if line.startswith(" ") else textwrap.wrap(line, width) or [""]
-            for line in text.splitlines()
-        )
-        return "\n".join(indent + line for group in lines for line in group)
+    Returns:
+        The exit status of `ended`; 2 after wrong arguments; 141 if the output has lost its reader.
+    """
+    settings: Any = {"help_option_names": ["-h", "--help"]}
+
+    def act() -> int:
+        try:
+            status: int = command.main(arguments, name, standalone_mode=False, **settings)
+        except click.ClickException as error:
+            error.show()
+            return error.exit_code
+        except click.Abort:  # Ctrl-C before the command has begun
+            return _INTERRUPTED
+        return status
+
+    return while_read(act)
 
 
-def ended(action: Callable[[], None], words: Callable[[str], str] = str) -> int:
+def conf_of(texts: Sequence[str]) -> dict[str, str]:
+    """The entries that ``--conf`` gives; raises ConfigError."""
+    entries = [text.partition("=") for text in texts]
+    for text, (key, separator, _) in zip(texts, entries, strict=True):
+        require(bool(key and separator), "--conf takes key=value", text)
+    return {key: value for key, _, value in entries}
+
+
+def ended(action: Callable[[], int | None], words: Callable[[str], str] = str) -> int:
     """Run ``action``; an error that the user can mend is one line on stderr, as ``words`` puts it.
 
     Returns:
-        The exit status: 0; 1 after an error that sparkdl raised on purpose, or where pyspark or
-        torch are not installed; 130 after Ctrl-C.
+        The exit status: that of the action, or 0; 1 after an error that sparkdl raised on purpose,
+        or where pyspark or torch are not installed; 130 after Ctrl-C.
     """
     try:
-        action()
+        return action() or 0
     except SparkDLError as error:
         print(f"error: {words(str(error))}", file=sys.stderr)
         return 1
@@ -120,7 +126,6 @@ def ended(action: Callable[[], None], words: Callable[[str], str] = str) -> int:
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         return _INTERRUPTED
-    return 0
 
 
 class _Output:

@@ -1,24 +1,32 @@
-"""Completion of the arguments of ``sparkdl`` in a shell, by argcomplete.
+"""Completion of the arguments of ``sparkdl`` in a shell, by Click.
 
 The shell calls ``sparkdl`` itself with the line so far in its environment.
-https://kislyuk.github.io/argcomplete/
+https://click.palletsprojects.com/en/stable/shell-completion/
 """
 
 from __future__ import annotations
 
-import argparse
 import os
-from collections.abc import Callable, Iterator
+import re
+from collections.abc import Iterator
 from dataclasses import fields
-from importlib import import_module
+from pathlib import Path
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
-from sparkdl.cli.command_line import Command, Run, ended
+import click
+from click.shell_completion import (
+    BashComplete,
+    CompletionItem,
+    ZshComplete,
+    add_completion_class,
+    get_completion_class,
+    split_arg_string,
+)
+
+from sparkdl.cli.command_line import Command
 from sparkdl.cli.job_files.toml_values import dataclass_in
-from sparkdl.errors import ConfigError, import_or
 from sparkdl.spark.params.converters import parts_of
 
-SHELLS = ("bash", "zsh", "fish")
 _EXAMPLES = """\
 example:
   source <(sparkdl completion bash)                       in this shell; for all, in ~/.bashrc
@@ -27,37 +35,53 @@ example:
 """
 
 
-def _set_up(parser: argparse.ArgumentParser) -> Run:
-    parser.add_argument("shell", choices=SHELLS)
-    return lambda given: ended(lambda: print(script(given.shell), end=""))
+@click.command(cls=Command, epilog=_EXAMPLES)
+@click.argument("shell", metavar="SHELL", type=click.Choice(["bash", "zsh", "fish"]))
+@click.pass_context
+def completion(ctx: click.Context, shell: str) -> None:
+    """Print what makes a shell complete the arguments of sparkdl."""
+    made = get_completion_class(shell)
+    assert made is not None
+    root = ctx.find_root().command
+    print(made(root, {}, "sparkdl", "_SPARKDL_COMPLETE").source(), end="")
 
 
-COMPLETION = Command(
-    name="completion",
-    description="Print what makes a shell complete the arguments of sparkdl.",
-    examples=_EXAMPLES,
-    set_up=_set_up,
-)
+@add_completion_class
+class _Bash(BashComplete):
+    """To bash, = and : are words, and no space shall follow a key or a folder."""
+
+    source_template = BashComplete.source_template.replace(
+        "-o nosort", "-o nosort -o nospace"
+    ).replace("${COMP_WORDS[*]}", "${COMP_LINE:0:COMP_POINT}")
+
+    def get_completion_args(self) -> tuple[list[str], str]:
+        line = os.environ["COMP_WORDS"]
+        *args, last = split_arg_string(f"{line}x")  # there is a last word, also behind a space
+        self._is_quoted = (line.count("'") + line.count('"')) % 2 == 1
+        self._before = "" if self._is_quoted else re.sub(r"^--[^=]*=|[^=:]*$", "", last[:-1])
+        return args[1:], last[:-1]
+
+    def format_completion(self, item: CompletionItem[str]) -> str:
+        value = item.value.removeprefix(self._before)
+        if not self._is_quoted:
+            value = re.sub(r"([^\w=:/.,+@%~-])", r"\\\\\1", value)  # of two, Click's read takes one
+            value += "" if value.endswith(("=", "/")) else " "
+        return f"{item.type},{value}"
 
 
-def script(shell: str) -> str:
-    """What the shell shall read; raises ConfigError without argcomplete."""
-    remedy = "completion needs argcomplete; pip install argcomplete"
-    with import_or(ConfigError(remedy)):
-        argcomplete = import_module("argcomplete")
-    text: str = argcomplete.shellcode(["sparkdl"], shell=shell)
-    return f"{text.strip()}\n"
+@add_completion_class
+class _Zsh(ZshComplete):
+    """No space follows what has no description: a key, a folder."""
+
+    source_template = ZshComplete.source_template.replace("compadd -U", "compadd -S '' -U")
 
 
-def complete(parser: argparse.ArgumentParser) -> None:
-    """Answer the shell and end the process, if it is a shell that asks."""
-    if "_ARGCOMPLETE" in os.environ:
-        import_module("argcomplete").autocomplete(parser)
-
-
-def complete_with(action: argparse.Action, completer: Callable[..., Any]) -> None:
-    """Have an argument completed by what ``completer(prefix, ...)`` gives."""
-    action.completer = completer  # type: ignore[attr-defined] # where argcomplete looks for it
+def job_files(ctx: click.Context, param: click.Parameter, prefix: str) -> list[str]:
+    """The folders and the TOML files whose paths begin with ``prefix``."""
+    folder = prefix[: prefix.rfind("/") + 1]
+    found = sorted(Path(folder or ".").expanduser().glob("*"))
+    names = [f"{folder}{one.name}{'/' * one.is_dir()}" for one in found]
+    return [one for one in names if one.startswith(prefix) and one.endswith((".toml", "/"))]
 
 
 def settings(job: type, prefix: str) -> Iterator[str]:

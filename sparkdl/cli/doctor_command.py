@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-import argparse
 import os
 from collections.abc import Iterator, Mapping
 from functools import partial
+from typing import Any
 
-from sparkdl.cli.command_line import Command, Run, ended
+import click
+
+from sparkdl.cli.command_line import CONF, Command, conf_of
 from sparkdl.cli.doctor.finding import Finding, Order, left_out
 from sparkdl.cli.doctor.machine_checks import examine_machine
 from sparkdl.config import require
@@ -15,9 +17,6 @@ from sparkdl.report.live.views import activity_view, showing
 from sparkdl.runtime.versions import installed
 
 _EXAMPLES = """\
-Each line is ok, or says what is wrong and what to do. The exit status is 1 if something is wrong.
-A gang of workers is started on the cluster, which sums a few numbers.
-
 example:
   sparkdl doctor                  this machine, and Spark's default master
   sparkdl doctor --master spark://host:7077 --checkpoint-dir hdfs:///checkpoints
@@ -28,39 +27,34 @@ example:
 """
 
 
-def _set_up(parser: argparse.ArgumentParser) -> Run:
-    where = parser.add_mutually_exclusive_group()
-    where.add_argument(
-        "--master", metavar="URL", help="local[2], spark://host:7077, yarn, k8s://..."
-    )
-    where.add_argument("--remote", metavar="URL", help="a Spark Connect server, sc://host:15002")
-    where.add_argument("--no-cluster", action="store_true", help="look at this machine alone")
-    parser.add_argument(
-        "--conf",
-        action="append",
-        default=[],
-        metavar="KEY=VALUE",
-        help="an entry of Spark's configuration; may be given several times",
-    )
-    parser.add_argument("--checkpoint-dir", metavar="URL", help="a place for checkpoints to try")
-    parser.add_argument(
-        "--num-workers",
-        type=int,
-        metavar="N",
-        help="workers to try (default: as many as fit would start, but two if there is room)",
-    )
-    parser.add_argument(
-        "--timeout",
-        type=float,
-        default=Order.timeout_seconds,
-        metavar="SECONDS",
-        help="longest wait for each answer (default: %(default)g)",
-    )
-    return _run
+@click.command(cls=Command, epilog=_EXAMPLES)
+@click.option("--master", metavar="URL", help="local[2], spark://host:7077, yarn, k8s://...")
+@click.option("--remote", metavar="URL", help="a Spark Connect server, sc://host:15002")
+@click.option("--no-cluster", is_flag=True, help="look at this machine alone")
+@CONF
+@click.option("--checkpoint-dir", metavar="URL", help="a place for checkpoints to try")
+@click.option(
+    "--num-workers",
+    type=int,
+    metavar="N",
+    help="workers to try (default: as many as fit would start, but two if there is room)",
+)
+@click.option(
+    "--timeout",
+    default=Order.timeout_seconds,
+    metavar="SECONDS",
+    help=f"longest wait for each answer (default: {Order.timeout_seconds:g})",
+)
+def doctor(no_cluster: bool, **given: Any) -> int:
+    """Check whether this machine and a cluster have everything that training needs.
 
-
-def _run(given: argparse.Namespace) -> int:
-    """Look at everything, line by line; the exit status says whether something is wrong."""
+    Each line is ok, or says what is wrong and what to do. The exit status is 1 if something is
+    wrong. A gang of workers is started on the cluster, which sums a few numbers.
+    """
+    where = {"--master": given["master"], "--remote": given["remote"], "--no-cluster": no_cluster}
+    named = [name for name, value in where.items() if value]
+    if len(named) > 1:
+        raise click.UsageError(f"{named[1]} is not allowed with {named[0]}")
     problems: list[str] = []
 
     def show(findings: Iterator[Finding]) -> None:
@@ -69,21 +63,16 @@ def _run(given: argparse.Namespace) -> int:
             if finding.state == "wrong":
                 problems.append(finding.subject)
 
-    def look() -> None:
-        order = make_order(given)
-        print("this machine")
-        is_remote = is_client(order.master, os.environ) and not given.no_cluster
-        show(_shown("looking at this machine", examine_machine(os.environ, is_remote=is_remote)))
-        if not given.no_cluster:
-            where = order.master or "the master of spark-submit or the configuration"
-            print(f"\nthe cluster: {where}")
-            show(_shown("looking at the cluster", examine_cluster(order)))
-
-    status = ended(look)
-    if status == 0:
-        shown = f"{len(problems)} wrong: {', '.join(problems)}" if problems else "nothing is wrong"
-        print(f"\n{shown}")
-    return status or int(bool(problems))
+    order = make_order(given)
+    print("this machine")
+    is_remote = is_client(order.master, os.environ) and not no_cluster
+    show(_shown("looking at this machine", examine_machine(os.environ, is_remote=is_remote)))
+    if not no_cluster:
+        print(f"\nthe cluster: {order.master or 'the master of spark-submit or the configuration'}")
+        show(_shown("looking at the cluster", examine_cluster(order)))
+    shown = f"{len(problems)} wrong: {', '.join(problems)}" if problems else "nothing is wrong"
+    print(f"\n{shown}")
+    return int(bool(problems))
 
 
 def examine_cluster(order: Order) -> Iterator[Finding]:
@@ -94,14 +83,6 @@ def examine_cluster(order: Order) -> Iterator[Finding]:
     from sparkdl.cli.doctor import cluster_checks
 
     yield from cluster_checks.examine_cluster(order)
-
-
-DOCTOR = Command(
-    name="doctor",
-    description=("Check whether this machine and a cluster have everything that training needs."),
-    examples=_EXAMPLES,
-    set_up=_set_up,
-)
 
 
 def is_client(master: str | None, environ: Mapping[str, str]) -> bool:
@@ -119,20 +100,18 @@ def _shown(what: str, findings: Iterator[Finding]) -> Iterator[Finding]:
         yield finding
 
 
-def make_order(given: argparse.Namespace) -> Order:
+def make_order(given: Mapping[str, Any]) -> Order:
     """What the command line asks for; raises ConfigError."""
-    entries = [text.partition("=") for text in given.conf]
-    for text, (key, separator, _) in zip(given.conf, entries, strict=True):
-        require(bool(key and separator), "--conf takes key=value", text)
-    few = given.num_workers is not None and given.num_workers < 1
-    require(not few, "--num-workers must be at least 1", given.num_workers)
-    require(given.timeout > 0, "--timeout must be a positive number", given.timeout)
-    is_remote = given.remote is None or given.remote.startswith("sc://")
-    require(is_remote, "--remote takes a URL such as sc://host:15002", given.remote)
+    conf = conf_of(given["conf"])
+    workers, timeout, remote = given["num_workers"], given["timeout"], given["remote"]
+    require(workers is None or workers >= 1, "--num-workers must be at least 1", workers)
+    require(timeout > 0, "--timeout must be a positive number", timeout)
+    is_remote = remote is None or remote.startswith("sc://")
+    require(is_remote, "--remote takes a URL such as sc://host:15002", remote)
     return Order(
-        master=given.remote or given.master,
-        conf={key: value for key, _, value in entries},
-        checkpoint_dir=given.checkpoint_dir,
-        num_workers=given.num_workers,
-        timeout_seconds=given.timeout,
+        master=remote or given["master"],
+        conf=conf,
+        checkpoint_dir=given["checkpoint_dir"],
+        num_workers=workers,
+        timeout_seconds=timeout,
     )

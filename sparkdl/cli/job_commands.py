@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import json
 import logging
 import os
@@ -13,13 +12,15 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
 from enum import Enum
 from functools import partial
-from importlib import import_module, resources
+from importlib import resources
 from pathlib import Path
 from pkgutil import resolve_name
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
+import click
+
 from sparkdl.cli import completion
-from sparkdl.cli.command_line import Command, Run, ended
+from sparkdl.cli.command_line import Command, run
 from sparkdl.cli.job_files.job_file import (
     DataSection,
     EvaluateJob,
@@ -108,12 +109,40 @@ class JobCommand(Generic[T]):
 
     def command(self, form: Form) -> Command:
         """The command as the user starts it."""
-        return Command(
-            name=self.name,
-            description=self.description,
-            examples=self.examples(form),
-            set_up=lambda parser: self._set_up(parser, form),
+        option, flag = click.Option, partial(click.Option, is_flag=True)
+        options: list[click.Parameter] = [
+            option(
+                ["--config"],
+                metavar="FILE",
+                help="the job file (TOML)",
+                shell_complete=completion.job_files,
+            ),
+            option(
+                ["--set", "settings"],
+                multiple=True,
+                metavar="SECTION.KEY=VALUE",
+                help=_SETTING_HELP,
+                shell_complete=lambda _, __, prefix: list(completion.settings(self.kind, prefix)),
+            ),
+            flag(["--starter"], help="print a job file to begin with, and end"),
+            flag(["--keys"], help="print the keys of the job file, and end"),
+            *([flag(["--explain"], help=_EXPLAIN_HELP)] if self.explain is not None else []),
+            option(
+                ["--log-level"],
+                default="WARNING",
+                metavar="LEVEL",
+                help=f"of sparkdl's log lines: {_LEVELS} (default: WARNING)",
+            ),
+        ]
+        command = Command(
+            self.name,
+            callback=partial(self._run, form),
+            params=options,
+            help=self.description,
+            epilog=self.examples(form),
         )
+        command.words = in_file_words
+        return command
 
     def examples(self, form: Form) -> str:
         """Last lines of ``--help``."""
@@ -124,68 +153,41 @@ class JobCommand(Generic[T]):
             lines.insert(0, f"{form.start_of(self.name)} --starter > {file}")
         return "example:\n" + "\n".join(f"  {line}" for line in lines)
 
-    def _set_up(self, parser: argparse.ArgumentParser, form: Form) -> Run:
-        config = parser.add_argument("--config", metavar="FILE", help="the job file (TOML)")
-        if "_ARGCOMPLETE" in os.environ:
-            completers = import_module("argcomplete.completers")
-            completion.complete_with(config, completers.FilesCompleter(("toml",)))
-        setting = parser.add_argument(
-            "--set",
-            action="append",
-            default=[],
-            dest="settings",
-            metavar="SECTION.KEY=VALUE",
-            help=_SETTING_HELP,
-        )
-        completion.complete_with(
-            setting, lambda prefix, **_: list(completion.settings(self.kind, prefix))
-        )
-        parser.add_argument(
-            "--starter", action="store_true", help="print a job file to begin with, and end"
-        )
-        parser.add_argument(
-            "--keys", action="store_true", help="print the keys of the job file, and end"
-        )
-        if self.explain is not None:
-            parser.add_argument("--explain", action="store_true", help=_EXPLAIN_HELP)
-        parser.add_argument(
-            "--log-level",
-            default="WARNING",
-            metavar="LEVEL",
-            help=f"of sparkdl's log lines: {_LEVELS} (default: %(default)s)",
-        )
-        return lambda given: self._run(parser, given, form)
-
-    def _run(self, parser: argparse.ArgumentParser, given: argparse.Namespace, form: Form) -> int:
-        starter = self.starter.format(self.name)
-        if given.starter:
-            file = resources.files("sparkdl.cli") / "starters" / starter
-            print(file.read_text(encoding="utf-8"), end="")
-            return 0
-        if given.keys:
+    def _run(
+        self,
+        form: Form,
+        config: str | None,
+        settings: Sequence[str],
+        log_level: str,
+        starter: bool,
+        keys: bool,
+        explain: bool = False,
+    ) -> None:
+        file = self.starter.format(self.name)
+        if starter:
+            text = resources.files("sparkdl.cli") / "starters" / file
+            print(text.read_text(encoding="utf-8"), end="")
+            return
+        if keys:
             from sparkdl.cli.job_files.key_reference import as_text
 
             print("\n".join(as_text(self.kind, shutil.get_terminal_size().columns)).lstrip())
-            return 0
-        level = given.log_level.upper()
+            return
+        level = log_level.upper()
         if level not in logging.getLevelNamesMapping():
-            parser.error(f"unknown --log-level {given.log_level}; known: {_LEVELS}")
-        if given.config is None and not given.settings:
-            start = form.start_of(self.name)
-            parser.error(
+            raise click.UsageError(f"unknown --log-level {log_level}; known: {_LEVELS}")
+        start = form.start_of(self.name)
+        if config is None and not settings:
+            raise click.UsageError(
                 f"a job file is needed: name it with --config FILE; '{start} --starter > "
-                f"{starter}' writes one to begin with"
+                f"{file}' writes one to begin with"
             )
         log_to_console(level)
-        chosen = self.explain if self.explain is not None and given.explain else self
-
-        def load_and_do() -> None:
-            with showing("checking the job file", partial(activity_view, has_lines=False)):
-                job = chosen.load(given.config, given.settings)
-            with named_at_termination(form.start_of(self.name)):
-                chosen.do(job, form)
-
-        return ended(load_and_do, in_file_words)
+        chosen = self.explain if self.explain is not None and explain else self
+        with showing("checking the job file", partial(activity_view, has_lines=False)):
+            job = chosen.load(config, settings)
+        with named_at_termination(start):
+            chosen.do(job, form)
 
     def load(self, path: str | None, settings: Sequence[str]) -> T:
         """The job, whose values are checked before Spark is started if they can be."""
@@ -421,5 +423,5 @@ TRAIN = JobCommand(
 
 
 def run_job(job: JobCommand[Any], arguments: Sequence[str] | None = None) -> int:
-    """Do a job as a script of ``jobs/``; returns the exit status, see `command_line.ended`."""
-    return job.command(Form.SCRIPT).run_script(arguments)
+    """Do a job as a script of ``jobs/``; returns the exit status, see `command_line.run`."""
+    return run(job.command(Form.SCRIPT), arguments)

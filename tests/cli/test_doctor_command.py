@@ -8,11 +8,12 @@ import pytest
 
 from sparkdl.cli import doctor_command
 from sparkdl.cli.doctor.finding import Finding, Order, note, ok, wrong
-from sparkdl.cli.main import main, make_parser
+from sparkdl.cli.main import main
 
 
 def order(*arguments: str) -> Order:
-    return doctor_command.make_order(make_parser().parse_args(["doctor", *arguments]))
+    given = doctor_command.doctor.make_context("doctor", list(arguments))
+    return doctor_command.make_order(given.params)
 
 
 def test_the_command_line_becomes_an_order() -> None:
@@ -51,8 +52,7 @@ def test_wrong_arguments_are_one_line(
 
 
 def test_master_and_remote_exclude_each_other(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit, match="2"):
-        main(["doctor", "--master", "yarn", "--remote", "sc://a"])
+    assert main(["doctor", "--master", "yarn", "--remote", "sc://a"]) == 2
     assert "not allowed with" in capsys.readouterr().err
 
 

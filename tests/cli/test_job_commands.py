@@ -85,8 +85,7 @@ def test_a_wrong_file_is_reported_the_same_way(capsys: pytest.CaptureFixture[str
 
 
 def test_without_a_job_the_way_to_one_is_told(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit, match="2"):
-        run(jobs=[])
+    assert run(jobs=[]) == 2
     text = capsys.readouterr().err
     assert "name it with --config FILE" in text
     assert "'spark-submit jobs/evaluate.py --starter > evaluate.toml' writes one" in text
@@ -102,8 +101,7 @@ def test_a_starter_is_a_job_file(capsys: pytest.CaptureFixture[str], tmp_path: P
 
 
 def test_help_shows_the_examples(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit, match="0"):
-        run("--help")
+    assert run("--help") == 0
     text = capsys.readouterr().out
     assert "Do it." in text
     start = "  spark-submit jobs/evaluate.py --config conf/evaluate.toml"
@@ -121,8 +119,7 @@ def test_the_examples_of_the_command_begin_with_a_starter() -> None:
 
 
 def test_an_unknown_log_level_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit, match="2"):
-        run("--config", CONFIG, "--log-level", "loud")
+    assert run("--config", CONFIG, "--log-level", "loud") == 2
     assert "known: DEBUG" in capsys.readouterr().err
 
 
@@ -162,9 +159,8 @@ def test_jobs_that_can_be_explained_are_not_done(capsys: pytest.CaptureFixture[s
     assert (len(done), len(explained)) == (0, 1)
     assert run_job(explains, ("--config", CONFIG)) == 0
     assert (len(done), len(explained)) == (1, 1)
-    with pytest.raises(SystemExit):
-        run("--config", CONFIG, "--explain", jobs=done)
-    assert "unrecognized arguments: --explain" in capsys.readouterr().err
+    assert run("--config", CONFIG, "--explain", jobs=done) == 2
+    assert "o such option" in capsys.readouterr().err
 
 
 TERMINATED = """

@@ -29,7 +29,7 @@ def test_neither_torch_nor_pyspark_come_along(clean: Path) -> None:
     names = {entry["name"].lower() for entry in json.loads(listed)}
     assert "sparkdl-torch" in names
     assert not names & {"torch", "pyspark", "pandas"}
-    assert len(names) <= 14
+    assert len(names) <= 15
 
 
 def test_the_package_is_the_installed_one(clean: Path) -> None:
@@ -81,11 +81,6 @@ def test_a_command_that_cannot_work_names_the_extra(
     done = run([str(clean / "sparkdl"), *arguments], status=1)
     assert done.stderr.startswith(f"error: this needs {package}, which is not installed")
     assert done.stderr.count("\n") == 1
-
-
-def test_completion_names_its_package(clean: Path) -> None:
-    done = run([str(clean / "sparkdl"), "completion", "bash"], status=1)
-    assert "pip install argcomplete" in done.stderr
 
 
 def test_starters_and_the_templates_of_pages_come_along(clean: Path) -> None:

@@ -62,14 +62,14 @@ def test_the_core_asks_for_little(built: Built) -> None:
     asked = [str(line) for line in metadata(built).get_all("Requires-Dist") or []]
     core = {re.split(r"[<>=;\s]", line)[0] for line in asked if "extra ==" not in line}
     assert core == {
-        "cloudpickle", "cryptography", "fsspec", "jinja2", "markupsafe", "numpy", "pyarrow",
-        "safetensors", "tqdm",
+        "click", "cloudpickle", "cryptography", "fsspec", "jinja2", "markupsafe", "numpy",
+        "pyarrow", "safetensors", "tqdm",
     }  # fmt: skip
 
 
 def test_extras_can_be_installed_together(built: Built) -> None:
     extras = set(metadata(built).get_all("Provides-Extra") or [])
-    assert extras >= {"spark", "connect", "torch", "onnx", "tune", "images", "completion", "all"}
+    assert extras >= {"spark", "connect", "torch", "onnx", "tune", "images", "all"}
     # It needs an environment of its own, so pip must not be asked to solve it with the others.
     assert "petastorm" not in extras
 
