@@ -694,7 +694,7 @@ def check_training(
                 optimizers.require_steps(schedule)
             sparse = sparse_parameters(own).values()
             scheduler = None if schedule is None else schedule.scheduler
-            check_steps(optimizer, scheduler, config, sparse)
+            check_steps(optimizer, scheduler, config, sparse, partial(make, own.parameters()))
             if config.scheduler is not None and schedule is not None:
                 fewest = config.epochs  # with one step each
                 if config.max_steps >= 0:

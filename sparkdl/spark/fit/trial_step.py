@@ -181,6 +181,7 @@ def _step(
     from sparkdl.sync.frozen_layers import training_mode
     from sparkdl.sync.gradients.allreduce import AllReduce
     from sparkdl.train.optimizers import optimizers, stepping
+    from sparkdl.train.optimizers.nested_states import is_known
     from sparkdl.train.replica import make_replica
     from sparkdl.train.step import TrainStep
     from sparkdl.train.time_spent import Clock
@@ -214,7 +215,7 @@ def _step(
         lightning.call("on_train_epoch_start")
     step = TrainStep(replica, clock=Clock(comm))
     stepping.set_mode(optimizer, trains=True)
-    if is_first and stepping.is_known(optimizer):
+    if is_first and is_known(optimizer):
         _leave_out_plain_steps(optimizer)
     step(batch, batch.num_rows, 0)
     _check_sparse(config, module, adds_up=adds_up)

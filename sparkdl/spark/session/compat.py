@@ -195,13 +195,8 @@ def described(spark: SparkSession, text: str) -> Iterator[None]:
             if is_new:
                 spark.removeTag(tag)
         return
-    context = spark.sparkContext
-    before = context.getLocalProperty(_DESCRIPTION)
-    context.setLocalProperty(_DESCRIPTION, text)
-    try:
+    with _local_property(spark, _DESCRIPTION, text):
         yield
-    finally:
-        context.setLocalProperty(_DESCRIPTION, before)  # type: ignore[arg-type]
 
 
 @contextlib.contextmanager
@@ -210,17 +205,21 @@ def jobs_of_run(spark: SparkSession, run_id: str) -> Iterator[None]:
 
     Spark Connect has no such properties.
     """
-    if is_connect(spark):
+    with contextlib.nullcontext() if is_connect(spark) else _local_property(spark, RUN, run_id):
         yield
-        return
+
+
+@contextlib.contextmanager
+def _local_property(spark: SparkSession, name: str, value: str) -> Iterator[None]:
+    """Give the jobs of the block a property of this thread; afterwards it is what it was."""
     context = spark.sparkContext
-    before = context.getLocalProperty(RUN)
-    context.setLocalProperty(RUN, run_id)
+    before = context.getLocalProperty(name)
+    context.setLocalProperty(name, value)
     try:
         yield
     finally:
         if not has_ended(spark):
-            context.setLocalProperty(RUN, before)  # type: ignore[arg-type]
+            context.setLocalProperty(name, before)  # type: ignore[arg-type]
 
 
 RUN = "spark.sparkdl.run"

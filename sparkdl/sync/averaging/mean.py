@@ -211,9 +211,10 @@ def merge(states: Sequence[Any], weights: Sequence[float]) -> Any:
 
     They are trees of dicts, lists and tuples, of equal shape but for missing keys. Floating tensors
     become their weighted mean, formed in float64 and kept in their own dtype. A number called
-    ``step`` becomes the largest. Integer tensors, such as BatchNorm's count of batches, extra
-    states of layers, and everything else that is no tensor, are those of the first state with a
-    positive weight. Keys that a state lacks (an optimizer that never stepped) count for the others
+    ``step`` becomes the largest. Integer tensors, such as BatchNorm's count of batches, sequences
+    of unequal lengths, extra states of layers, and everything else that is no tensor, are those of
+    the first state with a positive weight. Keys that a state lacks (an optimizer that never
+    stepped) count for the others
     only. ValueError if no weight is positive.
     """
     kept = [(s, w) for s, w in zip(states, weights, strict=True) if w > 0]
@@ -229,6 +230,8 @@ def _merge(states: list[Any], weights: list[float], key: Any = None) -> Any:
     if isinstance(first, dict):
         return _merge_dicts(states, weights)
     if isinstance(first, list | tuple):
+        if {len(state) for state in states} != {len(first)}:
+            return first
         merged = [_merge(list(items), weights) for items in zip(*states, strict=True)]
         return type(first)(merged) if type(first) in (list, tuple) else first
     if key == STEP:

@@ -22,6 +22,7 @@ from sparkdl.sync.averaging.averaging import AveragingStrategy
 from sparkdl.sync.averaging.mean import by_kind, fill, flat_of
 from sparkdl.sync.gradients.allreduce import AllReduce
 from sparkdl.sync.sparse_gradients import sparse_parameters, sum_gradients
+from sparkdl.train.optimizers.attributes import same_objects
 
 if TYPE_CHECKING:
     from sparkdl.sync.strategy import SyncStrategy
@@ -98,17 +99,12 @@ class SeveralOptimizers(torch.optim.Optimizer):
         self.parts = list(parts)
         self.param_groups = groups
         self.state = defaultdict(dict, {p: s for part in parts for p, s in part.state.items()})
-        self._share()
-
-    def _share(self) -> None:
-        groups = iter(self.param_groups)
         for part in self.parts:
-            part.param_groups = [next(groups) for _ in part.param_groups]
             part.state = self.state
 
     def load_state_dict(self, state_dict: Any) -> None:
-        super().load_state_dict(state_dict)
-        self._share()
+        with same_objects(self):
+            super().load_state_dict(state_dict)
 
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
         """Refuse: the training step does that."""

@@ -1,7 +1,7 @@
-"""States of optimizers and schedules that have objects with a state inside, as plain values.
+"""States of optimizers and schedules as plain values, whatever they hold.
 
 A schedule may have another schedule as an attribute, and torch's ``state_dict()`` then holds the
-object itself.
+object itself. An optimizer may keep more than its ``state_dict()`` tells; see `attributes`.
 """
 
 from __future__ import annotations
@@ -11,28 +11,80 @@ from typing import Any
 
 import torch
 
+from sparkdl.storage.tensor_tree import pack
+from sparkdl.sync.module_tensors import fingerprint
+from sparkdl.train.objective.manual import SeveralOptimizers
+from sparkdl.train.optimizers.attributes import (
+    attributes,
+    give_attributes,
+    has_state,
+    note_first,
+    same_objects,
+)
+
 _INSIDE = "the state of"
+BESIDES = "attributes"
+"""Key of what an optimizer keeps outside of its ``state_dict()``."""
+_KNOWN = ("torch.", "sparkdl.")
+"""Packages whose optimizers keep nothing there, and do without a closure, or say if not."""
 
 
-def plain_state(owner: Any) -> Any:
-    """The ``state_dict()`` of an object, with the states of objects inside in their place."""
-    return _plain(owner.state_dict())
+def is_known(*owners: Any) -> bool:
+    """True if optimizers and schedules are torch's own or ours; None is."""
+    kinds = [type(owner) for owner in owners if owner is not None]
+    return all(kind.__module__.startswith(_KNOWN) for kind in kinds)
+
+
+def begin_states(optimizer: torch.optim.Optimizer) -> None:
+    """Take note of what a new optimizer keeps, for `plain_state`."""
+    for owner in _owners(optimizer):
+        note_first(owner, plain_state)
+
+
+def plain_state(owner: Any, inside: tuple[int, ...] = ()) -> Any:
+    """The state of an object, with the states of objects inside in their place.
+
+    ``inside`` are the ids of objects in which it was found. Raises CheckpointError if an optimizer
+    keeps something that no checkpoint can hold.
+    """
+    state = _plain(owner.state_dict())
+    besides = [attributes(one, plain_state, inside) for one in _owners(owner)]
+    return {**state, BESIDES: besides} if besides else state
 
 
 def give_state(owner: Any, state: Any) -> None:
     """Restore what `plain_state` gave; objects inside stay those that they are."""
-    owner.load_state_dict(_restored(owner.state_dict(), state))
-    if isinstance(owner, torch.optim.Optimizer):
-        _restore_kinds(owner, state)
+    if not isinstance(owner, torch.optim.Optimizer):
+        owner.load_state_dict(_restored(owner.state_dict(), state))
+        return
+    if BESIDES in state:
+        for one, found in zip(_owners(owner), state[BESIDES], strict=True):
+            give_attributes(one, found, give_state)
+        state = {key: value for key, value in state.items() if key != BESIDES}
+    with same_objects(owner):
+        owner.load_state_dict(_restored(owner.state_dict(), state))
+    _restore_kinds(owner, state)
 
 
-def _has_state(value: Any) -> bool:
-    methods = ("state_dict", "load_state_dict")
-    return not isinstance(value, type) and all(callable(getattr(value, m, None)) for m in methods)
+def kept_values(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    """What an optimizer keeps, by the names of its places, in a form that can be compared."""
+    state = plain_state(optimizer)
+    places = {f"attribute {key}": v for one in state.pop(BESIDES, ()) for key, v in one.items()}
+    found = {}
+    for place, value in {**{f"state ({key})": v for key, v in state.items()}, **places}.items():
+        tree, tensors = pack(value)
+        found[place] = tree, {name: fingerprint(t) for name, t in tensors.items()}
+    return found
+
+
+def _owners(owner: Any) -> list[torch.optim.Optimizer]:
+    """The optimizers that may keep more than their ``state_dict()`` tells."""
+    parts = owner.parts if isinstance(owner, SeveralOptimizers) else [owner]
+    return [one for one in parts if isinstance(one, torch.optim.Optimizer) and not is_known(one)]
 
 
 def _plain(value: Any) -> Any:
-    if _has_state(value):
+    if has_state(value):
         return {_INSIDE: plain_state(value)}
     if type(value) in (list, tuple):
         return type(value)(map(_plain, value))
@@ -40,7 +92,7 @@ def _plain(value: Any) -> Any:
 
 
 def _restored(now: Any, saved: Any) -> Any:
-    if _has_state(now) and isinstance(saved, Mapping) and _INSIDE in saved:
+    if has_state(now) and isinstance(saved, Mapping) and _INSIDE in saved:
         give_state(now, saved[_INSIDE])
         return now
     if type(saved) in (list, tuple) and type(now) is type(saved) and len(now) == len(saved):
@@ -52,23 +104,18 @@ def _restored(now: Any, saved: Any) -> Any:
 
 
 def _restore_kinds(optimizer: torch.optim.Optimizer, state: Mapping[str, Any]) -> None:
-    """Put back values that torch's ``load_state_dict`` makes something else of, such as a text."""
+    """Put back values that torch's ``load_state_dict`` makes others of: a text, another dtype."""
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
-    numbers = [n for group in state["param_groups"] for n in group["params"]]
-    for number, parameter in zip(numbers, parameters, strict=True):
-        for key, value in state["state"].get(number, {}).items():
+    numbers = [n for group in state.get("param_groups", ()) for n in group["params"]]
+    plain = (int, float, bool, type(None), dict, list, tuple)
+    for number, parameter in zip(numbers, parameters, strict=bool(numbers)):
+        for key, value in state.get("state", {}).get(number, {}).items():
             now = optimizer.state[parameter].get(key)
-            if type(value) not in (
-                torch.Tensor,
-                int,
-                float,
-                bool,
-                type(None),
-                dict,
-                list,
-                tuple,
-            ) and (type(now) is type(value)):
-                optimizer.state[parameter][key] = _placed(value, parameter.device)
+            if type(value) in plain or type(now) is not type(value):
+                continue
+            if type(value) is torch.Tensor and now.dtype == value.dtype:
+                continue
+            optimizer.state[parameter][key] = _placed(value, parameter.device)
 
 
 def _placed(value: Any, device: torch.device) -> Any:

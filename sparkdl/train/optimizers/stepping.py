@@ -9,7 +9,7 @@ from __future__ import annotations
 import inspect
 import logging
 import warnings
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 import torch
@@ -18,18 +18,24 @@ from torch import nn
 from sparkdl import sync
 from sparkdl.config import TrainConfig
 from sparkdl.errors import CheckpointError, ConfigError
-from sparkdl.storage.tensor_tree import pack
+from sparkdl.storage.tensor_tree import pack, unpack
+from sparkdl.sync.asynchronous.async_sgd import AsyncSGD
 from sparkdl.sync.averaging.averaging import AveragingStrategy
 from sparkdl.sync.gradients.allreduce import AllReduce
 from sparkdl.sync.module_tensors import fingerprint
 from sparkdl.train.objective.manual import SeveralSchedules
-from sparkdl.train.optimizers.nested_states import plain_state
+from sparkdl.train.optimizers.attributes import left_out
+from sparkdl.train.optimizers.nested_states import (
+    BESIDES,
+    give_state,
+    is_known,
+    kept_values,
+    plain_state,
+)
 from sparkdl.train.optimizers.optimizers import Schedule
 
 logger = logging.getLogger(__name__)
 
-_KNOWN = ("torch.", "sparkdl.")
-"""Packages whose optimizers do without a closure, or say that they do not."""
 _MOST_STEPS = 50_000
 """Of a schedule that is tried; longer ones go to their end at once."""
 _MOST_NUMBERS = 1 << 22
@@ -59,12 +65,6 @@ def takes_closure(optimizer: torch.optim.Optimizer) -> bool | None:
     if own is None:
         return False
     return True if own.default is own.empty and own.kind is not own.VAR_POSITIONAL else None
-
-
-def is_known(*owners: Any) -> bool:
-    """True if optimizers and schedules are torch's own or ours; None is."""
-    kinds = [type(owner) for owner in owners if owner is not None]
-    return all(kind.__module__.startswith(_KNOWN) for kind in kinds)
 
 
 class Stepper:
@@ -148,11 +148,13 @@ def check_steps(
     scheduler: Any,
     config: TrainConfig,
     sparse: Collection[nn.Parameter] = (),
+    again: Callable[[], torch.optim.Optimizer] | None = None,
 ) -> None:
     """Step once, on a copy of the module, so that what training would refuse shows now.
 
     Only parameters of moderate size take part, and ``sparse`` ones, with gradients of that kind.
-    Torch's own optimizers and schedules, and ours, are known to do, and are not asked.
+    Torch's own optimizers and schedules, and ours, are known to do, and are not asked. ``again``
+    makes the optimizer once more, which must be able to go on with the state of the first.
 
     Raises:
         ConfigError: the optimizer cannot be stepped, or a checkpoint cannot hold a state.
@@ -165,6 +167,7 @@ def check_steps(
     if is_known(optimizer):
         check_kept("scheduler", scheduler)
         return
+    before = left_out(optimizer)
     try:
         stepper = step_once(optimizer, sparse)
     except Exception as error:
@@ -176,6 +179,57 @@ def check_steps(
         check_closure(config, name)
     check_kept("optimizer", optimizer)
     check_kept("scheduler", scheduler)
+    check_comes_back(optimizer, before, again)
+    check_divisible(optimizer, config)
+
+
+def check_comes_back(
+    optimizer: torch.optim.Optimizer,
+    before: Mapping[str, Any],
+    again: Callable[[], torch.optim.Optimizer] | None,
+) -> None:
+    """Refuse an optimizer of which a new one cannot go on as this would; raises ConfigError.
+
+    Args:
+        optimizer: has taken a step.
+        before: what `left_out` gave before that.
+        again: makes it once more; None: only what is left out is compared.
+    """
+    name = type(optimizer).__name__
+    for path, (kind, digest) in left_out(optimizer).items():
+        if before.get(path) != (kind, digest):
+            raise ConfigError(
+                f"optimizer {name} changes its attribute {path}, a {kind}, which no checkpoint can "
+                "hold: training could not go on after a restart; keep numbers, texts, tensors, "
+                "lists and dicts of them, or the optimizer's state"
+            )
+    if again is None:
+        return
+    wanted, other = kept_values(optimizer), again()
+    give_state(other, unpack(*pack(plain_state(optimizer))))
+    found = kept_values(other)
+    lost = next((place for place in wanted if wanted[place] != found.get(place)), None)
+    if lost is not None:
+        raise ConfigError(
+            f"a new optimizer {name} that gets the state of another has not its {lost}, so "
+            "training could not go on after a restart; make what it keeps in __init__, and let "
+            "state_dict() and load_state_dict() hold all of it"
+        )
+
+
+def check_divisible(optimizer: torch.optim.Optimizer, config: TrainConfig) -> None:
+    """Refuse what keeps attributes where only states of parameters are kept; raises ConfigError."""
+    strategy = sync.resolve(config.sync_strategy)
+    if config.parallelism is None and not isinstance(strategy, AsyncSGD):
+        return
+    kept = [name for one in plain_state(optimizer).get(BESIDES, ()) for name in one]
+    if kept:
+        where = "parallelism" if config.parallelism is not None else type(strategy).__name__
+        raise ConfigError(
+            f"optimizer {type(optimizer).__name__} keeps its attribute {kept[0]} besides its "
+            f"state, which {where} takes apart by parameters; keep it in the state or in the "
+            "groups, or train without"
+        )
 
 
 def step_once(optimizer: torch.optim.Optimizer, sparse: Collection[nn.Parameter] = ()) -> Stepper:
