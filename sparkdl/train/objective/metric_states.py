@@ -125,7 +125,7 @@ def united(metric: Metric, parts: Sequence[State]) -> list[State]:
     """
     parts = [part for part in parts if part[0] > 0]
     rules: dict[str, Any] = metric._reductions
-    in_groups: list[Any] = [sum_of_ranks]
+    in_groups: list[Any] = [sum_of_ranks, spread_of_ranks]
     if "torchmetrics" in sys.modules:
         from torchmetrics.utilities import data
 
@@ -143,6 +143,21 @@ def united(metric: Metric, parts: Sequence[State]) -> list[State]:
 def sum_of_ranks(values: torch.Tensor) -> torch.Tensor:
     """The rule of states that add up."""
     return values.sum(0)
+
+
+def spread_of_ranks(values: torch.Tensor) -> torch.Tensor:
+    """The rule of counts, weights, and means with sums of squares about them (Chan et al., 1979).
+
+    Sums of squares about 0 would lose the digits of labels that are far from it, such as times.
+    ``values`` are ``(ranks, 2 + 2 n, columns)``: rows, weight, and n times a mean and its spread.
+    """
+    counts, weight = values[:, :2].sum(0), values[:, 1]
+    shares = weight / counts[1].where(counts[1] > 0, 1.0)
+    parts = [*counts]
+    for mean, spread in zip(values[:, 2::2].unbind(1), values[:, 3::2].unbind(1), strict=True):
+        together = (shares * mean).sum(0)
+        parts += [together, (spread + weight * (mean - together) ** 2).sum(0)]
+    return torch.stack(parts)
 
 
 def each_tensor(value: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:

@@ -19,8 +19,9 @@ from sparkdl.train.objective.loss import ClassLoss, LossFunction, ModuleLoss
 from sparkdl.train.objective.training_step import StepLoss
 from sparkdl.train.objective.weighted_metrics import (
     OfClasses,
-    OfNumbers,
+    OfErrors,
     OfScores,
+    OfSpread,
     WeightedMetric,
 )
 
@@ -28,6 +29,8 @@ ACCURACY = "accuracy"
 
 _OF_SCORES = ("auroc", "average_precision")
 """Those that keep the scores of all rows."""
+_OF_SPREAD = ("explained_variance", "r2")
+"""Those that compare with the spread of the labels."""
 _OF_CLASSES = (
     ACCURACY, "auroc", "average_precision", "cohen_kappa", "f1", "mcc", "precision", "recall",
     "specificity",
@@ -48,7 +51,8 @@ class NamedMetric:
     def make(self, device: torch.device) -> WeightedMetric:
         """The metric, before any rows."""
         if self.num_classes is None:
-            return OfNumbers(self.name, device)
+            is_share = self.name in _OF_SPREAD
+            return (OfSpread if is_share else OfErrors)(self.name, device)
         kind = OfScores if self.name in _OF_SCORES else OfClasses
         return kind(self.name, device, self.num_classes, self.ignore_index)
 

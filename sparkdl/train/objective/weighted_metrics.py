@@ -14,10 +14,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from sparkdl.train.objective.metric_states import sum_of_ranks
+from sparkdl.train.objective.metric_states import spread_of_ranks, sum_of_ranks
 from sparkdl.train.objective.roc_curves import Curve, ScoreTable
 
 _NO_LIMIT = 2**62
+_OF_ROUNDING = 1e-28
+"""What rounding may leave of a spread of 0, of the squared mean."""
 _LEAST_LABEL = 1.17e-6
 """Labels nearer to 0 count as this far from it, where errors are divided by labels."""
 
@@ -65,33 +67,47 @@ class WeightedMetric(ABC):
         """The value of what was seen in one or more batches."""
 
     def _add_sums(self, sums: Tensor) -> None:
-        self.sums = self.sums + sums if self._update_count else sums
+        if self._update_count:
+            sums = self._reductions["sums"](torch.stack([self.sums, sums]))
+        self.sums = sums
 
 
-class OfNumbers(WeightedMetric):
-    """A mean of errors over all numbers, or over the columns a share of what is explained."""
+class OfErrors(WeightedMetric):
+    """A mean of errors over all numbers."""
 
     def _add(self, output: Tensor, target: Tensor, weight: Tensor) -> None:
         label = target.double()
-        error = label - output.double()
-        if self.name in _ERRORS:
-            sums = torch.stack([(weight * _ERRORS[self.name](error, label)).sum(), weight.sum()])
-        else:
-            parts = [weight > 0, weight, weight * label, weight * label**2]
-            parts += [weight * error, weight * error**2]
-            sums = torch.stack([p.double().sum(0).flatten() for p in parts])
-        self._add_sums(sums)
+        errors = _ERRORS[self.name](label - output.double(), label)
+        self._add_sums(torch.stack([(weight * errors).sum(), weight.sum()]))
 
     def _value(self) -> Tensor:
-        if self.name in _ERRORS:
-            mean = self.sums[0] / self.sums[1]
-            return mean.sqrt() if self.name == "rmse" else mean
-        rows, weight, labels, squares, errors, lost = self.sums
-        spread = squares - labels**2 / weight
+        mean = self.sums[0] / self.sums[1]
+        return mean.sqrt() if self.name == "rmse" else mean
+
+
+class OfSpread(WeightedMetric):
+    """The mean over the columns of the share of the labels' spread that is explained."""
+
+    _reductions: ClassVar[Mapping[str, Any]] = {"sums": spread_of_ranks}
+
+    def _add(self, output: Tensor, target: Tensor, weight: Tensor) -> None:
+        label = target.double()
+        parts = [(weight > 0).double().sum(0), total := weight.sum(0)]
+        for values in (label, label - output.double()):
+            mean = _ratio((weight * values).sum(0), total)
+            parts += [mean, (weight * (values - mean) ** 2).sum(0)]
+        self._add_sums(torch.stack([part.flatten() for part in parts]))
+
+    def _value(self) -> Tensor:
+        rows, weight, label, spread, error, lost = self.sums
+        nothing = weight * _OF_ROUNDING
+        is_spread, bias = spread > nothing * label**2, weight * error**2
         if self.name == "explained_variance":
-            lost = lost - errors**2 / weight
-        nothing = squares * 1e-15  # what rounding may leave of 0
-        share = torch.where(spread > nothing, 1 - lost / spread, (lost <= nothing).double())
+            is_lost = lost > nothing * error**2
+        else:
+            lost = lost + bias
+            is_lost = lost > 0
+        share = torch.where(is_spread, 1 - lost / spread, (~is_lost).double())
         return share.masked_fill(rows < 2, torch.nan).mean()
 
 

@@ -155,6 +155,18 @@ def test_those_of_numbers_are_scikit_learns(columns: int, weight: Any) -> None:
     )
 
 
+def test_labels_far_from_zero_lose_no_digits() -> None:
+    label = 1.7e9 + 100 * torch.sin(torch.arange(40, dtype=torch.float64))
+    output, weight = label + 3 * torch.cos(label), torch.linspace(0.2, 4, 40)
+    names = ["r2", "explained_variance"]
+    for kept in (None, weight):
+        got = values(names, "regression", "mse", output, label, kept)
+        pair = label, output
+        want = judge.r2_score(*pair, sample_weight=kept)
+        other = judge.explained_variance_score(*pair, sample_weight=kept)
+        assert got == pytest.approx({"r2": want, "explained_variance": other}, rel=1e-9)
+
+
 def test_labels_that_are_all_alike_explain_all_or_nothing() -> None:
     label = torch.full((20,), 0.1)
     for output, share in ((label, 1.0), (label + torch.linspace(0, 1, 20), 0.0)):
