@@ -102,13 +102,24 @@ def check_first_rows(
     Raises what `try_module` and `check_labels` raise.
     """
     first = checked.data.first_rows(checked.table_spec, run_id)
-    if first is None:
-        return None
+    return None if first is None else check_some(checked, first, first.known, sink)
+
+
+def check_some(
+    checked: CheckedRequest,
+    table: ShownRows,
+    shards: Items[SpooledShard],
+    sink: Sink | None = None,
+) -> CheckedRows | None:
+    """Make the checks on some of the rows; None: not all of these can be used.
+
+    Raises what `try_module` and `check_labels` raise.
+    """
     try:
-        first.columns(first.known)
+        table.columns(shards)
     except DataError:
         return None
-    return check_rows(checked, first, first.known, sink)
+    return check_rows(checked, table, shards, sink)
 
 
 def _form(columns: Items[Column]) -> list[Column]:

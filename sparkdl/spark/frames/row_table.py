@@ -131,6 +131,10 @@ class RowTable(ShownRows, Protocol):
         """Have Spark begin to make the shards, if it needs a job; `collect` waits for that."""
         return
 
+    def on_first(self, call: Callable[[ShownRows, Sequence[SpooledShard]], None]) -> None:
+        """Have `collect` call with the first shards as soon as they are there, if it can tell."""
+        return
+
     def collect(self) -> tuple[SpooledShard, ...]:
         """Make what is not there (everything at first, then what was lost), and list it.
 

@@ -37,7 +37,9 @@ from sparkdl.errors import DataError
 from sparkdl.spark.cluster.cluster_info import ClusterInfo, Get, parse_bytes, registered_executors
 from sparkdl.spark.frames.columns import quoted
 from sparkdl.spark.frames.example_rows import UserRows, in_words
+from sparkdl.spark.frames.first_shards import FirstShards
 from sparkdl.spark.frames.row_table import (
+    ShownRows,
     TableSpec,
     payloads_of,
     require_same,
@@ -101,6 +103,7 @@ class SpoolTable:
         self._queue_timeout_seconds = math.inf
         self._for_others: dict[int, DataFrame] = {}
         """The same shards in other numbers of places; persisted."""
+        self._first_shards = FirstShards(spark)
         self._begun: BackgroundJob[list[Row]] | None = None
         """The job that `begin` has begun, and nobody waits for yet."""
         self._is_followed = False
@@ -188,7 +191,11 @@ class SpoolTable:
             self._begun = None if table is None else self._begun
             job = job or self._job(table or self.df)
             try:
-                rows = job.watched(math.inf, queue_seconds=self._queue_timeout_seconds)
+                rows = job.watched(
+                    math.inf,
+                    queue_seconds=self._queue_timeout_seconds,
+                    meanwhile=self._first_shards.look,
+                )
             except BaseException:
                 self._stragglers = True
                 raise
@@ -366,6 +373,12 @@ class SpooledRows:
         """See `RowTable.read_rows`: they lie on the executors' disks."""
         return None
 
+    def labels_outside(
+        self, label_col: str, num_classes: int, index: int, shards: Sequence[SpooledShard]
+    ) -> tuple[int, str] | None:
+        """See `RowTable.labels_outside`; nobody has counted."""
+        return None
+
     def _named(self, text: str, shards: Sequence[SpooledShard], name: str) -> str:
         """A message about a column, in which rows are named as the user knows them."""
         hashes = {place: value for part in shards for place, value in part.hashes.items()}
@@ -398,6 +411,7 @@ class ShardTable(SpoolTable, SpooledRows):
             has_validation=spec.validation is not None,
             keep=spec.keep,
             heartbeat_timeout_seconds=spec.heartbeat_timeout_seconds,
+            told=self._first_shards.told,
         )
         self._describe_by = partial(self._describe, partial(spread, df, spec), spec=spec)
         self._describe_by(task=task)
@@ -410,6 +424,10 @@ class ShardTable(SpoolTable, SpooledRows):
 
     def unstable(self) -> str | None:
         return unstable_operator(self._frame)
+
+    def on_first(self, call: Callable[[ShownRows, Sequence[SpooledShard]], None]) -> None:
+        """See `RowTable.on_first`."""
+        self._first_shards.call = partial(call, SpooledRows(self._spec, self._rows))
 
     def collect(self) -> tuple[SpooledShard, ...]:
         with self._spooling:

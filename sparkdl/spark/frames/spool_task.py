@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 import pyarrow as pa
-from pyspark import BarrierTaskContext, TaskContext
+from pyspark import Accumulator, BarrierTaskContext, TaskContext
 
 from sparkdl.data.column_stats import SpooledShard
 from sparkdl.data.plan import Shard, SpoolColumn
@@ -79,11 +79,15 @@ class SpoolTask:
     """Where the shards, then of one data set, are kept; None: they go with the run."""
     heartbeat_timeout_seconds: float = 60.0
     """How long the task may neither run Python nor use the CPU, before its process is ended."""
+    told: Accumulator[list[str]] | None = None
+    """Tells the driver of the first shards when their task ends, and not when all have ended."""
 
     def __call__(self, batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
         """Spool one partition; a failure of ours travels in the row, not as a Spark failure."""
         with ended_when_hung(self.heartbeat_timeout_seconds):
             row = self._spool(batches)
+        if self.told is not None and row["shard_id"][0] < _HEAD_SHARDS:
+            self.told.add(row["payload"])
         yield pa.RecordBatch.from_pydict(row, schema=_ARROW_SCHEMA)
 
     def _spool(self, batches: Iterator[pa.RecordBatch]) -> dict[str, list[Any]]:

@@ -16,6 +16,8 @@ from torch import nn
 
 from sparkdl import TorchClassifier, TorchRegressor
 from sparkdl.errors import ClusterError, ConfigError, DataError
+from sparkdl.spark.fit import check_rows
+from sparkdl.spark.fit.check_rows import check_some
 from sparkdl.spark.frames.first_rows import is_answered_early
 
 if TYPE_CHECKING:
@@ -116,6 +118,23 @@ def test_rows_behind_a_shuffle_are_computed_once(counted: Counted) -> None:
     assert model.summary.steps == 2
     assert len(model.transform(counted.df).limit(3).collect()) == 3
     assert 0 <= model.evaluate(counted.df)["accuracy"] <= 1
+
+
+def test_a_mistake_behind_a_shuffle_is_told_while_shards_are_written(
+    counted: Counted, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    running: list[int] = []
+
+    def look(*given: Any, **named: Any) -> Any:
+        running.append(len(counted.df.sparkSession.sparkContext.statusTracker().getActiveJobsIds()))
+        return check_some(*given, **named)
+
+    monkeypatch.setattr(check_rows, "check_some", look)
+    df = counted.df.repartition(4, "label")
+    many = {"numWorkers": 40, "executionMode": "rounds", "syncStrategy": "ParameterAveraging"}
+    with pytest.raises(ConfigError, match=r"Linear\(in_features=5.*got float32 \(batch, 4\)"):
+        fit(df, nn.Linear(5, 3), **many)
+    assert running == [1]  # the job that writes them
 
 
 def test_a_module_of_half_precision_gets_features_of_its_own(counted: Counted) -> None:
