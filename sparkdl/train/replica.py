@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Callable, Generator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -19,7 +19,7 @@ from sparkdl.data.plan import TrainPlan
 from sparkdl.data.source import ShardRows
 from sparkdl.sync.module_tensors import give_tensors, set_trains, tensors_of, trains
 from sparkdl.sync.population.hyperparameters import rescaled, set_present_rate
-from sparkdl.sync.strategy import MakeOptimizer, Synchronizer
+from sparkdl.sync.strategy import MakeOptimizer, Synchronizer, parameters_for
 from sparkdl.train.modules.compiled import compile_in_place
 from sparkdl.train.modules.precision import NumberFormat
 from sparkdl.train.objective.label_losses import part_names
@@ -219,8 +219,25 @@ def make_replica(
         synchronizer=synchronizer,
         schedule=schedule,
     )
-    if replica.lightning is not None:
-        replica.lightning.join(synchronizer.optimizer, replica.scheduler)
-        if replica.lightning.manual is not None:
-            replica.lightning.manual.join(synchronizer.optimizer, comm or LocalCommunicator())
+    _show_optimizer(replica, comm or LocalCommunicator())
     return replica
+
+
+def begin_optimizer(replica: Replica) -> Replica:
+    """The replica, which trains alone, with optimizer and schedule made of its present weights."""
+    config, synchronizer = replica.config, replica.synchronizer
+    make = resolve_optimizer(config, replica.module)
+    synchronizer.optimizer = make(parameters_for(make, replica.module))
+    schedule = make_scheduler(config, synchronizer.optimizer, make, replica.plan.steps_per_epoch)
+    replica = replace(replica, schedule=schedule)
+    _show_optimizer(replica, LocalCommunicator())
+    return replica
+
+
+def _show_optimizer(replica: Replica, comm: Communicator) -> None:
+    """Show a LightningModule what updates its weights."""
+    if replica.lightning is not None:
+        optimizer = replica.synchronizer.optimizer
+        replica.lightning.join(optimizer, replica.scheduler)
+        if replica.lightning.manual is not None:
+            replica.lightning.manual.join(optimizer, comm)

@@ -34,11 +34,12 @@ from sparkdl.train.callbacks import IN_TASKS, CallbackState, Observer, Requests
 from sparkdl.train.layer_looks import LayerLooks
 from sparkdl.train.modules.memory_format import in_memory_format
 from sparkdl.train.objective.logs import as_text, fill, from_text
+from sparkdl.train.optimizers.nested_states import own_parts
 from sparkdl.train.optimizers.optimizers import require_steps
 from sparkdl.train.optimizers.stepping import set_mode
 from sparkdl.train.random_state import deterministic_algorithms, seed_everything
 from sparkdl.train.rank_state import HeldAttributes
-from sparkdl.train.replica import make_replica
+from sparkdl.train.replica import begin_optimizer, make_replica
 from sparkdl.train.step import TrainStep
 from sparkdl.train.time_spent import Clock
 from sparkdl.train.validation import measure
@@ -149,11 +150,16 @@ class RoundReplica:
             TrainingDiverged: the loss is not finite.
             ConfigError: the optimizer has no such hyperparameters.
         """
+        # All that an earlier round has changed.
+        model = self._give(state)
+        if "optimizer" not in state and own_parts(self._replica.synchronizer.optimizer):
+            # It may look at the weights, which were others when the replica was made.
+            self._replica = begin_optimizer(self._replica)
+            made = self._replica.state_dict()
+            self._first |= {key: copy.deepcopy(made[key]) for key in ("optimizer", "scheduler")}
         replica, config = self._replica, self._replica.config
         synchronizer = replica.synchronizer
         assert isinstance(synchronizer, ApartSynchronizer)
-        # All that an earlier round has changed.
-        model = self._give(state)
         # Copies: optimizers go on with the tensors that they are given.
         first = {key: copy.deepcopy(self._first[key]) for key in self._first.keys() - state.keys()}
         replica.load_state_dict({**first, **state, "model": model})

@@ -65,6 +65,7 @@ from sparkdl.sync.sparse_gradients import sparse_parameters
 from sparkdl.sync.strategy import SyncStrategy
 
 if TYPE_CHECKING:
+    import torch
     from torch import nn
 
     from sparkdl.serialization.recorded.recipe import RecordedWeights
@@ -694,13 +695,22 @@ def check_training(
                 optimizers.require_steps(schedule)
             sparse = sparse_parameters(own).values()
             scheduler = None if schedule is None else schedule.scheduler
-            check_steps(optimizer, scheduler, config, sparse, partial(make, own.parameters()))
+            again = partial(_new_optimizer, module, config)
+            check_steps(optimizer, scheduler, config, sparse, again)
             if config.scheduler is not None and schedule is not None:
                 fewest = config.epochs  # with one step each
                 if config.max_steps >= 0:
                     fewest = min(config.max_steps, fewest)
                 check_length(schedule, fewest, config, partial(stepped_schedule, module, config))
     return objective
+
+
+def _new_optimizer(module: nn.Module, config: TrainConfig) -> torch.optim.Optimizer:
+    """The optimizer of another copy of the module."""
+    from sparkdl.train.optimizers import optimizers
+
+    own = travelled(module, copies=True)
+    return optimizers.resolve_optimizer(config, own)(own.parameters())
 
 
 def stepped_schedule(module: nn.Module, config: TrainConfig, steps_per_epoch: int = 1) -> Schedule:

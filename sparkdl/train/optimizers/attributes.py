@@ -27,6 +27,8 @@ _FIRST = "_sparkdl_first"
 _TORCHS = ("defaults", "state", "param_groups", "grad_scale", "found_inf", _FIRST)
 _TORCHS_BEGIN = ("_optimizer_", "_zero_grad_profile", "_warned_capturable", "_opt_called")
 """What torch's optimizers and schedules keep in attributes themselves."""
+HOOKS = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
+"""Of these the hooks themselves may keep something; their keys differ between processes."""
 _SEQUENCES = (list, deque)
 _MAPPINGS = (dict, OrderedDict, defaultdict, Counter)
 
@@ -85,14 +87,18 @@ def give_attributes(
     reader, own = _Reader(optimizer, give_state), vars(optimizer)
     first = own.get(_FIRST)
     for name, value in list(_own(optimizer)):
-        if first is None or name in found:
+        if first is None or name in found or (name in HOOKS and first.get(name) is None):
             continue
         if name not in first:
             del own[name]
         elif first[name] is not None:
-            own[name] = reader.read(value, unpack(first[name], {}))
+            read = reader.read(value, unpack(first[name], {}))
+            if name not in HOOKS:
+                own[name] = read
     for name, written in found.items():
-        if name in own or written[0] != "left":
+        if name in HOOKS:
+            reader.read(list(own[name].values()), written)
+        elif name in own or written[0] != "left":
             own[name] = reader.read(own.get(name), written)
 
 
@@ -129,7 +135,9 @@ def same_objects(optimizer: torch.optim.Optimizer) -> Iterator[None]:
 
 def _own(optimizer: torch.optim.Optimizer) -> Iterator[tuple[str, Any]]:
     for name, value in vars(optimizer).items():
-        if name not in _TORCHS and not name.startswith(_TORCHS_BEGIN):
+        if name in HOOKS:
+            yield name, list(value.values())
+        elif name not in _TORCHS and not name.startswith(_TORCHS_BEGIN):
             yield name, value
 
 

@@ -6,6 +6,7 @@ object itself. An optimizer may keep more than its ``state_dict()`` tells; see `
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Mapping
 from typing import Any
 
@@ -15,6 +16,7 @@ from sparkdl.storage.tensor_tree import pack
 from sparkdl.sync.module_tensors import fingerprint
 from sparkdl.train.objective.manual import SeveralOptimizers
 from sparkdl.train.optimizers.attributes import (
+    HOOKS,
     attributes,
     give_attributes,
     has_state,
@@ -30,14 +32,20 @@ _KNOWN = ("torch.", "sparkdl.")
 
 
 def is_known(*owners: Any) -> bool:
-    """True if optimizers and schedules are torch's own or ours; None is."""
-    kinds = [type(owner) for owner in owners if owner is not None]
-    return all(kind.__module__.startswith(_KNOWN) for kind in kinds)
+    """True if optimizers and schedules are torch's own or ours, with no step or hooks else."""
+    code: list[Any] = [type(owner) for owner in owners if owner is not None]
+    for owner in owners:
+        if isinstance(owner, torch.optim.Optimizer):
+            own = vars(owner)
+            code += [own["step"]] if "step" in own else []
+            code += [hook for name in HOOKS for hook in own.get(name, {}).values()]
+    modules = (str(getattr(inspect.unwrap(one), "__module__", "")) for one in code)
+    return all(module.startswith(_KNOWN) for module in modules)
 
 
 def begin_states(optimizer: torch.optim.Optimizer) -> None:
     """Take note of what a new optimizer keeps, for `plain_state`."""
-    for owner in _owners(optimizer):
+    for owner in own_parts(optimizer):
         note_first(owner, plain_state)
 
 
@@ -48,7 +56,7 @@ def plain_state(owner: Any, inside: tuple[int, ...] = ()) -> Any:
     keeps something that no checkpoint can hold.
     """
     state = _plain(owner.state_dict())
-    besides = [attributes(one, plain_state, inside) for one in _owners(owner)]
+    besides = [attributes(one, plain_state, inside) for one in own_parts(owner)]
     return {**state, BESIDES: besides} if besides else state
 
 
@@ -58,7 +66,7 @@ def give_state(owner: Any, state: Any) -> None:
         owner.load_state_dict(_restored(owner.state_dict(), state))
         return
     if BESIDES in state:
-        for one, found in zip(_owners(owner), state[BESIDES], strict=True):
+        for one, found in zip(own_parts(owner), state[BESIDES], strict=True):
             give_attributes(one, found, give_state)
         state = {key: value for key, value in state.items() if key != BESIDES}
     with same_objects(owner):
@@ -77,8 +85,8 @@ def kept_values(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
     return found
 
 
-def _owners(owner: Any) -> list[torch.optim.Optimizer]:
-    """The optimizers that may keep more than their ``state_dict()`` tells."""
+def own_parts(owner: Any) -> list[torch.optim.Optimizer]:
+    """The optimizers in it that are the user's own: they may keep more than their state dict."""
     parts = owner.parts if isinstance(owner, SeveralOptimizers) else [owner]
     return [one for one in parts if isinstance(one, torch.optim.Optimizer) and not is_known(one)]
 
