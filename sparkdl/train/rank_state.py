@@ -22,6 +22,8 @@ from sparkdl.train.step import TrainStep
 DIVIDED = "divided"
 """Key in a rank's state of what it has of a model that is divided; see `DividedState.part`."""
 
+KEPT = "kept"
+"""Key of what loss, training step and augmentation keep, see `Kept`."""
 OWN_ROWS = "has_own_rows"
 """Key of `DividedState.has_own_rows`."""
 
@@ -88,6 +90,7 @@ class RankState:
         divided = synchronizer.divided
         own: dict[str, Any]
         attributes = None if self.held is None else self.held.state_dict()
+        kept = self.replica.kept.state_dict()
         if self.by_shard is not None:
             own = {"shards": self.by_shard.state_dict()}
         else:
@@ -113,10 +116,12 @@ class RankState:
                 **({} if divided is None else {"best_model": None}),
                 "callbacks": states_of(self.replica.config.callbacks),
                 "attributes": attributes,
+                KEPT: kept,
             },
             rank_state={
                 **own,
                 "attributes": attributes,
+                KEPT: kept,
                 "strategy": synchronizer.rank_state_dict(),
                 "own": self._own_state(),
                 "gradient_norms": self.step.gradient_norms,
@@ -134,6 +139,7 @@ class RankState:
         state = point.rank_state
         if self.held is not None:  # before weights, which may be of other layers
             self.held.load_state_dict((state or point.shared).get("attributes"))
+        self.replica.kept.load_state_dict((state or point.shared).get(KEPT))
         best = self._restore_weights(point)
         synchronizer = self.replica.synchronizer
         was_divided = point.parts is not None and synchronizer.divided is None

@@ -22,6 +22,7 @@ from sparkdl.sync.population.hyperparameters import rescaled, set_present_rate
 from sparkdl.sync.strategy import MakeOptimizer, Synchronizer, parameters_for
 from sparkdl.train.modules.compiled import compile_in_place
 from sparkdl.train.modules.precision import NumberFormat
+from sparkdl.train.objective.kept import Kept
 from sparkdl.train.objective.label_losses import part_names
 from sparkdl.train.objective.lightning import TrainerStandIn
 from sparkdl.train.objective.loss import LossFunction
@@ -46,6 +47,8 @@ class Replica:
     number_format: NumberFormat
     synchronizer: Synchronizer
     schedule: Schedule | None
+    kept: Kept
+    """What the loss and the like keep from call to call."""
 
     @property
     def scheduler(self) -> torch.optim.lr_scheduler.LRScheduler | None:
@@ -218,6 +221,7 @@ def make_replica(
         number_format=number_format,
         synchronizer=synchronizer,
         schedule=schedule,
+        kept=Kept(config, loss),
     )
     _show_optimizer(replica, comm or LocalCommunicator())
     return replica

@@ -38,7 +38,7 @@ from sparkdl.train.optimizers.nested_states import own_parts
 from sparkdl.train.optimizers.optimizers import require_steps
 from sparkdl.train.optimizers.stepping import set_mode
 from sparkdl.train.random_state import deterministic_algorithms, seed_everything
-from sparkdl.train.rank_state import HeldAttributes
+from sparkdl.train.rank_state import KEPT, HeldAttributes
 from sparkdl.train.replica import begin_optimizer, make_replica
 from sparkdl.train.step import TrainStep
 from sparkdl.train.time_spent import Clock
@@ -179,6 +179,7 @@ class RoundReplica:
         clock = Clock()
         looks = self._looks if shard_id == 0 else None
         step = TrainStep(replica, clock=clock, looks=looks)
+        step.check_known()  # the last step of a round may have unfrozen something
         batches = replica.batches([rows], shard_id, epoch=part.epoch, first_step=part.step_in_epoch)
         num_rows, began = 0, time.perf_counter()
         label_sums = torch.zeros(len(replica.labels), dtype=torch.float64)
@@ -228,8 +229,10 @@ class RoundReplica:
 
     def _give(self, state: Mapping[str, Any]) -> dict[str, Any]:
         """Have the module hold what ``state`` says, and else what came; return its tensors."""
+        attributes = state.get("attributes")
         if self._held is not None:
-            self._held.load_state_dict(state.get("attributes"))
+            self._held.load_state_dict(attributes)
+        self._replica.kept.load_state_dict((attributes or {}).get(KEPT))
         model = {**self._first["model"], **state["model"]}
         give_tensors(self._replica.module, model, removes_others=True)
         return model
@@ -240,7 +243,7 @@ class RoundReplica:
             return None
         found = self._held.state_dict()
         check_held(found)
-        return found
+        return {**found, KEPT: self._replica.kept.state_dict()}
 
     def moving(self, state: dict[str, Any], *, compressed: bool = False) -> dict[str, Any]:
         """An outcome's state without those weights and buffers that training has left alone.

@@ -32,6 +32,7 @@ from sparkdl.train.objective.manual import ManualBackward
 from sparkdl.train.objective.metrics import Metrics, detached
 from sparkdl.train.objective.training_step import run, taken
 from sparkdl.train.optimizers.stepping import Stepper
+from sparkdl.train.random_state import SharedDraws
 from sparkdl.train.replica import Replica
 from sparkdl.train.shard_states import ShardStates
 from sparkdl.train.time_spent import Clock
@@ -161,6 +162,7 @@ class TrainStep:
             lightning.begin_step(step, batch)
         batch = self._augmented(batch)
         local = self._backward(batch, global_rows, self._replica.training_metrics)
+        self._check_agreed()
         self._clock.lap("compute")
         shared, divisor, ranks = self._synchronizer.reduce_gradients(
             local[:2].clone(), float(global_rows)
@@ -251,6 +253,11 @@ class TrainStep:
         self._flags = flags
         self._synchronizer.follow_freezing()
         self._parameters = self._synchronizer.trained_parameters()
+        self.check_known()
+        return True
+
+    def check_known(self) -> None:
+        """Raise ConfigError if a parameter trains that the optimizer has not got."""
         groups = self._synchronizer.optimizer.param_groups
         known = {id(parameter) for group in groups for parameter in group["params"]}
         for name, parameter in self._replica.module.named_parameters():
@@ -260,7 +267,19 @@ class TrainStep:
                     "not have it; unfreeze it in a callback, since with callbacks optimizers get "
                     "frozen parameters too, or let configure_optimizers return one that has it"
                 )
-        return True
+
+    def _check_agreed(self) -> None:
+        """Raise ConfigError if forward has unfrozen what no worker sums gradients of."""
+        if self._replica.plan.world_size == 1 or self._synchronizer.trains_apart:
+            return
+        for now, before, place in zip(self._trains(), self._flags, self._all, strict=True):
+            if now and not before:
+                names = (n for n, p in self._replica.module.named_parameters() if p is place)
+                raise ConfigError(
+                    f"forward has unfrozen the parameter {next(names, '')!r} within a step, and "
+                    "workers agree before each step on what trains; set requires_grad in a "
+                    "callback (on_step_end), or numWorkers=1"
+                )
 
     def _over_shards(
         self,
@@ -445,13 +464,28 @@ class TrainStep:
         if self._format.may_skip_steps:
             was_stepped = self._format.step(optimizer)
         else:
-            self._stepper(lambda: _mean(shared), again)
+            self._step_optimizer(step, lambda: _mean(shared), again)
             was_stepped = True
         if was_stepped:
             if self._looks is not None:
                 self._looks.after()
             self._advance_schedule(step)
         return was_stepped
+
+    def _step_optimizer(
+        self, step: int, loss: Callable[[], Any], again: Callable[[], torch.Tensor]
+    ) -> None:
+        """Step; where ranks share gradients an optimizer that draws numbers draws the same ones."""
+        if not self._stepper.is_own or self._synchronizer.trains_apart:
+            self._stepper(loss, again)
+            return
+
+        def apart() -> torch.Tensor:
+            with draws.apart():
+                return again()
+
+        with SharedDraws(self._config.seed, step) as draws:
+            self._stepper(loss, apart)
 
     def _note_norm(self, norm: torch.Tensor | None) -> None:
         """Take note of the gradient's norm, which clipping knows already, if it is finite."""

@@ -16,7 +16,7 @@ from sparkdl.sync.strategy import SyncStrategy
 from sparkdl.train.optimizers.optimizers import make_scheduler, resolve_optimizer
 from sparkdl.train.state import TrainState
 
-_PARTS = ("optimizer", "scheduler", "scaler", "strategy", "attributes", "states", "period")
+_PARTS = ("optimizer", "scheduler", "scaler", "strategy", "attributes", "kept", "states", "period")
 _REMEDY = "make them equal, or pass the model as initialWeights, which begins with a new optimizer"
 
 

@@ -76,6 +76,11 @@ class LossSum:
         for part in self.parts.values():
             part.to(device)
 
+    @property
+    def own(self) -> Any:
+        """See `LossFunction.own`."""
+        return self.parts
+
     def predictions(self, output: Any) -> dict[str, Any]:
         """What each label's metrics see."""
         return {name: part.predictions(value) for name, part, value in self.pairs(output)}

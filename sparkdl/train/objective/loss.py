@@ -63,6 +63,10 @@ class LossFunction(Protocol):
     def to(self, device: torch.device) -> None:
         """Move what the loss holds (class weights, parameters, which are not trained)."""
 
+    @property
+    def own(self) -> Any:
+        """What the user gave, which may keep something from call to call; of several the parts."""
+
 
 def resolve_loss(loss: Any, task: Task) -> LossFunction:
     """Make a `LossFunction` of what the user gave.
@@ -125,6 +129,11 @@ class ModuleLoss:
 
     def to(self, device: torch.device) -> None:
         self._module.to(device)
+
+    @property
+    def own(self) -> Any:
+        """What the user gave."""
+        return self._module
 
     def predictions(self, output: Any) -> Any:
         return torch.sigmoid(output) if isinstance(self._module, nn.BCEWithLogitsLoss) else output
@@ -240,6 +249,11 @@ class CallableLoss:
     def to(self, device: torch.device) -> None:
         if isinstance(self._function, nn.Module):
             self._function.to(device)
+
+    @property
+    def own(self) -> Any:
+        """What the user gave."""
+        return self._function
 
     def predictions(self, output: Any) -> Any:
         if not self._gives_logits or not isinstance(output, torch.Tensor):

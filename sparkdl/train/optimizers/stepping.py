@@ -81,8 +81,9 @@ class Stepper:
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
         self._optimizer = optimizer
         self.with_closure = takes_closure(optimizer) is True
-        self._is_own = not is_known(optimizer)
-        self._may_need_one = self._is_own and takes_closure(optimizer) is None
+        self.is_own = not is_known(optimizer)
+        """Whether it is the user's own, or calls what is."""
+        self._may_need_one = self.is_own and takes_closure(optimizer) is None
         checks: Any = torch.sparse.check_sparse_tensor_invariants
         if not checks.is_enabled():
             checks.disable()  # else Adagrad's first sparse gradient warns that nobody has said so
@@ -116,7 +117,7 @@ class Stepper:
 
     def _part_gradients(self) -> None:
         """Let an optimizer of the user's own keep gradients, whose memory the next step uses."""
-        for parameter in _parameters(self._optimizer) if self._is_own else ():
+        for parameter in _parameters(self._optimizer) if self.is_own else ():
             if parameter.grad is not None and parameter.grad._is_view():
                 parameter.grad = parameter.grad.clone()
 
@@ -132,8 +133,9 @@ class Stepper:
             return tensors, None
 
     def _give(self, tensors: list[tuple[Any, Any]], state: Any) -> None:
+        parameters = _parameters(self._optimizer)
         with torch.no_grad():
-            for parameter, (value, gradient) in zip(_parameters(self._optimizer), tensors, strict=True):
+            for parameter, (value, gradient) in zip(parameters, tensors, strict=True):
                 parameter.copy_(value)
                 parameter.grad = gradient
         if state is not None:
@@ -228,6 +230,7 @@ def check_comes_back(
         before: what `left_out` gave before that.
         again: makes it once more, for a copy of the module; None: only what is left out is
             compared.
+        sparse: parameters with gradients of rows.
     """
     name = type(optimizer).__name__
     for path, (kind, digest) in left_out(optimizer).items():
