@@ -179,7 +179,9 @@ class RoundReplica:
         clock = Clock()
         looks = self._looks if shard_id == 0 else None
         step = TrainStep(replica, clock=clock, looks=looks)
-        step.check_known()  # the last step of a round may have unfrozen something
+        flags = self._first["trains"]  # the last step of a round may have unfrozen something
+        named = replica.module.named_parameters()
+        step.require_known(p for name, p in named if p.requires_grad and not flags[name])
         batches = replica.batches([rows], shard_id, epoch=part.epoch, first_step=part.step_in_epoch)
         num_rows, began = 0, time.perf_counter()
         label_sums = torch.zeros(len(replica.labels), dtype=torch.float64)

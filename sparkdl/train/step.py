@@ -12,11 +12,12 @@ import contextlib
 import dataclasses
 import math
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import nn
 
 from sparkdl.data.batches import Batch
 from sparkdl.data.plan import batch_bounds
@@ -250,18 +251,21 @@ class TrainStep:
         flags = self._trains()
         if flags == self._flags:
             return False
+        pairs = zip(self._all, flags, self._flags, strict=True)
+        thawed = [parameter for parameter, now, before in pairs if now and not before]
         self._flags = flags
         self._synchronizer.follow_freezing()
         self._parameters = self._synchronizer.trained_parameters()
-        self.check_known()
+        self.require_known(thawed)
         return True
 
-    def check_known(self) -> None:
-        """Raise ConfigError if a parameter trains that the optimizer has not got."""
+    def require_known(self, thawed: Iterable[nn.Parameter]) -> None:
+        """Raise ConfigError if the optimizer has not got what was unfrozen."""
+        wanted = {id(parameter) for parameter in thawed}
         groups = self._synchronizer.optimizer.param_groups
         known = {id(parameter) for group in groups for parameter in group["params"]}
         for name, parameter in self._replica.module.named_parameters():
-            if parameter.requires_grad and id(parameter) not in known:
+            if id(parameter) in wanted - known:
                 raise ConfigError(
                     f"parameter {name!r} was unfrozen while training runs, and the optimizer does "
                     "not have it; unfreeze it in a callback, since with callbacks optimizers get "

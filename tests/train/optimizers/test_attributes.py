@@ -275,7 +275,7 @@ def test_what_could_not_go_on_is_refused(kind: Any, told: str) -> None:
 
 def checked(kind: Any, module: nn.Module, **changes: Any) -> None:
     config = config_of(kind, **changes)
-    check_steps(made(kind, module), None, config, (), lambda: made(kind, module))
+    check_steps(made(kind, module), None, config, (), lambda: made(kind, copied(module)))
 
 
 @pytest.mark.parametrize("changes", [{"sync_strategy": AsyncSGD()}, {"parallelism": Mesh(data=2)}])
