@@ -23,6 +23,7 @@ from sparkdl.data.batches import Batch
 from sparkdl.data.plan import batch_bounds
 from sparkdl.errors import ConfigError
 from sparkdl.sync.gradients.shard_tree import ShardTreeSynchronizer
+from sparkdl.sync.module_tensors import fingerprint
 from sparkdl.sync.strategy import Pipelined
 from sparkdl.train.layer_looks import LayerLooks
 from sparkdl.train.objective.divergence import LossWatch
@@ -132,6 +133,9 @@ class TrainStep:
         """What the losses of this step were divided by, if that was their weights' sum."""
         self._stepper = Stepper(self._synchronizer.optimizer)
         self._clock = clock
+        self.moved_by_backward: list[str] | None = None
+        """The parameters that the first backward pass has changed itself, by a hook; None: there
+        was none yet."""
         self.loss = math.nan
         self.watch = LossWatch(self._config.divergence_factor)
         self.gradient_norms = torch.zeros(2, dtype=torch.float64, device=replica.device)
@@ -382,10 +386,37 @@ class TrainStep:
                     self._synchronizer.start_sums(sums[:2].clone())
                     self._divisor = self._weight_of_all(sums, global_rows)
                 divisor = global_rows if self._divisor is None else self._divisor
+                before = self._fingerprints() if micro_batch.num_rows > 0 else None
                 self._format.backward(loss_sum, divisor)
+                if before is not None:
+                    self._note_moved(before)
         if num_parts == 0:
             self._divisor = self._weight_of_all(sums, global_rows)
         return sums
+
+    def _fingerprints(self) -> list[int] | None:
+        """Those of all parameters, before the first backward pass."""
+        if self.moved_by_backward is not None or self._synchronizer.divided is not None:
+            return None
+        return [fingerprint(parameter) for parameter in self._all]
+
+    def _note_moved(self, before: list[int]) -> None:
+        """Note what a backward pass has changed itself; ConfigError if workers share gradients."""
+        pairs = zip(self._all, before, strict=True)
+        moved = {id(p) for p, number in pairs if fingerprint(p) != number}
+        named = self._replica.module.named_parameters()
+        self.moved_by_backward = [name for name, p in named if id(p) in moved]
+        if self._replica.plan.world_size > 1 and not self._synchronizer.trains_apart:
+            self.check_moved()
+
+    def check_moved(self) -> None:
+        """Raise ConfigError if the first backward pass has changed weights."""
+        if self.moved_by_backward:
+            raise ConfigError(
+                f"the backward pass changes the parameter {self.moved_by_backward[0]!r} itself, as "
+                "an optimizer in a hook of gradients does, and workers add gradients up after it; "
+                "let optimizer= step it, or set numWorkers=1, or a strategy that averages replicas"
+            )
 
     def _weight_of_all(self, sums: torch.Tensor, global_rows: int) -> float | torch.Tensor | None:
         """The weights of all rows that share a gradient, if they are known; not 0."""

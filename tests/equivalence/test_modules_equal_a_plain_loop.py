@@ -415,6 +415,31 @@ class Alternating(Net):
         return super().forward(x)
 
 
+@torch.no_grad()
+def step_at_once(parameter: torch.Tensor) -> None:
+    parameter.sub_(0.05 * parameter.grad)
+    parameter.grad = None
+
+
+class InBackward(Net):
+    """Steps its body in the backward pass, as torch's tutorial does to save memory."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        for parameter in self.body.parameters():
+            parameter.register_post_accumulate_grad_hook(step_at_once)
+
+
+def test_steps_in_the_backward_pass_are_for_one_worker(gang: Gang) -> None:
+    config = config_of("sgd", sync_strategy=AllReduce())
+    net = made(InBackward)
+    run(net, config, make_data([23]))
+    expected = plain_loop(made(InBackward), config, [23], world_size=1)
+    assert_alike(tensors_of(net), expected)
+    with pytest.raises(AssertionError, match=r"changes the parameter 'body\.weight' itself"):
+        gang.run(train_on_rank, InBackward, config, ROWS)
+
+
 class Thawing(Frozen):
     """Unfreezes a layer in forward."""
 

@@ -219,6 +219,8 @@ def _step(
         _leave_out_plain_steps(optimizer)
     step(batch, batch.num_rows, 0)
     _check_sparse(config, module, adds_up=adds_up)
+    if adds_up:
+        step.check_moved()
     stepping.set_mode(optimizer, trains=False)
     with optimizers.without_compiler():
         for what, owner in (("optimizer", optimizer), ("scheduler", replica.scheduler)):
