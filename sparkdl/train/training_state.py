@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, fields, replace
 from typing import Any, Literal
 
@@ -13,6 +13,7 @@ from torch import nn
 from sparkdl.config import TrainConfig
 from sparkdl.errors import ConfigError, StorageError
 from sparkdl.sync.strategy import SyncStrategy
+from sparkdl.train.optimizers.nested_states import options_of
 from sparkdl.train.optimizers.optimizers import make_scheduler, resolve_optimizer
 from sparkdl.train.state import TrainState
 
@@ -149,13 +150,10 @@ def method_of(
         return made  # the driver need not have what the user's own function asks for
     make = resolve_optimizer(config, module)
     optimizer = make(module.parameters())
-    groups: Sequence[Mapping[str, Any]] = optimizer.state_dict()["param_groups"]
     options = tuple(
         {k: v.tolist() if isinstance(v, torch.Tensor) else v for k, v in group.items()}
-        for group in groups
+        for group in options_of(optimizer)
     )
-    for group in options:
-        del group["params"]
     schedule = make_scheduler(config, optimizer, make, steps_per_epoch=1)
     if schedule is not None and scheduler is None:  # a LightningModule's
         made = replace(made, scheduler=_name(type(schedule.scheduler)))

@@ -27,6 +27,7 @@ from sparkdl.train.optimizers.attributes import (
 _INSIDE = "the state of"
 BESIDES = "attributes"
 """Key of what an optimizer keeps outside of its ``state_dict()``."""
+GROUPS = "param_groups"
 _KNOWN = ("torch.", "sparkdl.")
 """Packages whose optimizers keep nothing there, and do without a closure, or say if not."""
 
@@ -56,6 +57,8 @@ def plain_state(owner: Any, inside: tuple[int, ...] = ()) -> Any:
     keeps something that no checkpoint can hold.
     """
     state = _plain(owner.state_dict())
+    if isinstance(owner, torch.optim.Optimizer):  # one of the user's own may leave them out
+        state.setdefault(GROUPS, _plain(options_of(owner)))
     besides = [attributes(one, plain_state, inside) for one in own_parts(owner)]
     return {**state, BESIDES: besides} if besides else state
 
@@ -69,9 +72,19 @@ def give_state(owner: Any, state: Any) -> None:
         for one, found in zip(own_parts(owner), state[BESIDES], strict=True):
             give_attributes(one, found, give_state)
         state = {key: value for key, value in state.items() if key != BESIDES}
+    if GROUPS not in owner.state_dict():
+        state = dict(state)
+        for group, options in zip(owner.param_groups, state.pop(GROUPS, ()), strict=False):
+            group.update(options)
     with same_objects(owner):
         owner.load_state_dict(_restored(owner.state_dict(), state))
     _restore_kinds(owner, state)
+
+
+def options_of(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
+    """Those of each parameter group."""
+    groups = optimizer.param_groups
+    return [{key: value for key, value in group.items() if key != "params"} for group in groups]
 
 
 def kept_values(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
@@ -114,7 +127,7 @@ def _restored(now: Any, saved: Any) -> Any:
 def _restore_kinds(optimizer: torch.optim.Optimizer, state: Mapping[str, Any]) -> None:
     """Put back values that torch's ``load_state_dict`` makes others of: a text, another dtype."""
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
-    numbers = [n for group in state.get("param_groups", ()) for n in group["params"]]
+    numbers = [n for group in state.get(GROUPS, ()) for n in group["params"]]
     plain = (int, float, bool, type(None), dict, list, tuple)
     for number, parameter in zip(numbers, parameters, strict=bool(numbers)):
         for key, value in state.get("state", {}).get(number, {}).items():
