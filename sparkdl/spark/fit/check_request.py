@@ -666,7 +666,7 @@ def check_training(
     from sparkdl.train.objective.metrics import check_metrics
     from sparkdl.train.objective.training_step import objective_of
     from sparkdl.train.optimizers import optimizers
-    from sparkdl.train.optimizers.stepping import check_length, check_steps
+    from sparkdl.train.optimizers.stepping import check_length, check_schedule, check_steps
 
     config = request.config
     strategy: SyncStrategy = config.sync_strategy
@@ -698,6 +698,7 @@ def check_training(
             again = partial(_new_optimizer, module, config)
             check_steps(optimizer, scheduler, config, sparse, again)
             if config.scheduler is not None and schedule is not None:
+                check_schedule(optimizer, config.scheduler)
                 fewest = config.epochs  # with one step each
                 if config.max_steps >= 0:
                     fewest = min(config.max_steps, fewest)

@@ -6,6 +6,7 @@ some want a closure, which computes loss and gradients anew (L-BFGS, SAM).
 
 from __future__ import annotations
 
+import copy
 import inspect
 import logging
 import warnings
@@ -31,6 +32,7 @@ from sparkdl.train.optimizers.nested_states import (
     give_state,
     is_known,
     kept_values,
+    options_of,
     plain_state,
 )
 from sparkdl.train.optimizers.optimizers import Schedule
@@ -397,6 +399,44 @@ def _problem(schedule: Schedule, num_steps: int) -> str | None:
                 "each step, not each epoch: give it as many (total_steps), or set maxSteps"
             )
     return None
+
+
+def check_schedule(optimizer: torch.optim.Optimizer, make: Callable[[Any], Any]) -> None:
+    """Refuse a schedule of which a new one cannot go on as this would; raises ConfigError.
+
+    It gets a small optimizer with the groups of ``optimizer``; one that wants another is not tried.
+    """
+    groups = options_of(optimizer)
+    found = []
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch wants steps of the optimizer in between
+        try:
+            for _ in range(2):
+                own = [
+                    {**copy.deepcopy(g), "params": [nn.Parameter(torch.zeros(1))]} for g in groups
+                ]
+                schedule = make(torch.optim.Optimizer(own, {}))
+                if not found:
+                    schedule.step()
+                    schedule.step()
+                else:
+                    for one, other in zip(_kept_by(schedule), _kept_by(found[0]), strict=True):
+                        give_state(one, _copied(plain_state(other)))
+                found.append(schedule)
+            rates = [[(s.step(), options_of(s.optimizer))[1] for _ in range(3)] for s in found]
+        except Exception as error:  # whatever a schedule of the user's own raises
+            logger.debug("a schedule is not tried: %s", error)
+            return
+    if pack(rates[0])[0] != pack(rates[1])[0]:
+        raise ConfigError(
+            f"a new scheduler {type(found[0]).__name__} that gets the state of another goes on "
+            "otherwise, so training could not go on after a restart; let it count by last_epoch, "
+            "by what it gets, or in attributes, not in variables of functions"
+        )
+
+
+def _kept_by(schedule: Any) -> tuple[Any, Any]:
+    return schedule.optimizer, schedule
 
 
 def check_kept(what: str, owner: Any) -> None:

@@ -11,6 +11,16 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
+from torch.optim.lr_scheduler import (
+    CosineAnnealingLR,
+    CyclicLR,
+    LambdaLR,
+    LinearLR,
+    LRScheduler,
+    OneCycleLR,
+    SequentialLR,
+)
+from torch.optim.swa_utils import SWALR
 
 from sparkdl.data.batches import Batches
 from sparkdl.data.plan import RoundPart
@@ -21,9 +31,11 @@ from sparkdl.storage.checkpoint_format import decode, encode
 from sparkdl.storage.tensor_tree import snapshot
 from sparkdl.sync.module_tensors import tensors_of
 from sparkdl.train.callbacks import Callback, CallbackState, NullObserver
+from sparkdl.train.optimizers.nested_states import give_state, plain_state
 from sparkdl.train.optimizers.optimizers import resolve_optimizer
-from sparkdl.train.optimizers.stepping import check_steps
+from sparkdl.train.optimizers.stepping import check_schedule, check_steps
 from sparkdl.train.round_replica import RoundReplica
+from sparkdl.train.training_state import method_of
 from tests.gang import Gang
 from tests.train.optimizers.test_stepping import config_of, make_net
 from tests.train.runs import make_data, plan_for, run, weights
@@ -129,6 +141,25 @@ class Flat(torch.optim.SGD):
         self.flat.sub_(gradients, alpha=0.1)
 
 
+class NoGroups(torch.optim.Optimizer):
+    """Has a state dict of its own form, without groups."""
+
+    def __init__(self, params: Any, lr: float = 0.1) -> None:
+        super().__init__(params, {"lr": lr})
+        self.inner = torch.optim.SGD(self.param_groups, lr=lr, momentum=0.9)
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.inner.param_groups:
+            group["lr"] = self.param_groups[0]["lr"]
+        self.inner.step()
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"inner": self.inner.state_dict()}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.inner.load_state_dict(state_dict["inner"])
+
+
 class Hook:
     """A hook of steps that follows a mean."""
 
@@ -171,7 +202,7 @@ def noisy(params: Any) -> torch.optim.Optimizer:
     return Noisy(params, lr=0.05)
 
 
-KINDS = [keeps_gradients, beginning, CountsFirst, SlowWeights, Anchored, Flat, hooked]
+KINDS = [keeps_gradients, beginning, CountsFirst, SlowWeights, Anchored, Flat, hooked, NoGroups]
 
 
 def plain_loop(make: Any, rows: list[int]) -> torch.Tensor:
@@ -372,9 +403,82 @@ def test_what_steps_otherwise_with_the_state_of_another_is_refused(make: Any) ->
         checked(make)
 
 
+class Calls:
+    """A factor that counts its calls in an attribute, which torch keeps."""
+
+    def __init__(self) -> None:
+        self.calls = 0
+
+    def __call__(self, step: int) -> float:
+        self.calls += 1
+        return 1 / self.calls
+
+
+def by_variable(optimizer: torch.optim.Optimizer) -> LRScheduler:
+    calls = list[int]()
+
+    def factor(step: int) -> float:
+        calls.append(step)
+        return 1 / len(calls)
+
+    return LambdaLR(optimizer, factor)
+
+
+class OfItsOwn(LRScheduler):
+    """Forgets in load_state_dict() what it has in an attribute."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self.t = 0
+        super().__init__(optimizer)
+
+    def get_lr(self) -> list[float]:
+        self.t += 1
+        return [base / self.t for base in self.base_lrs]
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        super().load_state_dict({**state_dict, "t": 0})
+
+
+def small_optimizer() -> torch.optim.Optimizer:
+    groups = [{"params": [p], "lr": 0.1 * (n + 1)} for n, p in enumerate(make_net().parameters())]
+    return torch.optim.SGD(groups, momentum=0.9)
+
+
+@pytest.mark.parametrize("make", [by_variable, OfItsOwn])
+def test_a_schedule_that_forgets_is_refused(make: Any) -> None:
+    with pytest.raises(ConfigError, match=r"a new scheduler .* goes on otherwise"):
+        check_schedule(small_optimizer(), make)
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda o: LambdaLR(o, Calls()),
+        lambda o: OneCycleLR(o, 0.1, total_steps=30),
+        lambda o: SequentialLR(o, [LinearLR(o, 0.1), CosineAnnealingLR(o, 9)], [3]),
+        lambda o: CyclicLR(o, 0.01, 0.1, step_size_up=2),
+        lambda o: SWALR(o, 0.01, 4),
+    ],
+)
+def test_a_schedule_that_goes_on_is_not(make: Any) -> None:
+    check_schedule(small_optimizer(), make)
+
+
 def test_what_gets_parameters_later_is_refused() -> None:
     with pytest.raises(ConfigError, match="Growing fails after some steps, or a new one"):
         checked(Growing)
+
+
+def test_groups_come_along_where_a_state_dict_has_none() -> None:
+    one, other = NoGroups(make_net().parameters()), NoGroups(make_net().parameters())
+    one.param_groups[0]["lr"] = 0.02  # as a schedule or a callback does
+    state = plain_state(one)
+    assert state["param_groups"] == [{"lr": 0.02}]
+    give_state(other, state)
+    assert other.param_groups[0]["lr"] == 0.02
+    config = config_of(NoGroups)
+    (options,) = method_of(config, make_net(), "gang").options
+    assert options["lr"] == 0.1
 
 
 def clamped(params: Any) -> torch.optim.Optimizer:
