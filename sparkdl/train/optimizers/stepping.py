@@ -406,15 +406,14 @@ def check_schedule(optimizer: torch.optim.Optimizer, make: Callable[[Any], Any])
 
     It gets a small optimizer with the groups of ``optimizer``; one that wants another is not tried.
     """
-    groups = options_of(optimizer)
-    found = []
+    groups, found = options_of(optimizer), list[Any]()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # torch wants steps of the optimizer in between
         try:
             for _ in range(2):
-                own = [
-                    {**copy.deepcopy(g), "params": [nn.Parameter(torch.zeros(1))]} for g in groups
-                ]
+                own: list[dict[str, Any]] = copy.deepcopy(groups)
+                for group in own:
+                    group["params"] = [nn.Parameter(torch.zeros(1))]
                 schedule = make(torch.optim.Optimizer(own, {}))
                 if not found:
                     schedule.step()
@@ -423,11 +422,14 @@ def check_schedule(optimizer: torch.optim.Optimizer, make: Callable[[Any], Any])
                     for one, other in zip(_kept_by(schedule), _kept_by(found[0]), strict=True):
                         give_state(one, _copied(plain_state(other)))
                 found.append(schedule)
-            rates = [[(s.step(), options_of(s.optimizer))[1] for _ in range(3)] for s in found]
+            rates = [
+                [(one.step(), pack(options_of(one.optimizer))[0])[1] for _ in range(3)]
+                for one in found
+            ]
         except Exception as error:  # whatever a schedule of the user's own raises
             logger.debug("a schedule is not tried: %s", error)
             return
-    if pack(rates[0])[0] != pack(rates[1])[0]:
+    if rates[0] != rates[1]:
         raise ConfigError(
             f"a new scheduler {type(found[0]).__name__} that gets the state of another goes on "
             "otherwise, so training could not go on after a restart; let it count by last_epoch, "
