@@ -27,7 +27,7 @@ from sparkdl.train.objective.lightning import TrainerStandIn
 from sparkdl.train.objective.loss import LossFunction
 from sparkdl.train.objective.metrics import Metrics
 from sparkdl.train.objective.training_step import StepLoss, objective_of
-from sparkdl.train.optimizers.nested_states import give_state, plain_state
+from sparkdl.train.optimizers.nested_states import begin_states, give_state, plain_state
 from sparkdl.train.optimizers.optimizers import Schedule, make_scheduler, resolve_optimizer
 
 
@@ -200,6 +200,7 @@ def make_replica(
         from sparkdl.sync.divided.dividing import compiled_layers
 
         compile_in_place(module, device, example, compiled_layers(module))
+    begin_states(synchronizer.optimizer)
     try:
         schedule = make_scheduler(
             config, synchronizer.optimizer, make_optimizer, plan.steps_per_epoch

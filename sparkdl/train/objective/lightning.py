@@ -30,7 +30,6 @@ from sparkdl.train.objective.manual import (
     is_manual,
 )
 from sparkdl.train.objective.metric_states import REDUCTIONS, give, merged, seen_by
-from sparkdl.train.optimizers.nested_states import begin_states
 
 if TYPE_CHECKING:
     from sparkdl.comm.communicator import Communicator
@@ -494,7 +493,6 @@ class OwnOptimizer:
                 f"strategy must leave them in the module; it has {len(has)} of {len(wanted)}; set "
                 "optimizer= instead"
             )
-        begin_states(optimizer)
         return optimizer
 
     @contextlib.contextmanager

@@ -1,7 +1,8 @@
 """States of optimizers and schedules as plain values, whatever they hold.
 
 A schedule may have another schedule as an attribute, and torch's ``state_dict()`` then holds the
-object itself. An optimizer may keep more than its ``state_dict()`` tells; see `attributes`.
+object itself. An optimizer may keep more than its ``state_dict()`` tells; see
+`sync.optimizer_attributes`.
 """
 
 from __future__ import annotations
@@ -13,14 +14,14 @@ import torch
 
 from sparkdl.storage.tensor_tree import pack
 from sparkdl.sync.module_tensors import fingerprint
-from sparkdl.train.objective.manual import SeveralOptimizers
-from sparkdl.train.optimizers.attributes import (
+from sparkdl.sync.optimizer_attributes import (
     attributes,
     give_attributes,
     has_state,
     note_first,
     same_objects,
 )
+from sparkdl.train.objective.manual import SeveralOptimizers
 
 _INSIDE = "the state of"
 BESIDES = "attributes"

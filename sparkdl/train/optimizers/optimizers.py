@@ -25,7 +25,6 @@ from sparkdl.train.objective.divergence import warn_if_nan
 from sparkdl.train.objective.lightning import OwnOptimizer, is_lightning
 from sparkdl.train.objective.manual import SeveralSchedules, complete
 from sparkdl.train.optimizers.large_batch import LAMB, LARS
-from sparkdl.train.optimizers.nested_states import begin_states
 
 _OF_COMPILER = "__dynamo_disable"
 """Attribute of a function that has what is called in its place."""
@@ -191,7 +190,6 @@ def resolve_optimizer(config: TrainConfig, module: nn.Module | None = None) -> M
         if not isinstance(made, torch.optim.Optimizer):
             raise ConfigError(f"optimizer must make a torch.optim.Optimizer; received {made!r}")
         complete(made)
-        begin_states(made)
         if can_fuse and kind is torch.optim.SGD:
             made.register_step_pre_hook(_begin_momentum)
         return made

@@ -23,10 +23,11 @@ from sparkdl.sync.asynchronous.async_sgd import AsyncSGD
 from sparkdl.sync.averaging.averaging import AveragingStrategy
 from sparkdl.sync.gradients.allreduce import AllReduce
 from sparkdl.sync.module_tensors import fingerprint
+from sparkdl.sync.optimizer_attributes import left_out
 from sparkdl.train.objective.manual import SeveralSchedules
-from sparkdl.train.optimizers.attributes import left_out
 from sparkdl.train.optimizers.nested_states import (
     BESIDES,
+    begin_states,
     give_state,
     is_known,
     kept_values,
@@ -167,6 +168,7 @@ def check_steps(
     if is_known(optimizer):
         check_kept("scheduler", scheduler)
         return
+    begin_states(optimizer)
     before = left_out(optimizer)
     try:
         stepper = step_once(optimizer, sparse)

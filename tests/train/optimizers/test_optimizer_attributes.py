@@ -21,7 +21,7 @@ from sparkdl.storage.checkpoint_format import decode, encode
 from sparkdl.storage.tensor_tree import snapshot
 from sparkdl.sync.asynchronous.async_sgd import AsyncSGD
 from sparkdl.train.callbacks import NullObserver
-from sparkdl.train.optimizers.nested_states import give_state, plain_state
+from sparkdl.train.optimizers.nested_states import begin_states, give_state, plain_state
 from sparkdl.train.optimizers.optimizers import resolve_optimizer
 from sparkdl.train.optimizers.stepping import check_steps
 from sparkdl.train.round_replica import RoundReplica
@@ -117,7 +117,9 @@ def parameters_of(optimizer: torch.optim.Optimizer) -> list[Any]:
 
 
 def made(kind: Any, module: nn.Module) -> torch.optim.Optimizer:
-    return resolve_optimizer(config_of(kind), module)(module.parameters())
+    optimizer = resolve_optimizer(config_of(kind), module)(module.parameters())
+    begin_states(optimizer)
+    return optimizer
 
 
 def steps(module: nn.Module, optimizer: torch.optim.Optimizer, numbers: range) -> None:
