@@ -163,7 +163,7 @@ class _Writer:
             self._inside.pop()
 
     def _written(self, value: Any, path: str) -> Written:
-        if has_state(value) and not isinstance(value, nn.Module):
+        if has_state(value) and not self._trains(value):
             return ["state", self._state(value, tuple(self._inside[:-1]))]
         if isinstance(value, torch.Tensor):
             if self._is_plain(value):
@@ -190,6 +190,12 @@ class _Writer:
             return ["plain", value]
         self.left[path] = value
         return ["left"]
+
+    def _trains(self, value: Any) -> bool:
+        """True for a module of which parameters train, which are kept elsewhere."""
+        return isinstance(value, nn.Module) and any(
+            id(parameter) in self._numbers for parameter in value.parameters()
+        )
 
     def _key(self, key: Any) -> Written | None:
         """A mapping's key; ids of parameters, which another process has not, by their numbers."""
