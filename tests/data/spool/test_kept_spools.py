@@ -351,6 +351,7 @@ def _race(directory: str, number: int) -> None:
             clean(directory)
 
 
+@pytest.mark.slow
 def test_folders_of_any_depth_are_removed(tmp_path: Path) -> None:
     own = keep(tmp_path)
     put(own)
