@@ -87,7 +87,7 @@ class Access:
             self._ranks: dict[int, str] = {}
 
     def caller(self, shown: str) -> Caller:
-        """Return the caller who shows these; raise Unauthenticated: nobody of this attempt does."""
+        """Return the caller who shows this; Unauthenticated if nobody of this attempt does."""
         scheme, secret, number, rank_secret, *_ = [*shown.split(" "), "", "", ""]
         with self._lock:
             if scheme != "Bearer" or not _equal(secret, self.secret):

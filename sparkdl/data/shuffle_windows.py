@@ -25,7 +25,7 @@ _WINDOW_SHARE = 8
 
 @dataclass(frozen=True, kw_only=True)
 class Windows:
-    """The windows in which rows are mixed that do not fit into memory; see `data.shuffle`."""
+    """The windows for mixing rows that do not fit into memory together; see `data.shuffle`."""
 
     group_rows: int
     """Neighbouring rows that are read in one piece."""

@@ -97,7 +97,7 @@ def give_attributes(
 
 
 def left_out(optimizer: torch.optim.Optimizer) -> dict[str, tuple[str, Any]]:
-    """Return the type and the digest of each attribute that no checkpoint holds, by its path."""
+    """Return type and digest of each value in attributes that no checkpoint holds, by its path."""
     writer = _Writer(optimizer, lambda *_: None)
     for name, value in _own(optimizer):
         writer.written(value, name)

@@ -46,7 +46,7 @@ class Observer(Protocol):
         """Report what a classifier takes for what after ``epoch``: rows by label and prediction."""
 
     def layers(self, step: int, found: Mapping[str, Any]) -> None:
-        """Report what a look after ``step`` has found; see `RunListener.layers`."""
+        """Report what was found in the layers after ``step``; see `RunListener.layers`."""
 
 
 class NullObserver:

@@ -114,7 +114,7 @@ class ShardGather:
         self._order = [places[shard] for shard in range(len(places))]
 
     def bytes(self, own: Sequence[bytes]) -> list[bytes]:
-        """Gather what ranks have for their shards, as one entry for each of all; collective."""
+        """Gather what ranks have for their shards, as one list over all shards; collective."""
         padded = [*own, *[b""] * (self._most - self._own)]
         found = [self._comm.all_gather_bytes(data) for data in padded]
         return [found[place % self._most][place // self._most] for place in self._order]

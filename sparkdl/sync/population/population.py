@@ -98,7 +98,7 @@ class Competition(PopulationStrategy):
         self.domains(first_values(optimizer, self.mutations))
 
     def cost(self, record: Mapping[str, float]) -> float:
-        """Return the measured value that a member shall make small; ConfigError if it is absent."""
+        """Return the cost of a member, which is to be small; ConfigError if it was not measured."""
         if self.monitor not in record:
             raise ConfigError(
                 f"{type(self).__name__} judges by {self.monitor!r}, which is not measured; "
