@@ -14,7 +14,7 @@ import torch
 
 
 class Messages(Protocol):
-    """What of a communicator a tree needs."""
+    """The part of a communicator that a tree needs."""
 
     rank: int
     world_size: int

@@ -1,4 +1,4 @@
-"""What an optimizer of the user's own keeps outside of its ``state_dict()``, as plain values.
+"""The attributes of a user's own optimizer outside of its ``state_dict()``, as plain values.
 
 It may count steps, keep means of weights or hold another optimizer in attributes, of which torch's
 ``state_dict()`` knows nothing. Without them a restart, or the next round, would go on otherwise.
@@ -97,7 +97,7 @@ def give_attributes(
 
 
 def left_out(optimizer: torch.optim.Optimizer) -> dict[str, tuple[str, Any]]:
-    """What no checkpoint holds of the attributes: its type, and what tells it from another."""
+    """Return type and digest of each value in attributes that no checkpoint holds, by its path."""
     writer = _Writer(optimizer, lambda *_: None)
     for name, value in _own(optimizer):
         writer.written(value, name)
@@ -315,7 +315,7 @@ def _is_of_user(value: Any) -> bool:
 
 
 def _digest(value: Any) -> Any:
-    """What tells a value from what it was before, in this process; code does not change."""
+    """Return what shows whether a value has changed in this process; code does not change."""
     if callable(value) or isinstance(value, types.ModuleType | nn.Module):
         return None
     try:

@@ -1,4 +1,4 @@
-"""Those who watch training; what callbacks may ask for, and how the ranks agree on it.
+"""Callbacks and observers of training: what callbacks may ask for, and how ranks agree on it.
 
 Callbacks are the user's, on every rank; the `Observer` is the worker's way to the driver.
 """
@@ -21,7 +21,7 @@ Phase = Literal["setup", "train", "evaluate", "checkpoint", "finish"]
 
 
 class Observer(Protocol):
-    """Where a rank reports what it does. Must be quick: `step` is called at every step."""
+    """Receives what a rank reports; must be quick, as `step` is called at every step."""
 
     def step(self, *, epoch: int, step: int, loss: float, rows: int) -> None:
         """A step was completed.
@@ -43,10 +43,10 @@ class Observer(Protocol):
         """An evaluation, such as that of an epoch's end; ``record`` is its entry in the history."""
 
     def confusion(self, epoch: float, counts: Sequence[Sequence[float]]) -> None:
-        """What a classifier takes for what, after ``epoch``: rows by label and prediction."""
+        """Report what a classifier takes for what after ``epoch``: rows by label and prediction."""
 
     def layers(self, step: int, found: Mapping[str, Any]) -> None:
-        """What a look after ``step`` has found; see `RunListener.layers`."""
+        """Report what was found in the layers after ``step``; see `RunListener.layers`."""
 
 
 class NullObserver:
@@ -60,7 +60,7 @@ class NullObserver:
 
 @dataclass(frozen=True)
 class Request:
-    """What the callbacks of a rank have asked for."""
+    """The request of a rank's callbacks."""
 
     stop: bool = False
     save: bool = False
@@ -99,13 +99,13 @@ class Requests:
         self._asked = replace(self._asked, **wanted)
 
     def take(self, step: int) -> Request:
-        """What was asked for since this was last called; of several learning rates the last."""
+        """Return what was asked for since the last call; of several learning rates the last."""
         self.taken_at = step
         taken, self._asked = self._asked, Request()
         return taken
 
     def state_dict(self) -> dict[str, Any]:
-        """What a checkpoint must hold of it."""
+        """Return the state that a checkpoint must hold."""
         return {"asked": asdict(self._asked), "taken_at": self.taken_at}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -123,7 +123,7 @@ NO_PLACE = "state.save() needs a place for checkpoints; set checkpointDir"
 
 
 def agreed(own: Request, comm: Communicator, device: torch.device, step: int) -> Request:
-    """What the callbacks of all ranks have asked for, given this rank's ``own``. Collective.
+    """Return the request of all ranks' callbacks, given this rank's ``own``; collective.
 
     Raises:
         ConfigError: not all have asked for the same; names a rank.
@@ -149,7 +149,7 @@ def agreed(own: Request, comm: Communicator, device: torch.device, step: int) ->
 
 @dataclass(frozen=True, kw_only=True)
 class CallbackState:
-    """What a callback sees of training, and what it may ask for.
+    """The state of training that a callback sees, and the requests that it may make.
 
     All ranks must ask for the same. What `on_evaluation_end` and `on_epoch_end` ask for is done at
     once. What `on_step_end` asks for is done when a round is closed, every ``Callback.acts_every``
@@ -246,7 +246,7 @@ class Callback:
         """Training is over; the model has its final weights."""
 
     def state_dict(self) -> dict[str, Any]:
-        """What checkpoints shall hold of it: plain values and tensors. That of rank 0 is kept."""
+        """Return the state for checkpoints, as plain values and tensors; that of rank 0 is kept."""
         return {}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -292,7 +292,7 @@ def call_evaluated(
 
 
 def states_of(callbacks: Iterable[Any]) -> dict[str, Any]:
-    """What checkpoints hold of callbacks, by their classes and their places among these."""
+    """Return the states of callbacks for checkpoints, by their classes and places among these."""
     return {name: callback.state_dict() for name, callback in _named(callbacks)}
 
 

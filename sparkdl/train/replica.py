@@ -59,13 +59,13 @@ class Replica:
 
     @property
     def lightning(self) -> TrainerStandIn | None:
-        """What calls the steps and hooks of a LightningModule; None: the module is another."""
+        """The caller of a LightningModule's steps and hooks; None: the module is another."""
         step = self.loss.step if isinstance(self.loss, StepLoss) else None
         return step if isinstance(step, TrainerStandIn) else None
 
     @property
     def collector(self) -> TrainerStandIn | Metrics | None:
-        """What takes note of values over the samples of training; None: nothing does."""
+        """The collector of values over the samples of training; None: nothing notes them."""
         return self.lightning or self.training_metrics
 
     @property
@@ -124,7 +124,7 @@ class Replica:
         give_tensors(self.own_module, weights)
 
     def state_dict(self) -> dict[str, Any]:
-        """What training has made of it; the tensors are the replica's own, not copies.
+        """Return the state that training has made; the tensors are the replica's own, not copies.
 
         Of a module that is divided only buffers, and not the optimizer's state: see
         `DividedState.part`.

@@ -39,7 +39,7 @@ OnEpoch: TypeAlias = Callable[..., None]
 
 @dataclass(frozen=True, kw_only=True)
 class Attempt:
-    """What one trial shall train."""
+    """One trial to train: its name, folder and values."""
 
     number: int
     name: str
@@ -50,7 +50,7 @@ class Attempt:
 
 @dataclass(frozen=True, kw_only=True)
 class Fitted:
-    """What came of a trial that was trained to its end."""
+    """The results of a trial that was trained to its end."""
 
     model: Any
     history: Sequence[Record]
@@ -244,7 +244,7 @@ class _Watch:
         """True from when the fit shall end; epochs may come until it has."""
 
     def value(self, record: Record, name: str) -> float:
-        """What a record has of a value that trials are judged by; raises UnknownMonitor."""
+        """Return a record's value by which trials are judged; raises UnknownMonitor."""
         if name not in record:
             raise UnknownMonitor(
                 f"trials are judged by {name!r}, which the history does not have; it has "
@@ -253,7 +253,7 @@ class _Watch:
         return record[name]
 
     def seen(self) -> dict[str, Any]:
-        """What is known of a trial that did not come to its end."""
+        """Return what is known of a trial that did not come to its end."""
         history = list(self._records.values())
         last = history[-1] if history else {}
         values = {name: last.get(name, math.nan) for name in self._search.options.monitors}

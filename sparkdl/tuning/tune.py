@@ -223,7 +223,7 @@ class TrialResult(Generic[E]):
 
     @property
     def model_path(self) -> str | None:
-        """Where its model is kept; None: nowhere."""
+        """The place where the trial's model is kept; None: nowhere."""
         path = self._result.path
         return None if path is None else _model_path(path, self.number)
 
@@ -253,7 +253,7 @@ class TrialResult(Generic[E]):
 
 @dataclass(frozen=True, kw_only=True, repr=False)
 class TuneResult(Generic[E]):
-    """What `tune` has found.
+    """The results of `tune`.
 
     With one value to judge by, ``best_...`` tell of the best trial. With several, ``front`` has the
     trials that no other beats in all of them.
@@ -299,7 +299,7 @@ class TuneResult(Generic[E]):
 
     @property
     def best_value(self) -> float:
-        """What the best trial has reached."""
+        """The value that the best trial has reached."""
         return next(iter(self.best.values.values()))
 
     @property

@@ -26,7 +26,7 @@ _OURS = {FINISHED, LABELS, BAD_FILES, WORK, *SPLITS}
 
 @dataclass(frozen=True, kw_only=True)
 class Record:
-    """What became of the files of one part."""
+    """The result for the files of one part."""
 
     rows: int
     """In the Parquet file; there is no file without rows."""
@@ -38,7 +38,7 @@ class Record:
 
 @dataclass(frozen=True, kw_only=True)
 class Report:
-    """What a finished run has made; the contents of ``prepare.json``."""
+    """The results of a finished run; the contents of ``prepare.json``."""
 
     path: str
     files: Mapping[str, int]
@@ -138,7 +138,7 @@ class Ledger:
         return self.report()
 
     def report(self) -> Report:
-        """What a finished run has made."""
+        """Return the results of a finished run."""
         summary = self._read(FINISHED)
         assert summary is not None, "the run is not finished"
         lines = self.storage.read(BAD_FILES).decode().splitlines() if summary["bad"] else []

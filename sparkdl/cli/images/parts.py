@@ -34,12 +34,12 @@ class Part:
 
     @property
     def name(self) -> str:
-        """Of the split and number, for records."""
+        """Name of the split and number, for records."""
         return f"{self.split}-{self.number:05d}"
 
     @property
     def path(self) -> str:
-        """Of the Parquet file, below the output's folder."""
+        """Path of the Parquet file, below the output's folder."""
         return f"{self.split}/part-{self.number:05d}.parquet"
 
 
@@ -64,7 +64,7 @@ def make_parts(paths: Sequence[str], split: SplitSection, rows_per_file: int) ->
 
 
 def digest_of(source: pa.Table, names: Sequence[str], job: PrepareJob) -> Mapping[str, Any]:
-    """What must be equal for a run to go on where another stopped: files, classes, options."""
+    """Return what must be equal to go on where a run stopped: files, classes, options."""
     content = hashlib.blake2b(digest_size=16)
     order = np.argsort(np.asarray(source["path"].to_pylist(), dtype=object))
     for batch in source.take(pa.array(order)).to_batches(max_chunksize=65536):
@@ -79,7 +79,7 @@ def digest_of(source: pa.Table, names: Sequence[str], job: PrepareJob) -> Mappin
 
 
 def difference(before: Mapping[str, Any], now: Mapping[str, Any]) -> str | None:
-    """What tells two runs apart, in words; None if nothing does."""
+    """Describe a difference between two runs in words; None if there is none."""
     if before.get("version") != now["version"]:
         return "it was prepared by another version of sparkdl"
     for section, value in now["options"].items():

@@ -146,7 +146,7 @@ class PartWriter:
         return {urls[row["path"]]: row["reason"] for row in rows}
 
     def _watched(self, work: _Work) -> partial[Iterator[pa.RecordBatch]]:
-        """What a task does, whose process is ended if it hangs."""
+        """Return the function of a task, whose process is ended if it hangs."""
         seconds = session_settings(self.spark).heartbeat_timeout_seconds
         return partial(_work_watched, work=work, options=self.options, seconds=seconds)
 

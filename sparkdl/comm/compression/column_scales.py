@@ -161,11 +161,11 @@ class ColumnCodec(Codec):
 
     @abstractmethod
     def _measure(self, block: torch.Tensor, scratch: Scratch) -> torch.Tensor:
-        """What must be known of a block ``(columns, length)``: ``(kinds, columns)``."""
+        """Measure what must be known of a block ``(columns, length)``: ``(kinds, columns)``."""
 
     @abstractmethod
     def _join(self, measured: torch.Tensor, more: torch.Tensor) -> torch.Tensor:
-        """What is known of two blocks of the same column."""
+        """Join what was measured of two blocks of the same column."""
 
     @abstractmethod
     def _fit(self, measured: torch.Tensor) -> torch.Tensor:

@@ -47,7 +47,7 @@ _ABANDONED_SECONDS = 3600.0
 
 @dataclass(frozen=True, kw_only=True)
 class Keep:
-    """Where the shards of a table are kept, and under which key."""
+    """The directory where the shards of a table are kept, and their key."""
 
     directory: str
     key: str
@@ -273,7 +273,7 @@ def _remove_unused(folder: Path) -> int:
 
 
 def _is_free(path: Path, stack: contextlib.ExitStack) -> bool:
-    """Whether nobody has a lock on a path; then nobody else gets one until the stack ends.
+    """Return True if nobody has a lock on a path; nobody else then gets one until the stack ends.
 
     What this user may not read counts as in use. Links, pipes, sockets and devices, which are none
     of ours, are not opened: that may wait for ever.

@@ -1,4 +1,4 @@
-"""What tasks of ``evaluate`` and ``scores`` do.
+"""The tasks of ``evaluate`` and ``scores``.
 
 Each task evaluates its partition and gives one row, which holds its `evaluate_rows.Part`. This file
 imports nothing of Spark's machine learning, which takes a Python worker most of a second.

@@ -66,7 +66,7 @@ class OutputPlan:
 
     @property
     def spark_type(self) -> T.StructType:
-        """What the UDF returns: a struct of the flat columns."""
+        """The type that the UDF returns: a struct of the flat columns."""
         return T.StructType(
             [T.StructField(leaf.name, spark_type(leaf.arrow_type)) for leaf in self.leaves]
         )
@@ -96,7 +96,7 @@ def plan_outputs(
 
 
 def _making(value: Any, part: Output, item: Wanted, num_rows: int, leaves: list[Leaf]) -> Making:
-    """How a column, or the ``part`` of it that is ``value``, is made; notes its flat columns."""
+    """Return how to make a column or its ``part`` ``value``; add its flat columns to ``leaves``."""
     parts = children(value)
     if parts is None:
         return _flat(check_rows(value, num_rows, part), part, item, leaves)

@@ -189,7 +189,7 @@ class Population:
         self._notes.setdefault(key, {"step": step, "member": member}).update(values)
 
     def notes(self) -> list[Record]:
-        """What is known of the members, by step and member."""
+        """Return what is known of the members, by step and member."""
         return [self._notes[key] for key in sorted(self._notes)]
 
     def state_dict(self) -> dict[str, Any]:
@@ -286,7 +286,7 @@ class _Competition(Population, Stateful, ABC):
         """See `Replicas.train`."""
 
     def describe(self, member: int, step: int) -> Record:
-        """What else to note of ``member`` when it is measured after ``step`` steps."""
+        """Return what else to note of ``member`` when it is measured after ``step`` steps."""
         return self._values[member]
 
     def scores(self, step: int) -> list[Record]:
@@ -443,7 +443,7 @@ def parts_of(
     rival: Mapping[str, float] | None = None,
     may_diverge: bool = False,
 ) -> Parts:
-    """What a member's task gets, with the hyperparameters that are not what the user set.
+    """Return what a member's task gets, with the hyperparameters that are not what the user set.
 
     ``rival`` is what it trains with if it loses to the member with which it competes first.
     """

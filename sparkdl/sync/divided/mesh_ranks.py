@@ -38,7 +38,7 @@ class MeshRanks:
 
     @property
     def together(self) -> range:
-        """Which of ``readers`` train the same replica as this rank."""
+        """The ranks of ``readers`` that train the same replica as this rank."""
         first = self.readers.rank - self.shards.rank
         return range(first, first + self.shards.world_size)
 

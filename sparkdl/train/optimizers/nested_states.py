@@ -68,7 +68,7 @@ def give_state(owner: Any, state: Any) -> None:
 
 
 def kept_values(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    """What an optimizer keeps, by the names of its places, in a form that can be compared."""
+    """Return what an optimizer keeps, by the names of its places, in a form for comparisons."""
     state = plain_state(optimizer)
     places = {f"attribute {key}": v for one in state.pop(BESIDES, ()) for key, v in one.items()}
     found = {}

@@ -57,7 +57,7 @@ def without_compiler() -> Iterator[None]:
 def parameter_groups(
     module: nn.Module, options: Mapping[str, Mapping[str, Any]], *, may_thaw: bool = False
 ) -> Callable[[Sequence[nn.Parameter]], Groups]:
-    """What puts the parameters that train, or may come to train, into groups.
+    """Return a function that puts the parameters that train, or may come to train, into groups.
 
     The first group holds what no pattern means, unless that is nothing; the others follow in the
     order in which they were given. Reports and schedules that speak of the learning rate mean the
@@ -214,7 +214,7 @@ def _begin_momentum(optimizer: torch.optim.Optimizer, *_: Any) -> None:
 
 
 def _kind(config: TrainConfig, module: nn.Module | None) -> Any:
-    """What makes the optimizer: a class, a callable, or an `OwnOptimizer`.
+    """Return what makes the optimizer: a class, a callable, or an `OwnOptimizer`.
 
     Raises:
         ConfigError: the name is unknown.
@@ -232,7 +232,7 @@ def _kind(config: TrainConfig, module: nn.Module | None) -> Any:
 
 
 def _made(kind: Any, parameters: Any, options: Mapping[str, Any], where: str = "") -> Any:
-    """What ``kind`` makes.
+    """Make an optimizer of ``kind``.
 
     Raises:
         ConfigError: with the optimizer's reason to refuse the options.

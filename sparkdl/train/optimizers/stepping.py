@@ -1,4 +1,4 @@
-"""How optimizers are stepped that want more than a call of ``step()``, and what is refused.
+"""The steps of optimizers that want more than a call of ``step()``, and what is refused.
 
 Some have a ``train()`` and an ``eval()``, between which the weights differ (schedule-free ones);
 some want a closure, which computes loss and gradients anew (L-BFGS, SAM).
@@ -55,7 +55,7 @@ def set_mode(optimizer: torch.optim.Optimizer, *, trains: bool) -> None:
 
 
 def takes_closure(optimizer: torch.optim.Optimizer) -> bool | None:
-    """Whether ``step`` must have a closure; None: it may."""
+    """Return True if ``step`` must have a closure; None: it may."""
     try:
         found = list(inspect.signature(optimizer.step).parameters.values())
     except (TypeError, ValueError):
@@ -289,7 +289,7 @@ def check_length(
 
 
 def _problem(schedule: Schedule, num_steps: int) -> str | None:
-    """How a schedule fails within so many steps; None: it does not."""
+    """Describe how a schedule fails within so many steps; None: it does not."""
     scheduler: Any = schedule.scheduler
     times = 0 if schedule.monitors or isinstance(scheduler, SeveralSchedules) else num_steps
     times //= schedule.every
