@@ -47,8 +47,8 @@ def require_all(*rules: tuple[bool, str, object]) -> None:
 def direction(monitor: str, mode: Mode) -> Literal["min", "max"]:
     """Return ``max`` if larger values of a key of the history are better, otherwise ``min``.
 
-    ``auto`` goes by the name: larger ones of a metric that has one and is a share of what is right,
-    such as ``val_accuracy``, also of one of several labels; smaller ones of all else.
+    ``auto`` goes by the name: ``max`` for a metric that has one and is a share of what is right,
+    such as ``val_accuracy``, also of one of several labels; ``min`` for all else.
     """
     require(mode in get_args(Mode), "mode must be 'auto', 'min' or 'max'", mode)
     if mode != "auto":

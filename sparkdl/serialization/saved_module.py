@@ -487,7 +487,7 @@ def _buffers(module: nn.Module) -> dict[str, Any]:
 
 
 def _registered(module: nn.Module) -> dict[int, str]:
-    """Return what comes back by itself, wherever else a module refers to it, by identity."""
+    """Return names, by identity, of what comes back by itself wherever a module refers to it."""
     kinds = (module.named_parameters(), module.named_buffers(), module.named_modules())
     return {id(value): name for kind in kinds for name, value in kind}
 

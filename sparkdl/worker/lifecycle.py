@@ -1,4 +1,4 @@
-"""Runs a rank of a gang, whatever its work is.
+"""Every rank of a gang does the same, whatever its work is.
 
 It meets the others, joins torch's process group, works, and reports the result to the driver. It
 knows nothing of Spark: the launcher gives it an environment and an order.

@@ -229,7 +229,7 @@ class Attributes:
     def _all_marks(
         self, held: dict[tuple[str, str], list[Any]] | None = None
     ) -> dict[tuple[str, str], Any]:
-        """Return what tells attributes from others; ``held`` gets the objects in each."""
+        """Return each attribute's mark, to see if it changes; ``held`` gets the objects in each."""
         known, found = self._known(), {}
         for layer, key, value in _values(self._module):
             objects: list[Any] = []
@@ -458,7 +458,7 @@ def _put(whole: Any, steps: list[Any], value: Any) -> Any:
 
 
 def _layers(module: nn.Module) -> dict[str, Any]:
-    """Return what makes each layer what it is, for this process."""
+    """Return each layer's class, parts, parameters and hooks, as this process knows them."""
 
     def hooks(owner: Any, registers: Any) -> list[list[int]]:
         found = (getattr(owner, register, None) or {} for register in registers)
@@ -567,7 +567,7 @@ class _Marking(Pickler):
 
 
 def _mark(value: Any, known: _Known, held: list[Any]) -> Any:
-    """Return what tells one value from another in this process; None: it is no matter."""
+    """Return a mark that other values do not have in this process; None: it is no matter."""
     if _is_of_training(value):
         return None
     if type(value) in _PLAIN:
