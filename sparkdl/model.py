@@ -120,7 +120,7 @@ class TorchModel(Model, CheckedParams, Saved, MLReadable["TorchModel"], ModelAcc
 
     @property
     def trainingState(self) -> TrainingState | None:
-        """What a fit with ``initialState`` goes on from; None without ``keepTrainingState``."""
+        """The state from which ``initialState`` goes on; None without ``keepTrainingState``."""
         return self._training_state
 
     @property
@@ -130,7 +130,7 @@ class TorchModel(Model, CheckedParams, Saved, MLReadable["TorchModel"], ModelAcc
 
     @property
     def summary(self) -> TrainingSummary:
-        """How the model was trained.
+        """The summary of how the model was trained.
 
         Raises:
             SparkDLError: there is no summary.
@@ -188,7 +188,10 @@ class TorchModel(Model, CheckedParams, Saved, MLReadable["TorchModel"], ModelAcc
         inputs: Sequence[SparkColumn],
         look: Callable[[nn.Module, Arguments], T],
     ) -> T:
-        """What is found of a copy of the module on zeros; if it fails there, on the first rows."""
+        """Return what ``look`` finds in a copy of the module on zeros.
+
+        If it fails there, it looks on the first rows.
+        """
         zeros, known = example_arguments(self._columns), self._module
         # What is shown of a module that lies in a storage is a copy already.
         module = travelled(known, copies=True) if isinstance(known, nn.Module) else known
@@ -387,7 +390,7 @@ class TorchModel(Model, CheckedParams, Saved, MLReadable["TorchModel"], ModelAcc
     def _evaluate_task(
         self, dataset: DataFrame, metrics: Mapping[str, Any], curves: bool | Sequence[int] | None
     ) -> tuple[evaluate_task.EvaluateTask, list[SparkColumn]]:
-        """What the tasks of an evaluation do, and the columns that they get."""
+        """Return the task of an evaluation, and the columns that it gets."""
         if self.getOrDefault("loss") == param_table.UNKNOWN_LOSS:
             raise ConfigError(f"the loss of {self.uid} could not be saved with it; pass loss=...")
         labels, label_col, loss = (

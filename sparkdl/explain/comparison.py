@@ -222,7 +222,7 @@ def choose_workers(option: Option) -> Choice:
 
 
 def recommend(ladder: Sequence[Option], planned: Option, num_workers: int) -> Recommendation:
-    """What `choose_strategy` and `choose_workers` take, and raise, with what else speaks for it."""
+    """Return what `choose_strategy` and `choose_workers` choose, and why; raises as they do."""
     strategy, chosen = choose_strategy(ladder)
     workers, best = choose_workers(chosen), chosen.best
     is_one_machine = best.nodes == 1 and any(
@@ -262,7 +262,7 @@ def recommend(ladder: Sequence[Option], planned: Option, num_workers: int) -> Re
 
 
 def _usable(options: Sequence[Option]) -> list[Option]:
-    """Those that can be used; raises ConfigError if there is none."""
+    """Return the options that can be used; raises ConfigError if there is none."""
     if usable := [option for option in options if option.predictions]:
         return usable
     names = " or ".join(option.name for option in options)

@@ -48,7 +48,7 @@ class Compute:
         return self.fixed_seconds + rows * self.row_seconds
 
     def mean_seconds(self, rows: float) -> float:
-        """What steps take on the average over steps and workers."""
+        """Return the mean seconds of a step over steps and workers."""
         spread = self.step_spread**2 + self.rank_spread**2
         return self.median_seconds(rows) * math.exp(spread / 2)
 
@@ -70,7 +70,7 @@ class Compute:
 
 @dataclass(frozen=True, kw_only=True)
 class Layout:
-    """Where workers are, and how many of them run at a time."""
+    """The places of workers, and how many of them run at a time."""
 
     world_size: int
     num_nodes: int
@@ -84,7 +84,7 @@ class Layout:
 
     @property
     def num_waves(self) -> int:
-        """How often tasks follow each other in a slot, where there are fewer than workers."""
+        """Tasks that run one after the other in a slot, where slots are fewer than workers."""
         return -(-self.world_size // self.at_once)
 
     @property
@@ -95,7 +95,7 @@ class Layout:
 
 @dataclass(frozen=True, kw_only=True)
 class Network:
-    """How fast ranks exchange."""
+    """The speed at which ranks exchange data."""
 
     messages: Link
     """Between two ranks, by messages."""
@@ -156,7 +156,7 @@ def fit_line(points: Sequence[tuple[float, float]]) -> tuple[float, float]:
 
 @dataclass(frozen=True, kw_only=True)
 class Stages:
-    """What rounds on plain Spark stages cost."""
+    """The costs of rounds on plain Spark stages."""
 
     fixed_seconds: float
     """Of a round, beyond its steps."""
@@ -170,7 +170,7 @@ class Stages:
 
 @dataclass(frozen=True, kw_only=True)
 class Gang:
-    """What a gang of ranks has measured."""
+    """The measurements that a gang of ranks has made."""
 
     levels: Mapping[tuple[int, int], Compute]
     """Workers of a machine that are at work at the same time, and their threads -> their steps."""
@@ -209,12 +209,12 @@ class Calibration:
     """Of one slot: one row is read, moved, sorted and written."""
 
     def compute(self, layout: Layout, *, in_rounds: bool) -> Compute:
-        """What a step takes a worker, or a task of a round."""
+        """Return the cost of a step for a worker, or for a task of a round."""
         levels = self.task_levels if in_rounds else self.levels
         return interpolated(levels, layout.ranks_per_node)
 
     def start_seconds(self, *, in_rounds: bool, world_size: int) -> float:
-        """What a fit takes before its first step, and at its end, the spool apart."""
+        """Return the seconds of a fit before its first step and at its end, without the spool."""
         if in_rounds:
             return self.link_seconds + (0.0 if self.stages is None else self.stages.first_seconds)
         if self.gang is None:

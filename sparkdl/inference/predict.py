@@ -64,7 +64,7 @@ class Leaf:
 
 @dataclass(frozen=True, kw_only=True)
 class ModuleTask:
-    """What a task needs to run a module on prepared inputs; picklable, travels with the UDF."""
+    """All that a task needs to run a module on prepared inputs; picklable, travels with the UDF."""
 
     values: ProgramValues = field(default_factory=ProgramValues)
     """What the program has changed of modules that workers import; unpickled before all else."""
@@ -129,7 +129,7 @@ def predict(batches: Iterator[Sequence[pa.Array]], task: PredictTask) -> Iterato
 
 
 def predicted(module: nn.Module, run: Run, task: PredictTask) -> pa.Array:
-    """What ``task`` wants of the module for the rows of a run; null where these are skipped."""
+    """Return what ``task`` wants of the module for the rows of a run; null for skipped rows."""
     if run.arguments is None:
         return pa.nulls(
             run.num_rows, pa.struct([(leaf.name, leaf.arrow_type) for leaf in task.leaves])
@@ -170,11 +170,11 @@ class Run:
     """Which rows are not skipped, bool ``(rows,)``; None: all are kept."""
 
     def chosen(self, values: Tensors) -> Tensors:
-        """Of one value for each row those of the rows that are kept."""
+        """Return the values of the rows that are kept, out of one for each row."""
         return values if self.kept is None else _where(values, self.kept)
 
     def spread(self, values: pa.Array) -> pa.Array:
-        """Of one value for each row that is kept one for each row, null where it is skipped."""
+        """Return a value for each row, out of one for each kept row; null where it is skipped."""
         if self.kept is None:
             return values
         return values.take(pa.array(np.cumsum(self.kept) - 1, mask=~self.kept))

@@ -57,7 +57,7 @@ def distance(name: str, version: str) -> str | None:
 
 
 def untested() -> str:
-    """What an error can say of the versions here: nothing, or a clause about those not tested."""
+    """Return a clause for an error about versions here that are not tested; empty: none are."""
     said = ""
     for name in TESTED:
         version = platform.python_version() if name == "python" else installed(name)

@@ -29,7 +29,7 @@ class Example:
         return self.arguments.values
 
     def has_length(self, value: torch.Tensor) -> bool:
-        """Whether the second dimension of one of the tensors is a length."""
+        """Return True if the second dimension of one of the tensors is a length."""
         return any(flag for flag, v in zip(self.lengths, self.values, strict=True) if v is value)
 
     def with_values(self, values: Sequence[torch.Tensor]) -> Example:
@@ -66,7 +66,7 @@ def example_of(columns: Sequence[Column], num_rows: int = 2) -> Example:
 
 
 def as_example(given: Given) -> Example:
-    """What a caller gave, as an example."""
+    """Turn what a caller gave into an example."""
     if isinstance(given, Example):
         return given
     if isinstance(given, Mapping):

@@ -173,7 +173,7 @@ def _write(module: nn.Module, inputs: Example, names: Sequence[str] | None, file
 
 
 def _reason(error: BaseException) -> str:
-    """What went wrong, out of the chain of errors."""
+    """Say what went wrong, out of the chain of errors."""
     text = str(error)
     while error.__cause__ is not None:
         error = error.__cause__

@@ -1,4 +1,4 @@
-"""Which hosts hold the blocks of files, as Hadoop's name node tells it."""
+"""The hosts that hold the blocks of files, as Hadoop's name node tells it."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def nowhere(url: str, paths: tuple[str, ...]) -> Blocks:
 
 
 def locate_blocks(spark: SparkSession, url: str, paths: tuple[str, ...]) -> Blocks:
-    """Where the blocks of files lie, on HDFS and on what Hadoop knows as such; see `Locate`.
+    """Return the places of the blocks of files on HDFS and what Hadoop knows as such; see `Locate`.
 
     A URL of WebHDFS is asked itself, any other one the session's JVM, so not from a client of
     Spark Connect. Nothing is known of local files, of object stores and of an HDFS of one host,
@@ -119,7 +119,7 @@ def _ask_hadoop(spark: SparkSession, url: str, paths: Sequence[str]) -> Blocks:
 
 
 def _address(name: str) -> str:
-    """Of ``address:port``; an IPv6 address is in brackets."""
+    """Return the address in ``address:port``; an IPv6 address is in brackets."""
     return name.rpartition(":")[0].strip("[]")
 
 

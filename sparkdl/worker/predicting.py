@@ -44,7 +44,7 @@ Batches = Iterator[Sequence[pa.Array]]
 
 
 class _RankFailed(Exception):
-    """What all ranks raise together when the user's code has failed on one of them."""
+    """The error that all ranks raise together when the user's code has failed on one of them."""
 
 
 def predict(
@@ -206,7 +206,7 @@ def in_step(
     device: torch.device,
     batches: Batches,
 ) -> Iterator[pa.Array]:
-    """What the module gives for the rows of this rank, which may be none; all ranks end together.
+    """Yield what the module gives for this rank's rows, which may be none; all ranks end together.
 
     Args:
         module: divided along ``ranks``.
@@ -267,7 +267,7 @@ class _Step:
         self._ended += 1
 
     def __call__(self, piece: Sequence[pa.Array] | None) -> pa.Array | None:
-        """What the module gives for these rows; None if there are none, or it has failed.
+        """Return what the module gives for these rows; None if there are none, or it has failed.
 
         What the module itself raises is raised, because other ranks wait in the middle of it.
         """

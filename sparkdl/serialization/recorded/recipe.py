@@ -1,4 +1,4 @@
-"""How tensors are made that are not kept: the operations that they depend on, as plain values."""
+"""Recipes of tensors that are not kept: the operations that they depend on, as plain values."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class NotRecorded(Exception):
 
 @dataclass(frozen=True)
 class Place:
-    """Where a tensor lies in a storage."""
+    """The place of a tensor in a storage."""
 
     storage: int
     dtype: torch.dtype
@@ -112,7 +112,7 @@ class Step:
 
 @dataclass
 class Recipe:
-    """How tensors are made: the operations that they depend on."""
+    """The way to make tensors: the operations that they depend on."""
 
     steps: list[Step] = field(default_factory=list)
     sizes: list[int] = field(default_factory=list)
@@ -186,7 +186,7 @@ class Recipe:
         return [real(place) for place in places]
 
     def only(self, storages: Sequence[int]) -> Recipe:
-        """What these storages need of it."""
+        """Return the part of it that these storages need."""
         numbers = self.needed(storages)
         found = Recipe(sizes=self.sizes, constants=self.constants, num_threads=self.num_threads)
         for number in numbers:
@@ -205,7 +205,7 @@ class Recipe:
 
 
 def place_of(tensor: torch.Tensor, storage: int) -> Place:
-    """Where ``tensor`` lies in its storage, which has this number."""
+    """Return the place of ``tensor`` in its storage, which has this number."""
     size, stride = tuple(tensor.shape), tuple(tensor.stride())
     return Place(storage, tensor.dtype, size, stride, int(tensor.storage_offset()))
 
@@ -223,7 +223,7 @@ class RecordedWeights:
         """Storages whose contents come from elsewhere."""
 
     def place(self, tensor: torch.Tensor) -> Place | None:
-        """Where one of the factory's tensors lies; None: it is none of them."""
+        """Return the place of one of the factory's tensors; None: it is none of them."""
         if is_lazy(tensor) or not torch._C._has_storage(tensor):
             return None
         number = self._numbers.get(_address(tensor))
@@ -264,7 +264,7 @@ class RecordedWeights:
         raise NotRecorded("a parameter is a part of another tensor")
 
     def is_taken(self, number: int) -> bool:
-        """Whether `take` has given the values in this storage."""
+        """Return True if `take` has given the values in this storage."""
         return number in self._read
 
     def contents(self, storage: torch.UntypedStorage) -> torch.Tensor:
@@ -297,13 +297,13 @@ class RecordedWeights:
                 parameter.detach().copy_(self._made(place))
 
     def packed(self, numbers: Mapping[int, int]) -> bytes:
-        """How these storages of the recipe are made, in memory only."""
+        """Pack how these storages of the recipe are made, in memory only."""
         sent: bytes = cloudpickle.dumps((dict(numbers), self.recipe.only(list(numbers.values()))))
         return sent
 
     @staticmethod
     def unpacked(sent: bytes) -> tuple[dict[int, int], Recipe]:
-        """What `packed` has packed."""
+        """Unpack what `packed` has packed."""
         found: tuple[dict[int, int], Recipe] = cloudpickle.loads(sent)
         return found
 

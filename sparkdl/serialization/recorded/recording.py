@@ -208,7 +208,7 @@ class _AsOnCpu(TorchFunctionMode):
 
 
 def _without_place(value: Any) -> Any:
-    """What a tensor on the meta device is moved to, for one that would be moved to ``value``."""
+    """Return what a meta tensor is moved to, for a tensor that would be moved to ``value``."""
     if isinstance(value, str):
         return "meta" if value == "cpu" else value
     if isinstance(value, torch.device):
@@ -334,7 +334,7 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         places: dict[int, Place],
         real_outputs: Any,
     ) -> Any:
-        """What the operation gives, on the meta device."""
+        """Return what the operation gives, on the meta device."""
         names = {argument.name for argument in func._schema.arguments}
         kwargs = dict(kwargs)
         kwargs.pop("pin_memory", None)
@@ -364,7 +364,7 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         places: dict[int, Place],
         filled: int | None,
     ) -> Any:
-        """What the operation gives for the values; arguments that it changes stand for themselves.
+        """Run the operation on the values; arguments that it changes stand for themselves.
 
         ``filled`` is a storage whose values do not count.
         """
