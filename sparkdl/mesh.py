@@ -18,7 +18,7 @@ channels are."""
 SCHEDULES = ("1f1b", "gpipe", "interleaved")
 
 
-class Place(NamedTuple):
+class MeshPlace(NamedTuple):
     """The place of a rank in a mesh."""
 
     replica: int
@@ -230,12 +230,12 @@ class Mesh:
             shard=self.shard * self.pipeline, activation_checkpointing=False,
         )  # fmt: skip
 
-    def coordinates(self, rank: int) -> Place:
+    def coordinates(self, rank: int) -> MeshPlace:
         """Return the place of a rank along each axis."""
         rank, tensor = divmod(rank, self.tensor)
         rank, shard = divmod(rank, self.num_shards)
         replica, stage = divmod(rank, self.pipeline)
-        return Place(replica, stage, shard, tensor)
+        return MeshPlace(replica, stage, shard, tensor)
 
     def reader(self, rank: int) -> int:
         """Return the number of the group of ranks with the same rows that ``rank`` belongs to."""

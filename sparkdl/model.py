@@ -46,7 +46,7 @@ from sparkdl.spark.frames.row_table import spool_columns
 from sparkdl.spark.frames.user_data import check_params, rows_of
 from sparkdl.spark.inference import evaluate_model, evaluate_task, gang_transform
 from sparkdl.spark.inference.arrow_udf import with_columns
-from sparkdl.spark.inference.output_columns import Wanted, plan_outputs
+from sparkdl.spark.inference.output_columns import WantedColumn, plan_outputs
 from sparkdl.spark.inference.send_module import Sender
 from sparkdl.spark.params import param_table
 from sparkdl.spark.params.accessors import ClassifierModelAccessors, ModelAccessors
@@ -228,13 +228,16 @@ class TorchModel(Model, CheckedParams, Saved, MLReadable["TorchModel"], ModelAcc
         gang_transform.check_mesh(spark, module, mesh, task)
         return mesh
 
-    def _wanted(self) -> list[Wanted]:
+    def _wanted(self) -> list[WantedColumn]:
         others: dict[str, Output] = self.getOrDefault("outputs")
-        columns = [*self._predictions(), *(Wanted(column=n, output=o) for n, o in others.items())]
+        columns = [
+            *self._predictions(),
+            *(WantedColumn(column=n, output=o) for n, o in others.items()),
+        ]
         return [item for item in columns if item.column]
 
-    def _predictions(self) -> list[Wanted]:
-        return [Wanted(column=self.getOrDefault("predictionCol"), output=self._predicted())]
+    def _predictions(self) -> list[WantedColumn]:
+        return [WantedColumn(column=self.getOrDefault("predictionCol"), output=self._predicted())]
 
     def _predicted(self) -> Output:
         return self.getOrDefault("predictionOutput") or Output()
@@ -464,9 +467,9 @@ class TorchRegressorModel(TorchModel):
 
     _task = "regression"
 
-    def _predictions(self) -> list[Wanted]:
+    def _predictions(self) -> list[WantedColumn]:
         column = self.getOrDefault("predictionCol")
-        return [Wanted(column=column, output=self._predicted(), make="number")]
+        return [WantedColumn(column=column, output=self._predicted(), make="number")]
 
 
 @with_params(param_table.ClassifierModelArguments)
@@ -490,13 +493,13 @@ class TorchClassifierModel(TorchModel, ClassOutputParams, ClassifierModelAccesso
             raise SparkDLError(f"{self.uid} was made without a number of classes")
         return self._num_classes
 
-    def _predictions(self) -> list[Wanted]:
+    def _predictions(self) -> list[WantedColumn]:
         made: dict[str, predict.Make] = {
             "predictionCol": "class",
             "rawPredictionCol": "logits",
             "probabilityCol": "probability",
         }
         return [
-            Wanted(column=self.getOrDefault(param), output=self._predicted(), make=make)
+            WantedColumn(column=self.getOrDefault(param), output=self._predicted(), make=make)
             for param, make in made.items()
         ]

@@ -18,7 +18,7 @@ there 1,000 ranks have met in 0.83 s. What Spark takes to launch a further task 
 
 
 @dataclass(frozen=True, kw_only=True)
-class Link:
+class NetworkLink:
     """A way on which ``n`` bytes take ``latency_seconds + n * byte_seconds`` (Hockney 1994)."""
 
     latency_seconds: float
@@ -97,9 +97,9 @@ class Layout:
 class Network:
     """The speed at which ranks exchange data."""
 
-    messages: Link
+    messages: NetworkLink
     """Between two ranks, by messages."""
-    shared: Link | None = None
+    shared: NetworkLink | None = None
     """A sum over ranks of one machine in shared memory, of what lies there; None: none."""
     shared_ranks: int = 2
     """Ranks of a machine among which it was measured."""
@@ -126,13 +126,13 @@ class Network:
         return inside * (ranks > 1) + between_nodes_seconds(self.messages, num_bytes, layout)
 
 
-def ring_seconds(link: Link, num_bytes: float, world_size: int) -> float:
+def ring_seconds(link: NetworkLink, num_bytes: float, world_size: int) -> float:
     """A sum along a ring: ``2 (W - 1)`` messages of a ``W``-th each (Patarasu & Yuan 2009)."""
     num_messages = 2 * (world_size - 1)
     return link.seconds(num_messages / world_size * num_bytes, num_messages)
 
 
-def between_nodes_seconds(link: Link, num_bytes: float, layout: Layout) -> float:
+def between_nodes_seconds(link: NetworkLink, num_bytes: float, layout: Layout) -> float:
     """The sum over machines, once each has its own: every worker has a part of it, if it can."""
     is_even = layout.world_size % layout.num_nodes == 0
     share = num_bytes / layout.ranks_per_node if is_even else num_bytes
@@ -155,7 +155,7 @@ def fit_line(points: Sequence[tuple[float, float]]) -> tuple[float, float]:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Stages:
+class StageCosts:
     """The costs of rounds on plain Spark stages."""
 
     fixed_seconds: float
@@ -199,7 +199,7 @@ class Calibration:
     """Workers of a gang that are on one machine -> their steps."""
     task_levels: Mapping[int, Compute]
     """Tasks of rounds that run on one machine at a time -> their steps."""
-    stages: Stages | None
+    stages: StageCosts | None
     """None: rounds were not measured."""
     link_seconds: float = 0.0
     """Of the checks before anything is launched."""

@@ -128,7 +128,7 @@ def predict(batches: Iterator[Sequence[pa.Array]], task: PredictTask) -> Iterato
                 yield pa.concat_arrays(pieces)
 
 
-def predicted(module: nn.Module, run: Run, task: PredictTask) -> pa.Array:
+def predicted(module: nn.Module, run: RowRange, task: PredictTask) -> pa.Array:
     """Return what ``task`` wants of the module for the rows of a run; null for skipped rows."""
     if run.arguments is None:
         return pa.nulls(
@@ -159,7 +159,7 @@ def ready(task: ModuleTask) -> Iterator[tuple[nn.Module, torch.device]]:
 
 
 @dataclass(frozen=True)
-class Run:
+class RowRange:
     """Neighbouring rows, as ``forward`` takes them."""
 
     arguments: Arguments | None
@@ -182,7 +182,7 @@ class Run:
 
 def runs(
     arrays: Sequence[pa.Array], columns: Sequence[Column], batch_size: int, device: torch.device
-) -> Iterator[Run]:
+) -> Iterator[RowRange]:
     """The inputs of a record batch in runs of at most ``batch_size`` rows.
 
     DataError for a null, or a row of another shape than the module was trained on.
@@ -200,9 +200,9 @@ def runs(
                 for rows, usable in found
             ]
             given = arguments(columns, rows).to(device)
-            yield Run(given, stop - start, None if kept is None or kept.all() else kept)
+            yield RowRange(given, stop - start, None if kept is None or kept.all() else kept)
         else:
-            yield Run(None, stop - start, kept)
+            yield RowRange(None, stop - start, kept)
 
 
 _Reader = Callable[[int, int], tuple[Tensors, np.ndarray | None]]

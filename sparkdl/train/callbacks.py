@@ -59,7 +59,7 @@ class NullObserver:
 
 
 @dataclass(frozen=True)
-class Request:
+class CallbackRequest:
     """The request of a rank's callbacks."""
 
     stop: bool = False
@@ -85,10 +85,10 @@ class Requests:
     def __init__(self, *, refusal: str | None = None, no_save: str | None = None) -> None:
         self.refusal, self.no_save = refusal, no_save
         self.taken_at = 0
-        self._asked = Request()
+        self._asked = CallbackRequest()
 
     def ask(self, **wanted: Any) -> None:
-        """Take note of what a callback wants, by the names of `Request`.
+        """Take note of what a callback wants, by the names of `CallbackRequest`.
 
         Raises:
             ConfigError: it cannot be had.
@@ -98,10 +98,10 @@ class Requests:
             raise ConfigError(refusal)
         self._asked = replace(self._asked, **wanted)
 
-    def take(self, step: int) -> Request:
+    def take(self, step: int) -> CallbackRequest:
         """Return what was asked for since the last call; of several learning rates the last."""
         self.taken_at = step
-        taken, self._asked = self._asked, Request()
+        taken, self._asked = self._asked, CallbackRequest()
         return taken
 
     def state_dict(self) -> dict[str, Any]:
@@ -110,7 +110,7 @@ class Requests:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore what `state_dict` gave."""
-        self._asked = Request(**state["asked"])
+        self._asked = CallbackRequest(**state["asked"])
         self.taken_at = state["taken_at"]
 
 
@@ -122,7 +122,9 @@ IN_TASKS = (
 NO_PLACE = "state.save() needs a place for checkpoints; set checkpointDir"
 
 
-def agreed(own: Request, comm: Communicator, device: torch.device, step: int) -> Request:
+def agreed(
+    own: CallbackRequest, comm: Communicator, device: torch.device, step: int
+) -> CallbackRequest:
     """Return the request of all ranks' callbacks, given this rank's ``own``; collective.
 
     Raises:
@@ -133,7 +135,7 @@ def agreed(own: Request, comm: Communicator, device: torch.device, step: int) ->
     rate = math.nan if own.learning_rate is None else own.learning_rate
     sent = torch.tensor([own.stop, own.save, rate], dtype=torch.float64, device=device)
     asked = [
-        Request(bool(stop), bool(save), None if math.isnan(rate) else rate)
+        CallbackRequest(bool(stop), bool(save), None if math.isnan(rate) else rate)
         for stop, save, rate in comm.all_gather(sent).tolist()
     ]
     usual = Counter(asked).most_common(1)[0][0]

@@ -38,7 +38,7 @@ OnEpoch: TypeAlias = Callable[..., None]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Attempt:
+class PlannedTrial:
     """One trial to train: its name, folder and values."""
 
     number: int
@@ -58,7 +58,7 @@ class Fitted:
     """The record of the epoch whose weights the model has."""
 
 
-Fit: TypeAlias = Callable[[Attempt, OnEpoch], Fitted]
+Fit: TypeAlias = Callable[[PlannedTrial, OnEpoch], Fitted]
 
 
 class Pruned(Exception):
@@ -199,7 +199,7 @@ class Search:
         """Train with the values of one trial; its record, and its model if it came to its end."""
         from optuna.exceptions import UpdateFinishedTrialError
 
-        attempt = Attempt(
+        attempt = PlannedTrial(
             number=trial.number,
             name=f"{self.options.name}-{trial.number}",
             folder=folder_of(first_number(trial)),

@@ -26,9 +26,9 @@ from sparkdl.tuning.search import (
     EPOCHS,
     ERROR,
     SHOWN,
-    Attempt,
     Fitted,
     OnEpoch,
+    PlannedTrial,
     Search,
     folder_of,
 )
@@ -162,7 +162,7 @@ def tune_made(
     study = open_study(options, chooser.described(), place)
     spools = Spools()
 
-    def fit(attempt: Attempt, on_epoch: OnEpoch) -> Fitted:
+    def fit(attempt: PlannedTrial, on_epoch: OnEpoch) -> Fitted:
         estimator = trial_estimator(make(attempt.values), attempt, options)
         watched = partial(on_epoch, begun=epochs_before(estimator))
         model = estimator.fit_sharing(dataset, spools, watched)
@@ -409,7 +409,7 @@ def epochs_before(estimator: _TorchEstimator) -> int:
     return 0 if initial is None else int(initial.read()[1].epoch)
 
 
-def trial_estimator(estimator: E, attempt: Attempt, options: StudyOptions) -> E:
+def trial_estimator(estimator: E, attempt: PlannedTrial, options: StudyOptions) -> E:
     """The estimator with what belongs to the trial rather than to its values."""
     own: dict[str, Any] = {}
     if estimator.value("verbose") == 1:

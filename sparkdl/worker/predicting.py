@@ -249,12 +249,12 @@ class _Step:
 
     def __init__(self, module: nn.Module, task: PredictTask, device: torch.device) -> None:
         from sparkdl.data.collate import example_arguments
-        from sparkdl.inference.predict import Run
+        from sparkdl.inference.predict import RowRange
 
         self.failure = ""
         """What was raised first; empty: nothing."""
         self._module, self._task, self._device = module, task, device
-        self._zeros = Run(example_arguments(task.columns).to(device), 2)
+        self._zeros = RowRange(example_arguments(task.columns).to(device), 2)
         self._begun = self._ended = 0
         """How often the module was called, and has returned."""
         module.register_forward_pre_hook(self._begin, prepend=True)

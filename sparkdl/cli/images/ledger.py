@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from sparkdl.cli.images.parts import Part, difference
+from sparkdl.cli.images.parts import ImagePart, difference
 from sparkdl.cli.job_files.prepare_file import SPLITS
 from sparkdl.errors import ConfigError
 from sparkdl.storage.storage import Storage
@@ -99,7 +99,7 @@ class Ledger:
                 found[name.removesuffix(".json")] = Record(**{**values, "bad": bad})
         return found
 
-    def write(self, part: Part, record: Record) -> None:
+    def write(self, part: ImagePart, record: Record) -> None:
         """Record a part whose file is in its place."""
         self._write(f"{_DONE}/{part.name}.json", vars(record))
 

@@ -23,7 +23,7 @@ _WHOLE = 2.0**64
 
 
 @dataclass(frozen=True, kw_only=True)
-class Part:
+class ImagePart:
     """One Parquet file to be written."""
 
     split: Split
@@ -43,7 +43,9 @@ class Part:
         return f"{self.split}/part-{self.number:05d}.parquet"
 
 
-def make_parts(paths: Sequence[str], split: SplitSection, rows_per_file: int) -> tuple[Part, ...]:
+def make_parts(
+    paths: Sequence[str], split: SplitSection, rows_per_file: int
+) -> tuple[ImagePart, ...]:
     """Cut files, by their paths below the source's folder, into splits and Parquet files."""
     # Two random numbers for each path: one chooses the split, one the place in it.
     digests = b"".join(
@@ -59,7 +61,7 @@ def make_parts(paths: Sequence[str], split: SplitSection, rows_per_file: int) ->
         rows = order[owner[order] == number]
         for start in range(0, len(rows), rows_per_file):
             chosen = rows[start : start + rows_per_file]
-            parts.append(Part(split=name, number=start // rows_per_file, rows=chosen))
+            parts.append(ImagePart(split=name, number=start // rows_per_file, rows=chosen))
     return tuple(parts)
 
 

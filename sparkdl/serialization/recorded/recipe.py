@@ -31,7 +31,7 @@ class NotRecorded(Exception):
 
 
 @dataclass(frozen=True)
-class Place:
+class TensorPlace:
     """The place of a tensor in a storage."""
 
     storage: int
@@ -79,7 +79,7 @@ class Step:
     name: str
     args: Any
     kwargs: Mapping[str, Any]
-    made: tuple[tuple[int, Place], ...]
+    made: tuple[tuple[int, TensorPlace], ...]
     """Outputs in storages of their own, with their numbers among the outputs."""
     reads: frozenset[int]
     """Storages whose numbers count before it."""
@@ -149,7 +149,7 @@ class Recipe:
                 want(storage, number)
         return sorted(found)
 
-    def make(self, places: Sequence[Place]) -> list[torch.Tensor]:
+    def make(self, places: Sequence[TensorPlace]) -> list[torch.Tensor]:
         """Tensors with the values that they have after all steps; others are let go at once.
 
         Raises:
@@ -158,14 +158,14 @@ class Recipe:
         with torch._C.DisableTorchFunction(), _disable_current_modes():
             return self._made(places)
 
-    def _made(self, places: Sequence[Place]) -> list[torch.Tensor]:
+    def _made(self, places: Sequence[TensorPlace]) -> list[torch.Tensor]:
         numbers = self.needed([place.storage for place in places])
         last = {s: n for n in numbers for s in self.steps[n].reads | self.steps[n].writes}
         last |= {place.storage: len(self.steps) for place in places}
         storages: dict[int, torch.UntypedStorage] = {}
 
         def real(value: Any) -> Any:
-            if isinstance(value, Place):
+            if isinstance(value, TensorPlace):
                 if value.storage not in storages:
                     storages[value.storage] = storage_of_size(self.sizes[value.storage])
                 return value.in_storage(storages[value.storage])
@@ -204,10 +204,10 @@ class Recipe:
         return found
 
 
-def place_of(tensor: torch.Tensor, storage: int) -> Place:
+def place_of(tensor: torch.Tensor, storage: int) -> TensorPlace:
     """Return the place of ``tensor`` in its storage, which has this number."""
     size, stride = tuple(tensor.shape), tuple(tensor.stride())
-    return Place(storage, tensor.dtype, size, stride, int(tensor.storage_offset()))
+    return TensorPlace(storage, tensor.dtype, size, stride, int(tensor.storage_offset()))
 
 
 class RecordedWeights:
@@ -218,11 +218,11 @@ class RecordedWeights:
         self._numbers: dict[int, int] = {}
         self._kept: list[torch.UntypedStorage] = []
         """Meta storages, so that no other gets the same address."""
-        self._digests: dict[Place, str] = {}
-        self._read: dict[int, tuple[Place, Callable[[], torch.Tensor]]] = {}
+        self._digests: dict[TensorPlace, str] = {}
+        self._read: dict[int, tuple[TensorPlace, Callable[[], torch.Tensor]]] = {}
         """Storages whose contents come from elsewhere."""
 
-    def place(self, tensor: torch.Tensor) -> Place | None:
+    def place(self, tensor: torch.Tensor) -> TensorPlace | None:
         """Return the place of one of the factory's tensors; None: it is none of them."""
         if is_lazy(tensor) or not torch._C._has_storage(tensor):
             return None
@@ -237,7 +237,7 @@ class RecordedWeights:
         """The number of a storage in the recipe; None: the factory's tensors do not lie in it."""
         return self._numbers.get(storage._cdata)
 
-    def taken(self, tensor: torch.Tensor) -> Place:
+    def taken(self, tensor: torch.Tensor) -> TensorPlace:
         """The place of a tensor that the factory has just made."""
         storage = tensor.untyped_storage()
         self._numbers[_address(tensor)] = len(self._kept)
@@ -273,7 +273,7 @@ class RecordedWeights:
         made = self._made(place).untyped_storage()
         return torch.empty(0, dtype=torch.uint8).set_(made, 0, (made.nbytes(),), (1,))
 
-    def _made(self, place: Place) -> torch.Tensor:
+    def _made(self, place: TensorPlace) -> torch.Tensor:
         if place.storage not in self._read:
             return self.recipe.make([place])[0]
         whole, read = self._read[place.storage]

@@ -21,13 +21,13 @@ from torch import nn
 
 from sparkdl.errors import ConfigError
 from sparkdl.runtime.process import default_dtype
-from sparkdl.serialization.recorded.recipe import Place, Recipe, RecordedWeights, place_of
+from sparkdl.serialization.recorded.recipe import Recipe, RecordedWeights, TensorPlace, place_of
 from sparkdl.serialization.travel.pickling import (
     HOOKS,
     TENSOR_HOOKS,
-    Head,
     ModulePickler,
     ModuleUnpickler,
+    PickleHead,
     StrictUnpickler,
 )
 from sparkdl.storage import tensor_tree
@@ -36,7 +36,7 @@ from sparkdl.storage.tensor_file import TensorFile
 
 GetWeight = Callable[[str], torch.Tensor]
 """Gives the values of a parameter by its name."""
-Places = list[tuple[Place, list[str]]]
+Places = list[tuple[TensorPlace, list[str]]]
 """Where parameters lie in a memory, with their names."""
 
 
@@ -62,7 +62,7 @@ class PackedModule:
 
 def as_on_driver(skeleton: bytes) -> AbstractContextManager[None]:
     """Torch's default dtype is inside what it was in the program that has packed the module."""
-    return default_dtype(Head.read(io.BytesIO(skeleton)).default_dtype)
+    return default_dtype(PickleHead.read(io.BytesIO(skeleton)).default_dtype)
 
 
 def pack(

@@ -356,7 +356,7 @@ class _Span:
 
 
 @dataclass(frozen=True)
-class Head:
+class PickleHead:
     """The facts known of a pickled module before it is read. Written in front of it."""
 
     begins: list[int]
@@ -369,9 +369,9 @@ class Head:
     """Of the program, for what forward makes."""
 
     @classmethod
-    def read(cls, file: io.BytesIO) -> Head:
+    def read(cls, file: io.BytesIO) -> PickleHead:
         """Read it; what follows in ``file`` is the module."""
-        head: Head = pickle.load(file)
+        head: PickleHead = pickle.load(file)
         return head
 
 
@@ -429,9 +429,9 @@ class ModulePickler(Pickler):
                 return _array, (_Numbered(number), *about)
         return super().reducer_override(value)
 
-    def head(self) -> Head:
+    def head(self) -> PickleHead:
         """Return what belongs in front of what has been written."""
-        return Head(
+        return PickleHead(
             begins=[span.begin for span in self.spans],
             of_parameters=frozenset(
                 number
@@ -706,11 +706,11 @@ class ModuleUnpickler(pickle.Unpickler):
         """Read from ``file``.
 
         Args:
-            file: begins with the `Head`.
+            file: begins with the `PickleHead`.
             storage: gives a memory, of which the first byte is that of the head.
             weights: gives the parameters that come from elsewhere.
         """
-        self.head = Head.read(file)
+        self.head = PickleHead.read(file)
         super().__init__(file)
         self.memories: dict[int, Memory] = {}
         self._storage, self._weights = storage, weights

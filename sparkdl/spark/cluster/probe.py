@@ -163,7 +163,7 @@ class ProbeTask:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Findings:
+class ProbeFindings:
     """The abilities of the executors; those that the run needs have been checked."""
 
     reaches_driver: bool
@@ -187,7 +187,7 @@ def probe(
     settings: Settings,
     needs: Needs = NO_NEEDS,
     once_submitted: Callable[[], None] | None = None,
-) -> Findings:
+) -> ProbeFindings:
     """Compare versions and reach the storage on the executors.
 
     The driver writes a file to ``checkpoints``, which executors must find under ``storage_url``;
@@ -246,7 +246,7 @@ def probe(
     for answer in answers:
         there |= {(module, name): digest for (module, name), digest in answer["differing"]}
     failures = [f"{a['storage_failure']} (on {a['host']})" for a in answers if a["storage_failure"]]
-    return Findings(
+    return ProbeFindings(
         reaches_driver=all(answer["reaches_driver"] for answer in answers),
         storage_failure=failures[0] if failures else None,
         values=values_to_send(needs.values, there, needs.code.code),

@@ -27,7 +27,7 @@ from sparkdl.errors import ClusterError, ConfigError
 from sparkdl.explain import measure_worker, trials
 from sparkdl.explain.calibrate import found_by
 from sparkdl.explain.comparison import Choice
-from sparkdl.explain.cost_model import Calibration, Compute, Gang, Stages
+from sparkdl.explain.cost_model import Calibration, Compute, Gang, StageCosts
 from sparkdl.explain.predict_times import Predictor
 from sparkdl.explain.trials import BatchSizes
 from sparkdl.report.live.progress import SilentView
@@ -370,7 +370,7 @@ class TimedRound:
     """Of the states of all tasks."""
 
 
-def measure_rounds(run: Run, first_attempt: int) -> Stages:
+def measure_rounds(run: Run, first_attempt: int) -> StageCosts:
     """Run some rounds of averaging as a fit does, with its errors, and jobs that do nothing.
 
     No other job on the run's link may have the number ``first_attempt`` or a larger one.
@@ -394,7 +394,7 @@ def measure_rounds(run: Run, first_attempt: int) -> Stages:
     return stages_of(timed, _empty_job_seconds(run))
 
 
-def stages_of(timed: Sequence[TimedRound], empty_seconds: float) -> Stages:
+def stages_of(timed: Sequence[TimedRound], empty_seconds: float) -> StageCosts:
     """The costs of a round by rounds of one step and of more; the very first of them is left out.
 
     Of what they take beyond their steps the least counts: the driver's JVM becomes faster by the
@@ -411,7 +411,7 @@ def stages_of(timed: Sequence[TimedRound], empty_seconds: float) -> Stages:
     step = max(1e-9, step)
     overhead = max(0.0, min(one.seconds - one.num_steps * step for one in others))
     carried = max(0.0, overhead - empty_seconds) / max(1, others[-1].num_bytes)
-    return Stages(
+    return StageCosts(
         fixed_seconds=min(overhead, empty_seconds),
         byte_seconds=carried,
         step_seconds=step,

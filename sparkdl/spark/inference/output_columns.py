@@ -42,7 +42,7 @@ _ARROW_TYPES: dict[torch.dtype, pa.DataType] = {
 
 
 @dataclass(frozen=True, kw_only=True)
-class Wanted:
+class WantedColumn:
     """One output column that a model shall add."""
 
     column: str
@@ -73,7 +73,7 @@ class OutputPlan:
 
 
 def plan_outputs(
-    module: nn.Module, inputs: Arguments, forward: Forward, wanted: Sequence[Wanted]
+    module: nn.Module, inputs: Arguments, forward: Forward, wanted: Sequence[WantedColumn]
 ) -> OutputPlan:
     """See what the module gives for two rows, and choose types; raises ConfigError."""
     module.eval()
@@ -95,7 +95,9 @@ def plan_outputs(
     return OutputPlan(leaves=tuple(leaves), columns=columns, found=found)
 
 
-def _making(value: Any, part: Output, item: Wanted, num_rows: int, leaves: list[Leaf]) -> Making:
+def _making(
+    value: Any, part: Output, item: WantedColumn, num_rows: int, leaves: list[Leaf]
+) -> Making:
     """Return how to make a column or its ``part`` ``value``; add its flat columns to ``leaves``."""
     parts = children(value)
     if parts is None:
@@ -115,7 +117,7 @@ def _making(value: Any, part: Output, item: Wanted, num_rows: int, leaves: list[
     return lambda packed: F.struct(*(make(packed).alias(name) for name, make in fields.items()))
 
 
-def _flat(tensor: torch.Tensor, part: Output, item: Wanted, leaves: list[Leaf]) -> Making:
+def _flat(tensor: torch.Tensor, part: Output, item: WantedColumn, leaves: list[Leaf]) -> Making:
     form = part.form
     if form == "auto":
         form = "value" if tensor.numel() == len(tensor) else "array"

@@ -24,7 +24,7 @@ from sparkdl.report.summary import TrainingSummary
 from sparkdl.runtime.process import cpu_model, tuned_allocator
 from sparkdl.runtime.versions import versions
 from sparkdl.serialization.travel.attributes import Attributes
-from sparkdl.spark.rounds.round_jobs import Evaluation, RoundJobs, logged
+from sparkdl.spark.rounds.round_jobs import RoundEvaluation, RoundJobs, logged
 from sparkdl.spark.run.resume import find_checkpoint, patiently
 from sparkdl.spark.run.run import Run, Trained
 from sparkdl.storage.checkpoint_format import Writer, load_shared
@@ -111,7 +111,7 @@ class Replicas(Protocol):
     def set_tensors(self, tensors: dict[str, Any]) -> None:
         """Go on with other weights and buffers, by name; raises ConfigError, likewise."""
 
-    def evaluate(self, state: TrainState) -> Evaluation:
+    def evaluate(self, state: TrainState) -> RoundEvaluation:
         """Measure on the validation rows of all shards what `model` gives."""
 
     def follow_freezing(self) -> None:

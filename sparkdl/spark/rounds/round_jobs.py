@@ -41,7 +41,7 @@ Stage = Callable[[RoundOrder], Rows]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Evaluation:
+class RoundEvaluation:
     """The results of a model on the validation rows of all shards."""
 
     record: Record
@@ -107,14 +107,14 @@ class RoundJobs:
             work = partial(train_or_evaluate, pieces=merge.pieces)
         return self.run(part, work, lambda order: run_stage(self._run, order, state, merge))
 
-    def measure(self, model: dict[str, Any], attributes: dict[str, Any] | None) -> Evaluation:
+    def measure(self, model: dict[str, Any], attributes: dict[str, Any] | None) -> RoundEvaluation:
         """Measure one model on the validation rows of all shards."""
         state = {"model": model, "attributes": attributes}
         rows = self.run_on_all(None, partial(encoded, state))
         reports = [json.loads(data) for _, kind, data in rows if kind == "result"]
         return self.evaluation(reports, [data for _, kind, data in rows if kind == "metrics"])
 
-    def evaluation(self, reports: Iterable[Any], metrics: Sequence[bytes]) -> Evaluation:
+    def evaluation(self, reports: Iterable[Any], metrics: Sequence[bytes]) -> RoundEvaluation:
         """Combine what the shards report of one model."""
         config, cpu = self._run.config, torch.device("cpu")
         sums = torch.zeros(2 + len(self.labels), dtype=torch.float64)
@@ -125,7 +125,7 @@ class RoundJobs:
         over_all = Metrics.of(config, self._run.objective, cpu)
         record = evaluation_record(sums, over_all.compute_over(metrics), self.labels)
         fill(record, logged(reports), self._run.module)
-        return Evaluation(record=record, confusion=over_all.confusion)
+        return RoundEvaluation(record=record, confusion=over_all.confusion)
 
     def _submit(
         self, part: RoundPart | None, work: RoundWork, stage: Stage, attempt: Attempt
