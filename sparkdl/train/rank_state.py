@@ -1,4 +1,4 @@
-"""What of one rank of a gang survives a restart, and how it comes back."""
+"""The state of one rank of a gang that survives a restart, and how it comes back."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ OWN_ROWS = "has_own_rows"
 
 
 class CheckpointSink(Protocol):
-    """Where checkpoints go. Every rank calls `save` at the same steps."""
+    """The destination of checkpoints; every rank calls `save` at the same steps."""
 
     def due(self, step: int) -> bool:
         """True if a checkpoint is wanted after ``step`` completed steps; equal on all ranks."""
@@ -39,10 +39,10 @@ class CheckpointSink(Protocol):
 
 
 class HeldAttributes(Protocol):
-    """What a module holds besides parameters and buffers, as `Attributes` knows it."""
+    """The attributes of a module besides parameters and buffers, as `Attributes` knows them."""
 
     def state_dict(self) -> dict[str, Any]:
-        """What training has changed of it."""
+        """Return what training has changed of them."""
 
     def load_state_dict(self, state: Mapping[str, Any] | None) -> None:
         """Restore what `state_dict` gave; None: it is not known."""
@@ -200,7 +200,7 @@ class RankState:
             collector.load_state_dict(collector.joined(collected) if is_united else collected)
 
     def _parts(self) -> dict[str, Any]:
-        """What has a state of this rank's own, by its name in checkpoints."""
+        """Return the objects with a state of this rank's own, by their names in checkpoints."""
         parts = {"watch": self.step.watch, "requests": self.requests}
         collector = self.replica.collector
         return (
@@ -210,7 +210,7 @@ class RankState:
         )
 
     def _own_state(self) -> dict[str, Any] | None:
-        """What is equal on all ranks unless they train apart (fp16 skips steps on some only)."""
+        """Return what is equal on ranks unless they train apart (fp16 skips steps on some only)."""
         synchronizer = self.replica.synchronizer
         if not synchronizer.trains_apart:
             return None
@@ -222,7 +222,7 @@ class RankState:
 
 
 def united(states: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """What the ranks of a gang have as rank states, for a gang of another size to go on from.
+    """Unite the rank states of a gang, for a gang of another size to go on from.
 
     For strategies with `SyncStrategy.is_elastic`. Buffers become their mean, as at an epoch's end;
     what belongs to shards stays theirs.

@@ -72,7 +72,7 @@ def check_held(found: Mapping[str, Any]) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class RoundOutcome:
-    """What a replica has come to."""
+    """The outcome of a replica's round."""
 
     state: dict[str, Any]
     """``model``, ``optimizer``, ``scheduler``, ``scaler``: the replica's own tensors; and
@@ -240,7 +240,7 @@ class RoundReplica:
         return model
 
     def _attributes(self) -> dict[str, Any] | None:
-        """What the module holds besides tensors that is not as it came; see `check_held`."""
+        """Return the attributes of the module that are not as they came; see `check_held`."""
         if self._held is None:
             return None
         found = self._held.state_dict()
@@ -273,7 +273,7 @@ class RoundReplica:
         return {**state, "model": model, CHANGES: changes}
 
     def odd(self, moving: Mapping[str, Any]) -> dict[str, Any]:
-        """What the driver must know of what `moving` gave, besides the mean, as JSON values.
+        """Return what the driver must know of what `moving` gave, besides the mean, as JSON values.
 
         ``moved``: names of what should have stayed as it was; ``shapes``: of persistent buffers
         that have another shape than at the round's beginning.
@@ -317,5 +317,5 @@ class RoundReplica:
 
     @property
     def config(self) -> TrainConfig:
-        """What the user asked for."""
+        """The configuration that the user asked for."""
         return self._replica.config

@@ -1,4 +1,4 @@
-"""What a training leaves besides its weights, from which another goes on, with other rows too."""
+"""The state of a training besides its weights, from which another goes on, with other rows too."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _REMEDY = "make them equal, or pass the model as initialWeights, which begins wi
 
 @dataclass(frozen=True, kw_only=True)
 class TrainingMethod:
-    """What must be equal in two trainings of which one goes on with the other's state."""
+    """The settings that must be equal in two trainings if one goes on with the other's state."""
 
     mode: Literal["gang", "rounds"]
     strategy: str
@@ -41,7 +41,7 @@ class TrainingMethod:
 
 @dataclass(frozen=True, kw_only=True)
 class TrainingState:
-    """What a fit has left besides the weights, if ``keepTrainingState`` is set.
+    """The state that a fit has left besides the weights, if ``keepTrainingState`` is set.
 
     A fit with ``initialState`` goes on from there: optimizer, schedule, loss scale, what the
     strategy shares among its workers, and the counters.
@@ -76,7 +76,7 @@ class TrainingState:
             raise StorageError(f"this is no training state of this version: {error}") from error
 
     def shared(self) -> dict[str, Any]:
-        """What all ranks begin from, as a checkpoint has it, but without weights."""
+        """Return the state that all ranks begin with, as in a checkpoint, but without weights."""
         state = TrainState(epoch=self.epoch, step=self.step, rows_seen=self.rows_seen)
         return {**self.parts, "state": state.state_dict(), "best_model": None}
 
@@ -117,7 +117,7 @@ class TrainingState:
 
 
 def _compared(before: TrainingMethod, now: TrainingMethod) -> Iterator[tuple[str, Any, Any]]:
-    """What must be equal, in words, and both values."""
+    """Yield each setting that must be equal, in words, with both values."""
     yield "executionMode", before.mode, now.mode
     yield "syncStrategy", before.strategy, now.strategy
     yield "the optimizer", before.optimizer, now.optimizer
@@ -133,7 +133,7 @@ def _compared(before: TrainingMethod, now: TrainingMethod) -> Iterator[tuple[str
 def method_of(
     config: TrainConfig, module: nn.Module, mode: Literal["gang", "rounds"]
 ) -> TrainingMethod:
-    """How a module is trained; ``module`` is a copy, whose frozen parameters are frozen."""
+    """Return the method of training; ``module`` is a copy, whose frozen parameters are frozen."""
     strategy: SyncStrategy = config.sync_strategy
     scheduler = config.scheduler
     made = TrainingMethod(
@@ -170,7 +170,7 @@ def _text(value: Any) -> str:
 
 
 def left_by(shared: Mapping[str, Any]) -> dict[str, Any]:
-    """What the last state of a run leaves for another, as `TrainingState` has it, without method.
+    """Return the fields of a `TrainingState`, without method, that a run's last state leaves.
 
     The weights are those of the fitted model. Where these are the best ones and not the last, the
     strategy begins anew: what it remembers belongs to the last ones.

@@ -84,7 +84,7 @@ MODES = ("auto", "gang", "rounds")
 
 @dataclass(frozen=True, kw_only=True)
 class CheckedValues:
-    """What follows from the Params alone."""
+    """The values that follow from the Params alone."""
 
     request: FitRequest
     """As it was asked for; ``config.sync_strategy`` is an object."""
@@ -104,19 +104,19 @@ class CheckedValues:
 
     @property
     def config(self) -> TrainConfig:
-        """How every worker trains."""
+        """The configuration by which every worker trains."""
         return self.request.config
 
     @property
     def strategy(self) -> SyncStrategy:
-        """How replicas are brought to agree."""
+        """The rule by which replicas are brought to agree."""
         strategy: SyncStrategy = self.config.sync_strategy
         return strategy
 
 
 @dataclass(frozen=True, kw_only=True)
 class CheckedRequest(CheckedValues):
-    """What a fit has decided before its first job."""
+    """The decisions of a fit before its first job."""
 
     data: UserData
     settings: Settings
@@ -136,7 +136,7 @@ class CheckedRequest(CheckedValues):
 
     @property
     def needs(self) -> Needs:
-        """What executors must have."""
+        """The things that executors must have."""
         travels = (vars(self.config), self.request.specified, self.request.labels, self.module)
         sent = sent_code(travels)
         code = [one for one, _ in sent]
@@ -154,7 +154,7 @@ class CheckedRequest(CheckedValues):
 
     @property
     def begins_from_text(self) -> str:
-        """What tells the checkpoints of a fit that goes on from those of others."""
+        """Part of the checkpoints' key that sets a fit that goes on apart from others."""
         if self.begins_from is None:
             return ""
         text = json.dumps(identity(self.begins_from.shared()))
@@ -188,7 +188,7 @@ class CheckedRequest(CheckedValues):
 
     @property
     def table_spec(self) -> TableSpec:
-        """What the shards of the run shall hold."""
+        """The description of the shards that the run shall have."""
         return TableSpec(
             columns=self.columns,
             num_shards=self.num_shards,
@@ -329,7 +329,7 @@ def check_request(data: UserData, request: FitRequest) -> CheckedRequest:
 
 
 def _choose_shards(checked: CheckedRequest) -> ShardChoice:
-    """Which rows make a shard; raises ConfigError if partitions cannot, whatever they are."""
+    """Choose which rows make a shard; ConfigError if partitions cannot, whatever they are."""
     asked, name = checked.request.shards, type(checked.strategy).__name__
     obstacle = None
     if checked.data.source is not None:
@@ -358,7 +358,7 @@ def _choose_shards(checked: CheckedRequest) -> ShardChoice:
 
 
 def _most_executors(checked: CheckedRequest) -> float:
-    """Those that may spool, as far as Spark tells; 0: it does not."""
+    """Return how many executors may spool, as far as Spark tells; 0: it does not."""
     cluster = checked.slots.cluster
     if not cluster.dynamic_allocation:
         return cluster.num_executors or 0
@@ -367,7 +367,7 @@ def _most_executors(checked: CheckedRequest) -> float:
 
 
 def _choose_keep(checked: CheckedRequest) -> KeepChoice | None:
-    """Whether the spool is kept, if that is asked for; raises ConfigError if it cannot be."""
+    """Choose if the spool is kept, where that is asked for; raises ConfigError if it cannot be."""
     directory, source = checked.request.cache_dir, checked.data.source
     if directory is None:
         return None

@@ -102,7 +102,7 @@ def try_step(
 
 
 def _is_certain(error: Exception) -> bool:
-    """Whether it is no matter of which rows a batch has, and how many of them differ."""
+    """Return True if the error comes whichever rows a batch has, and however many differ."""
     if isinstance(error, _OF_CODE) or any(text in str(error) for text in _OF_BACKWARD):
         return True
     return passed_through(error, "torch.optim") and not passed_through(error, "torch.nn")
@@ -147,7 +147,7 @@ def _error(
     adds_up: bool,
     is_first: bool = False,
 ) -> Exception | None:
-    """What a step on so many rows raises; None: nothing that says anything of training."""
+    """Return what a step on so many rows raises; None: nothing that says anything of training."""
     if example.rows is not None and min(map(len, example.rows.values())) < 2:
         return None  # a module may want several, and there may be more elsewhere
     with borrowed_generator(config.seed), warnings.catch_warnings():
@@ -301,7 +301,7 @@ def _of(example: Example, role: str, num_rows: int) -> tuple[torch.Tensor, ...]:
 
 
 def _forward_line(module: nn.Module, config: TrainConfig, example: Example) -> str:
-    """Where in the user's forward pass lies what a backward pass fails at, as torch tells it."""
+    """Return the line of the user's forward pass whose backward pass fails, as torch names it."""
     import torch
 
     with (

@@ -20,7 +20,7 @@ from sparkdl.data.plan import RoundPart
 from sparkdl.errors import ConfigError
 from sparkdl.spark.rounds.driver_memory import round_state_bytes
 from sparkdl.spark.rounds.round_driver import RoundDone, run_rounds
-from sparkdl.spark.rounds.round_jobs import Evaluation, RoundJobs, encoded
+from sparkdl.spark.rounds.round_jobs import RoundEvaluation, RoundJobs, encoded
 from sparkdl.spark.rounds.round_stages import Merge, is_of_state, num_merge_tasks
 from sparkdl.spark.run.run import Run, Trained
 from sparkdl.storage.checkpoint_format import decode
@@ -159,7 +159,7 @@ class Averaged(Stateful):
     def set_tensors(self, tensors: dict[str, Any]) -> None:
         self._round["model"] = {**self.model(), **tensors}
 
-    def evaluate(self, state: TrainState) -> Evaluation:
+    def evaluate(self, state: TrainState) -> RoundEvaluation:
         return self._jobs.measure(self.model(), self.attributes())
 
     def load_state_dict(self, state: dict[str, Any]) -> None:

@@ -65,7 +65,7 @@ def round_state_bytes(module: nn.Module, config: TrainConfig, *, keeps_optimizer
 
 
 def _numbers_per_parameter(config: TrainConfig, module: nn.Module) -> float:
-    """What the optimizer keeps for each number that it trains, seen at its first step.
+    """Return how many numbers the optimizer keeps for each that it trains, seen at its first step.
 
     Those of the user's own are not tried: they may want the module's own parameters, or several.
     """

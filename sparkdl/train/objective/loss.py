@@ -58,7 +58,7 @@ class LossFunction(Protocol):
         """
 
     def predictions(self, output: Any) -> Any:
-        """What metrics see of a classifier: probabilities, where the loss says how."""
+        """Return a classifier's output for metrics: probabilities, where the loss says how."""
 
     def to(self, device: torch.device) -> None:
         """Move what the loss holds (class weights, parameters, which are not trained)."""
@@ -160,7 +160,7 @@ class ModuleLoss:
         return losses
 
     def own_value(self, output: Any, target: Any) -> torch.Tensor | None:
-        """What a module of the user's own gives as it was passed; None: it is one of torch's."""
+        """Return the value of a user's own module as it was passed; None: it is one of torch's."""
         if type(self._module).__module__.startswith("torch.nn.") or self._reduction == "none":
             return None
         module = copy.deepcopy(self._module)
@@ -212,7 +212,7 @@ class ClassLoss(ModuleLoss):
         return self._checked(self._module(output, classes), target), classes
 
     def _counts(self, target: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-        """By how much each target counts in torch's mean."""
+        """Return the weight of each target in torch's mean."""
         counted = target != self.ignore_index
         class_weight: torch.Tensor | None = self._module.weight
         if class_weight is None:

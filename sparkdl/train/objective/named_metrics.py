@@ -42,7 +42,7 @@ _OF_NUMBERS = ("explained_variance", "mae", "mape", "mse", "r2", "rmse")
 
 @dataclass(frozen=True, kw_only=True)
 class NamedMetric:
-    """What a name has become."""
+    """The metric that a name stands for."""
 
     name: str
     num_classes: int | None = None
@@ -82,7 +82,7 @@ def flat(metrics: Mapping[str, Any]) -> Iterator[tuple[str, str | None, Any]]:
 
 
 def default_metrics(task: Task, loss: LossFunction) -> dict[str, NamedMetric]:
-    """Those of a user who has named none: accuracy where classes are predicted.
+    """Return the metrics of a user who named none: accuracy where classes are predicted.
 
     Not if a training step computes the loss, since a metric would run the module once more.
     """

@@ -30,7 +30,7 @@ class WeightedMetric(ABC):
     _reductions: ClassVar[Mapping[str, Any]] = {"sums": sum_of_ranks}
 
     def __init__(self, name: str, device: torch.device) -> None:
-        """Of a name in `named_metrics`; the rows come on ``device``."""
+        """Keep the name, one of `named_metrics`; the rows come on ``device``."""
         self.name, self.device = name, device
         self.reset()
 
@@ -121,7 +121,7 @@ _ERRORS: Mapping[str, Callable[[Tensor, Tensor], Tensor]] = {
 
 
 class OfClasses(WeightedMetric):
-    """What follows from the rows by class: those that are right, predicted, and labeled so.
+    """The metrics that follow from the rows by class: those right, predicted, and labeled so.
 
     Of two classes it is the metric of class 1, of more the mean over those that occur.
     """
@@ -129,7 +129,7 @@ class OfClasses(WeightedMetric):
     def __init__(
         self, name: str, device: torch.device, num_classes: int, ignore_index: int | None
     ) -> None:
-        """Of ``num_classes``; targets with ``ignore_index`` or that are no class do not count.
+        """Keep ``num_classes``; targets with ``ignore_index`` or that are no class do not count.
 
         Of two classes the output is the probability of class 1, in the target's shape; of more it
         is ``(batch, classes, ...)``.

@@ -1,7 +1,8 @@
 """States of optimizers and schedules as plain values, whatever they hold.
 
 A schedule may have another schedule as an attribute, and torch's ``state_dict()`` then holds the
-object itself. An optimizer may keep more than its ``state_dict()`` tells; see `attributes`.
+object itself. An optimizer may keep more than its ``state_dict()`` tells; see
+`sync.optimizer_attributes`.
 """
 
 from __future__ import annotations
@@ -14,8 +15,7 @@ import torch
 
 from sparkdl.storage.tensor_tree import pack
 from sparkdl.sync.module_tensors import fingerprint
-from sparkdl.train.objective.manual import SeveralOptimizers
-from sparkdl.train.optimizers.attributes import (
+from sparkdl.sync.optimizer_attributes import (
     HOOKS,
     attributes,
     give_attributes,
@@ -23,6 +23,7 @@ from sparkdl.train.optimizers.attributes import (
     note_first,
     same_objects,
 )
+from sparkdl.train.objective.manual import SeveralOptimizers
 
 _INSIDE = "the state of"
 BESIDES = "attributes"
@@ -82,13 +83,13 @@ def give_state(owner: Any, state: Any) -> None:
 
 
 def options_of(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
-    """Those of each parameter group."""
+    """Return the options of each parameter group."""
     groups = optimizer.param_groups
     return [{key: value for key, value in group.items() if key != "params"} for group in groups]
 
 
 def kept_values(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    """What an optimizer keeps, by the names of its places, in a form that can be compared."""
+    """Return what an optimizer keeps, by the names of its places, in a form for comparisons."""
     state = plain_state(optimizer)
     places = {f"attribute {key}": v for one in state.pop(BESIDES, ()) for key, v in one.items()}
     found = {}

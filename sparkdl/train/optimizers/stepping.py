@@ -1,4 +1,4 @@
-"""How optimizers are stepped that want more than a call of ``step()``, and what is refused.
+"""The steps of optimizers that want more than a call of ``step()``, and what is refused.
 
 Some have a ``train()`` and an ``eval()``, between which the weights differ (schedule-free ones);
 some want a closure, which computes loss and gradients anew (L-BFGS, SAM).
@@ -25,10 +25,11 @@ from sparkdl.sync.asynchronous.async_sgd import AsyncSGD
 from sparkdl.sync.averaging.averaging import AveragingStrategy
 from sparkdl.sync.gradients.allreduce import AllReduce
 from sparkdl.sync.module_tensors import fingerprint
+from sparkdl.sync.optimizer_attributes import left_out
 from sparkdl.train.objective.manual import SeveralSchedules
-from sparkdl.train.optimizers.attributes import left_out
 from sparkdl.train.optimizers.nested_states import (
     BESIDES,
+    begin_states,
     give_state,
     is_known,
     kept_values,
@@ -60,7 +61,7 @@ def set_mode(optimizer: torch.optim.Optimizer, *, trains: bool) -> None:
 
 
 def takes_closure(optimizer: torch.optim.Optimizer) -> bool | None:
-    """Whether ``step`` must have a closure; None: it may."""
+    """Return True if ``step`` must have a closure; None: it may."""
     try:
         found = list(inspect.signature(optimizer.step).parameters.values())
     except (TypeError, ValueError):
@@ -203,6 +204,7 @@ def check_steps(
     if is_known(optimizer):
         check_kept("scheduler", scheduler)
         return
+    begin_states(optimizer)
     before = left_out(optimizer)
     try:
         stepper = step_once(optimizer, sparse)
@@ -245,6 +247,7 @@ def check_comes_back(
     if again is None:
         return
     other, ours = again(), _parameters(optimizer)
+    begin_states(other)
     is_small = sum(parameter.numel() for parameter in ours) <= _MOST_NUMBERS
     numbers = range(1, _TRIED_STEPS if is_small else 2)
     try:
@@ -381,7 +384,7 @@ def check_length(
 
 
 def _problem(schedule: Schedule, num_steps: int) -> str | None:
-    """How a schedule fails within so many steps; None: it does not."""
+    """Describe how a schedule fails within so many steps; None: it does not."""
     scheduler: Any = schedule.scheduler
     times = 0 if schedule.monitors or isinstance(scheduler, SeveralSchedules) else num_steps
     times //= schedule.every

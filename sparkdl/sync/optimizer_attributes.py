@@ -1,4 +1,4 @@
-"""What an optimizer of the user's own keeps outside of its ``state_dict()``, as plain values.
+"""The attributes of a user's own optimizer outside of its ``state_dict()``, as plain values.
 
 It may count steps, keep means of weights or hold another optimizer in attributes, of which torch's
 ``state_dict()`` knows nothing. Without them a restart, or the next round, would go on otherwise.
@@ -103,7 +103,7 @@ def give_attributes(
 
 
 def left_out(optimizer: torch.optim.Optimizer) -> dict[str, tuple[str, Any]]:
-    """What no checkpoint holds of the attributes: its type, and what tells it from another."""
+    """Return type and digest of each value in attributes that no checkpoint holds, by its path."""
     writer = _Writer(_parameters(optimizer), lambda *_: None, (id(optimizer),))
     for name, value in _own(optimizer):
         writer.written(value, name)
@@ -190,7 +190,7 @@ class _Writer:
             self._inside.pop()
 
     def _written(self, value: Any, path: str) -> Written:
-        if has_state(value) and not isinstance(value, nn.Module):
+        if has_state(value) and not self._trains(value):
             return ["state", self._state(value, tuple(self._inside[:-1]))]
         if isinstance(value, torch.Tensor):
             if self.is_plain(value):
@@ -217,6 +217,12 @@ class _Writer:
             return ["plain", value]
         self.left[path] = value
         return ["left"]
+
+    def _trains(self, value: Any) -> bool:
+        """True for a module of which parameters train, which are kept elsewhere."""
+        return isinstance(value, nn.Module) and any(
+            id(parameter) in self._numbers for parameter in value.parameters()
+        )
 
     def _key(self, key: Any) -> Written | None:
         """A mapping's key; ids of parameters, which another process has not, by their numbers."""
@@ -337,7 +343,7 @@ def is_of_user(value: Any) -> bool:
 
 
 def _digest(value: Any) -> Any:
-    """What tells a value from what it was before, in this process; code does not change."""
+    """Return what shows whether a value has changed in this process; code does not change."""
     if callable(value) or isinstance(value, types.ModuleType | nn.Module):
         return None
     try:
