@@ -205,6 +205,7 @@ class TrainStep:
                 with states.drawing(number):
                     batches[number] = self._augmented(batch)
         local = self._over_shards(batches, global_rows, states)
+        self._check_agreed()
         self._clock.lap("compute")
         shared, divisor, _ = synchronizer.reduce_gradients(local[:, :2].clone(), float(global_rows))
         self._clock.lap("communication")
