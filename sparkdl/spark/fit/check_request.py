@@ -8,7 +8,7 @@ import logging
 import math
 import sys
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from collections.abc import Sequence as Items
 from dataclasses import dataclass, fields, replace
 from functools import partial
@@ -77,6 +77,8 @@ logger = logging.getLogger(__name__)
 
 _HALF = ("bfloat16", "float16")
 """dtypes that floating features have in ``forward`` only."""
+_MOST_COPIED = 1 << 26
+"""Parameters of modules of which there is another copy to compare what optimizers do."""
 _EVERYWHERE = {"cloudpickle", "numpy", "pyarrow", "pyspark", "sparkdl", "torch"}
 """Packages without which no executor gets as far as to be asked for others."""
 MODES = ("auto", "gang", "rounds")
@@ -695,7 +697,9 @@ def check_training(
                 optimizers.require_steps(schedule)
             sparse = sparse_parameters(own).values()
             scheduler = None if schedule is None else schedule.scheduler
-            again = partial(_new_optimizer, module, config)
+            again: Callable[[], torch.optim.Optimizer] = partial(make, own.parameters())
+            if sum(parameter.numel() for parameter in own.parameters()) <= _MOST_COPIED:
+                again = partial(_new_optimizer, module, config)
             check_steps(optimizer, scheduler, config, sparse, again)
             if config.scheduler is not None and schedule is not None:
                 check_schedule(optimizer, config.scheduler)

@@ -218,7 +218,7 @@ def check_steps(
     check_kept("optimizer", optimizer)
     check_kept("scheduler", scheduler)
     check_comes_back(optimizer, before, again, sparse)
-    check_divisible(optimizer, config)
+    check_divisible(optimizer, config, again)
 
 
 def check_comes_back(
@@ -232,8 +232,8 @@ def check_comes_back(
     Args:
         optimizer: has taken a step.
         before: what `left_out` gave before that.
-        again: makes it once more, for a copy of the module; None: only what is left out is
-            compared.
+        again: makes it once more, for a copy of the module, whose steps are compared, or for a
+            large module itself; None: only what is left out is compared.
         sparse: parameters with gradients of rows.
     """
     name = type(optimizer).__name__
@@ -274,6 +274,8 @@ def check_comes_back(
             "training could not go on after a restart; make what it keeps in __init__, and let "
             "state_dict() and load_state_dict() hold all of it"
         )
+    if any(own is other for own, other in zip(ours, theirs, strict=True)):
+        return
     chosen = {id(parameter) for parameter in sparse}
     alike = [other for own, other in zip(ours, theirs, strict=True) if id(own) in chosen]
     for number in numbers:
@@ -307,18 +309,33 @@ def _is_alike(one: torch.Tensor, other: torch.Tensor) -> bool:
     return torch.allclose(one, other, rtol=0.0, atol=most * _OF_ROUNDING, equal_nan=True)
 
 
-def check_divisible(optimizer: torch.optim.Optimizer, config: TrainConfig) -> None:
-    """Refuse what keeps attributes where only states of parameters are kept; raises ConfigError."""
-    strategy = sync.resolve(config.sync_strategy)
-    if config.parallelism is None and not isinstance(strategy, AsyncSGD):
+def check_divisible(
+    optimizer: torch.optim.Optimizer,
+    config: TrainConfig,
+    again: Callable[[], torch.optim.Optimizer] | None = None,
+) -> None:
+    """Refuse what keeps attributes where only states of parameters are known; raises ConfigError.
+
+    ``again`` makes the optimizer once more.
+    """
+    strategy, name = sync.resolve(config.sync_strategy), type(optimizer).__name__
+    resets = isinstance(strategy, AveragingStrategy) and strategy.optimizer_state == "reset"
+    if config.parallelism is None and not isinstance(strategy, AsyncSGD) and not resets:
         return
-    kept = [name for one in plain_state(optimizer).get(BESIDES, ()) for name in one]
+    kept = [key for one in plain_state(optimizer).get(BESIDES, ()) for key in one]
     if kept:
         where = "parallelism" if config.parallelism is not None else type(strategy).__name__
+        does = "takes apart by parameters"
+        if resets and config.parallelism is None:
+            does = "clears after each round"
         raise ConfigError(
-            f"optimizer {type(optimizer).__name__} keeps its attribute {kept[0]} besides its "
-            f"state, which {where} takes apart by parameters; keep it in the state or in the "
-            "groups, or train without"
+            f"optimizer {name} keeps its attribute {kept[0]} besides its state, which {where} "
+            f"{does}; keep it in the state or in the groups, or train without"
+        )
+    if resets and again is not None and again().state:
+        raise ConfigError(
+            f"optimizer {name} makes its state in __init__, and {type(strategy).__name__} clears "
+            "it after each round; make it in step(), or leave out optimizer_state='reset'"
         )
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -98,6 +99,24 @@ def test_alone_and_after_a_restart(kind: Any) -> None:
     run(resumed, config(kind), make_data([23]), resume=point)
     for found in (whole, resumed):
         torch.testing.assert_close(weights(found), plain_loop(kind), rtol=0, atol=1e-10)
+
+
+class Noise:
+    """An augmentation that draws from a generator of its own."""
+
+    def __init__(self) -> None:
+        self.generator = np.random.default_rng(3)
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        return x + torch.from_numpy(self.generator.normal(size=tuple(x.shape)))
+
+
+def test_an_augmentation_goes_on_drawing_where_it_was() -> None:
+    whole, resumed, sink = make_net(), make_net(), Keeper(steps=(4,))
+    made = config_of("sgd", learning_rate=0.05)
+    run(whole, but(made, augmentation=Noise()), make_data([23]), sink=sink)
+    run(resumed, but(made, augmentation=Noise()), make_data([23]), resume=sink.points[4])
+    assert torch.equal(weights(whole), weights(resumed))
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -29,6 +29,7 @@ from sparkdl.errors import ConfigError
 from sparkdl.serialization.travel.packed_module import pack_blank, unpack
 from sparkdl.storage.checkpoint_format import decode, encode
 from sparkdl.storage.tensor_tree import snapshot
+from sparkdl.sync.averaging.block_momentum import BlockMomentum
 from sparkdl.sync.module_tensors import tensors_of
 from sparkdl.train.callbacks import Callback, CallbackState, NullObserver
 from sparkdl.train.optimizers.nested_states import give_state, plain_state
@@ -499,8 +500,29 @@ def test_what_goes_on_is_not(make: Any) -> None:
     checked(make)
 
 
-def checked(make: Callable[[Any], torch.optim.Optimizer]) -> None:
-    config = config_of(make)
+def test_of_a_large_module_only_states_are_compared() -> None:
+    config, net = config_of(counting_hook), make_net()
+    made = resolve_optimizer(config, net)
+    check_steps(made(net.parameters()), None, config, (), lambda: made(net.parameters()))
+
+
+@pytest.mark.parametrize(
+    ("make", "told"),
+    [
+        (SlowWeights, "keeps its attribute .* which BlockMomentum clears after each round"),
+        (Anchored, "makes its state in __init__, and BlockMomentum clears it"),
+    ],
+)
+def test_what_cannot_begin_anew_after_a_round_is_refused(make: Any, told: str) -> None:
+    resets = BlockMomentum(averaging_period=2)
+    assert resets.optimizer_state == "reset"
+    with pytest.raises(ConfigError, match=told):
+        checked(make, sync_strategy=resets)
+    checked(beginning, sync_strategy=resets)
+
+
+def checked(make: Callable[[Any], torch.optim.Optimizer], **changes: Any) -> None:
+    config = config_of(make, **changes)
 
     def made() -> torch.optim.Optimizer:
         net: nn.Module = make_net()
