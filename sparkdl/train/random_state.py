@@ -52,30 +52,52 @@ def set_random_state(state: dict[str, Any]) -> None:
 
 
 class SharedDraws:
-    """Random numbers that all ranks draw alike inside; what each draws for itself goes on later."""
+    """Random numbers that all ranks draw alike inside; what each draws for itself goes on later.
+
+    It is entered in each step, and torch looks for devices whenever it is asked to seed all.
+    """
 
     def __init__(self, seed: int, step: int) -> None:
-        self._seed, self._step = seed, step
-        self._own: dict[str, Any] = {}
+        self._words = np.random.SeedSequence([seed % 2**64, _NO_RANK, step]).generate_state(2)
+        cuda: Any = torch.cuda
+        self._on_cuda = cuda.is_initialized()
+        self._own: tuple[Any, ...] = ()
 
     def __enter__(self) -> SharedDraws:
-        self._own = random_state()
-        seed_everything(self._seed, _NO_RANK, self._step)
+        self._own = self._states()
+        first, second = map(int, self._words)
+        torch.default_generator.manual_seed(first)
+        if self._on_cuda:
+            torch.cuda.manual_seed(first)
+        np.random.seed(second)
+        random.seed(second)
         return self
 
     def __exit__(self, *_: object) -> None:
-        set_random_state(self._own)
+        self._give(self._own)
 
     @contextlib.contextmanager
     def apart(self) -> Iterator[None]:
         """Draw what this rank draws for itself."""
-        shared = random_state()
-        set_random_state(self._own)
+        shared = self._states()
+        self._give(self._own)
         try:
             yield
         finally:
-            self._own = random_state()
-            set_random_state(shared)
+            self._own = self._states()
+            self._give(shared)
+
+    def _states(self) -> tuple[Any, ...]:
+        on_cuda = torch.cuda.get_rng_state() if self._on_cuda else None
+        states = torch.default_generator.get_state(), np.random.get_state(), random.getstate()
+        return (*states, on_cuda)
+
+    def _give(self, states: tuple[Any, ...]) -> None:
+        torch.default_generator.set_state(states[0])
+        np.random.set_state(states[1])
+        random.setstate(states[2])
+        if self._on_cuda:
+            torch.cuda.set_rng_state(states[3])
 
 
 @contextlib.contextmanager

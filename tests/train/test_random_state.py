@@ -6,6 +6,7 @@ import numpy as np
 import torch
 
 from sparkdl.train.random_state import (
+    SharedDraws,
     deterministic_algorithms,
     random_state,
     seed_everything,
@@ -50,3 +51,24 @@ def test_deterministic_algorithms_restores_what_was_set() -> None:
         assert not torch.backends.cudnn.deterministic
     finally:
         torch.use_deterministic_algorithms(False)
+
+
+def test_ranks_draw_alike_inside_and_go_on_with_their_own() -> None:
+    found = []
+    for rank in (0, 1):
+        seed_everything(7, rank)
+        own = [draw() for _ in range(3)]
+        seed_everything(7, rank)
+        before = draw()
+        with SharedDraws(7, 5) as draws:
+            shared = [draw()]
+            with draws.apart():
+                within = draw()
+            shared.append(draw())
+        assert [before, within, draw()] == own
+        found.append((own, shared))
+    (first, one), (second, other) = found
+    assert one == other
+    assert first != second
+    with SharedDraws(7, 6):
+        assert draw() != one[0]
