@@ -269,8 +269,9 @@ class CallableLoss:
         if not isinstance(result, torch.Tensor) or len(result) != num_rows:
             what = tuple(result.shape) if isinstance(result, torch.Tensor) else type(result)
             raise ConfigError(
-                f"the loss of a batch of {num_rows} samples must be a scalar, a pair (sum of "
-                f"losses, sum of weights) or a tensor of shape ({num_rows}, ...); received {what}"
+                f"the loss of a batch of {num_rows} samples must be a tensor without dimensions or "
+                f"of shape ({num_rows}, ...), or a pair (sum of losses, sum of weights); received "
+                f"{what}; let the function return what torch computes, without item() or detach()"
             )
         return _per_sample(result)
 
