@@ -267,11 +267,13 @@ class CallableLoss:
     def _checked(self, result: Any, target: Any) -> torch.Tensor:
         num_rows = rows_of(target)
         if not isinstance(result, torch.Tensor) or len(result) != num_rows:
-            what = tuple(result.shape) if isinstance(result, torch.Tensor) else type(result)
+            what = f"{type(result).__name__}; let it return what torch computes, without item()"
+            if isinstance(result, torch.Tensor):
+                what = str(tuple(result.shape))
             raise ConfigError(
                 f"the loss of a batch of {num_rows} samples must be a tensor without dimensions or "
                 f"of shape ({num_rows}, ...), or a pair (sum of losses, sum of weights); received "
-                f"{what}; let the function return what torch computes, without item() or detach()"
+                f"{what}"
             )
         return _per_sample(result)
 

@@ -207,8 +207,8 @@ MISTAKES: dict[str, tuple[Callable[[], Any], str]] = {
     "a loss without a graph": (
         lambda: CallableLoss(lambda o, t: 0.5)(torch.zeros(2, 3), torch.zeros(2), None),
         "the loss of a batch of 2 samples must be a tensor without dimensions or of shape (2, "
-        "...), or a pair (sum of losses, sum of weights); received <class 'float'>; let the "
-        "function return what torch computes, without item() or detach()",
+        "...), or a pair (sum of losses, sum of weights); received float; let it return what "
+        "torch computes, without item()",
     ),
     "a loss of Keras by name": (
         lambda: shown(nn.Linear(4, 1), loss="binary_crossentropy"),
@@ -344,7 +344,7 @@ def test_rows_for_validation_go_into_the_same_frame(spark: SparkSession) -> None
         "boolean column that marks them (validationIndicatorCol), or are drawn from it "
         "(validationFraction=0.1)"
     )
-    with pytest.raises(ValueError) as of_column:  # noqa: PT011
+    with pytest.raises(ValueError) as of_column:
         validation_indicator(df.schema, "part")
     assert str(of_column.value) == (
         'column "part" marks validation rows and must be boolean; it is string; make it of a '
