@@ -33,7 +33,8 @@ _SEQUENCES = (list, deque)
 _MAPPINGS = (dict, OrderedDict, defaultdict, Counter)
 
 _KINDS = (
-    "left", "plain", "parameter", "id", "tensor", "state", "sequence", "mapping", "random", "object",
+    "left", "plain", "parameter", "id", "tensor", "state", "sequence", "mapping", "random",
+    "object",
 )  # fmt: skip
 """Kinds of values; `_Reader` has a method of each."""
 
