@@ -85,12 +85,13 @@ class _TorchEstimator(Estimator[TorchModel], TrainParams, Saved, MLReadable["_To
                     ``divergenceFactor``.
                 TrainingFailed: workers were lost more than ``maxRestarts`` times.
             """
-            check_params(type(self).__name__, params)
+            check_params(self, params)
             return super().fit(dataset, params)
 
     def _fit(self, dataset: DataFrame | Source) -> TorchModel:
         return self.fit_sharing(dataset)
 
+    @plainly
     def fitMultiple(
         self, dataset: DataFrame | Source, paramMaps: Sequence[ParamMap]
     ) -> Fits[TorchModel]:
@@ -103,9 +104,15 @@ class _TorchEstimator(Estimator[TorchModel], TrainParams, Saved, MLReadable["_To
         Returns:
             An iterator of ``(index of the map, model)``, in the order in which they are ready. It
             may be used by several threads; each fit waits until the others leave it slots.
+
+        Raises:
+            ConfigError: a map has a wrong value, or a Param of another estimator.
         """
-        dataset = spark_frame(dataset)
-        return Fits([partial(self.copy(values).fit_sharing, dataset) for values in paramMaps])
+        check_params(self, paramMaps)
+        dataset, copies = spark_frame(dataset), [self.copy(values) for values in paramMaps]
+        for one in copies:
+            one._request()  # what is wrong in the last map is told before the first fit
+        return Fits([partial(one.fit_sharing, dataset) for one in copies])
 
     @plainly
     def fit_sharing(

@@ -159,7 +159,7 @@ class TorchModel(Model, CheckedParams, Saved, MLReadable["TorchModel"], ModelAcc
                     output column is there already.
                 ConfigError: a Param is wrong.
             """
-            check_params(type(self).__name__, params)
+            check_params(self, params)
             return super().transform(dataset, params)
 
     @plainly

@@ -18,6 +18,7 @@ from sparkdl.errors import ClusterError, ConfigError, StorageError, TrainingFail
 from sparkdl.inputs import Specification, check_names, named
 from sparkdl.mesh import Mesh
 from sparkdl.report.listeners.listener import Listener
+from sparkdl.runtime.arguments import refusal, takes
 from sparkdl.runtime.tracebacks import plainly
 from sparkdl.spark.frames import user_data
 from sparkdl.spark.functions.run_function import (
@@ -293,5 +294,11 @@ def _callable(train: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call
         require(not kwargs, rule, kwargs)
         require(path.is_file(), "there is no such script", str(path))
         return Script(path.name, path.read_text(encoding="utf-8"), tuple(map(str, args)))
-    require(callable(train), "run takes a function or the path of a script", train)
+    if not callable(train):
+        raise ConfigError(
+            f"run takes a function or the path of a script; received {train!r}; pass the function "
+            "itself and its arguments, run(train, ...), without calling it"
+        )
+    if not takes(train, args, kwargs) and (refused := refusal(train, args, kwargs)):
+        raise refused
     return partial(train, *args, **kwargs)

@@ -6,14 +6,14 @@ import contextlib
 import os
 import signal
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, TextIO
 
 import click
 
 from sparkdl.config import require
-from sparkdl.errors import SparkDLError, did_you_mean
+from sparkdl.errors import SparkDLError, did_you_mean, meant
 
 _NEEDED = ("pyspark", "py4j", "pandas", "torch")
 """Packages without which most commands cannot work; py4j comes with pyspark."""
@@ -33,6 +33,32 @@ class Command(click.Command):
 
     words: Callable[[str], str] = str
     """Puts the errors of the command as the user has to read them."""
+    keys: Callable[[str], Iterable[str]] = lambda name: ()
+    """The keys of a job file that may be meant by an unknown option."""
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        """Parse them; what a job file has in other places is told as such."""
+        given = list(args)
+        try:
+            return super().parse_args(ctx, args)
+        except click.NoSuchOption as error:
+            name, own = error.option_name.lstrip("-"), [one.name or "" for one in self.params]
+            found = None if meant(name, own) else next(iter(self.keys(name)), None)
+            if found is None:
+                raise
+            raise click.UsageError(
+                f"no such option {error.option_name!r}; write --set {found}=VALUE", ctx
+            ) from error
+        except click.UsageError as error:
+            takes_job = any(one.name == "config" for one in self.params)
+            file = next((one for one in given if one.endswith(".toml")), None)
+            if type(error) is not click.UsageError or not takes_job or file is None:
+                raise
+            if "--config" in given or any(one.startswith("--config=") for one in given):
+                raise
+            raise click.UsageError(f"name the job file by its option: --config {file}", ctx) from (
+                error
+            )
 
     def get_short_help_str(self, limit: int = 45) -> str:
         """The first sentence, whole and as a part of a list."""
@@ -124,7 +150,8 @@ def ended(action: Callable[[], int | None], words: Callable[[str], str] = str) -
         )
         return 1
     except KeyboardInterrupt:
-        print("interrupted", file=sys.stderr)
+        if all(getattr(one, "is_read", True) for one in (sys.stdout, sys.stderr)):
+            print("interrupted", file=sys.stderr)
         return _INTERRUPTED
 
 

@@ -25,6 +25,7 @@ from click.shell_completion import (
 
 from sparkdl.cli.command_line import Command
 from sparkdl.cli.job_files.toml_values import dataclass_in
+from sparkdl.errors import meant
 from sparkdl.spark.params.converters import parts_of
 
 _EXAMPLES = """\
@@ -105,6 +106,14 @@ def keys(job: type, above: str = "") -> Iterator[tuple[str, Any]]:
             yield from keys(inner, f"{name}.")
         if above:
             yield name, hint
+
+
+def keys_meant(job: type, name: str) -> Iterator[str]:
+    """The keys that another name than theirs, without its section, means."""
+    known = {key.rpartition(".")[2]: key for key, _ in reversed(list(keys(job)))}
+    found = meant(name.replace("-", "_"), known)
+    if found is not None:
+        yield known[found]
 
 
 def _values(hint: Any) -> Iterator[str]:

@@ -55,6 +55,11 @@ def doctor(no_cluster: bool, **given: Any) -> int:
     named = [name for name, value in where.items() if value]
     if len(named) > 1:
         raise click.UsageError(f"{named[1]} is not allowed with {named[0]}")
+    cluster_only = {"--conf": given["conf"], "--checkpoint-dir": given["checkpoint_dir"],
+                    "--num-workers": given["num_workers"]}  # fmt: skip
+    useless = [name for name, value in cluster_only.items() if value]
+    if no_cluster and useless:
+        raise click.UsageError(f"{useless[0]} is about a cluster; leave --no-cluster out")
     problems: list[str] = []
 
     def show(findings: Iterator[Finding]) -> None:

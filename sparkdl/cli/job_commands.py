@@ -142,6 +142,7 @@ class JobCommand(Generic[T]):
             epilog=self.examples(form),
         )
         command.words = in_file_words
+        command.keys = partial(completion.keys_meant, self.kind)
         return command
 
     def examples(self, form: Form) -> str:

@@ -52,11 +52,22 @@ def plain_arguments(function: F) -> F:
     return cast(F, call)
 
 
+def takes(function: Callable[..., Any], args: tuple[Any, ...] = (), kwargs: Any = {}) -> bool:  # noqa: B006
+    """True if a function or class can be called with the arguments, as far as Python knows."""
+    try:
+        inspect.signature(function).bind(*args, **kwargs)
+    except TypeError:
+        return False
+    except ValueError:  # of one written in C, which has no signature
+        pass
+    return True
+
+
 def refusal(function: Callable[..., Any], args: tuple[Any, ...], kwargs: Any) -> ParamError | None:
     """The error about arguments that a function does not take, or lacks; None: it takes them."""
     signature = inspect.signature(function)
     parameters = list(signature.parameters.values())
-    name, me = function.__qualname__, None
+    name, me = getattr(function, "__qualname__", repr(function)), None
     if parameters and parameters[0].name == "self" and args:
         me, args, parameters = args[0], args[1:], parameters[1:]
         name = f"{type(me).__name__}.{function.__name__}".removesuffix(".__init__")
@@ -66,7 +77,9 @@ def refusal(function: Callable[..., Any], args: tuple[Any, ...], kwargs: Any) ->
         wrong = [one for one in kwargs if one not in names]
         if wrong:
             problems.append(
-                unknown_names(f"{name} has no argument", wrong, names) + _as_params(me, wrong)
+                unknown_names(f"{name} has no argument", wrong, names)
+                + _as_params(me, wrong)
+                + _OVERWRITES * (function.__name__ == "save")
             )
     positional = [one.name for one in parameters if one.kind in _POSITIONAL]
     takes_any_number = any(one.kind is inspect.Parameter.VAR_POSITIONAL for one in parameters)
@@ -93,6 +106,7 @@ def refusal(function: Callable[..., Any], args: tuple[Any, ...], kwargs: Any) ->
     return ParamError(all_of(problems)) if problems else None
 
 
+_OVERWRITES = "; write().overwrite().save(path) replaces what is there"
 _VARIADIC = (inspect.Parameter.VAR_KEYWORD, inspect.Parameter.VAR_POSITIONAL)
 _POSITIONAL = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
 

@@ -32,6 +32,12 @@ HOOKS = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
 _SEQUENCES = (list, deque)
 _MAPPINGS = (dict, OrderedDict, defaultdict, Counter)
 
+_KINDS = (
+    "left", "plain", "parameter", "id", "tensor", "state", "sequence", "mapping", "random",
+    "object",
+)  # fmt: skip
+"""Kinds of values; `_Reader` has a method of each."""
+
 Written = list[Any]
 """A kind, and what makes a value of that kind; see `_Writer`."""
 State = Callable[[Any, tuple[int, ...]], Any]
@@ -251,6 +257,8 @@ class _Reader:
     def read(self, now: Any, written: Written) -> Any:
         """The value that `_Writer` took apart; ``now`` is what there is in its place."""
         kind, *parts = written
+        if kind not in _KINDS:  # from a file, so no other method may be named
+            raise CheckpointError(f"an optimizer's attribute has no kind {kind!r} of value")
         method: Callable[..., Any] = getattr(self, f"_{kind}")
         return method(now, *parts)
 

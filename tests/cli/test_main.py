@@ -157,7 +157,7 @@ def test_a_command_ends_when_nobody_reads_its_output(stream: str) -> None:
     os.close(theirs)
     found = process.communicate(timeout=30)
     assert process.returncode == 141
-    assert all((not text or text == b"interrupted\n") for text in found)
+    assert not any(found)
 
 
 def test_help_that_nobody_reads_ends_so_too() -> None:
@@ -180,6 +180,12 @@ def test_what_executors_run_does_not_import_click() -> None:
         (["trian"], "unknown command 'trian'; did you mean 'train'? known: doctor, train"),
         (["train", "--confg", "x"], "Did you mean '--config'?"),
         (["completion", "basf"], "'basf' is not one of 'bash', 'zsh', 'fish'"),
+        (["train", "--epochs", "3"], "no such option '--epochs'; write --set estimator.epochs="),
+        (["train", "--lr=3"], "'--lr'; write --set estimator.learning_rate=VALUE\n"),
+        (["train", "--nothing"], "No such option '--nothing'."),
+        (["train", "job.toml"], "name the job file by its option: --config job.toml\n"),
+        (["train", "--config", "a.toml", "b.toml"], "unexpected extra argument (b.toml)"),
+        (["doctor", "--no-cluster", "--num-workers", "3"], "--num-workers is about a cluster; lea"),
     ],
 )
 def test_what_is_misspelt_is_suggested(

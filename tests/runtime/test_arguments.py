@@ -38,6 +38,9 @@ from sparkdl.model import TorchModel
 from sparkdl.runtime.arguments import plain_value
 from sparkdl.runtime.tracebacks import plainly
 from sparkdl.spark.params.param_table import ClassifierArguments, LabelsArguments, options
+from sparkdl.sync import STRATEGIES
+from sparkdl.train.objective.loss import LOSSES
+from sparkdl.train.objective.named_metrics import OF_CLASSES, OF_NUMBERS
 
 
 @pytest.mark.parametrize("kind", [np.int8, np.uint8, np.int32, np.int64, np.uint64])
@@ -153,9 +156,9 @@ def test_every_name_of_the_table_leads_to_one_that_there_is() -> None:
     known = {plain(name) for table in (ClassifierArguments, LabelsArguments)
              for name in options(table)}  # fmt: skip
     known |= {plain(item.name) for cls in (Mesh, ParameterAveraging) for item in fields(cls)}
-    assert {ours for several in NAMES.values() for ours in several if plain(ours) not in known} == (
-        set()
-    )
+    values = {plain(one) for one in (*LOSSES, *OF_CLASSES, *OF_NUMBERS, *STRATEGIES)}
+    found = {ours for several in NAMES.values() for ours in several}
+    assert {ours for ours in found if plain(ours) not in known | values} == set()
     assert all(name == plain(name) for name in (*NAMES, *METHODS))
     assert not NAMES.keys() & known  # a name of ours means itself
     for call, _ in METHODS.values():

@@ -17,7 +17,10 @@ from sparkdl.spark.params.param_table import Option
 
 VALIDATION_COLUMN = "sparkdl_validation"
 """Marks the rows of ``validation.path``."""
-_REMEDY = "a module of your own travels to driver and workers with spark-submit --py-files"
+_REMEDY = (
+    "a module of your own, nets.py as nets:Net, lies in the folder in which sparkdl is started, or "
+    "travels to driver and workers with spark-submit --py-files"
+)
 
 
 _KEYS = {option.name: key for key, option in PARAMS.items()}

@@ -28,7 +28,10 @@ def read_toml(path: str | Path) -> Tables:
     except OSError as error:
         raise ConfigError(f"cannot read the job file {path}: {error.strerror}") from error
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{path} is not valid TOML: {error}") from error
+        raise ConfigError(
+            f"{path} is not valid TOML: {error}; texts stand in quotes, true and false in small "
+            "letters, and --starter prints a file to begin with"
+        ) from error
     except RecursionError:
         raise ConfigError(f"{path} is not valid TOML: it is nested too deeply") from None
 

@@ -82,8 +82,15 @@ class Needs:
             try:
                 functools.reduce(getattr, name.split("."), importlib.import_module(module))
             except Exception as error:  # whatever a module raises when it is imported
+                what = f"cannot import {module}.{name} ({type(error).__name__}: {error})"
+                if not isinstance(error, ImportError | AttributeError):
+                    return (
+                        f"{what}; workers import the file too: put what only the program shall do, "
+                        "such as starting Spark, into another file or under if __name__ == "
+                        "'__main__'"
+                    )
                 return (
-                    f"cannot import {module}.{name} ({type(error).__name__}: {error}); send your "
+                    f"{what}; send your "
                     "own modules with --py-files (spark.submit.pyFiles), "
                     "sparkContext.addPyFile(path) or spark.addArtifacts(path, pyfile=True), and "
                     "install packages there"

@@ -23,6 +23,7 @@ from sparkdl.data.plan import Column, Shard, SpoolColumn, TrainPlan, make_plan
 from sparkdl.errors import CheckpointError, ClusterError, ConfigError
 from sparkdl.inputs import Named
 from sparkdl.mesh import Mesh
+from sparkdl.runtime.arguments import takes
 from sparkdl.runtime.process import borrowed_generator
 from sparkdl.serialization.identity import identity
 from sparkdl.serialization.imported_values import (
@@ -597,7 +598,7 @@ def make_module(request: FitRequest) -> tuple[nn.Module, str]:
         except Exception as error:  # whatever the user's class or function raises
             name = getattr(request.module, "__qualname__", repr(request.module))
             remedy = "correct the arguments (model.args in a job file), or what makes it"
-            if isinstance(request.module, type):
+            if isinstance(request.module, type) and not takes(request.module):
                 remedy = (
                     f"pass {name}(...) or functools.partial({name}, ...) (in a job file model.args)"
                 )
@@ -605,9 +606,13 @@ def make_module(request: FitRequest) -> tuple[nn.Module, str]:
                 f"module cannot be made: {name} raised {type(error).__name__}: {error}; {remedy}"
             ) from error
         if not isinstance(module, nn.Module):
+            shown, remedy = type(module).__name__, ""
+            if isinstance(module, type):
+                shown, name = f"the class {module.__name__}", module.__name__
+                remedy = f"; pass module={name}, or let it return {name}()"
             raise ConfigError(
-                f"module must be a torch.nn.Module or a callable that returns one; it returned "
-                f"{type(module).__name__}"
+                "module must be a torch.nn.Module or a callable that returns one; it returned "
+                f"{shown}{remedy}"
             )
         module = travelled(module, copies=False)
     _require_values(module)
@@ -686,7 +691,8 @@ def check_training(
             own = travelled(module, copies=True)
             if not any(parameter.requires_grad for parameter in own.parameters()):
                 raise ConfigError(
-                    "the module has no parameters that train; check it, and frozenLayers"
+                    "the module has no parameters that train; check it, and frozenLayers; layers "
+                    "in a list or dict count only if that is an nn.ModuleList or nn.ModuleDict"
                 )
             make = optimizers.resolve_optimizer(config, own)
             optimizer = make(own.parameters())

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import inspect
 import logging
 import re
 import traceback
@@ -19,7 +20,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from sparkdl.data.plan import Column
-from sparkdl.errors import ConfigError
+from sparkdl.errors import ConfigError, meant
 from sparkdl.inputs import Sequence
 from sparkdl.report.record.module_graph import traced
 from sparkdl.runtime.process import borrowed_generator, seeded
@@ -43,6 +44,13 @@ _OF_ROWS = re.compile(rf"(\((?=\d+x)|input(?: of size:? ?)?\[|size: \[){ROWS}(?=
 """Where torch's messages have the number of rows."""
 _TORCHS = (RuntimeError, IndexError, NotImplementedError, TypeError)
 """What torch raises if it cannot use a tensor; other errors are the module's own."""
+_LABEL_NAMES = frozenset(
+    ("y_true", "true", "target", "targets", "label", "labels", "truth", "ground_truth")
+)
+_OUTPUT_NAMES = frozenset(
+    ("y_pred", "y_hat", "pred", "preds", "prediction", "predictions", "output", "outputs", "logits")
+)
+"""What the parameters of a loss function are called that takes labels, and outputs of modules."""
 Sink = Callable[[Mapping[str, Any]], None]
 """Gets the graph of what a module did, see `report.module_graph`."""
 
@@ -220,8 +228,10 @@ def _judged(checked: CheckedValues, output: Any, example: Example) -> Trial:
     request, objective, config = checked.request, checked.objective, checked.request.config
     meant = taken(objective.shown if isinstance(objective, StepLoss) else objective, output)
     num_classes = _num_classes(meant) if config.task == "classification" else None
-    if num_classes is not None and isinstance(objective, CallableLoss):
-        _warn_of_probabilities(checked.module, meant)
+    if isinstance(objective, CallableLoss):
+        _check_order(config.loss, meant, example)
+        if num_classes is not None:
+            _warn_of_probabilities(checked.module, meant)
     if not isinstance(objective, StepLoss) and (config.task != "custom" or request.labels):
         _try_loss(objective, meant, example)
     metrics = resolved(config.metrics, objective, meant)
@@ -304,6 +314,39 @@ def _try_loss(loss: LossFunction, output: Any, example: Example) -> None:
             part, value = by_label[str(label.argument)]
             if isinstance(part, ModuleLoss):
                 _try_one(part, value, target, label)
+
+
+def _check_order(function: Any, output: Any, example: Example) -> None:
+    """Refuse a loss function that takes the label first, as those of Keras do.
+
+    Its parameters say so by their names, and only in that order, or with another value, it can be
+    computed. One that gives the same both ways is taken. Raises ConfigError.
+    """
+    import torch
+    from torch import nn
+
+    labels = [column for column in example.columns if column.role == "label"]
+    called = function.forward if isinstance(function, nn.Module) else function
+    try:
+        names = list(inspect.signature(called).parameters)[:2]
+    except (TypeError, ValueError):  # of one written in C, or compiled
+        return
+    is_swapped = len(names) == 2 and names[0] in _LABEL_NAMES and names[1] in _OUTPUT_NAMES
+    if not is_swapped or len(labels) != 1 or not isinstance(output, torch.Tensor):
+        return
+    (target,) = example.of("label", example.num_rows).values
+    values = []
+    for pair in ((target, output), (output, target)):
+        with contextlib.suppress(Exception), torch.no_grad():  # which tells of the order, too
+            values.append(torch.as_tensor(called(*pair)).double().mean())
+        if not values or (len(values) == 2 and _is_close(*values)):
+            return
+    name = getattr(function, "__name__", type(function).__name__)
+    raise ConfigError(
+        f"the loss function {name}({', '.join(names)}) takes the label first, and loss is called "
+        f"with the module's output first: write loss=lambda output, label: {name}(label, output), "
+        "or change the order of its parameters"
+    )
 
 
 def _try_one(loss: ModuleLoss, output: Any, target: torch.Tensor, label: Column) -> None:
@@ -458,12 +501,24 @@ def _warn_of_probabilities(module: nn.Module, output: torch.Tensor) -> None:
 
 
 def _num_classes(output: Any) -> int:
+    import numpy as np
     import torch
 
     if not isinstance(output, torch.Tensor):
+        remedy = "return the logits alone, or use TorchEstimator for other outputs"
+        if output is None:
+            remedy = "let forward return the logits"
+        elif isinstance(output, np.ndarray):
+            remedy = "let forward return the tensor itself, without numpy()"
         raise ConfigError(
             f"a classifier's module must return a tensor (batch, classes); it returned "
-            f"{type(output).__name__}; use TorchEstimator for other outputs"
+            f"{type(output).__name__}; {remedy}"
+        )
+    if not output.is_floating_point():
+        raise ConfigError(
+            "a classifier's module must return logits (batch, classes), of which a gradient can be "
+            f"taken; it returned {str(output.dtype).removeprefix('torch.')}; leave argmax out: "
+            "transform adds the class"
         )
     return 2 if output.ndim == 1 or output.shape[1] == 1 else int(output.shape[1])
 
@@ -527,16 +582,38 @@ def refusal(error: Exception, module: nn.Module, features: Items[Column]) -> str
     if not isinstance(error, _TORCHS):
         return f"the module's forward failed on the features ({shown}): {what}; correct forward"
     whole = [f'"{c.name}" ({c.dtype})' for c in features if not c.dtype.startswith("float")]
+    if getattr(module.forward, "__func__", None) is nn.Module.forward:
+        name, alike = type(module).__name__, meant("forward", vars(type(module)))
+        remedy = "write one" if alike is None else f"rename {alike!r}, if that is it"
+        return f"the module {name} has no method forward, which gets the features; {remedy}"
+    if isinstance(error, TypeError) and (called := _as_called(module, features)):
+        return f"the module cannot take the features ({shown}): {error}; {called}"
     remedies = [f"call .float() on {', '.join(whole)} in forward"] * bool(whole)
-    if isinstance(error, TypeError) and len(features) > 1:
-        remedies = [
-            "each input column is an argument of forward; to have one vector, put the columns "
-            "together with VectorAssembler, or F.array"
-        ]
     remedies.append("adapt the module")
     if failed is None or not isinstance(failed.layer, nn.Linear):  # whose width no shape changes
         remedies.append("set inputShape")
     return f"the module cannot take the features ({shown}): {what}; {', or '.join(remedies)}"
+
+
+def _as_called(module: nn.Module, features: Items[Column]) -> str:
+    """What to do where forward has other arguments than there are inputs; empty: it has not."""
+    named = [column.argument for column in features if column.argument is not None]
+    try:
+        signature = inspect.signature(module.forward)
+    except (TypeError, ValueError):  # of one written in C, or compiled
+        return ""
+    try:
+        signature.bind(*[None] * (len(features) - len(named)), **dict.fromkeys(named))
+    except TypeError:
+        taken = ", ".join(str(one) for one in signature.parameters.values())
+        remedy = f"forward takes ({taken})"
+        if len(features) > 1 and not named:
+            return (
+                f"{remedy}, and each input column is an argument of forward; to have one vector, "
+                "put the columns together with VectorAssembler, or F.array"
+            )
+        return f"{remedy}: name a column for each argument, inputs={{argument: column}}"
+    return ""
 
 
 def _shown_input(column: Column) -> str:

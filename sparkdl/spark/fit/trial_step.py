@@ -36,7 +36,8 @@ moments besides."""
 _FEW_ROWS = 8
 _LONGEST_TEXT = 400
 _OF_CODE = (AttributeError, ImportError, NameError, NotImplementedError, TypeError)
-_OF_BACKWARD = ("modified by an inplace operation", "does not require grad")
+_NO_GRADIENT = "does not require grad"
+_OF_BACKWARD = ("modified by an inplace operation", _NO_GRADIENT)
 _FORWARD = re.compile(r'File "([^"]+)", line (\d+), in (.+)\n\s+(.+)')
 """A frame in what torch tells of the forward pass that a failed backward pass belongs to."""
 
@@ -95,9 +96,15 @@ def try_step(
         place = users_line(error) or _forward_line(module, config, example)
         text = str(error).partition("\n")[0]  # torch lists all of its backends
         text = text if len(text) <= _LONGEST_TEXT else f"{text[:_LONGEST_TEXT]}..."
+        remedy = "correct it in a loop of your own, on a batch"
+        if _NO_GRADIENT in text:
+            remedy = (
+                "the loss hangs together with no parameter that trains; look in forward and loss "
+                "for detach, no_grad, argmax, item, or a new tensor made of values"
+            )
         raise ConfigError(
             f"the first step of training fails{place}: {type(error).__name__}: {text}; the same "
-            "would happen on every worker: correct it in a loop of your own, on a batch"
+            f"would happen on every worker: {remedy}"
         ) from error
 
 

@@ -102,7 +102,8 @@ def validation_indicator(schema: T.StructType, name: str) -> SparkColumn:
     if not isinstance(field.dataType, T.BooleanType):
         raise DataError(
             f'column "{name}" marks validation rows and must be boolean; '
-            f"it is {field.dataType.simpleString()}"
+            f"it is {field.dataType.simpleString()}; make it of a comparison, such as "
+            f'F.col("{name}") == ...'
         )
     return column
 

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 import pyarrow as pa
 from pyspark.errors import PySparkRuntimeError
 from pyspark.ml.linalg import VectorUDT
+from pyspark.ml.param import Params
 from pyspark.sql import DataFrame, SparkSession
 from pyspark.sql import types as T
 from pyspark.sql.pandas.types import from_arrow_schema, from_arrow_type
@@ -204,11 +205,24 @@ def require_data(data: Any) -> None:
     # DataFrames first: they have an attribute for each column, whatever its name.
     if isinstance(data, DataFrame):
         refuse_stream(data, "fit")
-    elif not isinstance(data, Source):
+    elif isinstance(data, type) or not isinstance(data, Source):
         raise ConfigError(
             "fit takes a DataFrame of Spark or pandas, or a source such as sparkdl.ParquetSource; "
-            f"received {type(data).__name__}{_in_columns(data)}"
+            f"received {_described(data)}{_in_columns(data)}"
         )
+
+
+def _described(data: Any) -> str:
+    """What was given for data, and what to do with it where that is known."""
+    if isinstance(data, type):
+        return f"the class {data.__name__}; pass an object of it, {data.__name__}(...)"
+    kind = type(data).__name__
+    if isinstance(data, str):
+        return f"{kind}; spark.read.parquet(path) and sparkdl.ParquetSource(path) read files"
+    packages = [one.__module__.partition(".")[0] for one in type(data).__mro__]
+    if "torch" in packages and not _is_array(data):
+        return f"{kind}; sparkdl.DatasetSource(function) takes what makes a dataset"
+    return f"{kind}; rdd.toDF(names) makes a DataFrame" if kind.endswith("RDD") else kind
 
 
 def refuse_stream(frame: DataFrame, what: str) -> None:
@@ -220,14 +234,29 @@ def refuse_stream(frame: DataFrame, what: str) -> None:
         )
 
 
-def check_params(owner: str, params: Any) -> None:
-    """Refuse what are no values by Param, such as the labels of ``fit(X, y)``; ConfigError."""
+def check_params(owner: Params, params: Any) -> None:
+    """Refuse what are no values by Param, such as the labels of ``fit(X, y)``; ConfigError.
+
+    So are Params of another estimator, which Spark would leave out without a word.
+    """
     several = params if isinstance(params, list | tuple) else [params]
     if params is not None and not all(isinstance(one, dict) for one in several):
+        remedy = _JOINED
+        if isinstance(params, DataFrame):
+            remedy = (
+                "; rows for validation go into the same one, with a boolean column that marks them "
+                "(validationIndicatorCol), or are drawn from it (validationFraction=0.1)"
+            )
         raise ConfigError(
-            f"{owner} takes one DataFrame with all columns, and Params as a dict; received "
-            f"{type(params).__name__} as the second argument{_JOINED}"
+            f"{type(owner).__name__} takes one DataFrame with all columns, and Params as a dict; "
+            f"received {type(params).__name__} as the second argument{remedy}"
         )
+    for param in {param: None for one in several for param in one or ()}:
+        if getattr(param, "parent", owner.uid) != owner.uid:
+            raise ConfigError(
+                f"the Param {param.name} of {param.parent} is none of {owner.uid}, which is to be "
+                "fitted; take the Params of that one"
+            )
 
 
 _JOINED = "; put inputs and labels together: pandas.DataFrame({'features': list(X), 'label': y})"

@@ -41,7 +41,9 @@ def to_type(hint: Any, doc: str, value: Any) -> Any:
         return _converted(value, hint)
     except TypeError:
         shown = shorten(repr(value), 100, placeholder=" ...")  # an optimizer's has many lines
-        raise TypeError(f"received {shown}; expected: {doc}{_as_object(value)}") from None
+        remedy = _as_object(value)
+        doc = doc.rstrip(".") if remedy else doc
+        raise TypeError(f"received {shown}; expected: {doc}{remedy}") from None
 
 
 def _as_object(value: Any) -> str:

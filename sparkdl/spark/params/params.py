@@ -72,13 +72,18 @@ class CheckedParams(
             param, option = self.getParam(name), self._options.get(name)
             has_default = self._defaultParamMap.get(param) is not None
             if value is None and has_default and not (option and option.accepts_none):
-                wrong.append(f'Invalid param value given for param "{name}": None')
+                doc = "" if option is None else f"; expected: {option.doc}"
+                wrong.append(f'Invalid param value given for param "{name}": None{doc}')
                 continue
             try:
                 plain = plain_value(value)
                 self._paramMap[param] = None if value is None else param.typeConverter(plain)
             except (TypeError, ConfigError) as error:  # without the converter's frames
-                wrong.append(f'Invalid param value given for param "{name}": {error}')
+                remedy = ""
+                if name == "featuresCol" and isinstance(value, list | tuple):
+                    remedy = "; put columns together with VectorAssembler or F.array, or name them"
+                    remedy += " as inputCols, each of which is an argument of forward"
+                wrong.append(f'Invalid param value given for param "{name}": {error}{remedy}')
         if wrong:
             raise ParamError(all_of(wrong))
         return self

@@ -237,7 +237,8 @@ class ParamsReader(MLReader[P]):
         expected = f"{self.cls.__module__}.{self.cls.__qualname__}"
         if metadata["class"] != expected:
             raise StorageError(
-                f"{without_password(path)} holds a {metadata['class']}, not a {expected}"
+                f"{without_password(path)} holds a {metadata['class']}, not a {expected}; load it "
+                "by its own class"
             )
         if "sparkdl" not in metadata:
             raise stage_metadata.damaged(path, "it does not say which sparkdl has written it")

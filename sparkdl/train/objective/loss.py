@@ -281,10 +281,13 @@ class CallableLoss:
     def _checked(self, result: Any, target: Any) -> torch.Tensor:
         num_rows = rows_of(target)
         if not isinstance(result, torch.Tensor) or len(result) != num_rows:
-            what = tuple(result.shape) if isinstance(result, torch.Tensor) else type(result)
+            what = f"{type(result).__name__}; let it return what torch computes, without item()"
+            if isinstance(result, torch.Tensor):
+                what = str(tuple(result.shape))
             raise ConfigError(
-                f"the loss of a batch of {num_rows} samples must be a scalar, a pair (sum of "
-                f"losses, sum of weights) or a tensor of shape ({num_rows}, ...); received {what}"
+                f"the loss of a batch of {num_rows} samples must be a tensor without dimensions or "
+                f"of shape ({num_rows}, ...), or a pair (sum of losses, sum of weights); received "
+                f"{what}"
             )
         return _per_sample(result)
 

@@ -338,7 +338,14 @@ def _make_metric(name: str, value: Any) -> Metric:
                 f"{wanted}; {value!r} cannot be called without arguments ({error}); of a function "
                 "of predictions and labels make a subclass of torchmetrics.Metric"
             ) from error
-        metric = value()
+        try:
+            metric = value()
+        except Exception as error:  # whatever the user's class or function raises
+            kind = getattr(value, "__name__", repr(value))
+            raise ConfigError(
+                f"metric {name!r} cannot be made: {kind}() raised {type(error).__name__}: {error}; "
+                f"pass an object of it, {kind}(...), or the name of a metric, such as 'accuracy'"
+            ) from error
     if not isinstance(metric, Metric):
         raise ConfigError(f"{wanted}; received {value!r}")
     if any(isinstance(child, Metric) for child in metric.modules() if child is not metric):

@@ -31,13 +31,13 @@ _OF_SCORES = ("auroc", "average_precision")
 """Those that keep the scores of all rows."""
 _OF_SPREAD = ("explained_variance", "r2")
 """Those that compare with the spread of the labels."""
-_OF_CLASSES = (
+OF_CLASSES = (
     ACCURACY, "auroc", "average_precision", "cohen_kappa", "f1", "mcc", "precision", "recall",
     "specificity",
 )  # fmt: skip
 _OF_ROUNDING = 1e-2
 """By how much probabilities of bfloat16 may fail to add up to 1."""
-_OF_NUMBERS = ("explained_variance", "mae", "mape", "mse", "r2", "rmse")
+OF_NUMBERS = ("explained_variance", "mae", "mape", "mse", "r2", "rmse")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -102,14 +102,14 @@ def check_names(metrics: Mapping[str, Any] | None, task: Task, loss: LossFunctio
     for key, label, name in flat(metrics or {}):
         if not isinstance(name, str):
             continue
-        name, of_classes = name.lower(), name.lower() in _OF_CLASSES
+        name, of_classes = name.lower(), name.lower() in OF_CLASSES
         part = _loss_of(loss, key, label)
-        known = [*_OF_CLASSES] * (task != "regression")
+        known = [*OF_CLASSES] * (task != "regression")
         if task == "regression" or (task == "custom" and not isinstance(part, ClassLoss)):
-            known += _OF_NUMBERS
+            known += OF_NUMBERS
         if name in known:
             continue
-        if of_classes or name in _OF_NUMBERS:
+        if of_classes or name in OF_NUMBERS:
             raise ConfigError(
                 f"metric {key!r}: {name!r} compares {'classes' if of_classes else 'numbers'}, "
                 f"which this label is not; known here: {', '.join(known)}"
@@ -143,7 +143,7 @@ def resolved(
 def _resolved(
     key: str, label: str | None, name: str, loss: LossFunction, output: Any
 ) -> NamedMetric:
-    if name in _OF_NUMBERS:
+    if name in OF_NUMBERS:
         return NamedMetric(name=name)
     part = _loss_of(loss, key, label)
     with torch.no_grad():

@@ -16,8 +16,9 @@ from torch import nn
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from sparkdl.config import TrainConfig
-from sparkdl.errors import ConfigError, unknown
+from sparkdl.errors import ConfigError, SparkDLError, unknown
 from sparkdl.runtime.name_patterns import check_fit, fits
+from sparkdl.runtime.tracebacks import users_line
 from sparkdl.sync.averaging.outer_step import NEEDS_ANOTHER_LOOP, TORCH_OPTIMIZERS
 from sparkdl.sync.sparse_gradients import sparse_parameters
 from sparkdl.sync.strategy import TAKES_FROZEN, MakeOptimizer
@@ -321,7 +322,15 @@ def make_scheduler(
         raise ConfigError(
             f"scheduler must be a callable, optimizer -> LRScheduler; received {config.scheduler!r}"
         )
-    scheduler = config.scheduler(optimizer)
+    try:
+        scheduler = config.scheduler(optimizer)
+    except SparkDLError:
+        raise
+    except Exception as error:  # whatever the user's function raises
+        raise ConfigError(
+            f"the schedule cannot be made{users_line(error)}: {type(error).__name__}: {error}; "
+            "scheduler is called with the optimizer alone, and returns its schedule"
+        ) from error
     if isinstance(scheduler, ReduceLROnPlateau):
         if stopping is not None and not stopping.may_stop:
             stopping = None  # a search's own: the schedule is that of a fit outside of it

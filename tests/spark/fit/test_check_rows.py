@@ -451,7 +451,7 @@ def test_a_classifier_returns_a_tensor() -> None:
         def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
             return x, x
 
-    with pytest.raises(ConfigError, match="it returned tuple; use TorchEstimator"):
+    with pytest.raises(ConfigError, match="it returned tuple; return the logits alone, or use T"):
         num_classes(Two(), [X], request())
     assert num_classes(Two(), [X], request(task="custom")) is None
 

@@ -15,13 +15,13 @@ from torch import nn
 
 from sparkdl.data.plan import RoundPart
 from sparkdl.data.spool.mapped import MappedRows
-from sparkdl.errors import ConfigError
+from sparkdl.errors import CheckpointError, ConfigError
 from sparkdl.mesh import Mesh
 from sparkdl.storage.checkpoint_format import decode, encode
 from sparkdl.storage.tensor_tree import snapshot
 from sparkdl.sync.asynchronous.async_sgd import AsyncSGD
 from sparkdl.train.callbacks import NullObserver
-from sparkdl.train.optimizers.nested_states import begin_states, give_state, plain_state
+from sparkdl.train.optimizers.nested_states import BESIDES, begin_states, give_state, plain_state
 from sparkdl.train.optimizers.optimizers import resolve_optimizer
 from sparkdl.train.optimizers.stepping import check_steps
 from sparkdl.train.round_replica import RoundReplica
@@ -306,3 +306,11 @@ def test_attributes_are_refused_where_only_states_of_parameters_are_kept(changes
 @pytest.mark.parametrize("kind", KINDS)
 def test_what_can_is_not(kind: Any) -> None:
     checked(kind, make_net())
+
+
+def test_a_file_names_no_other_method() -> None:
+    optimizer = made(Counting, make_net())
+    state = plain_state(optimizer)
+    for kind in ("_class__", "_init__", "read", ""):
+        with pytest.raises(CheckpointError, match="has no kind"):
+            give_state(optimizer, {**state, BESIDES: [{"t": [kind, 1]}]})

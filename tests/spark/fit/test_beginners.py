@@ -1,0 +1,352 @@
+"""Mistakes of the first day: the whole of what is said of each, which names its own remedy."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+from pyspark.ml.tuning import ParamGridBuilder
+from torch import nn
+from torch.nn import functional as F
+from torch.utils.data import DataLoader, TensorDataset
+from torchmetrics.classification import MulticlassAccuracy
+
+from sparkdl import ParquetSource, TorchClassifier, TorchRunner
+from sparkdl.data.plan import Column
+from sparkdl.errors import ConfigError
+from sparkdl.spark.cluster.probe import Needs
+from sparkdl.spark.fit.check_request import check_training, make_module
+from sparkdl.spark.frames.columns import validation_indicator
+from sparkdl.train.objective.loss import CallableLoss
+from tests.spark.fit.requests import request
+from tests.spark.fit.test_check_rows import X, Y, num_classes
+from tests.spark.fit.test_trial_step import step
+
+if TYPE_CHECKING:
+    from pyspark.sql import DataFrame, SparkSession
+
+Z = Column(name="z", role="feature", dtype="float32", shape=(4,))
+GIVEN = 'the module cannot take the features ("x" float32 (batch, 4)): '
+
+
+class Width(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, width)
+
+
+class NoSuper(nn.Module):
+    def __init__(self) -> None:
+        self.layer = nn.Linear(4, 2)
+
+
+class Misspelt(Width):
+    def foward(self, x: torch.Tensor) -> Any:
+        return self.layer(x)
+
+
+class InAList(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = [nn.Linear(4, 2)]
+
+
+class TakesLabels(nn.Linear):
+    def forward(self, x: torch.Tensor, label: torch.Tensor) -> Any:  # type: ignore[override]
+        return super().forward(x)
+
+
+class Gives(nn.Linear):
+    def __init__(self, what: Callable[[torch.Tensor], Any]) -> None:
+        super().__init__(4, 3)
+        self.what = what
+
+    def forward(self, x: torch.Tensor) -> Any:
+        return self.what(super().forward(x))
+
+
+def raises() -> Any:
+    raise RuntimeError("a mistake of mine")
+
+
+def keras_loss(y_true: torch.Tensor, y_pred: torch.Tensor) -> torch.Tensor:
+    return F.cross_entropy(y_pred, y_true)
+
+
+def keras_error(y_true: torch.Tensor, y_pred: torch.Tensor) -> torch.Tensor:
+    return (y_true[:, None] - y_pred).square().mean()
+
+
+def unlike(target: torch.Tensor, output: torch.Tensor) -> torch.Tensor:
+    return F.binary_cross_entropy_with_logits(output, target[:, None].expand(-1, 3).float())
+
+
+class Untold:
+    """What has no name, as an object of a class of the user's."""
+
+    def __call__(self, label: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
+        return F.cross_entropy(logits, label)
+
+
+def made(module: Any) -> None:
+    make_module(request(module))
+
+
+def shown(module: nn.Module, columns: tuple[Column, ...] = (X, Y), **options: Any) -> Any:
+    return num_classes(module, list(columns), request(**options))
+
+
+MISTAKES: dict[str, tuple[Callable[[], Any], str]] = {
+    "a class that needs arguments": (
+        partial(made, Width),
+        "module cannot be made: Width raised TypeError: Width.__init__() missing 1 required "
+        "positional argument: 'width'; pass Width(...) or functools.partial(Width, ...) (in a job "
+        "file model.args)",
+    ),
+    "a class that fails by itself": (
+        partial(made, NoSuper),
+        "module cannot be made: NoSuper raised AttributeError: cannot assign module before "
+        "Module.__init__() call; correct the arguments (model.args in a job file), or what makes "
+        "it",
+    ),
+    "a function that gives the class": (
+        partial(made, lambda: Misspelt),
+        "module must be a torch.nn.Module or a callable that returns one; it returned the class "
+        "Misspelt; pass module=Misspelt, or let it return Misspelt()",
+    ),
+    "a function that gives something else": (
+        partial(made, lambda: 3),
+        "module must be a torch.nn.Module or a callable that returns one; it returned int",
+    ),
+    "layers in a list": (
+        lambda: check_training(InAList(), request()),
+        "the module has no parameters that train; check it, and frozenLayers; layers in a list or "
+        "dict count only if that is an nn.ModuleList or nn.ModuleDict",
+    ),
+    "forward is misspelt": (
+        lambda: shown(Misspelt(2)),
+        "the module Misspelt has no method forward, which gets the features; rename 'foward', if "
+        "that is it",
+    ),
+    "a list of layers": (
+        lambda: shown(nn.ModuleList([nn.Linear(4, 2)])),
+        "the module ModuleList has no method forward, which gets the features; write one",
+    ),
+    "forward takes the label": (
+        lambda: shown(TakesLabels(4, 3)),
+        f"{GIVEN}TakesLabels.forward() missing 1 required positional argument: 'label'; forward "
+        "takes (x: 'torch.Tensor', label: 'torch.Tensor'): name a column for each argument, "
+        "inputs={argument: column}",
+    ),
+    "two columns for one argument": (
+        lambda: shown(nn.Linear(4, 3), (X, Z, Y)),
+        'the module cannot take the features ("x" float32 (batch, 4), "z" float32 (batch, 4)): '
+        "Linear.forward() takes 2 positional arguments but 3 were given; forward takes (input: "
+        "torch.Tensor), and each input column is an argument of forward; to have one vector, put "
+        "the columns together with VectorAssembler, or F.array",
+    ),
+    "an argument of another name": (
+        lambda: shown(
+            nn.Linear(4, 3),
+            (Column(name="x", role="feature", dtype="float32", shape=(4,), argument="x"), Y),
+        ),
+        'the module cannot take the features (x="x" float32 (batch, 4)): Linear.forward() got an '
+        "unexpected keyword argument 'x'; forward takes (input: torch.Tensor): name a column for "
+        "each argument, inputs={argument: column}",
+    ),
+    "forward without return": (
+        lambda: shown(Gives(lambda logits: None)),
+        "a classifier's module must return a tensor (batch, classes); it returned NoneType; let "
+        "forward return the logits",
+    ),
+    "an array": (
+        lambda: shown(Gives(lambda logits: logits.numpy())),
+        "a classifier's module must return a tensor (batch, classes); it returned ndarray; let "
+        "forward return the tensor itself, without numpy()",
+    ),
+    "a tuple": (
+        lambda: shown(Gives(lambda logits: (logits, 3))),
+        "a classifier's module must return a tensor (batch, classes); it returned tuple; return "
+        "the logits alone, or use TorchEstimator for other outputs",
+    ),
+    "the class": (
+        lambda: shown(Gives(lambda logits: logits.argmax(1))),
+        "a classifier's module must return logits (batch, classes), of which a gradient can be "
+        "taken; it returned int64; leave argmax out: transform adds the class",
+    ),
+    "no gradient": (
+        lambda: step(module=Gives(torch.Tensor.detach)),
+        "the first step of training fails: RuntimeError: element 0 of tensors does not require "
+        "grad and does not have a grad_fn; the same would happen on every worker: the loss hangs "
+        "together with no parameter that trains; look in forward and loss for detach, no_grad, "
+        "argmax, item, or a new tensor made of values",
+    ),
+    "a loss of Keras": (
+        lambda: shown(nn.Linear(4, 3), loss=keras_loss),
+        "the loss function keras_loss(y_true, y_pred) takes the label first, and loss is called "
+        "with the module's output first: write loss=lambda output, label: keras_loss(label, "
+        "output), or change the order of its parameters",
+    ),
+    "a loss that gives another value": (
+        lambda: shown(nn.Linear(4, 3), task="custom", loss=unlike),
+        "the loss function unlike(target, output) takes the label first, and loss is called with "
+        "the module's output first: write loss=lambda output, label: unlike(label, output), or "
+        "change the order of its parameters",
+    ),
+    "an object as loss": (
+        lambda: shown(nn.Linear(4, 3), loss=Untold()),
+        "the loss function Untold(label, logits) takes the label first, and loss is called with "
+        "the module's output first: write loss=lambda output, label: Untold(label, output), or "
+        "change the order of its parameters",
+    ),
+    "a loss without a graph": (
+        lambda: CallableLoss(lambda o, t: 0.5)(torch.zeros(2, 3), torch.zeros(2), None),
+        "the loss of a batch of 2 samples must be a tensor without dimensions or of shape (2, "
+        "...), or a pair (sum of losses, sum of weights); received float; let it return what "
+        "torch computes, without item()",
+    ),
+    "a loss of Keras by name": (
+        lambda: shown(nn.Linear(4, 1), loss="binary_crossentropy"),
+        "unknown loss 'binary_crossentropy'; did you mean 'bce_with_logits'? known: bce, "
+        "bce_with_logits, cross_entropy, hinge_embedding, huber, kl_div, l1, mse, nll, "
+        "poisson_nll, smooth_l1, soft_margin",
+    ),
+    "a metric of Keras": (
+        lambda: check_training(nn.Linear(4, 3), request(metrics={"acc": "acc"})),
+        "unknown metric 'acc'; did you mean 'accuracy'? known: accuracy, auroc, "
+        "average_precision, cohen_kappa, f1, mcc, precision, recall, specificity; for others pass "
+        "a torchmetrics.Metric",
+    ),
+    "a class of metrics": (
+        lambda: check_training(nn.Linear(4, 3), request(metrics={"a": MulticlassAccuracy})),
+        "metric 'a' cannot be made: MulticlassAccuracy() raised ValueError: Argument `num_classes` "
+        "can only be `None` for `average='micro'`, but got `average=macro`.; pass an object of it, "
+        "MulticlassAccuracy(...), or the name of a metric, such as 'accuracy'",
+    ),
+    "a schedule of nothing": (
+        lambda: check_training(nn.Linear(4, 3), request(scheduler=raises)),
+        "the schedule cannot be made: TypeError: raises() takes 0 positional arguments but 1 was "
+        "given; scheduler is called with the optimizer alone, and returns its schedule",
+    ),
+    "a path": (
+        lambda: TorchClassifier(module=nn.Identity).fit("data/train"),
+        "fit takes a DataFrame of Spark or pandas, or a source such as sparkdl.ParquetSource; "
+        "received str; spark.read.parquet(path) and sparkdl.ParquetSource(path) read files",
+    ),
+    "a loader": (
+        lambda: TorchClassifier(module=nn.Identity).fit(
+            DataLoader(TensorDataset(torch.zeros(3, 4)))
+        ),
+        "fit takes a DataFrame of Spark or pandas, or a source such as sparkdl.ParquetSource; "
+        "received DataLoader; sparkdl.DatasetSource(function) takes what makes a dataset",
+    ),
+    "the class of a source": (
+        lambda: TorchClassifier(module=nn.Identity).fit(ParquetSource),
+        "fit takes a DataFrame of Spark or pandas, or a source such as sparkdl.ParquetSource; "
+        "received the class ParquetSource; pass an object of it, ParquetSource(...)",
+    ),
+    "several columns as one": (
+        lambda: TorchClassifier(featuresCol=["a", "b"]),
+        'Invalid param value given for param "featuresCol": must be a string; received [\'a\', '
+        "'b']; put columns together with VectorAssembler or F.array, or name them as inputCols, "
+        "each of which is an argument of forward",
+    ),
+    "no seed": (
+        lambda: TorchClassifier(seed=None),
+        'Invalid param value given for param "seed": None; expected: random seed.',
+    ),
+    "a word of save": (
+        lambda: TorchClassifier().save("model", overwrite=True),
+        "TorchClassifier.save has no argument 'overwrite'; known: path; "
+        "write().overwrite().save(path) replaces what is there",
+    ),
+    "a function that was called": (
+        lambda: TorchRunner(num_workers=0).run(3),
+        "run takes a function or the path of a script; received 3; pass the function itself and "
+        "its arguments, run(train, ...), without calling it",
+    ),
+    "a function that lacks arguments": (
+        lambda: TorchRunner(num_workers=2).run(keras_loss, 1),
+        "keras_loss needs the argument 'y_pred': keras_loss(y_pred=...)",
+    ),
+    "an argument that it does not take": (
+        lambda: TorchRunner(num_workers=2).run(keras_loss, 1, 2, y=3),
+        "keras_loss has no argument 'y'; known: y_true, y_pred",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("mistake", MISTAKES)
+def test_all_that_is_said_of_a_mistake(mistake: str) -> None:
+    make, message = MISTAKES[mistake]
+    with pytest.raises(ConfigError) as caught:
+        make()
+    assert str(caught.value) == message
+
+
+def test_a_loss_that_is_the_same_both_ways_may_have_its_parameters_in_any_order() -> None:
+    number = Column(name="y", role="label", dtype="float32", shape=())
+    shown(nn.Linear(4, 1), (X, number), task="custom", loss=keras_error)
+    shown(nn.Linear(4, 3), loss=lambda labels, logits: F.cross_entropy(labels, logits))
+
+
+def test_an_executor_that_cannot_run_a_file_says_why(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "beginner_program.py").write_text("raise RuntimeError('two sessions')\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    needs = Needs(names=frozenset({("beginner_program", "Net")}))
+    assert needs.missing() == (
+        "cannot import beginner_program.Net (RuntimeError: two sessions); workers import the file "
+        "too: put what only the program shall do, such as starting Spark, into another file or "
+        "under if __name__ == '__main__'"
+    )
+    assert "beginner_program" not in sys.modules
+    lacks = Needs(names=frozenset({("beginner_module", "Net")})).missing()
+    assert lacks is not None
+    assert lacks.startswith("cannot import beginner_module.Net (ModuleNotFoundError: No module")
+    assert "; send your own modules with --py-files" in lacks
+
+
+@pytest.mark.spark
+def test_params_of_another_estimator_and_wrong_ones_are_told_before_the_first_fit(
+    spark: SparkSession,
+) -> None:
+    df = spark.createDataFrame([([1.0] * 4, 0)], "features array<float>, label int")
+    made, other = TorchClassifier(module=nn.Identity), TorchClassifier()
+    grid = ParamGridBuilder().addGrid(other.learningRate, [0.1, 1.0]).build()
+    said = (
+        f"the Param learningRate of {other.uid} is none of {made.uid}, which is to be fitted; take "
+        "the Params of that one"
+    )
+    for fit in (made.fit, made.fitMultiple):
+        with pytest.raises(ConfigError) as caught:
+            fit(df, grid)
+        assert str(caught.value) == said
+    with pytest.raises(ConfigError) as caught:
+        made.fitMultiple(df, [{made.epochs: 1}, {made.epochs: 0}])
+    assert str(caught.value) == "epochs must be at least 1; received 0"
+
+
+@pytest.mark.spark
+def test_rows_for_validation_go_into_the_same_frame(spark: SparkSession) -> None:
+    df: DataFrame = spark.createDataFrame([([1.0] * 4, "train")], "x array<float>, part string")
+    with pytest.raises(ConfigError) as caught:
+        TorchClassifier(module=nn.Identity).fit(df, df)  # type: ignore[arg-type]
+    assert str(caught.value) == (
+        "TorchClassifier takes one DataFrame with all columns, and Params as a dict; received "
+        "DataFrame as the second argument; rows for validation go into the same one, with a "
+        "boolean column that marks them (validationIndicatorCol), or are drawn from it "
+        "(validationFraction=0.1)"
+    )
+    with pytest.raises(ValueError) as of_column:
+        validation_indicator(df.schema, "part")
+    assert str(of_column.value) == (
+        'column "part" marks validation rows and must be boolean; it is string; make it of a '
+        'comparison, such as F.col("part") == ...'
+    )
