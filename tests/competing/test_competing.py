@@ -17,7 +17,7 @@ from tests.cluster.test_elastic import DYNAMIC, train
 
 pytestmark = [pytest.mark.spark, pytest.mark.slow, pytest.mark.timeout(1500)]
 
-SETTINGS = [*DYNAMIC, "spark.dynamicAllocation.minExecutors=0", "spark.sparkdl.startTimeout=40"]
+SETTINGS = [*DYNAMIC, "spark.dynamicAllocation.minExecutors=0", "spark.sparkdl.startTimeout=60"]
 GANGS = ("one", "two", "three")
 ORDERS = {
     "together": {"one": 0, "two": 0, "three": 0, "sql": 0},

@@ -211,8 +211,8 @@ class BackgroundJob(Generic[T]):
                         raise ClusterError(
                             f"Python on {where} has not answered within {timeout_seconds:g} s "
                             "(spark.sparkdl.startTimeout): it was stopped, or waits for a disk, a "
-                            "network mount or a lock; see what the Python worker does there "
-                            "(py-spy dump), or end it"
+                            "network mount, a lock, or a core; see what the Python worker does "
+                            "there (py-spy dump), end it, or raise the setting"
                         )
         finally:
             self.end()
