@@ -40,7 +40,15 @@ from sparkdl.config import CheckpointConfig, TrainConfig
 from sparkdl.data.plan import Shard, make_plan
 from sparkdl.explain.calibrate import spreads
 from sparkdl.explain.comparison import choose_strategy, ladder, strategy_text
-from sparkdl.explain.cost_model import Calibration, Compute, Gang, Layout, Link, Network, fit_line
+from sparkdl.explain.cost_model import (
+    Calibration,
+    Compute,
+    Gang,
+    Layout,
+    Network,
+    NetworkLink,
+    fit_line,
+)
 from sparkdl.explain.predict_times import Predictor
 from sparkdl.models import ResNet56
 from sparkdl.sync.averaging.local_sgd import LocalSGD
@@ -107,7 +115,7 @@ class Measured:
     """What the simulation is given, and how it compares with real processes."""
 
     reference: Reference
-    links: dict[str, Link]
+    links: dict[str, NetworkLink]
     checks: list[dict[str, Any]]
     environment: Mapping[str, Any]
     """Where and with what."""
@@ -182,7 +190,7 @@ def known(path: Path) -> Measured:
     found = json.loads(path.read_text())["measured"]
     return Measured(
         reference=Reference(**found["reference"]),
-        links={name: Link(**link) for name, link in found["links"].items()},
+        links={name: NetworkLink(**link) for name, link in found["links"].items()},
         checks=found["checks"],
         environment=found["environment"],
     )
@@ -262,24 +270,24 @@ def quickest(
     }
 
 
-def link_of(seconds: Sequence[float]) -> Link:
+def link_of(seconds: Sequence[float]) -> NetworkLink:
     """A message between two ranks, from sums of several sizes, as `explain` has it."""
     points = [(size / 2, took / 2) for size, took in zip(LINK_BYTES, seconds, strict=True)]
     latency, byte = fit_line(points)
-    return Link(latency_seconds=latency, byte_seconds=byte)
+    return NetworkLink(latency_seconds=latency, byte_seconds=byte)
 
 
-def shared_memory() -> Link:
+def shared_memory() -> NetworkLink:
     """A sum in the memory of one host, by two processes, as ``allreduce.py`` has measured it."""
     medians = json.loads((HERE / "results" / "allreduce.json").read_text())["medians"]
     sizes = {"4 KB": 4 << 10, "64 KB": 64 << 10, "4 MB": 4 << 20, "100 MB": 100 << 20}
     points = [(size, medians[f"shared, {name}, ms"] / 1e3) for name, size in sizes.items()]
     latency, byte = fit_line(points)
-    return Link(latency_seconds=latency, byte_seconds=byte)
+    return NetworkLink(latency_seconds=latency, byte_seconds=byte)
 
 
 def checked(
-    name: str, link: Link, reference: Reference, measured: Sequence[float], num_steps: int
+    name: str, link: NetworkLink, reference: Reference, measured: Sequence[float], num_steps: int
 ) -> list[dict[str, Any]]:
     """Seconds per step of the real processes beside the simulation's."""
     found = []
@@ -309,7 +317,7 @@ def checked(
 # --- the table ------------------------------------------------------------------------------------
 
 
-def scaled(reference: Reference, name: str, link: Link, world_size: int) -> dict[str, Any]:
+def scaled(reference: Reference, name: str, link: NetworkLink, world_size: int) -> dict[str, Any]:
     """The efficiency of each way, and of what `explain` takes."""
     efficiency = {
         way: efficiency_of(reference, link, world_size, strategy, per_host)
@@ -331,7 +339,7 @@ def scaled(reference: Reference, name: str, link: Link, world_size: int) -> dict
 
 
 def efficiency_of(
-    reference: Reference, link: Link, world_size: int, strategy: SyncStrategy, per_host: int
+    reference: Reference, link: NetworkLink, world_size: int, strategy: SyncStrategy, per_host: int
 ) -> float:
     """Seconds of a lone worker's step over those of a step of so many."""
     pattern = strategy.pattern(reference.size, world_size)
@@ -359,7 +367,7 @@ def simulated_seconds(cluster: Cluster, pattern: Pattern, topology: str, num_ste
     return statistics.mean(play(seed=s) for s in range(1 if cluster.layout.world_size > 100 else 5))
 
 
-def recommended(reference: Reference, link: Link, world_size: int) -> SyncStrategy:
+def recommended(reference: Reference, link: NetworkLink, world_size: int) -> SyncStrategy:
     """What `explain` takes for so many hosts of one worker each, and rows for 10,000 steps."""
     rows = 10_000 * BATCH
     gang = Gang(

@@ -1,4 +1,4 @@
-"""What does ``python -m sparkdl`` do? What the command ``sparkdl`` does, with this Python."""
+"""Runs the command ``sparkdl`` with this Python, as ``python -m sparkdl``."""
 
 from __future__ import annotations
 

@@ -45,10 +45,10 @@ def require_all(*rules: tuple[bool, str, object]) -> None:
 
 
 def direction(monitor: str, mode: Mode) -> Literal["min", "max"]:
-    """Whether smaller or larger values of a key of the history are better.
+    """Return ``max`` if larger values of a key of the history are better, otherwise ``min``.
 
-    ``auto`` goes by the name: larger ones of a metric that has one and is a share of what is right,
-    such as ``val_accuracy``, also of one of several labels; smaller ones of all else.
+    ``auto`` goes by the name: ``max`` for a metric that has one and is a share of what is right,
+    such as ``val_accuracy``, also of one of several labels; ``min`` for all else.
     """
     require(mode in get_args(Mode), "mode must be 'auto', 'min' or 'max'", mode)
     if mode != "auto":
@@ -86,7 +86,7 @@ class EarlyStopping:
 
     @property
     def direction(self) -> Literal["min", "max"]:
-        """Whether smaller or larger values are better."""
+        """Return ``max`` if larger values are better, otherwise ``min``."""
         return direction(self.monitor, self.mode)
 
     @property
@@ -97,7 +97,7 @@ class EarlyStopping:
 
 @dataclass(frozen=True, kw_only=True)
 class CheckpointConfig:
-    """Where checkpoints go and how often."""
+    """The place of checkpoints, and how often they are written."""
 
     directory: str | None = None
     """Path or URL that driver and executors can reach; None: the driver keeps the checkpoints."""
@@ -141,7 +141,7 @@ class ExplainOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class Looks:
-    """What rank 0 looks at in its layers for reports, besides how far a step moves them."""
+    """Options of what rank 0 reports of its layers, besides how far a step moves them."""
 
     every: int | None = None
     """Steps between two looks; None: once per epoch, and twenty times in a run of fewer epochs."""
@@ -155,7 +155,7 @@ class Looks:
         require(self.images >= 0, "images must not be negative", self.images)
 
     def __or__(self, other: Looks) -> Looks:
-        """What both ask for."""
+        """Return options that give both what they ask for."""
         return Looks(
             every=min(filter(None, (self.every, other.every)), default=None),
             histograms=self.histograms or other.histograms,
@@ -165,7 +165,7 @@ class Looks:
 
 @dataclass(frozen=True, kw_only=True)
 class TrainConfig:
-    """How every worker trains. Picklable: it travels to the executors with cloudpickle."""
+    """Options of training on every worker. Picklable: they travel to executors with cloudpickle."""
 
     task: Task = "custom"
     loss: Any = "mse"

@@ -49,7 +49,7 @@ E = TypeVar("E", bound="_TorchEstimator")
 
 
 class _TorchEstimator(Estimator[TorchModel], TrainParams, Saved, MLReadable["_TorchEstimator"]):
-    """What the three estimators share."""
+    """Base class of the three estimators."""
 
     _task: ClassVar[Task]
     _model_class: ClassVar[type[TorchModel]]

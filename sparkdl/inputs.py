@@ -19,7 +19,7 @@ CHANNELS = (1, 3, 4)
 
 @dataclass(frozen=True)
 class Specification:
-    """What all specifications share; use one of the classes below."""
+    """Base class of all specifications; use one of the classes below."""
 
     column: str | tuple[str, ...]
     """The column; a field of a struct column by its dotted name, such as ``"user.age"``. Several
@@ -68,7 +68,7 @@ class Specification:
 
     @property
     def has_length(self) -> bool:
-        """Whether rows have a length of their own, which is the second dimension of a batch."""
+        """True if rows have a length of their own, which is the second dimension of a batch."""
         return False
 
     @property
@@ -78,12 +78,12 @@ class Specification:
 
     @property
     def keeps_dtype(self) -> bool:
-        """Whether values are stored in the dtype in which they are read, whatever the module's."""
+        """True if values are stored in the dtype in which they are read, whatever the module's."""
         return False
 
     @property
     def skips(self) -> bool:
-        """Whether rows that cannot be used are left out, rather than an error."""
+        """True if rows that cannot be used are left out; otherwise they are an error."""
         return False
 
 

@@ -18,8 +18,8 @@ channels are."""
 SCHEDULES = ("1f1b", "gpipe", "interleaved")
 
 
-class Place(NamedTuple):
-    """Where a rank is in a mesh."""
+class MeshPlace(NamedTuple):
+    """The place of a rank in a mesh."""
 
     replica: int
     stage: int
@@ -30,7 +30,7 @@ class Place(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Mesh:
-    """How the workers of a gang divide a model: it changes memory and speed, never the result.
+    """Divides a model among the workers of a gang: it changes memory and speed, never the result.
 
     The product of the axes is the number of workers. Neighbouring ranks differ in ``tensor`` first,
     then in ``shard``, ``pipeline`` and ``data``, so that the axis that talks most stays on one
@@ -199,7 +199,7 @@ class Mesh:
 
     @property
     def is_divided(self) -> bool:
-        """Whether any worker has a part of the model only."""
+        """True if any worker has only a part of the model."""
         return self.num_replicas < self.size
 
     @property
@@ -230,15 +230,15 @@ class Mesh:
             shard=self.shard * self.pipeline, activation_checkpointing=False,
         )  # fmt: skip
 
-    def coordinates(self, rank: int) -> Place:
-        """Where a rank is along each axis."""
+    def coordinates(self, rank: int) -> MeshPlace:
+        """Return the place of a rank along each axis."""
         rank, tensor = divmod(rank, self.tensor)
         rank, shard = divmod(rank, self.num_shards)
         replica, stage = divmod(rank, self.pipeline)
-        return Place(replica, stage, shard, tensor)
+        return MeshPlace(replica, stage, shard, tensor)
 
     def reader(self, rank: int) -> int:
-        """Which of the workers that train on different rows a rank belongs to."""
+        """Return the number of the group of ranks with the same rows that ``rank`` belongs to."""
         place = self.coordinates(rank)
         return place.replica * self.num_shards + place.shard
 

@@ -46,7 +46,7 @@ from sparkdl.spark.frames.row_table import spool_columns
 from sparkdl.spark.frames.user_data import check_params, rows_of
 from sparkdl.spark.inference import evaluate_model, evaluate_task, gang_transform
 from sparkdl.spark.inference.arrow_udf import with_columns
-from sparkdl.spark.inference.output_columns import Wanted, plan_outputs
+from sparkdl.spark.inference.output_columns import WantedColumn, plan_outputs
 from sparkdl.spark.inference.send_module import Sender
 from sparkdl.spark.params import param_table
 from sparkdl.spark.params.accessors import ClassifierModelAccessors, ModelAccessors
@@ -120,7 +120,7 @@ class TorchModel(Model, CheckedParams, Saved, MLReadable["TorchModel"], ModelAcc
 
     @property
     def trainingState(self) -> TrainingState | None:
-        """What a fit with ``initialState`` goes on from; None without ``keepTrainingState``."""
+        """The state from which ``initialState`` goes on; None without ``keepTrainingState``."""
         return self._training_state
 
     @property
@@ -130,7 +130,7 @@ class TorchModel(Model, CheckedParams, Saved, MLReadable["TorchModel"], ModelAcc
 
     @property
     def summary(self) -> TrainingSummary:
-        """How the model was trained.
+        """The summary of how the model was trained.
 
         Raises:
             SparkDLError: there is no summary.
@@ -188,7 +188,10 @@ class TorchModel(Model, CheckedParams, Saved, MLReadable["TorchModel"], ModelAcc
         inputs: Sequence[SparkColumn],
         look: Callable[[nn.Module, Arguments], T],
     ) -> T:
-        """What is found of a copy of the module on zeros; if it fails there, on the first rows."""
+        """Return what ``look`` finds in a copy of the module on zeros.
+
+        If it fails there, it looks on the first rows.
+        """
         zeros, known = example_arguments(self._columns), self._module
         # What is shown of a module that lies in a storage is a copy already.
         module = travelled(known, copies=True) if isinstance(known, nn.Module) else known
@@ -225,13 +228,16 @@ class TorchModel(Model, CheckedParams, Saved, MLReadable["TorchModel"], ModelAcc
         gang_transform.check_mesh(spark, module, mesh, task)
         return mesh
 
-    def _wanted(self) -> list[Wanted]:
+    def _wanted(self) -> list[WantedColumn]:
         others: dict[str, Output] = self.getOrDefault("outputs")
-        columns = [*self._predictions(), *(Wanted(column=n, output=o) for n, o in others.items())]
+        columns = [
+            *self._predictions(),
+            *(WantedColumn(column=n, output=o) for n, o in others.items()),
+        ]
         return [item for item in columns if item.column]
 
-    def _predictions(self) -> list[Wanted]:
-        return [Wanted(column=self.getOrDefault("predictionCol"), output=self._predicted())]
+    def _predictions(self) -> list[WantedColumn]:
+        return [WantedColumn(column=self.getOrDefault("predictionCol"), output=self._predicted())]
 
     def _predicted(self) -> Output:
         return self.getOrDefault("predictionOutput") or Output()
@@ -387,7 +393,7 @@ class TorchModel(Model, CheckedParams, Saved, MLReadable["TorchModel"], ModelAcc
     def _evaluate_task(
         self, dataset: DataFrame, metrics: Mapping[str, Any], curves: bool | Sequence[int] | None
     ) -> tuple[evaluate_task.EvaluateTask, list[SparkColumn]]:
-        """What the tasks of an evaluation do, and the columns that they get."""
+        """Return the task of an evaluation, and the columns that it gets."""
         if self.getOrDefault("loss") == param_table.UNKNOWN_LOSS:
             raise ConfigError(f"the loss of {self.uid} could not be saved with it; pass loss=...")
         labels, label_col, loss = (
@@ -461,9 +467,9 @@ class TorchRegressorModel(TorchModel):
 
     _task = "regression"
 
-    def _predictions(self) -> list[Wanted]:
+    def _predictions(self) -> list[WantedColumn]:
         column = self.getOrDefault("predictionCol")
-        return [Wanted(column=column, output=self._predicted(), make="number")]
+        return [WantedColumn(column=column, output=self._predicted(), make="number")]
 
 
 @with_params(param_table.ClassifierModelArguments)
@@ -487,13 +493,13 @@ class TorchClassifierModel(TorchModel, ClassOutputParams, ClassifierModelAccesso
             raise SparkDLError(f"{self.uid} was made without a number of classes")
         return self._num_classes
 
-    def _predictions(self) -> list[Wanted]:
+    def _predictions(self) -> list[WantedColumn]:
         made: dict[str, predict.Make] = {
             "predictionCol": "class",
             "rawPredictionCol": "logits",
             "probabilityCol": "probability",
         }
         return [
-            Wanted(column=self.getOrDefault(param), output=self._predicted(), make=make)
+            WantedColumn(column=self.getOrDefault(param), output=self._predicted(), make=make)
             for param, make in made.items()
         ]

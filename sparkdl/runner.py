@@ -198,7 +198,7 @@ class TorchRunner:
 
 
 def _shown(request: FunctionRequest, train: Any) -> tuple[Mapping[str, Any], ...]:
-    """What is asked for, as a run's record shows it."""
+    """Return what is asked for, as a run's record shows it."""
     names = ("num_workers", "parallelism", "num_shards", "device", "max_restarts",
              "checkpoint_dir", "resume", "keep_checkpoints", "cpus_per_worker",
              "gpus_per_worker")  # fmt: skip

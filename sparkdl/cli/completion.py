@@ -86,7 +86,7 @@ def job_files(ctx: click.Context, param: click.Parameter, prefix: str) -> list[s
 
 
 def settings(job: type, prefix: str) -> Iterator[str]:
-    """What may follow ``--set`` and begins with ``prefix``: a job's keys, then their values."""
+    """Yield what may follow ``--set`` and begins with ``prefix``: a job's keys, or their values."""
     key, separator, _ = prefix.partition("=")
     for name, hint in keys(job):
         if separator and name == key:

@@ -91,7 +91,7 @@ def examine_cluster(order: Order) -> Iterator[Finding]:
 
 
 def is_client(master: str | None, environ: Mapping[str, str]) -> bool:
-    """Whether the session would be one of Spark Connect, with Spark elsewhere."""
+    """Return True if the session would be one of Spark Connect, with Spark elsewhere."""
     return (master or environ.get("SPARK_REMOTE", "")).startswith("sc://")
 
 
@@ -106,7 +106,7 @@ def _shown(what: str, findings: Iterator[Finding]) -> Iterator[Finding]:
 
 
 def make_order(given: Mapping[str, Any]) -> Order:
-    """What the command line asks for; raises ConfigError."""
+    """Make the order from the options of the command line; raises ConfigError."""
     conf = conf_of(given["conf"])
     workers, timeout, remote = given["num_workers"], given["timeout"], given["remote"]
     require(workers is None or workers >= 1, "--num-workers must be at least 1", workers)

@@ -62,7 +62,7 @@ _CELL_COLUMNS = 8, 20
 
 
 class Form(Enum):
-    """How the user has started a job, hence how they would start the next one."""
+    """The way the user has started a job, hence how they would start the next one."""
 
     SCRIPT = "spark-submit {}"
     COMMAND = "sparkdl {}"
@@ -74,9 +74,9 @@ class Form(Enum):
 
 
 def beside_script(path: str) -> str:
-    """Where ``path`` of the repository whose script was started is, seen from the working folder.
+    """Return ``path`` of the repository of the started script, seen from the working folder.
 
-    As it is where the started program lies in no such place.
+    The path stays as it is where the started program lies in no such place.
     """
     script = Path(sys.argv[0])
     found = script.parent.parent / path
@@ -249,7 +249,7 @@ PREDICT = JobCommand(
 
 
 def prepared_lines(report: Report, form: Form) -> list[str]:
-    """What was made of a folder of images, for a terminal, and how to train on it."""
+    """Return a terminal's lines on what was made of a folder of images, and how to train on it."""
     text = [f"\n{report.path}"]
     for split, rows in report.rows.items():
         files = report.files[split]
@@ -360,7 +360,7 @@ def _show_training(job: TrainJob, report: TrainReport, form: Form) -> None:
 
 
 def options_to_repeat(form: Form) -> str:
-    """What to add to the commands that are printed, where spark-submit was given a cluster."""
+    """Return what to add to the printed commands, where spark-submit was given a cluster."""
     from pyspark import SparkConf
 
     is_submitted = form is Form.SCRIPT and "PYSPARK_GATEWAY_PORT" in os.environ
@@ -385,7 +385,7 @@ def rows_settings(data: DataSection) -> list[str]:
 def next_commands(
     path: str, form: Form, data: DataSection, spark: SparkSection | None = None
 ) -> list[str]:
-    """What a user would run now, from the shell that ran this job."""
+    """Return the commands that a user would run now, from the shell that ran this job."""
     model, rows = f"--set model.path={shlex.quote(path)}", rows_settings(data)
     if spark is not None and spark.master is not None:
         rows.append(f"--set {shlex.quote(f'spark.master={spark.master}')}")

@@ -45,7 +45,7 @@ REPORT_DIR = "runs"
 
 @dataclass(frozen=True, kw_only=True)
 class TrainReport:
-    """What a training job did."""
+    """The results of a training job."""
 
     path: str
     summary: TrainingSummary
@@ -106,7 +106,7 @@ def _texts(value: Any) -> Iterator[str]:
 
 
 def can_report(spark: SparkSession) -> bool:
-    """Whether the report can be left in `REPORT_DIR`, which nobody asked for; else a warning."""
+    """Return True if the report, for which nobody asked, can be left in `REPORT_DIR`; else warn."""
     try:
         check_writable(open_on_driver(spark, REPORT_DIR))
     except StorageError as error:
@@ -118,7 +118,7 @@ def can_report(spark: SparkSession) -> bool:
 
 
 def run_explain(job: TrainJob, spark: SparkSession) -> Explanation:
-    """What the job would do, how long it would take, what would be better; see docs/explain.md."""
+    """Explain what the job would do, its time, and what would be better; see docs/explain.md."""
     with working(spark, "looking at the rows"):
         estimator: Any = make_estimator(job)
         rows = read_training_data(spark, job)

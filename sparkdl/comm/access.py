@@ -1,4 +1,4 @@
-"""Who may do what on a channel: secrets of attempts and ranks, and what belongs to which rank.
+"""Access rights on a channel: secrets of attempts and ranks, and what belongs to which rank.
 
 Of the present attempt only, each rank is the process that has called first under its number, and it
 alone changes what carries that number; rank 0 also what carries no number, and the driver's own
@@ -33,12 +33,12 @@ class Unauthenticated(SparkDLError):
 
 
 class Unauthorized(SparkDLError):
-    """Who has made a call may not do what it asks for."""
+    """The caller may not do what it asks for."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Address:
-    """Where a channel listens, the certificates of both sides, and what opens it."""
+    """The address of a channel, the certificates of both sides, and the secrets that open it."""
 
     host: str
     port: int
@@ -57,7 +57,7 @@ class Address:
         return replace(self, rank=rank, rank_secret=secrets.token_hex(16))
 
     def shown(self) -> str:
-        """What every call shows, and `Access.caller` reads."""
+        """Return the credentials that every call shows, and `Access.caller` reads."""
         words = [self.secret]
         if self.rank is not None:
             words += [str(self.rank), self.rank_secret]
@@ -66,7 +66,7 @@ class Address:
 
 @dataclass(frozen=True)
 class Caller:
-    """Who has made a call."""
+    """The sender of a call, by its attempt and rank."""
 
     attempt: int
     rank: int | None
@@ -87,7 +87,7 @@ class Access:
             self._ranks: dict[int, str] = {}
 
     def caller(self, shown: str) -> Caller:
-        """Who shows this, or Unauthenticated: nobody of the present attempt."""
+        """Return the caller who shows this; Unauthenticated if nobody of this attempt does."""
         scheme, secret, number, rank_secret, *_ = [*shown.split(" "), "", "", ""]
         with self._lock:
             if scheme != "Bearer" or not _equal(secret, self.secret):

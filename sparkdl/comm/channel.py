@@ -97,7 +97,7 @@ class _Waiter:
 
 
 class Hub:
-    """What stands behind the server: secrets, keys that can be waited for, and events received."""
+    """The state behind the server: secrets, keys that can be waited for, and events received."""
 
     def __init__(self, *, keeps_events: bool = True) -> None:
         """Make an empty hub; without ``keeps_events`` what workers report is thrown away."""
@@ -168,7 +168,7 @@ class Hub:
             raise TimeoutError(f"{len(missing)} keys not set after {timeout_seconds:g} s")
 
     def missing(self, keys: Sequence[str]) -> list[str]:
-        """Those of the keys that are not there."""
+        """Return those of the keys that are not there."""
         with self._lock:
             return [key for key in keys if key not in self._keys]
 
@@ -212,7 +212,7 @@ class Hub:
         return take_back
 
     def _woken(self, *names: Hashable) -> list[Callable[[], None]]:
-        """Who has waited for the last of these."""
+        """Return the callbacks of those who have waited for the last of these."""
         woken = []
         for name in names:
             for waiter in self._waiting.pop(name, ()):
@@ -364,7 +364,7 @@ class ChannelServer:
 
     @property
     def address(self) -> Address:
-        """Where the server is, with what opens it in the present attempt."""
+        """The address of the server, with the secret that opens it in the present attempt."""
         return replace(self._address, secret=self._hub.access.secret)
 
     def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -531,7 +531,7 @@ def _close(idle: list[Connection]) -> None:
 
 
 class _Refusal(Exception):
-    """What the server has answered."""
+    """The error that the server has answered."""
 
 
 class ChannelClient:
@@ -672,7 +672,7 @@ class ChannelClient:
             connection.close()
 
     def _lost(self, what: str, error: OSError) -> CommunicationError:
-        """What a failure of the way to the server is."""
+        """Return the error for a failure of the connection to the server."""
         return CommunicationError(f"{what}: {error or type(error).__name__}")
 
     def _check(self, head: Mapping[str, Any], what: str) -> None:

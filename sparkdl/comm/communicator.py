@@ -53,7 +53,7 @@ class Communicator(Protocol):
 
     @property
     def waited_seconds(self) -> float:
-        """How long this rank was seen to wait for peers that had not come yet.
+        """Seconds that this rank was seen to wait for peers that had not come yet.
 
         0 where it is not known what of a collective is waiting.
         """
@@ -106,7 +106,7 @@ class Communicator(Protocol):
         """Send to one rank, which must call `receive_bytes`."""
 
     def receive_bytes(self, source: int) -> bytes:
-        """What ``source`` sends by `send_bytes`."""
+        """Receive what ``source`` sends by `send_bytes`."""
 
     def broadcast(self, tensor: torch.Tensor, source: int = 0) -> None:
         """Overwrite ``tensor`` on all ranks with that of ``source``."""
@@ -277,7 +277,7 @@ class ProcessGroupCommunicator(Communicator):
             super().all_reduce(tensor)
 
     def sums_along_tree(self, tensor: torch.Tensor) -> bool:
-        """Whether `all_reduce` sends ``tensor`` along a tree, as gloo has rings only."""
+        """Return True if `all_reduce` sends ``tensor`` along a tree, as gloo has rings only."""
         is_small = tensor.nbytes <= _SMALL_BYTES and self.world_size >= _MANY_RANKS
         is_plain = type(self.topology) is Topology and tensor.device.type == "cpu"
         return is_small and is_plain and tensor.is_contiguous()

@@ -154,7 +154,7 @@ def speaks_for_all() -> bool:
 
 
 def is_own(address: str) -> bool:
-    """Whether this host can listen at ``address``."""
+    """Return True if this host can listen at ``address``."""
     try:
         (family, *_, where), *_ = socket.getaddrinfo(address, 0, type=socket.SOCK_STREAM)
         with socket.socket(family, socket.SOCK_STREAM) as listener:
@@ -274,7 +274,7 @@ class ChannelStore(Store):
         return self._client.add(f"store/{key}", amount)
 
     def check(self, keys: Sequence[str]) -> bool:
-        """Whether all keys are set."""
+        """Return True if all keys are set."""
         return all(self._client.get(f"store/{key}") is not None for key in keys)
 
     def delete_key(self, key: str) -> bool:

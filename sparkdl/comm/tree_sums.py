@@ -13,8 +13,8 @@ from typing import Protocol
 import torch
 
 
-class Messages(Protocol):
-    """What of a communicator a tree needs."""
+class TreeMessages(Protocol):
+    """The part of a communicator that a tree needs."""
 
     rank: int
     world_size: int
@@ -24,7 +24,7 @@ class Messages(Protocol):
     def receive(self, tensor: torch.Tensor, source: int) -> None: ...
 
 
-def sum_along_tree(comm: Messages, tensor: torch.Tensor) -> None:
+def sum_along_tree(comm: TreeMessages, tensor: torch.Tensor) -> None:
     """Sum the contiguous ``tensor`` over all ranks, in place."""
     sum_at_first(comm, tensor)
     spread_from_first(comm, tensor)
@@ -44,7 +44,7 @@ def parent(rank: int) -> int:
     return rank & (rank - 1)
 
 
-def sum_at_first(comm: Messages, tensor: torch.Tensor) -> None:
+def sum_at_first(comm: TreeMessages, tensor: torch.Tensor) -> None:
     """Leave the sum of all ranks' ``tensor`` on rank 0, and parts of it on the others."""
     incoming = torch.empty_like(tensor)
     for child in children(comm.rank, comm.world_size):
@@ -54,7 +54,7 @@ def sum_at_first(comm: Messages, tensor: torch.Tensor) -> None:
         comm.send(tensor, parent(comm.rank))
 
 
-def spread_from_first(comm: Messages, tensor: torch.Tensor) -> None:
+def spread_from_first(comm: TreeMessages, tensor: torch.Tensor) -> None:
     """Overwrite ``tensor`` on all ranks with that of rank 0."""
     if comm.rank:
         comm.receive(tensor, parent(comm.rank))

@@ -33,7 +33,7 @@ Head = dict[str, Any]
 
 
 class MalformedMessage(Exception):
-    """What has come is no message of ours, or larger than one may be."""
+    """The message received is none of ours, or larger than one may be."""
 
 
 class Deadline:
@@ -80,11 +80,11 @@ class Connection:
         self._socket.close()
 
     def is_usable(self) -> bool:
-        """Whether it can take a request: it is this process's, and the other end is silent."""
+        """True if it can take a request: it is this process's, and the other end is silent."""
         return self._process == os.getpid() and not self.has_come()
 
     def has_come(self) -> bool:
-        """Whether something can be read, be it the connection's end."""
+        """Return True if something can be read, be it the connection's end."""
         poll = select.poll()
         poll.register(self._socket, select.POLLIN)
         return bool(poll.poll(0))

@@ -81,7 +81,7 @@ def _bytes_matrix(array: pa.Array) -> np.ndarray:
 
 @dataclass
 class Findings:
-    """What is wrong with a column: counts that add up over batches and shards."""
+    """The faults of a column: counts that add up over batches and shards."""
 
     nulls: int = 0
     """Rows that are null or contain a null."""
@@ -96,7 +96,7 @@ class Findings:
     first_of_cause: dict[str, str] = field(default_factory=dict)
 
     def __bool__(self) -> bool:
-        """Whether any row cannot be used."""
+        """Return True if any row cannot be used."""
         is_ragged = len(self.shapes) > 1 or _UNEVEN in self.shapes
         return self.nulls > 0 or is_ragged or bool(self.causes)
 
@@ -157,7 +157,7 @@ class Findings:
         )
 
     def faults(self) -> str:
-        """How many rows are bad for which causes, and how many are null, each with its first."""
+        """Say how many rows are bad for which cause, and how many are null, each with its first."""
         found = [
             f"{count} bad row{'s' * (count > 1)}: {cause} (first: {self.first_of_cause[cause]})"
             for cause, count in self.causes.most_common(3)
@@ -206,7 +206,7 @@ def examine(
 
 
 def is_list(kind: pa.DataType) -> bool:
-    """Whether a type is one of lists, of whatever layout."""
+    """Return True if a type is one of lists, of whatever layout."""
     return any(is_type(kind) for is_type in _NESTED_TYPES)
 
 

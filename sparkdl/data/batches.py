@@ -56,7 +56,7 @@ class Batch:
 
     @property
     def arguments(self) -> Arguments:
-        """What ``forward`` is called with."""
+        """The arguments with which ``forward`` is called."""
         return Arguments(self.inputs, self.names)
 
     def rows(self, start: int, stop: int) -> Batch:

@@ -25,7 +25,7 @@ _HALF = {"bfloat16": torch.bfloat16, "float16": torch.float16}
 
 @dataclass(frozen=True)
 class Arguments:
-    """What ``forward`` is called with."""
+    """The arguments with which ``forward`` is called."""
 
     values: tuple[torch.Tensor, ...]
     """Each ``(batch, ...)``."""
@@ -38,7 +38,7 @@ class Arguments:
 
     @property
     def positional(self) -> tuple[torch.Tensor, ...]:
-        """What is passed by position."""
+        """The arguments that are passed by position."""
         names = self.names or (None,) * len(self.values)
         return tuple(v for v, name in zip(self.values, names, strict=True) if name is None)
 
@@ -121,7 +121,7 @@ def _all_cast(values: Sequence[torch.Tensor], column: Column) -> list[torch.Tens
 
 
 def arguments(columns: Sequence[Column], rows: Sequence[Rows]) -> Arguments:
-    """What ``forward`` is called with for all of these rows; one entry per input column."""
+    """Return the arguments of ``forward`` for all of these rows; one entry per input column."""
     values: list[torch.Tensor] = []
     names: list[str | None] = []
     for column, these in zip(columns, rows, strict=True):

@@ -78,7 +78,7 @@ def read_usable(
 def _read_from(
     array: pa.Array, specification: Specification, where: str, first_row: int
 ) -> Iterator[Any]:
-    """What to read: the column, or what its transform makes of it; see `read` for the errors."""
+    """Yield what to read: the column, or what its transform makes of it; for errors see `read`."""
     values: Any = array
     if specification.transform is not None:
         values = _transformed(array, specification)
@@ -168,7 +168,7 @@ def _in_utc(kind: pa.DataType) -> pa.DataType:
 
 
 def _transformed(array: pa.StructArray, specification: Specification) -> Any:
-    """What the user's function makes of the columns: an Arrow or numpy array."""
+    """Return what the user's function makes of the columns: an Arrow or numpy array."""
     assert specification.transform is not None
     values = [part.cast(_in_utc(part.type)) for part in array.flatten()]
     batch = pa.RecordBatch.from_arrays(values, names=list(specification.columns))

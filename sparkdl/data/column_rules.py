@@ -44,7 +44,7 @@ def bad_values(values: Array, role: Role, *, as_classes: bool) -> np.ndarray:
 
 
 def count_bad(values: Array, wanted: SpoolColumn, place: Callable[[int], str]) -> tuple[int, str]:
-    """How many rows are bad, and the first of them in words. Features are never bad.
+    """Count the rows that are bad, and describe the first of them; features are never bad.
 
     Args:
         values: ``(rows, ...)``.

@@ -1,4 +1,4 @@
-"""What is noted of a shard's columns while they are spooled, for the driver to judge."""
+"""Statistics of a shard's columns, taken while they are spooled, for the driver to judge."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from sparkdl.data.plan import Shard, SpoolColumn
 
 @dataclass(kw_only=True)
 class ColumnStats:
-    """What was seen of one column in one shard."""
+    """The statistics of one column in one shard."""
 
     shape: tuple[int, ...] | None = None
     """Shape of a row; None when the shard has no row."""
@@ -119,7 +119,7 @@ def no_rows(shards: Sequence[SpooledShard]) -> str:
 
 
 def skipped_rows(names: Sequence[str], shards: Sequence[SpooledShard]) -> tuple[int, str]:
-    """How many rows were left out on request, and in words of which columns and why.
+    """Count the rows that were left out on request, and say of which columns and why.
 
     Args:
         names: of the columns.

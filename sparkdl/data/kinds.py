@@ -27,7 +27,7 @@ Rows = Array | Ragged
 
 
 class Kind(Protocol):
-    """What is done with a specification of one class."""
+    """Converts the columns of one class of specification, and makes batches of them."""
 
     def read(self, values: Any, specification: Any, *, where: str, first_row: int) -> Rows:
         """Convert a column.
@@ -51,7 +51,7 @@ class Kind(Protocol):
 
 
 class OwnKind(Kind, Protocol):
-    """What a specification that is not in `KINDS` has as its ``own_kind``.
+    """The kind that a specification has as its ``own_kind`` if it is not in `KINDS`.
 
     It travels to the executors with the class of the specification.
     """
@@ -140,7 +140,7 @@ KINDS: Mapping[type[Specification], Kind] = {
 
 
 def kind_of(specification: Specification) -> Kind:
-    """What is done with the specification's class."""
+    """Return the kind of the specification's class."""
     if specification.own_kind is not None:
         own: Kind = specification.own_kind
         return own

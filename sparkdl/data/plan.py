@@ -117,7 +117,7 @@ class SpoolColumn:
 
 @dataclass(frozen=True, kw_only=True)
 class Shard:
-    """Where one shard's spool lies and what it holds; one row of the shard table."""
+    """The place and the contents of one shard's spool; one row of the shard table."""
 
     shard_id: int
     host: str = ""
@@ -195,7 +195,7 @@ class TrainPlan:
         return self.first_step + self.max_steps if self.max_steps >= 0 else -1
 
     def notes(self) -> dict[str, str]:
-        """What checkpoints say of the order of rows, for runs that go on from them."""
+        """Return the notes of checkpoints on the order of rows, for runs that go on from them."""
         homes = {} if self.homes is None else {HOMES: self.homes}
         return {WINDOWS: as_text(self.windows), **homes}
 
@@ -216,7 +216,7 @@ class TrainPlan:
         return found
 
     def turn(self, shard: Shard) -> int:
-        """Where the shard begins to count in `batch_bounds`: neighbours far from each other.
+        """Return where the shard begins to count in `batch_bounds`: neighbours far from each other.
 
         The number's bits in reverse (van der Corput's sequence) spread any run of neighbours.
         """
@@ -234,7 +234,7 @@ class TrainPlan:
 
     @property
     def largest_spool_bytes(self) -> int:
-        """What the shards of a rank take, at most."""
+        """The most bytes that the shards of one rank take."""
         return max(
             sum(shard.num_bytes for shard in self.shards_of(rank))
             for rank in range(self.world_size)
@@ -264,7 +264,7 @@ class TrainPlan:
 
 @dataclass(frozen=True, kw_only=True)
 class RoundPart:
-    """Which steps of the run make a round on plain Spark stages; all within one epoch."""
+    """The steps of the run that make a round on plain Spark stages; all within one epoch."""
 
     epoch: int
     """Number of the epoch, from 0."""

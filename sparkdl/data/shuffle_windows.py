@@ -25,7 +25,7 @@ _WINDOW_SHARE = 8
 
 @dataclass(frozen=True, kw_only=True)
 class Windows:
-    """How rows are mixed that do not fit into memory together; see `data.shuffle`."""
+    """The windows for mixing rows that do not fit into memory together; see `data.shuffle`."""
 
     group_rows: int
     """Neighbouring rows that are read in one piece."""
@@ -40,7 +40,7 @@ class Windows:
 
 @dataclass(frozen=True, kw_only=True)
 class HostLoad:
-    """What a host has to hold."""
+    """The spools that a host has to hold, and the memory for them."""
 
     num_shards: int
     num_bytes: int
@@ -56,7 +56,7 @@ def choose_windows(
     row_bytes: int,
     window_bytes: int | None,
 ) -> Windows | None:
-    """Whether and in which windows to mix rows.
+    """Choose whether and in which windows to mix rows.
 
     Args:
         hosts: where the shards lie.

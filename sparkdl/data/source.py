@@ -56,7 +56,7 @@ class ShardRows(Protocol):
 
     @property
     def num_rows(self) -> int:
-        """What the plan says."""
+        """The number of rows that the plan says."""
 
     def epoch(self, seed: int, epoch: int, *, num_together: int | None = None) -> EpochRows:
         """An order that is a pure function of seed, epoch and the shard's fingerprint.
@@ -91,12 +91,12 @@ class ShardSource(Protocol):
         """
 
     def is_here(self, shard: Shard) -> bool:
-        """Whether this host can open the shard."""
+        """Return True if this host can open the shard."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Contents:
-    """What a source holds, cut into shards."""
+    """The contents of a source, cut into shards."""
 
     columns: tuple[Column, ...]
     """One for each column that was asked for, in that order; arguments are not filled in."""
@@ -124,7 +124,7 @@ class Spread(Protocol):
     """Calls a function for each of several items, at once where it can."""
 
     def __call__(self, call: Callable[[A], B], items: Sequence[A]) -> list[B]:
-        """What ``call`` gives for each item, in their order.
+        """Return what ``call`` gives for each item, in their order.
 
         Function, items and results must go by cloudpickle to executors and back.
         """
@@ -141,7 +141,7 @@ def in_threads(call: Callable[[A], B], items: Sequence[A]) -> list[B]:
 
 @dataclass(frozen=True, kw_only=True)
 class Wanted:
-    """What a fit asks of a source."""
+    """The request that a fit makes of a source."""
 
     columns: tuple[SpoolColumn, ...]
     validation: str | None

@@ -13,8 +13,8 @@ from sparkdl.explain.cost_model import (
     Compute,
     Gang,
     Layout,
-    Link,
     Network,
+    NetworkLink,
     between_nodes_seconds,
     fit_line,
 )
@@ -112,9 +112,9 @@ def _network(report: Report, layout: Layout) -> Network | None:
     return Network(messages=messages, shared=shared, shared_ranks=layout.ranks_per_node)
 
 
-def _link(points: Sequence[tuple[float, float]]) -> Link:
+def _link(points: Sequence[tuple[float, float]]) -> NetworkLink:
     latency, byte = fit_line(points)
-    return Link(latency_seconds=latency, byte_seconds=byte)
+    return NetworkLink(latency_seconds=latency, byte_seconds=byte)
 
 
 _HEAVY = 3

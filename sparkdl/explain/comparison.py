@@ -35,7 +35,7 @@ class Choice:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Option:
+class ComparedStrategy:
     """A strategy with all numbers of workers that it was predicted for."""
 
     strategy: SyncStrategy
@@ -62,9 +62,9 @@ class Option:
 
 def option(
     predictor: Predictor, strategy: SyncStrategy, world_sizes: Iterable[int], *, in_rounds: bool
-) -> Option:
+) -> ComparedStrategy:
     """The strategy with each number of workers that it can have."""
-    return Option(
+    return ComparedStrategy(
         strategy=strategy,
         predictions=tuple(
             predictor.predict(strategy, world_size, in_rounds=in_rounds)
@@ -74,7 +74,7 @@ def option(
     )
 
 
-def ladder(predictor: Predictor, world_sizes: Sequence[int]) -> list[Option]:
+def ladder(predictor: Predictor, world_sizes: Sequence[int]) -> list[ComparedStrategy]:
     """Strategies from the one that changes training least to the one that agrees least."""
     topology = _topology(predictor, world_sizes)
     gang = [
@@ -178,7 +178,7 @@ def strategy_text(strategy: SyncStrategy) -> str:
     return f"{type(strategy).__name__}({', '.join(given)})"
 
 
-def choose_strategy(ladder: Sequence[Option]) -> tuple[Choice, Option]:
+def choose_strategy(ladder: Sequence[ComparedStrategy]) -> tuple[Choice, ComparedStrategy]:
     """The strategy that changes training least of those that agree quickly enough, and its option.
 
     The ``ladder`` goes from the one that changes training least to the one that agrees most seldom.
@@ -202,7 +202,7 @@ def choose_strategy(ladder: Sequence[Option]) -> tuple[Choice, Option]:
     return Choice(param="syncStrategy", value=chosen.strategy, reason=reason), chosen
 
 
-def choose_workers(option: Option) -> Choice:
+def choose_workers(option: ComparedStrategy) -> Choice:
     """The fewest workers with a fit at most 5 % longer than the shortest; raises ConfigError."""
     _usable([option])
     best = option.best
@@ -221,8 +221,10 @@ def choose_workers(option: Option) -> Choice:
     return Choice(param="numWorkers", value=best.workers, reason=reason + told)
 
 
-def recommend(ladder: Sequence[Option], planned: Option, num_workers: int) -> Recommendation:
-    """What `choose_strategy` and `choose_workers` take, and raise, with what else speaks for it."""
+def recommend(
+    ladder: Sequence[ComparedStrategy], planned: ComparedStrategy, num_workers: int
+) -> Recommendation:
+    """Return what `choose_strategy` and `choose_workers` choose, and why; raises as they do."""
     strategy, chosen = choose_strategy(ladder)
     workers, best = choose_workers(chosen), chosen.best
     is_one_machine = best.nodes == 1 and any(
@@ -261,8 +263,8 @@ def recommend(ladder: Sequence[Option], planned: Option, num_workers: int) -> Re
     )
 
 
-def _usable(options: Sequence[Option]) -> list[Option]:
-    """Those that can be used; raises ConfigError if there is none."""
+def _usable(options: Sequence[ComparedStrategy]) -> list[ComparedStrategy]:
+    """Return the options that can be used; raises ConfigError if there is none."""
     if usable := [option for option in options if option.predictions]:
         return usable
     names = " or ".join(option.name for option in options)
@@ -272,7 +274,7 @@ def _usable(options: Sequence[Option]) -> list[Option]:
     )
 
 
-def _first_cheap(usable: Sequence[Option]) -> tuple[Option, list[str]]:
+def _first_cheap(usable: Sequence[ComparedStrategy]) -> tuple[ComparedStrategy, list[str]]:
     """The first that spends little on agreeing with all workers, else the last; why not others."""
     widest = max(usable[0].predictions, key=lambda p: p.workers).workers
     reasons: list[str] = []
@@ -287,7 +289,7 @@ def _first_cheap(usable: Sequence[Option]) -> tuple[Option, list[str]]:
     return usable[-1], reasons
 
 
-def _why_one(option: Option, best: Prediction) -> str:
+def _why_one(option: ComparedStrategy, best: Prediction) -> str:
     more = [p for p in option.predictions if p.workers > best.workers]
     others = min(more, key=lambda p: p.total_seconds)
     cores = "and all its cores" if best.workers == 1 else "on one machine"

@@ -18,7 +18,7 @@ there 1,000 ranks have met in 0.83 s. What Spark takes to launch a further task 
 
 
 @dataclass(frozen=True, kw_only=True)
-class Link:
+class NetworkLink:
     """A way on which ``n`` bytes take ``latency_seconds + n * byte_seconds`` (Hockney 1994)."""
 
     latency_seconds: float
@@ -48,7 +48,7 @@ class Compute:
         return self.fixed_seconds + rows * self.row_seconds
 
     def mean_seconds(self, rows: float) -> float:
-        """What steps take on the average over steps and workers."""
+        """Return the mean seconds of a step over steps and workers."""
         spread = self.step_spread**2 + self.rank_spread**2
         return self.median_seconds(rows) * math.exp(spread / 2)
 
@@ -70,7 +70,7 @@ class Compute:
 
 @dataclass(frozen=True, kw_only=True)
 class Layout:
-    """Where workers are, and how many of them run at a time."""
+    """The places of workers, and how many of them run at a time."""
 
     world_size: int
     num_nodes: int
@@ -84,7 +84,7 @@ class Layout:
 
     @property
     def num_waves(self) -> int:
-        """How often tasks follow each other in a slot, where there are fewer than workers."""
+        """Tasks that run one after the other in a slot, where slots are fewer than workers."""
         return -(-self.world_size // self.at_once)
 
     @property
@@ -95,11 +95,11 @@ class Layout:
 
 @dataclass(frozen=True, kw_only=True)
 class Network:
-    """How fast ranks exchange."""
+    """The speed at which ranks exchange data."""
 
-    messages: Link
+    messages: NetworkLink
     """Between two ranks, by messages."""
-    shared: Link | None = None
+    shared: NetworkLink | None = None
     """A sum over ranks of one machine in shared memory, of what lies there; None: none."""
     shared_ranks: int = 2
     """Ranks of a machine among which it was measured."""
@@ -126,13 +126,13 @@ class Network:
         return inside * (ranks > 1) + between_nodes_seconds(self.messages, num_bytes, layout)
 
 
-def ring_seconds(link: Link, num_bytes: float, world_size: int) -> float:
+def ring_seconds(link: NetworkLink, num_bytes: float, world_size: int) -> float:
     """A sum along a ring: ``2 (W - 1)`` messages of a ``W``-th each (Patarasu & Yuan 2009)."""
     num_messages = 2 * (world_size - 1)
     return link.seconds(num_messages / world_size * num_bytes, num_messages)
 
 
-def between_nodes_seconds(link: Link, num_bytes: float, layout: Layout) -> float:
+def between_nodes_seconds(link: NetworkLink, num_bytes: float, layout: Layout) -> float:
     """The sum over machines, once each has its own: every worker has a part of it, if it can."""
     is_even = layout.world_size % layout.num_nodes == 0
     share = num_bytes / layout.ranks_per_node if is_even else num_bytes
@@ -155,8 +155,8 @@ def fit_line(points: Sequence[tuple[float, float]]) -> tuple[float, float]:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Stages:
-    """What rounds on plain Spark stages cost."""
+class StageCosts:
+    """The costs of rounds on plain Spark stages."""
 
     fixed_seconds: float
     """Of a round, beyond its steps."""
@@ -170,7 +170,7 @@ class Stages:
 
 @dataclass(frozen=True, kw_only=True)
 class Gang:
-    """What a gang of ranks has measured."""
+    """The measurements that a gang of ranks has made."""
 
     levels: Mapping[tuple[int, int], Compute]
     """Workers of a machine that are at work at the same time, and their threads -> their steps."""
@@ -199,7 +199,7 @@ class Calibration:
     """Workers of a gang that are on one machine -> their steps."""
     task_levels: Mapping[int, Compute]
     """Tasks of rounds that run on one machine at a time -> their steps."""
-    stages: Stages | None
+    stages: StageCosts | None
     """None: rounds were not measured."""
     link_seconds: float = 0.0
     """Of the checks before anything is launched."""
@@ -209,12 +209,12 @@ class Calibration:
     """Of one slot: one row is read, moved, sorted and written."""
 
     def compute(self, layout: Layout, *, in_rounds: bool) -> Compute:
-        """What a step takes a worker, or a task of a round."""
+        """Return the cost of a step for a worker, or for a task of a round."""
         levels = self.task_levels if in_rounds else self.levels
         return interpolated(levels, layout.ranks_per_node)
 
     def start_seconds(self, *, in_rounds: bool, world_size: int) -> float:
-        """What a fit takes before its first step, and at its end, the spool apart."""
+        """Return the seconds of a fit before its first step and at its end, without the spool."""
         if in_rounds:
             return self.link_seconds + (0.0 if self.stages is None else self.stages.first_seconds)
         if self.gang is None:

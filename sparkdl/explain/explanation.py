@@ -1,4 +1,4 @@
-"""What ``explain`` returns: a value with text, HTML and JSON."""
+"""The value that ``explain`` returns, with text, HTML and JSON."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class _Section(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class PlanFacts:
-    """What a fit would do, times apart."""
+    """Describes what a fit would do, without times."""
 
     master: str
     slots: int | None
@@ -108,7 +108,7 @@ class StrategyRow:
 
 @dataclass(frozen=True, kw_only=True)
 class Recommendation:
-    """What to set, and why."""
+    """The settings that are recommended, and the reasons."""
 
     num_workers: int
     strategy: str
@@ -152,7 +152,7 @@ class Explanation:
     explain_seconds: float = 0.0
 
     def to_dict(self) -> dict[str, Any]:
-        """What is shown, as plain values; numbers that JSON cannot hold become None."""
+        """Return what is shown, as plain values; numbers that JSON cannot hold become None."""
         values = dataclasses.asdict(dataclasses.replace(self, recommended=None))
         del values["recommended"]
         if values["recommendation"] is not None:

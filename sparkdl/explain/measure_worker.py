@@ -1,4 +1,4 @@
-"""What a rank measures for the cost model: some real steps and some real exchanges.
+"""Measurements of a rank for the cost model: some real steps and some real exchanges.
 
 Runs in a gang like training, with the user's objects, on a sample of the rows; nothing is kept.
 """
@@ -53,7 +53,7 @@ _COPIED_BYTES = 16 << 20
 
 @dataclass(frozen=True, kw_only=True)
 class SampleOrder(GangOrder):
-    """What the driver asks of ranks that train on a sample, and keep nothing."""
+    """The driver's order to ranks that train on a sample, and keep nothing."""
 
     plan: TrainPlan
     """Of the sample."""
@@ -197,7 +197,7 @@ def for_measuring(config: TrainConfig) -> TrainConfig:
 
 
 def at_work(plan: TrainPlan, nodes: Sequence[int], rank: int, ranks_per_node: int) -> bool:
-    """Whether ``rank`` is among the first ranks of its node that have rows."""
+    """Return True if ``rank`` is among the first ranks of its node that have rows."""
     with_rows = [
         peer for peer, node in enumerate(nodes) if node == nodes[rank] and plan.rows_of(peer) > 0
     ]
@@ -207,7 +207,10 @@ def at_work(plan: TrainPlan, nodes: Sequence[int], rank: int, ranks_per_node: in
 def _levels(
     steps: StepTimer, places: Sequence[tuple[int, int]], member: Member
 ) -> list[list[dict[str, Any]]]:
-    """Of each place the steps by size of the batch, three in the first; none on ranks that rest."""
+    """Return the steps by size of the batch for each place, three sizes in the first.
+
+    There are none on ranks that rest.
+    """
     from sparkdl.runtime.process import torch_threads
 
     comm, size = member.comm, steps.plan.batch_size

@@ -1,4 +1,4 @@
-"""What a worker holds of a model along a mesh, and what it sends per step: sizes, no times."""
+"""Sizes, without times, of what a worker of a mesh holds of a model and sends per step."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class MeshMemory:
 
     @property
     def kept_bytes(self) -> int:
-        """What a worker holds all the time."""
+        """Bytes that a worker holds all the time."""
         return self.parameter_bytes + self.gradient_bytes + self.optimizer_bytes
 
     @property
@@ -50,7 +50,7 @@ _HOW_IT_STEPS = ("capturable", "differentiable", "foreach", "fused")
 
 
 class StateSize(NamedTuple):
-    """What an optimizer keeps of a parameter."""
+    """The size of what an optimizer keeps of a parameter."""
 
     per_number: int
     """Bytes for each number of it."""
@@ -59,7 +59,7 @@ class StateSize(NamedTuple):
 
 
 def state_sizes(optimizer: torch.optim.Optimizer, module: nn.Module) -> dict[str, StateSize]:
-    """What ``optimizer`` keeps of each trained parameter of ``module``, by name.
+    """Return the size of what ``optimizer`` keeps of each trained parameter of ``module``, by name.
 
     Found by a step of an optimizer of this kind, with the same groups, of parameters of one number
     each. Only for those that treat each number by itself, see `check_mesh_optimizer`.
@@ -98,7 +98,7 @@ def mesh_memory(
     compute_bytes: int | None = None,
     limit: int | None = None,
 ) -> MeshMemory:
-    """What the fullest worker holds and sends.
+    """Return what the fullest worker holds and sends.
 
     Args:
         module: on any device, ``meta`` too.
@@ -125,7 +125,7 @@ def mesh_memory(
             unit_of |= {id(parameter): number for parameter in unit.parameters()}
 
     def held_by(worker: int) -> MeshMemory:
-        """What a worker along ``pipeline`` holds."""
+        """Return what a worker along ``pipeline`` holds."""
         parameters = gradients = state = 0
         gathered: dict[int, int] = {0: 0}
         reduced = 0

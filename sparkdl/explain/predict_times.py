@@ -57,7 +57,7 @@ class Steps:
 
     @property
     def compute(self) -> Compute:
-        """What a worker's own part of a step takes."""
+        """The cost of a worker's own part of a step."""
         found = self.calibration.compute(self.layout, in_rounds=self.pattern.kind == "stages")
         return replace(found, fixed_seconds=self.passes * found.fixed_seconds)
 
@@ -153,7 +153,7 @@ class Predictor:
         return self.plan.batch_size * self.shards_per_worker(world_size)
 
     def pattern(self, strategy: SyncStrategy, world_size: int, *, in_rounds: bool) -> Pattern:
-        """What so many workers exchange."""
+        """Return the pattern in which ``world_size`` workers exchange."""
         if in_rounds:
             return strategy.stages_pattern(self.size)
         if self.config.elasticity == "bits":

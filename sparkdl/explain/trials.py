@@ -1,4 +1,4 @@
-"""What one worker tries out before a fit: size of a batch, learning rate; see docs/explain.md."""
+"""Trials of one worker before a fit: size of a batch, learning rate; see docs/explain.md."""
 
 from __future__ import annotations
 
@@ -98,7 +98,7 @@ def _power_of_two(number: int) -> int:
 
 
 class TriedBatch(NamedTuple):
-    """What a size of batches takes a worker."""
+    """The measurements of a worker with one size of batches."""
 
     rows: int
     rows_per_second: float
@@ -158,7 +158,7 @@ class BatchTrial:
         return last.rows_per_second < _FASTER * before.rows_per_second
 
     def _expected_bytes(self, rows: int) -> float:
-        """What so many rows would take, by the steepest line through the last size and another.
+        """Estimate what so many rows take, by the steepest line through the last size and another.
 
         Memory that is freed and not given back yet adds some tens of MiB to any size, so two sizes
         alone may seem to take the same.
@@ -222,7 +222,7 @@ def free_bytes(device: torch.device) -> int:
 
 
 def used_bytes(device: torch.device) -> int:
-    """What this process holds now, of the GPU or of memory."""
+    """Return the bytes that this process holds now, of the GPU or of memory."""
     if device.type == "cuda":
         import torch
 

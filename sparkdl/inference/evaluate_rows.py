@@ -1,4 +1,4 @@
-"""What a task of an evaluation finds out about its rows, and how the parts of all tasks add up.
+"""The evaluation of rows in a task, and how the parts of all tasks add up.
 
 A `Part` holds sums, counts and states of metrics, never rows. The parts of any cut of the rows add
 up to the same whole: counts exactly, other sums to about 1e-12 of their size. Curves are exact, or
@@ -54,7 +54,7 @@ _UNKNOWN = "rows without a class"
 
 @dataclass(frozen=True, kw_only=True)
 class Measures:
-    """What an evaluation shall find out; picklable."""
+    """Names the measures that an evaluation shall find out; picklable."""
 
     task: Task
     loss: Any
@@ -93,7 +93,7 @@ def chosen_curves(curves: bool | Sequence[int] | None, num_classes: int) -> tupl
 
 @dataclass
 class Part:
-    """What was found out about some of the rows."""
+    """The results of an evaluation for some of the rows."""
 
     sums: dict[str | tuple[int, int], float] = field(default_factory=dict)
     """Sums over rows by name: ``rows``, ``loss`` or ``loss <label>`` for each of several labels,
@@ -175,7 +175,7 @@ def united(parts: Iterable[Part], measures: Measures) -> Part:
 
 
 def evaluation(part: Part, measures: Measures) -> Evaluation:
-    """What follows from the whole.
+    """Compute the evaluation from the united parts.
 
     DataError if there are no rows, or none that counts; ConfigError if a metric's states cannot be
     united.

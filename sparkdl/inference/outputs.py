@@ -160,7 +160,7 @@ class Forward:
         return {None: output, **seen}
 
     def module_output(self, module: nn.Module, inputs: Arguments) -> Any:
-        """What the module itself returns, as the loss sees it: without ``postprocessing``."""
+        """Return what the module itself gives, as the loss sees it: without ``postprocessing``."""
         if self.preprocessing is None:
             return inputs.call(module)
         prepared = inputs.call(self.preprocessing)

@@ -64,7 +64,7 @@ class Leaf:
 
 @dataclass(frozen=True, kw_only=True)
 class ModuleTask:
-    """What a task needs to run a module on prepared inputs; picklable, travels with the UDF."""
+    """All that a task needs to run a module on prepared inputs; picklable, travels with the UDF."""
 
     values: ProgramValues = field(default_factory=ProgramValues)
     """What the program has changed of modules that workers import; unpickled before all else."""
@@ -128,8 +128,8 @@ def predict(batches: Iterator[Sequence[pa.Array]], task: PredictTask) -> Iterato
                 yield pa.concat_arrays(pieces)
 
 
-def predicted(module: nn.Module, run: Run, task: PredictTask) -> pa.Array:
-    """What ``task`` wants of the module for the rows of a run; null where these are skipped."""
+def predicted(module: nn.Module, run: RowRange, task: PredictTask) -> pa.Array:
+    """Return what ``task`` wants of the module for the rows of a run; null for skipped rows."""
     if run.arguments is None:
         return pa.nulls(
             run.num_rows, pa.struct([(leaf.name, leaf.arrow_type) for leaf in task.leaves])
@@ -159,7 +159,7 @@ def ready(task: ModuleTask) -> Iterator[tuple[nn.Module, torch.device]]:
 
 
 @dataclass(frozen=True)
-class Run:
+class RowRange:
     """Neighbouring rows, as ``forward`` takes them."""
 
     arguments: Arguments | None
@@ -170,11 +170,11 @@ class Run:
     """Which rows are not skipped, bool ``(rows,)``; None: all are kept."""
 
     def chosen(self, values: Tensors) -> Tensors:
-        """Of one value for each row those of the rows that are kept."""
+        """Return the values of the rows that are kept, out of one for each row."""
         return values if self.kept is None else _where(values, self.kept)
 
     def spread(self, values: pa.Array) -> pa.Array:
-        """Of one value for each row that is kept one for each row, null where it is skipped."""
+        """Return a value for each row, out of one for each kept row; null where it is skipped."""
         if self.kept is None:
             return values
         return values.take(pa.array(np.cumsum(self.kept) - 1, mask=~self.kept))
@@ -182,7 +182,7 @@ class Run:
 
 def runs(
     arrays: Sequence[pa.Array], columns: Sequence[Column], batch_size: int, device: torch.device
-) -> Iterator[Run]:
+) -> Iterator[RowRange]:
     """The inputs of a record batch in runs of at most ``batch_size`` rows.
 
     DataError for a null, or a row of another shape than the module was trained on.
@@ -200,9 +200,9 @@ def runs(
                 for rows, usable in found
             ]
             given = arguments(columns, rows).to(device)
-            yield Run(given, stop - start, None if kept is None or kept.all() else kept)
+            yield RowRange(given, stop - start, None if kept is None or kept.all() else kept)
         else:
-            yield Run(None, stop - start, kept)
+            yield RowRange(None, stop - start, kept)
 
 
 _Reader = Callable[[int, int], tuple[Tensors, np.ndarray | None]]

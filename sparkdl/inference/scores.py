@@ -1,4 +1,4 @@
-"""How good predictions are, given the sums over rows that `evaluate_rows` makes.
+"""Measures of how good predictions are, given the sums over rows that `evaluate_rows` makes.
 
 This is pure arithmetic. Every measure is a mean over rows, weighted if there are weights.
 """
@@ -35,7 +35,7 @@ class ClassScores:
 
 @dataclass(frozen=True, kw_only=True)
 class ClassificationScores:
-    """What a classifier's predictions are worth."""
+    """The measures of a classifier's predictions."""
 
     accuracy: float
     log_loss: float
@@ -61,7 +61,7 @@ class ClassificationScores:
 
 @dataclass(frozen=True, kw_only=True)
 class RegressionScores:
-    """What a regressor's predictions are worth."""
+    """The measures of a regressor's predictions."""
 
     rmse: float
     mae: float
@@ -75,7 +75,7 @@ class RegressionScores:
 
 @dataclass(frozen=True, kw_only=True, eq=False, repr=False)
 class Evaluation(Mapping[str, Any]):
-    """How good a model is on some rows; ``model.evaluate`` gives it.
+    """The result of evaluating a model on some rows; ``model.evaluate`` gives it.
 
     As a mapping it holds the measures by name: ``loss``; ``accuracy`` and ``log_loss``, or
     ``rmse``, ``mae`` and ``r2``; ``roc_auc`` and ``average_precision`` of class 1 where there are

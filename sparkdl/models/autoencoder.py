@@ -1,4 +1,4 @@
-"""Which network learns without labels?"""
+"""An autoencoder: a network that learns without labels."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which convolutional networks without shortcuts are there?"""
+"""Convolutional networks without shortcuts: LeNet-5 and AlexNet-R."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which network do the project's own examples train?"""
+"""The networks that the project's own examples train."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How does a generative adversarial network look that one loop and one optimizer can train?"""
+"""A generative adversarial network that one loop and one optimizer can train."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What do the reference networks share?"""
+"""Functions that the reference networks share."""
 
 from __future__ import annotations
 

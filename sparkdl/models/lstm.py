@@ -1,4 +1,4 @@
-"""Which recurrent network is there?"""
+"""A recurrent network of LSTM layers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which fully connected networks are there?"""
+"""Fully connected networks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which residual networks are there, in the shapes for images of 32 x 32 pixels?"""
+"""Residual networks, in the shapes for images of 32 x 32 pixels."""
 
 from __future__ import annotations
 

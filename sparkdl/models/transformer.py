@@ -1,4 +1,4 @@
-"""Which network of attention is there?"""
+"""A network of attention: the encoder half of a Transformer."""
 
 from __future__ import annotations
 

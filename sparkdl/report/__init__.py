@@ -1,1 +1,1 @@
-"""What a run tells people: its record, page, live views, listeners and server."""
+"""Reports of a run: its record, page, live views, listeners and server."""

@@ -120,7 +120,7 @@ class Recorder(View):
         return self._laps
 
     def facts(self, *, world_size: int, **facts: Any) -> None:
-        """What is known before training begins; ``world_size`` ranks will report."""
+        """Record what is known before training begins; ``world_size`` ranks will report."""
         self._world_size = world_size
         self._steps_per_epoch = int(facts.get("steps_per_epoch", 0))
         self._first_epoch = int(facts.get("first_epoch", 0))
@@ -142,7 +142,7 @@ class Recorder(View):
             )
 
     def graph(self, graph: Mapping[str, Any]) -> None:
-        """What the module is made of; see `record.module_graph`."""
+        """Record what the module is made of; see `record.module_graph`."""
         self._note("graph", graph=graph)
         self.listeners.call(lambda listener: listener.graph(graph))
 
@@ -218,7 +218,7 @@ class Recorder(View):
         module: nn.Module | None = None,
         weights: WeightsOf | None = None,
     ) -> None:
-        """What came of the run: a record per epoch or report, the module, and its weights."""
+        """Keep what came of the run: a record per epoch or report, the module, and its weights."""
         self._history, self._module = [dict(record) for record in history], module
         self._weights = weights
         thin(self._history)
@@ -254,11 +254,11 @@ class Recorder(View):
 
     @property
     def page_path(self) -> str | None:
-        """Where the page is, when the run has ended; None: nowhere."""
+        """The place of the page, when the run has ended; None: nowhere."""
         return None if self._folder is None else without_password(self._folder.page_path)
 
     def record(self) -> RunRecord:
-        """What is known so far."""
+        """Return what is known so far."""
         with self._lock:
             return self._builder.record()
 
@@ -278,7 +278,7 @@ class Recorder(View):
             self._give_up(error)
 
     def _taken(self) -> list[Event]:
-        """What waits to be written, and how long there may be nothing else."""
+        """Take what waits to be written, and add how long there may be nothing else."""
         silence = round(_SILENT_WRITES * self._pause() + 30, 1)
         at, wall = round(self._now(), 3), round(time.time(), 3)
         alive = {"kind": "alive", "at": at, "wall": wall, "silence_seconds": silence}

@@ -56,7 +56,7 @@ class RunServer(ThreadingHTTPServer):
 
     @property
     def url(self) -> str:
-        """What to open in a browser."""
+        """The address to open in a browser."""
         host, port = self.server_address[:2]
         shown = str(host)
         return f"http://[{shown}]:{port}/" if ":" in shown else f"http://{shown}:{port}/"

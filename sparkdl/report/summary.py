@@ -34,7 +34,7 @@ _MOST_RANKS = 8
 
 @dataclass(frozen=True, kw_only=True)
 class WeightsOf:
-    """Which weights a fitted model has; as text ``epoch 7 (best val_loss 0.123), of 10 epochs``."""
+    """Names a fitted model's weights; as text ``epoch 7 (best val_loss 0.1), of 10 epochs``."""
 
     values: dict[str, float]
     """The history's record of then: ``epoch``, ``loss``, and what else was measured."""
@@ -59,7 +59,7 @@ class WeightsOf:
         return text + f"; stopped early after epoch {self.last_epoch:.4g}" * self.stopped_early
 
     def values_text(self) -> str:
-        """What was measured then, but for counts and costs."""
+        """Return what was measured then, as text, but for counts and costs."""
         names = curve_names([self.values])
         return ", ".join(f"{name} {self.values[name]:.5g}" for name in names)
 
@@ -187,7 +187,7 @@ class TrainingSummary:
         return target
 
     def _as_record(self) -> RunRecord:
-        """What a saved model still knows of the fit that made it."""
+        """Return what a saved model still knows of the fit that made it."""
         return RunRecord(
             run_id="of a saved model",
             name="fit",
@@ -235,7 +235,7 @@ class TrainingSummary:
 
     @property
     def workers_text(self) -> str:
-        """How many workers there were, such as ``2 workers, 1 from step 30`` if that changed."""
+        """The number of workers, such as ``2 workers, 1 from step 30`` if that changed."""
         first = self.gang_sizes[0][1] if self.gang_sizes else self.world_size
         text, size = f"{first} worker" + "s" * (first != 1), first
         for step, later in self.gang_sizes[1:]:
@@ -283,7 +283,7 @@ class TrainingSummary:
 
 
 def _with_nan(record: Mapping[str, Any]) -> dict[str, Any]:
-    """What JSON had to leave out comes back."""
+    """Restore the NaN that JSON had to leave out."""
     return {key: math.nan if value is None else value for key, value in record.items()}
 
 

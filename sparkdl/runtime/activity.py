@@ -1,4 +1,4 @@
-"""What the present thread is doing, in words, for whoever shows it.
+"""The activity of the present thread, in words, for whoever shows it.
 
 Code that waits says so with `doing`. It does not know who shows that, if anybody does.
 """

@@ -112,7 +112,7 @@ _POSITIONAL = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_O
 
 
 def _as_params(me: Any, names: list[str]) -> str:
-    """How to set those of the names that are Params of the object whose method was called."""
+    """Say how to set those of the names that are Params of the object whose method was called."""
     params = {plain(name): name for name in getattr(type(me), "_options", ())}
     found = [one for one in (same(name, params) for name in names) if one is not None]
     setters = ", ".join(f"set{one[0].upper()}{one[1:]}(...)" for one in found)

@@ -1,4 +1,4 @@
-"""What a process computes on: plain values for a run's record, and the choice of its device."""
+"""The hardware of a process: plain values for a run's record, and the choice of its device."""
 
 from __future__ import annotations
 

@@ -18,13 +18,13 @@ from sparkdl.errors import ConfigError, did_you_mean
 
 
 def fits(pattern: str, name: str) -> bool:
-    """Whether ``pattern`` means the parameter or buffer ``name``."""
+    """Return True if ``pattern`` means the parameter or buffer ``name``."""
     parts = name.split(".")
     return any(fnmatchcase(".".join(parts[:end]), pattern) for end in range(1, len(parts) + 1))
 
 
 def fits_any(patterns: Iterable[str], name: str) -> bool:
-    """Whether one of ``patterns`` means ``name``."""
+    """Return True if one of ``patterns`` means ``name``."""
     return any(fits(pattern, name) for pattern in patterns)
 
 
@@ -73,7 +73,10 @@ def renamed(state: Mapping[str, Any], names: Mapping[str, str]) -> dict[str, Any
 
 
 def _pattern(name: str) -> re.Pattern[str]:
-    """Of the names that a name of `InitialWeights.names` means; its last group is what follows."""
+    """Return a regex of the names that a name of `InitialWeights.names` means.
+
+    Its last group is what follows.
+    """
     if not name:
         return re.compile(r"(.+)$")
     parts = "([^.]*)".join(map(re.escape, name.split("*")))

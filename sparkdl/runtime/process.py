@@ -210,7 +210,7 @@ class MemoryGroup:
 
     @property
     def free(self) -> int:
-        """What its processes can still take."""
+        """Bytes that its processes can still take."""
         return max(0, self.limit - self.usage + self.files)
 
 

@@ -10,11 +10,11 @@ from importlib import metadata
 
 _COMPARED = ("torch", "pyspark", "pyarrow")
 TESTED = {
-    "python": ("3.11", "3.11"),
+    "python": ("3.11", "3.13"),
     "pyspark": ("4.1", "4.3"),
-    "torch": ("2.13", "2.13"),
+    "torch": ("2.9", "2.14"),
     "pandas": ("2.2", "2.3"),
-    "numpy": ("1.26", "2.4"),
+    "numpy": ("1.26", "2.5"),
     "pyarrow": ("15.0", "26.0"),
     "cloudpickle": ("3.0", "3.1"),
     "safetensors": ("0.4", "0.8"),
@@ -57,7 +57,7 @@ def distance(name: str, version: str) -> str | None:
 
 
 def untested() -> str:
-    """What an error can say of the versions here: nothing, or a clause about those not tested."""
+    """Return a clause for an error about versions here that are not tested; empty: none are."""
     said = ""
     for name in TESTED:
         version = platform.python_version() if name == "python" else installed(name)

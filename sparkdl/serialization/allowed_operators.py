@@ -174,7 +174,7 @@ _ROUNDED = 1 - 1e-6
 
 
 def _checked(operator: Any, fits: Callable[[Mapping[str, Any]], bool]) -> Callable[..., Any]:
-    """What calls an operator whose arguments, by name, are such as ``fits`` finds right."""
+    """Return a function that calls an operator if ``fits`` accepts its arguments, by name."""
     defaults = {one.name: one.default_value for one in operator._schema.arguments}
 
     def call(*args: Any, **named: Any) -> Any:

@@ -11,12 +11,12 @@ import torch
 from sparkdl.data.collate import Arguments, example_arguments
 from sparkdl.data.plan import Column
 
-Given: TypeAlias = "tuple[torch.Tensor, ...] | Mapping[str, torch.Tensor] | Example"
+Given: TypeAlias = "tuple[torch.Tensor, ...] | Mapping[str, torch.Tensor] | InputExample"
 """Inputs by position, by name, or with what is known of their sizes."""
 
 
 @dataclass(frozen=True)
-class Example:
+class InputExample:
     """One batch of inputs. The number of its rows is free."""
 
     arguments: Arguments
@@ -29,19 +29,19 @@ class Example:
         return self.arguments.values
 
     def has_length(self, value: torch.Tensor) -> bool:
-        """Whether the second dimension of one of the tensors is a length."""
+        """Return True if the second dimension of one of the tensors is a length."""
         return any(flag for flag, v in zip(self.lengths, self.values, strict=True) if v is value)
 
-    def with_values(self, values: Sequence[torch.Tensor]) -> Example:
+    def with_values(self, values: Sequence[torch.Tensor]) -> InputExample:
         """The same with other tensors."""
-        return Example(Arguments(tuple(values), self.arguments.names), self.lengths)
+        return InputExample(Arguments(tuple(values), self.arguments.names), self.lengths)
 
-    def rows(self, num_rows: int) -> Example:
+    def rows(self, num_rows: int) -> InputExample:
         """The first rows, which begin anew where there are too few."""
         index = torch.arange(num_rows) % self.arguments.num_rows
         return self.with_values([value[index] for value in self.values])
 
-    def shorter(self) -> Example:
+    def shorter(self) -> InputExample:
         """The same with sequences that are a step shorter, where they have several."""
         return self.with_values(
             [
@@ -51,7 +51,7 @@ class Example:
         )
 
 
-def example_of(columns: Sequence[Column], num_rows: int = 2) -> Example:
+def example_of(columns: Sequence[Column], num_rows: int = 2) -> InputExample:
     """Zeros in the shapes of a trained module's inputs."""
     arguments = example_arguments(columns, num_rows)
     lengths: list[bool] = []
@@ -62,15 +62,15 @@ def example_of(columns: Sequence[Column], num_rows: int = 2) -> Example:
         torch.cat([value, value], dim=1) if flag and value.shape[1] == 1 else value
         for flag, value in zip(lengths, arguments.values, strict=True)
     ]
-    return Example(Arguments(tuple(values), arguments.names), tuple(lengths))
+    return InputExample(Arguments(tuple(values), arguments.names), tuple(lengths))
 
 
-def as_example(given: Given) -> Example:
-    """What a caller gave, as an example."""
-    if isinstance(given, Example):
+def as_example(given: Given) -> InputExample:
+    """Turn what a caller gave into an example."""
+    if isinstance(given, InputExample):
         return given
     if isinstance(given, Mapping):
         arguments = Arguments(tuple(given.values()), tuple(given))
     else:
         arguments = Arguments(tuple(given))
-    return Example(arguments, (False,) * len(given))
+    return InputExample(arguments, (False,) * len(given))

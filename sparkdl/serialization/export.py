@@ -31,7 +31,7 @@ _ENDING = re.compile(r"\.[A-Za-z]\w*$")
 
 @dataclass(frozen=True, kw_only=True)
 class Exported:
-    """What was written."""
+    """Describes what was written."""
 
     what: str
     inputs: tuple[str, ...]

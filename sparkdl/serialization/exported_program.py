@@ -38,7 +38,7 @@ from torch import nn
 
 from sparkdl.errors import ConfigError, StorageError
 from sparkdl.serialization.allowed_operators import ALLOWED, CHECKED, UNCHECKED
-from sparkdl.serialization.example_inputs import Example, Given, as_example
+from sparkdl.serialization.example_inputs import Given, InputExample, as_example
 from sparkdl.serialization.trust import USUAL, Trust
 from sparkdl.sync.frozen_layers import evaluation_mode
 
@@ -133,7 +133,7 @@ def write_program(module: nn.Module, example_inputs: Given) -> bytes:
     """Export a forward pass in evaluation mode for `read_program`, with batches of any size.
 
     The module is on the CPU, and left as it was. ``example_inputs`` are one batch, ``(batch, ...)``
-    each, of at least one sample: a tuple by position, a dict by name, or an `Example`, whose
+    each, of at least one sample: a tuple by position, a dict by name, or an `InputExample`, whose
     lengths stay free as well. ConfigError if torch cannot export it, or the program does something
     else than the module.
     """
@@ -189,7 +189,7 @@ def read_program(archive: bytes, trust: Trust = USUAL) -> ProgramModule:
         raise StorageError(f"the exported program cannot be read: {error!r}") from error
 
 
-def _checked(example_inputs: Given) -> Example:
+def _checked(example_inputs: Given) -> InputExample:
     example = as_example(example_inputs)
     if not example.values or any(x.dim() == 0 or not len(x) for x in example.values):
         raise ConfigError("an export needs example inputs of shape (batch, ...) with a sample each")
@@ -237,7 +237,7 @@ def silenced(name: str, level: int) -> Iterator[None]:
         logger.setLevel(before)
 
 
-def _export(module: nn.Module, example: Example) -> torch.export.ExportedProgram:
+def _export(module: nn.Module, example: InputExample) -> torch.export.ExportedProgram:
     # torch.export takes sizes 0 and 1 for constants, so the example needs two samples or more.
     pair = example.rows(2 * example.arguments.num_rows)
     batch = torch.export.Dim("batch", min=1)

@@ -1,4 +1,4 @@
-"""What makes a value behave as it does, as JSON that is equal in every process.
+"""Describes what makes a value behave as it does, as JSON that is equal in every process.
 
 A pickle would not do: cloudpickle numbers classes of notebooks at random. So values are told apart
 by what they hold: tensors by their bytes, objects by their state, functions and classes by their
@@ -36,7 +36,7 @@ _PLAIN = (type(None), bool, int, float, complex, str, bytes, type(...), type(Not
 
 
 def identity(value: Any, digest: Callable[[torch.Tensor], str | None] | None = None) -> Any:
-    """What makes a value behave as it does, as JSON: equal in every process of equal versions.
+    """Return what makes a value behave as it does, as JSON: equal in processes of equal versions.
 
     An object that cannot be taken apart, such as a lock, counts by its type alone. ``digest`` gives
     that of a tensor that is not there, see `RecordedWeights`; None for others.

@@ -1,4 +1,4 @@
-"""What a program has of its own modules where other processes import something else.
+"""Values of a program's own modules where other processes import something else.
 
 Code of such modules travels by its name, so that executors have what the files say: ``mylib.SIZE =
 3`` in a notebook, or another ``mylib.Net.forward``, would stay on the driver. So globals, and
@@ -84,7 +84,7 @@ def differing(expected: Mapping[Place, str]) -> dict[Place, str]:
 def values_to_send(
     expected: Mapping[Place, str], there: Mapping[Place, str], code: ProgramCode | None = None
 ) -> ProgramValues:
-    """What the program has of what executors have otherwise.
+    """Return what the program has of what executors have otherwise.
 
     Args:
         expected: what `imported_values` has found in this process.
@@ -112,7 +112,7 @@ def values_to_send(
 
 
 def changed_values(code: Iterable[Any]) -> ProgramValues:
-    """What `values_to_send` gives of this code, where no executor is asked what it has."""
+    """Return what `values_to_send` gives of this code, where no executor is asked what it has."""
     code = list(code)
     expected = imported_values(code)
     asked = {
@@ -273,7 +273,7 @@ class ProgramValues:
         home: tuple[str, int] | None = None,
         code: ProgramCode | None = None,
     ) -> None:
-        """Of ``values``, pickled one by one, in the process ``home``; None: this one.
+        """Keep ``values``, pickled one by one, in the process ``home``; None: this one.
 
         ``code`` is used where a file is another one.
         """
@@ -382,7 +382,7 @@ _IMPORTED = time.time()
 
 
 def _began() -> float:
-    """When this process began, or at least had not imported this module, as the clock says."""
+    """Return the clock's time when this process began, or at least had not imported this module."""
     try:
         ticks = float(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19])
     except OSError:
@@ -422,7 +422,7 @@ with open(out, "wb") as file:
 
 
 def _named(code: Iterable[Any], *, by_name: bool) -> dict[Place, Any]:
-    """What code names of the user's own modules, and of those that it names in turn.
+    """Return what code names of the user's own modules, and of those that it names in turn.
 
     ``by_name``: without code itself and modules, and without what travels with other code.
     """
@@ -499,7 +499,7 @@ def _code_in(value: Any, seen: dict[tuple[int, bool], Any], is_there: bool) -> I
 
 
 def _held_by(function: types.FunctionType) -> list[Any]:
-    """What a function has besides its globals, such as what it wraps."""
+    """Return what a function has besides its globals, such as what it wraps."""
     held = function.__closure__, function.__defaults__, function.__kwdefaults__, vars(function)
     return [part for part in held if part]
 
@@ -619,13 +619,13 @@ def _digest(value: Any) -> str:
 
 
 def _cell_digest(value: Any) -> str:
-    """Of functions and classes only their names: they may hold each other."""
+    """Return a digest, or of functions and classes only their names: they may hold each other."""
     is_code = _is_code(value)
     return f"{value.__module__}.{value.__qualname__}" if is_code else _digest(value)
 
 
 def _contents(function: types.FunctionType) -> list[Any]:
-    """What the cells of a function's closure hold."""
+    """Return what the cells of a function's closure hold."""
     parts = [gc.get_referents(cell) for cell in function.__closure__ or ()]
     return [part for held in parts for part in held]
 

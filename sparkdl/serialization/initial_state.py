@@ -29,7 +29,7 @@ class InitialState:
 
     @classmethod
     def of(cls, value: Any) -> InitialState:
-        """What the Param ``initialState`` takes.
+        """Make a state of what the Param ``initialState`` takes.
 
         ConfigError if it is no path and no fitted model that has kept its training state.
         """

@@ -86,7 +86,7 @@ class InitialWeights:
 
     @property
     def is_in_memory(self) -> bool:
-        """Whether the source is a state dict; otherwise it is a path."""
+        """True if the source is a state dict; otherwise it is a path."""
         return not isinstance(self.source, str)
 
 
@@ -170,7 +170,7 @@ def _require_plain(module: nn.Module, wanted: Mapping[str, Any]) -> None:
 
 
 def _source(value: Any, weights_only: bool) -> Any:
-    """What is kept of what the user gave: a path, or a plain state dict."""
+    """Return what is kept of what the user gave: a path, or a plain state dict."""
     if isinstance(value, str | os.PathLike):
         path = os.fspath(value)
         if path.endswith(_PICKLED) and not weights_only:
@@ -294,7 +294,7 @@ def _of_torch_save(path: str, key: str) -> dict[str, Any]:
 
 
 def _is_state(value: Mapping[Any, Any]) -> bool:
-    """Whether it is flat and has a tensor."""
+    """Return True if it is flat and has a tensor."""
     import torch
 
     is_flat = all(isinstance(k, str) and not isinstance(v, Mapping) for k, v in value.items())
@@ -302,7 +302,7 @@ def _is_state(value: Mapping[Any, Any]) -> bool:
 
 
 def _alike(missing: Sequence[str], superfluous: Sequence[str]) -> str:
-    """Which of the weights' names are like those that the module misses."""
+    """Say which of the weights' names are like those that the module misses."""
     pairs = [(name, difflib.get_close_matches(name, superfluous, n=1)) for name in missing[:5]]
     shown = [f"{close[0]} for {name}" for name, close in pairs if close]
     if shown or not missing or not superfluous:
@@ -323,7 +323,7 @@ def _agree(ours: Any, theirs: Any) -> bool:
 def _lost(
     wanted: Mapping[str, Any], state: Mapping[str, Any], read: Callable[[str], Any]
 ) -> Iterator[str]:
-    """What copying would change without a word."""
+    """Yield a message for each thing that copying would change silently."""
     import torch
     from torch.nn.parameter import is_lazy
 
@@ -345,7 +345,7 @@ def _lost(
 
 
 def _fits(value: Any, dtype: Any) -> bool:
-    """Whether a cast keeps the numbers: floating ones but for rounding, others exactly."""
+    """Return True if a cast keeps the numbers: floating ones but for rounding, others exactly."""
     if value.dtype == dtype:
         return True
     cast = value.to(dtype).to(value.dtype)

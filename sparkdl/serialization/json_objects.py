@@ -285,7 +285,7 @@ def _arguments(module: nn.Module) -> Any:
 
 
 def _is_builtin(kind: type) -> bool:
-    """Whether torch.nn itself defines the class."""
+    """Return True if torch.nn itself defines the class."""
     return kind.__module__.startswith("torch.nn.modules.")
 
 
@@ -302,7 +302,7 @@ def _parameters(kind: type[nn.Module]) -> list[inspect.Parameter]:
 
 
 def _argument(module: nn.Module, parameter: inspect.Parameter) -> tuple[bool, Any]:
-    """Whether a constructor's argument can be read from the module, and its value."""
+    """Return True if a constructor's argument can be read from the module, and its value."""
     name = parameter.name
     for kind, readers in _ARGUMENT_READERS.items():
         if isinstance(module, kind) and name in readers:

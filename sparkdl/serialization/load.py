@@ -35,7 +35,7 @@ _STAGES = "stages"
 
 @dataclass(frozen=True, kw_only=True)
 class ModelSignature:
-    """What a model takes and gives."""
+    """Describes what a model takes and gives."""
 
     inputs: tuple[Column, ...]
     """One per argument of the module: the name of its column in Spark, dtype, shape of a row."""
@@ -114,7 +114,7 @@ def load_module(path_or_url: Place, *, trusted: str | Iterable[str] = ()) -> nn.
 
 
 def load_signature(path_or_url: Place, *, trusted: str | Iterable[str] = ()) -> ModelSignature:
-    """What a saved model takes and gives; reads neither its weights nor its code.
+    """Read what a saved model takes and gives, but neither its weights nor its code.
 
     Args:
         path_or_url: as for `load_module`.
@@ -142,7 +142,7 @@ def open_saved(path_or_url: Place, trusted: str | Iterable[str] = ()) -> SavedMo
 
 
 def signature_of(index: Mapping[str, Any], trust: Trust) -> ModelSignature | None:
-    """What a saved module with this index takes and gives; None for that of an estimator."""
+    """Return what a saved module with this index takes and gives; None for that of an estimator."""
     try:
         return _signature(index, trust)
     except SparkDLError:

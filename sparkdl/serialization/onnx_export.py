@@ -22,7 +22,7 @@ from torch import nn
 from torch.utils._pytree import tree_leaves
 
 from sparkdl.errors import ConfigError
-from sparkdl.serialization.example_inputs import Example, as_example, example_of
+from sparkdl.serialization.example_inputs import InputExample, as_example, example_of
 from sparkdl.serialization.exported_program import export_program, silenced
 from sparkdl.serialization.load import ModelSignature, open_saved, signature_of
 from sparkdl.storage.hadoop_storage import open_parent
@@ -121,7 +121,7 @@ def _resolve(model: Any, trusted: str | Iterable[str]) -> tuple[nn.Module, Model
     return module, ModelSignature(inputs=tuple(columns), num_classes=None)
 
 
-def _made_up(signature: ModelSignature | None) -> Example:
+def _made_up(signature: ModelSignature | None) -> InputExample:
     if signature is None:
         raise ConfigError(
             "a module does not tell what it takes; pass example_inputs=(tensor, ...), one batch of "
@@ -137,7 +137,7 @@ def _made_up(signature: ModelSignature | None) -> Example:
     )
 
 
-def _names(signature: ModelSignature, example: Example) -> list[str]:
+def _names(signature: ModelSignature, example: InputExample) -> list[str]:
     """The file's inputs: columns of what goes by position, then the names of all else."""
     columns = [column.name for column in signature.inputs if column.argument is None]
     # A mask may stand among the positions: its sequence goes by position, it never does.
@@ -159,7 +159,9 @@ def _check_packages() -> None:
         )
 
 
-def _write(module: nn.Module, inputs: Example, names: Sequence[str] | None, file: Path) -> None:
+def _write(
+    module: nn.Module, inputs: InputExample, names: Sequence[str] | None, file: Path
+) -> None:
     program = export_program(module, inputs)
     try:
         # The exporter warns of its own deprecations, and logs what concerns other packages.
@@ -173,7 +175,7 @@ def _write(module: nn.Module, inputs: Example, names: Sequence[str] | None, file
 
 
 def _reason(error: BaseException) -> str:
-    """What went wrong, out of the chain of errors."""
+    """Say what went wrong, out of the chain of errors."""
     text = str(error)
     while error.__cause__ is not None:
         error = error.__cause__
@@ -187,7 +189,7 @@ def _reason(error: BaseException) -> str:
     return f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
 
 
-def _compare(module: nn.Module, batches: Sequence[Example], file: Path) -> float:
+def _compare(module: nn.Module, batches: Sequence[InputExample], file: Path) -> float:
     import onnxruntime
 
     options = onnxruntime.SessionOptions()
@@ -206,7 +208,7 @@ def _compare(module: nn.Module, batches: Sequence[Example], file: Path) -> float
         ) from error
 
 
-def _difference(module: nn.Module, session: Any, inputs: Example) -> float:
+def _difference(module: nn.Module, session: Any, inputs: InputExample) -> float:
     """The largest difference on one batch; ConfigError if it is too large."""
     names = [node.name for node in session.get_inputs()]
     ordered = (*inputs.arguments.positional, *inputs.arguments.by_name.values())

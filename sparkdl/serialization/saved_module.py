@@ -178,7 +178,7 @@ class SavedModule:
         return weights
 
     def extra(self) -> dict[str, Any]:
-        """What was saved along with the module; imports what it names."""
+        """Return what was saved along with the module; imports what it names."""
         extra: dict[str, Any] = restore(self.index["extra"], self.trust)
         return extra
 
@@ -310,7 +310,7 @@ def open_module(
 
 
 def read_module_index(storage: Folder, path: str) -> dict[str, Any]:
-    """What ``module.json`` says; the other files are not looked at.
+    """Read what ``module.json`` says; the other files are not looked at.
 
     StorageError if it is missing, damaged or of a later version.
     """
@@ -445,7 +445,7 @@ def _kind(value: Any) -> str:
 
 
 def find_unlisted(module: nn.Module, again: nn.Module) -> dict[str, Any]:
-    """What ``module`` holds otherwise than a module of the same structure that was made anew.
+    """Find what ``module`` holds otherwise than a module of the same structure that was made anew.
 
     The result is ``{"buffers": {name: tensor}, "attributes": [(part's name, attribute, value),
     ...]}``, a tree for `tensor_tree.pack` with the module's own tensors; empty if nothing differs.
@@ -487,7 +487,7 @@ def _buffers(module: nn.Module) -> dict[str, Any]:
 
 
 def _registered(module: nn.Module) -> dict[int, str]:
-    """What comes back by itself, wherever else a module refers to it, by identity."""
+    """Return names, by identity, of what comes back by itself wherever a module refers to it."""
     kinds = (module.named_parameters(), module.named_buffers(), module.named_modules())
     return {id(value): name for kind in kinds for name, value in kind}
 
@@ -511,7 +511,7 @@ def _others(
     registered: Mapping[int, str],
     seen: frozenset[int] = frozenset(),
 ) -> Iterator[tuple[list[str], Any]]:
-    """What of a value is not as the factory makes it: the value, or attributes of the object."""
+    """Yield what of a value differs from the factory's: the value, or attributes of the object."""
     if id(value) in seen or is_equal(value, made, registered):
         return
     try:

@@ -35,7 +35,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, kw_only=True)
 class WeightsAt:
-    """Where weights lie, for whatever process. Picklable and small."""
+    """The place of weights, for whatever process. Picklable and small."""
 
     url: str
     """A path or URL; see `Folder.url`. It may hold a password."""
@@ -137,7 +137,7 @@ class StoredModule:
 
 
 def seen(module: nn.Module | StoredModule, look: Callable[[nn.Module], T]) -> T:
-    """What ``look`` finds when it runs a module on zeros, for shapes and types only.
+    """Return what ``look`` finds when it runs a module on zeros, for shapes and types only.
 
     The weights are not read for that, unless the module does not run without.
     """

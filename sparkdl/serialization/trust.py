@@ -1,4 +1,4 @@
-"""What a saved file may have imported and called.
+"""The names in a saved file that may be imported and called.
 
 The names in a saved file are those that somebody has written there. So none is looked up unless it
 is in code that the user trusts: in the user's own files, in a short list of public classes and

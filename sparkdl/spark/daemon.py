@@ -1,4 +1,4 @@
-"""How do Spark's Python workers start with torch in memory? Their daemon imports it first.
+"""Starts Spark's Python workers with torch in memory: their daemon imports it first.
 
 Spark keeps Python workers for a minute; every later one would import torch anew, and build the
 compiler's modules with its first optimizer. Opt-in, when the session is built::

@@ -99,7 +99,7 @@ def _plain_name(name: str) -> str:
 
 
 def _is_intact(index: Mapping[str, Any], data: bytes) -> bool:
-    """Whether the sum is right and not a byte differs, not even one without meaning."""
+    """Return True if the sum is right and not a byte differs, not even one without meaning."""
     body = {key: value for key, value in index.items() if key != _SUM}
     return index.get(_SUM) == digest(body) and data == _text({**body, _SUM: index[_SUM]})
 

@@ -1,4 +1,4 @@
-"""Which hosts hold the blocks of files, as Hadoop's name node tells it."""
+"""The hosts that hold the blocks of files, as Hadoop's name node tells it."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _LOOPBACK = ("localhost", "127.", "::1")
 
 
 @dataclass(frozen=True)
-class Block:
+class FileBlock:
     """A range of the bytes of a file."""
 
     start: int
@@ -33,7 +33,7 @@ class Block:
     """Those that have it on their disks."""
 
 
-Blocks = Mapping[str, Sequence[Block]]
+Blocks = Mapping[str, Sequence[FileBlock]]
 """By the path of the file in its file system. A file that is not named may lie anywhere."""
 Locate = Callable[[str, tuple[str, ...]], Blocks]
 """Given a URL, and the paths of files under it: where their blocks lie."""
@@ -45,7 +45,7 @@ def nowhere(url: str, paths: tuple[str, ...]) -> Blocks:
 
 
 def locate_blocks(spark: SparkSession, url: str, paths: tuple[str, ...]) -> Blocks:
-    """Where the blocks of files lie, on HDFS and on what Hadoop knows as such; see `Locate`.
+    """Return the places of the blocks of files on HDFS and what Hadoop knows as such; see `Locate`.
 
     A URL of WebHDFS is asked itself, any other one the session's JVM, so not from a client of
     Spark Connect. Nothing is known of local files, of object stores and of an HDFS of one host,
@@ -74,11 +74,11 @@ def locate_blocks(spark: SparkSession, url: str, paths: tuple[str, ...]) -> Bloc
 def _ask_web(url: str, paths: Sequence[str]) -> Blocks:
     files, _ = open_url(url)
 
-    def ask(path: str) -> list[Block]:
+    def ask(path: str) -> list[FileBlock]:
         # Newer servers have a public GETFILEBLOCKLOCATIONS too; all since Hadoop 2 have this one.
         told = files._call("GET_BLOCK_LOCATIONS", path=path).json()["LocatedBlocks"]
         return [
-            Block(
+            FileBlock(
                 block["startOffset"],
                 block["startOffset"] + block["block"]["numBytes"],
                 _known((node["hostName"], node["ipAddr"]) for node in block["locations"]),
@@ -95,7 +95,7 @@ def _ask_hadoop(spark: SparkSession, url: str, paths: Sequence[str]) -> Blocks:
     jvm, wanted = session._jvm, set(paths)
     # One call gives all blocks of a file; one for each of their values takes three times as long.
     to_json = jvm.com.fasterxml.jackson.databind.ObjectMapper().writeValueAsString
-    found: dict[str, list[Block]] = {}
+    found: dict[str, list[FileBlock]] = {}
     with java_errors():
         root = jvm.org.apache.hadoop.fs.Path(url)
         files = root.getFileSystem(session._jsparkSession.sessionState().newHadoopConf())
@@ -106,7 +106,7 @@ def _ask_hadoop(spark: SparkSession, url: str, paths: Sequence[str]) -> Blocks:
             if path not in wanted:
                 continue
             found[path] = [
-                Block(
+                FileBlock(
                     block["offset"],
                     block["offset"] + block["length"],
                     _known(zip(block["hosts"], map(_address, block["names"]), strict=False)),
@@ -119,7 +119,7 @@ def _ask_hadoop(spark: SparkSession, url: str, paths: Sequence[str]) -> Blocks:
 
 
 def _address(name: str) -> str:
-    """Of ``address:port``; an IPv6 address is in brackets."""
+    """Return the address in ``address:port``; an IPv6 address is in brackets."""
     return name.rpartition(":")[0].strip("[]")
 
 

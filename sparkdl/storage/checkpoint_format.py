@@ -102,7 +102,7 @@ class CheckpointInfo:
 
 @dataclass(frozen=True, kw_only=True)
 class Writer:
-    """Who writes checkpoints: an attempt of a run."""
+    """The writer of checkpoints: an attempt of a run."""
 
     run_key: str
     """Names what is trained; equal for equal fits."""
@@ -271,7 +271,7 @@ def write_manifest(info: CheckpointInfo) -> None:
 
 
 def read_manifest(storage: Storage, path: str) -> CheckpointInfo:
-    """What a folder's manifest says; the files themselves are not looked at.
+    """Read a folder's manifest; the files themselves are not looked at.
 
     CheckpointError if there is none, or it is damaged or of a later version; StorageError if the
     storage failed, in a way that may pass.
@@ -413,7 +413,7 @@ def _read_ranks(info: CheckpointInfo) -> None:
 
 
 def has_other_runs(storage: Storage, run_key: str) -> bool:
-    """Whether checkpoints of other run keys lie beside those of this one."""
+    """Return True if checkpoints of other run keys lie beside those of this one."""
     return any(folders(storage, name) for name in run_keys(storage) if name != run_key)
 
 

@@ -141,7 +141,7 @@ class CheckpointManager:
         self.close(abort=kind is not None)
 
     def due(self, step: int) -> bool:
-        """Whether a checkpoint is to be written after ``step`` steps."""
+        """Return True if a checkpoint is to be written after ``step`` steps."""
         return self._config.interval != -1 and step > 0 and step % self._config.interval == 0
 
     def save(
@@ -356,7 +356,7 @@ class CheckpointManager:
         self._previous = save.folder.name, save.world_size
 
     def _others(self, save: _Save) -> dict[str, FileRecord]:
-        """What the other ranks wrote, by file name."""
+        """Return the records of the files that the other ranks wrote, by file name."""
         keys = {rank: _key(save.folder.name, rank) for rank in range(1, save.world_size)}
         self._wait(save, list(keys.values()))
         files = {}

@@ -35,7 +35,7 @@ _NAME = re.compile(r"lease-(.+)\.json")
 
 @dataclass(frozen=True, kw_only=True)
 class Note:
-    """What a lease says."""
+    """The content of a lease."""
 
     run_id: str
     host: str
@@ -160,7 +160,7 @@ def read_leases(storage: Storage, run_key: str, names: Iterable[str]) -> dict[st
 
 
 def _parsed(data: bytes) -> Note:
-    """What a lease says; ValueError, TypeError or RecursionError if the file is damaged."""
+    """Parse a lease; ValueError, TypeError or RecursionError if the file is damaged."""
     note = Note(**json.loads(data))
     texts = (note.run_id, note.host, note.process, note.begun_from or "")
     if not all(type(text) is str for text in texts) or type(note.attempt) is not int:
@@ -170,7 +170,7 @@ def _parsed(data: bytes) -> Note:
 
 
 def process_identity(pid: int) -> str | None:
-    """What tells a process of this host from all others, also from later ones of its number.
+    """Return a process's identity: no other of this host has it, nor a later one of its number.
 
     None if there is no such process, or where the system does not say (outside Linux).
     """

@@ -1,4 +1,4 @@
-"""Which checkpoints are removed: those that nobody will go on from.
+"""The removal of checkpoints that nobody will go on from.
 
 A run removes its own older checkpoints, those of its earlier attempts, and those of runs that have
 ended. What belongs to a run that is alive, or is ahead of its own newest checkpoint, stays.
@@ -20,7 +20,7 @@ def surplus(
     is_whole: Callable[[StepFolder], bool],
     in_use: Collection[str] = (),
 ) -> list[StepFolder]:
-    """What can be removed once ``newest`` is whole, so that ``keep`` whole ones stay.
+    """Return what can be removed once ``newest`` is whole, so that ``keep`` whole ones stay.
 
     ``steps`` are those of the own run and of runs that have ended; others are not touched. Those
     stay from which others began (``in_use``), then the run's own, then the newest of others.

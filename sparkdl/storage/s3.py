@@ -48,7 +48,7 @@ def open_s3(url: str) -> tuple[Any, str]:
 
 
 def _server(bucket: str, environment: Mapping[str, str]) -> dict[str, str]:
-    """Where to turn to: a server by its address, or Amazon's region."""
+    """Return the server to turn to: one by its address, or that of Amazon's region."""
     endpoint = environment.get("AWS_ENDPOINT_URL_S3") or environment.get("AWS_ENDPOINT_URL")
     region = environment.get("AWS_REGION") or environment.get("AWS_DEFAULT_REGION")
     if endpoint:

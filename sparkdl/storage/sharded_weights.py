@@ -33,7 +33,7 @@ _MOST_HEADER = 100 << 20
 def plan_files(
     sizes: Mapping[str, int], num_writers: int, most_bytes: int = MOST_BYTES
 ) -> dict[str, list[str]]:
-    """Which tensors each file holds, so that ``num_writers`` write about equally much.
+    """Plan which tensors each file holds, so that ``num_writers`` write about equally much.
 
     Args:
         sizes: bytes of each tensor, in the order of the state dict.
@@ -130,12 +130,12 @@ class SafetensorsFiles:
 
     @property
     def names(self) -> list[str]:
-        """Of all tensors in the files."""
+        """Names of all tensors in the files."""
         return list(self._entries)
 
     @property
     def num_bytes(self) -> int:
-        """Of all tensors."""
+        """Bytes of all tensors."""
         ends = (entry["data_offsets"] for _, _, entry in self._entries.values())
         return sum(end - begin for begin, end in ends)
 

@@ -18,7 +18,7 @@ class Stateful:
     """What `rank_state_dict` holds, likewise."""
 
     def state_dict(self) -> dict[str, Any]:
-        """What must be remembered and is equal on all ranks (steps, thresholds, outer momentum)."""
+        """Return the state that is equal on all ranks (steps, thresholds, outer momentum)."""
         return {name: _saved(_get(self, name), "state_dict") for name in self.shared_state}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -27,7 +27,7 @@ class Stateful:
             _restore(self, name, state[name], "load_state_dict")
 
     def rank_state_dict(self) -> dict[str, Any]:
-        """What only this rank must remember (residuals)."""
+        """Return the state that only this rank has (residuals)."""
         return {name: _saved(_get(self, name), "rank_state_dict") for name in self.rank_state}
 
     def load_rank_state_dict(self, state: dict[str, Any]) -> None:

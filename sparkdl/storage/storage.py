@@ -49,7 +49,7 @@ class Storage(Protocol):
         """Delete a file, or a folder with all it holds; nothing if absent."""
 
     def exists(self, path: str) -> bool:
-        """Whether a file or folder is there."""
+        """Return True if a file or folder is there."""
 
 
 class Folder(Storage, Protocol):
@@ -171,7 +171,7 @@ class LocalStorage:
         return str(self._root)
 
     def path(self, path: str) -> Path:
-        """Where a file lies, for one that is read in parts."""
+        """Return the path of a file, for one that is read in parts."""
         return self._at(path)
 
     def write(self, path: str, data: Data) -> None:
@@ -474,7 +474,7 @@ def is_full(error: Exception) -> bool:
 
 
 def failure(action: str, place: str, error: Exception, remedy: str | None = None) -> StorageError:
-    """What to raise when a file system has failed: the place, the cause and the remedy."""
+    """Make the error for a file system that has failed: the place, the cause and the remedy."""
     code: Any = getattr(error, "errno", None)
     cause = getattr(error, "strerror", None) or str(error).strip() or type(error).__name__
     remedy = remedy or _REMEDIES.get(code, "check the path and the credentials")

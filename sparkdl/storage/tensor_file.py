@@ -29,7 +29,7 @@ def read_header(file: BinaryIO, place: str) -> bytes:
 
 @dataclass(frozen=True)
 class TensorFile:
-    """What is in a safetensors file, by its header."""
+    """The contents of a safetensors file, by its header."""
 
     tree: Any
     """The JSON value that `tensor_tree.pack` has made."""

@@ -301,7 +301,7 @@ def _sparse(value: Any, tensors: Mapping[str, torch.Tensor]) -> torch.Tensor:
 
 
 def _quantizer(tensor: torch.Tensor) -> list[Any]:
-    """How the whole numbers of a quantized tensor become real ones."""
+    """Return scale, zero point and axis, which make whole numbers of a quantized tensor real."""
     if tensor.qscheme() == torch.per_tensor_affine:
         return [tensor.q_scale(), tensor.q_zero_point(), None]
     scales, zero_points = tensor.q_per_channel_scales(), tensor.q_per_channel_zero_points()

@@ -33,7 +33,7 @@ class DividedState:
         has_own_rows: bool = True,
         stepped: Sequence[str] | None = None,
     ) -> None:
-        """Of ``module``, whose parameters are plain tensors, each a region of one of that name.
+        """Keep ``module``, whose parameters are plain tensors, each a region of one of that name.
 
         Args:
             module: what lies on this rank.
@@ -63,7 +63,7 @@ class DividedState:
         self._all_stepped = list(stepped or here)
 
     def part(self, best: Mapping[str, Any] | None = None) -> dict[str, Any] | None:
-        """What a checkpoint holds of this rank; tensors are its own, not copies. None: nothing.
+        """Return this rank's part of a checkpoint, or None; tensors are its own, not copies.
 
         ``best`` is the state dict of the module at another time.
         """
@@ -139,7 +139,7 @@ class DividedState:
 
 
 def whole_part(shared: Mapping[str, Any]) -> dict[str, Any]:
-    """What a checkpoint of a replica that was not divided holds, as a `Part`."""
+    """Convert a checkpoint of a replica that was not divided to a `Part`."""
     model = shared["model"]
     return {
         "regions": {name: [[0] * value.dim(), list(value.shape)] for name, value in model.items()},

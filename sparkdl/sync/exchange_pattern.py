@@ -1,4 +1,4 @@
-"""What a strategy's workers exchange, how often, and for whom they wait: values for `explain`."""
+"""The exchanges of a strategy's workers, their periods and their waits: values for `explain`."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Literal
 
 @dataclass(frozen=True, kw_only=True)
 class ModelSize:
-    """What a module's tensors take; all sizes in bytes."""
+    """The memory that a module's tensors take; all sizes in bytes."""
 
     shapes: tuple[tuple[int, ...], ...]
     """Of the trained parameters."""
@@ -29,7 +29,7 @@ class ModelSize:
 
     @property
     def checkpoint_bytes(self) -> int:
-        """What a checkpoint holds of tensors."""
+        """The size of the tensors that a checkpoint holds."""
         return self.replica_bytes + self.optimizer_bytes
 
     @property
@@ -40,7 +40,7 @@ class ModelSize:
 
 @dataclass(frozen=True, kw_only=True)
 class Pattern:
-    """How a strategy's workers exchange and wait; a strategy says it by `SyncStrategy.pattern`.
+    """The exchanges and waits of a strategy's workers, as `SyncStrategy.pattern` returns them.
 
     There are three kinds. ``sum``: ``num_bytes`` are summed over all ranks, along a topology.
     ``messages``: a rank has ``latency_rounds`` messages one after the other, and
@@ -92,7 +92,7 @@ class Pattern:
         return max(self.period, 1) + self.lead
 
     def sent_bytes_per_step(self, world_size: int) -> float | None:
-        """What a rank sends per step; of stages a task's states, back and forth.
+        """Return how many bytes a rank sends per step; of stages a task's states, back and forth.
 
         None: it depends on the data, or on how long things take.
         """
@@ -108,5 +108,5 @@ class Pattern:
 
 
 def ring_bytes(num_bytes: float, world_size: int) -> float:
-    """What one rank sends for a sum of ``num_bytes`` along a ring."""
+    """Return how many bytes one rank sends for a sum of ``num_bytes`` along a ring."""
     return 2 * (world_size - 1) / world_size * num_bytes

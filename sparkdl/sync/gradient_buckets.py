@@ -194,7 +194,7 @@ class Changes(BucketSums):
             self.start(number, bucket.flat)
 
     def sums(self) -> list[torch.Tensor]:
-        """What has arrived, as few flat tensors."""
+        """Return the sums that have arrived, as few flat tensors."""
         assert not self.pending, "sums are still under way"
         return [bucket.flat for bucket in self._buckets]
 

@@ -29,7 +29,7 @@ _SMALL = 1 << 16
 
 
 class Place(NamedTuple):
-    """Where a module holds a parameter or a buffer, which may be None now."""
+    """The place where a module holds a parameter or a buffer, which may be None now."""
 
     name: str
     """As in a state dict."""
@@ -175,13 +175,13 @@ def as_bits(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def device_of(module: nn.Module) -> torch.device:
-    """Where a module's tensors are."""
+    """Return the device of a module's tensors."""
     some = next(itertools.chain(module.parameters(), module.buffers()), None)
     return torch.device("cpu") if some is None else some.device
 
 
 def trains(module: nn.Module) -> dict[str, bool]:
-    """Which parameters train, by name."""
+    """Return which parameters train, by name."""
     named = module.named_parameters(remove_duplicate=False)
     return {name: parameter.requires_grad for name, parameter in named}
 
@@ -230,7 +230,7 @@ def moved(module: nn.Module, first: Mapping[str, int]) -> dict[str, torch.Tensor
 
 
 def fingerprints(module: nn.Module) -> dict[str, int]:
-    """Those of the frozen parameters that are whole here, by name; see `moved`."""
+    """Return fingerprints of the frozen parameters that are whole here, by name; see `moved`."""
     return {place.name: fingerprint(place.value) for place in _frozen(module)}
 
 
@@ -242,7 +242,7 @@ def _frozen(module: nn.Module) -> Iterator[Place]:
 
 
 class Agreement:
-    """What ranks must make equal, besides what a strategy averages anyway.
+    """The tensors that ranks must make equal, besides what a strategy averages anyway.
 
     That is all buffers, unless frozen patterns hold them. Of what should be equal, which is frozen
     parameters, held buffers, and ``trained`` parameters, it is what is not: forward may have
@@ -312,7 +312,7 @@ class Agreement:
 
 
 def agreed_on(lists: Sequence[Sequence[Any]], counts: Sequence[bool]) -> list[Any]:
-    """What can be averaged of the buffers that ranks have, as `_described` says it.
+    """Return what can be averaged of the buffers that ranks have, as `_described` says it.
 
     Raises:
         ConfigError: a persistent buffer has other shapes on other ranks that count.

@@ -1,4 +1,4 @@
-"""Which part of a parameter lies on a rank, and parameters put together of such parts."""
+"""The part of a parameter that lies on a rank, and parameters put together of such parts."""
 
 from __future__ import annotations
 

@@ -60,7 +60,7 @@ def summed(
 
 
 def values_of(gradients: Sequence[torch.Tensor]) -> Iterator[torch.Tensor]:
-    """What of gradients is not zero, of those that are sparse."""
+    """Yield the values of gradients; of those that are sparse, what is not zero."""
     for gradient in gradients:
         yield gradient.coalesce().values() if gradient.is_sparse else gradient
 

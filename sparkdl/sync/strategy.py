@@ -1,4 +1,4 @@
-"""What a synchronization strategy offers to the training loop, the driver and `explain`.
+"""The interface of a synchronization strategy to the training loop, the driver and `explain`.
 
 A strategy is two objects, because one must travel to the executors and the other cannot:
 `SyncStrategy` holds the options, `Synchronizer` is the strategy at work in one worker.
@@ -40,14 +40,14 @@ TAKES_FROZEN = "takes_frozen"
 
 
 def parameters_for(make_optimizer: MakeOptimizer, model: nn.Module) -> list[nn.Parameter]:
-    """What an optimizer of a model gets: what trains, or also what may come to train."""
+    """Return the parameters for an optimizer: those that train, or also those that may come to."""
     takes_frozen = getattr(make_optimizer, TAKES_FROZEN, False)
     return [p for p in model.parameters() if p.requires_grad or takes_frozen]
 
 
 @dataclass(frozen=True, kw_only=True)
 class SyncStrategy(ABC):
-    """How replicas are kept in agreement. Options only: frozen, picklable, kept in checkpoints.
+    """The rule for agreement of replicas; options only: frozen, picklable, kept in checkpoints.
 
     Example of a strategy of your own (pass it as ``syncStrategy=EveryOther()``)::
 
@@ -92,12 +92,12 @@ class SyncStrategy(ABC):
 
     @property
     def deterministic(self) -> bool:
-        """Whether the same run gives the same bits; strategies driven by time say False."""
+        """True if the same run gives the same bits; strategies driven by time say False."""
         return True
 
     @property
     def is_elastic(self) -> bool:
-        """Whether the weights follow from each step's united batch, whoever trains on what part.
+        """True if the weights follow from each step's united batch, whoever trains on what part.
 
         Then there may be fewer workers than shards, and a run may go on with another number of
         workers in the middle of an epoch. False where a worker keeps something of its own.
@@ -106,7 +106,7 @@ class SyncStrategy(ABC):
 
     @property
     def trains_apart(self) -> bool:
-        """Whether replicas ever take steps that do not wait for those of the others."""
+        """True if replicas ever take steps that do not wait for those of the others."""
         return False
 
     def check(self, config: TrainConfig, world_size: int) -> None:  # noqa: B027  # may stay
@@ -134,7 +134,7 @@ class SyncStrategy(ABC):
         return (cls(),)
 
     def pattern(self, size: ModelSize, world_size: int) -> Pattern:
-        """What the workers of a gang exchange, from which `explain` predicts bytes and times.
+        """Return what the workers of a gang exchange; `explain` predicts bytes and times from it.
 
         By default a sum of all gradients at every step; each rank is on a node of its own.
         """
@@ -152,7 +152,7 @@ class SyncStrategy(ABC):
 
 
 class Reduced(NamedTuple):
-    """What a step's exchange has brought; the gradients themselves are in the parameters."""
+    """The result of a step's exchange; the gradients themselves are in the parameters."""
 
     sums: torch.Tensor
     """Numbers that add up over samples, over all samples that the gradients are of."""
@@ -235,7 +235,7 @@ class Synchronizer(Stateful, ABC):
     """Computes the model in stages, of which this rank has some; None: the rank computes it all."""
 
     def trained_parameters(self) -> list[nn.Parameter]:
-        """What the optimizer changes on this rank."""
+        """Return the parameters that the optimizer changes on this rank."""
         return [p for p in self.model.parameters() if p.requires_grad]
 
     def gradient_norm(self, parameters: Iterable[nn.Parameter]) -> torch.Tensor:
@@ -271,7 +271,7 @@ class Synchronizer(Stateful, ABC):
 
     @cached_property
     def _all_parameters(self) -> list[nn.Parameter]:
-        """Those of the model, which take as long as a small step to be looked up."""
+        """The parameters of the model, which take as long as a small step to be looked up."""
         return list(self.model.parameters())
 
     def mark_used(self, parameters: Iterable[nn.Parameter]) -> None:
@@ -289,7 +289,7 @@ class Synchronizer(Stateful, ABC):
         """
 
     def early_sums(self, sums: torch.Tensor, *, waits: bool) -> torch.Tensor | None:
-        """What `reduce_gradients` will give for ``sums``, before the last backward pass of a step.
+        """Predict what `reduce_gradients` gives for ``sums``, before a step's last backward pass.
 
         All ranks call it, also without samples, or none does. None: it is known afterwards only, or
         it takes a wait for the other ranks, and ``waits`` is False.

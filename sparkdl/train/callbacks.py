@@ -1,4 +1,4 @@
-"""Those who watch training; what callbacks may ask for, and how the ranks agree on it.
+"""Callbacks and observers of training: what callbacks may ask for, and how ranks agree on it.
 
 Callbacks are the user's, on every rank; the `Observer` is the worker's way to the driver.
 """
@@ -23,7 +23,7 @@ Phase = Literal["setup", "train", "evaluate", "checkpoint", "finish"]
 
 
 class Observer(Protocol):
-    """Where a rank reports what it does. Must be quick: `step` is called at every step."""
+    """Receives what a rank reports; must be quick, as `step` is called at every step."""
 
     def step(self, *, epoch: int, step: int, loss: float, rows: int) -> None:
         """A step was completed.
@@ -45,10 +45,10 @@ class Observer(Protocol):
         """An evaluation, such as that of an epoch's end; ``record`` is its entry in the history."""
 
     def confusion(self, epoch: float, counts: Sequence[Sequence[float]]) -> None:
-        """What a classifier takes for what, after ``epoch``: rows by label and prediction."""
+        """Report what a classifier takes for what after ``epoch``: rows by label and prediction."""
 
     def layers(self, step: int, found: Mapping[str, Any]) -> None:
-        """What a look after ``step`` has found; see `RunListener.layers`."""
+        """Report what was found in the layers after ``step``; see `RunListener.layers`."""
 
 
 class NullObserver:
@@ -61,8 +61,8 @@ class NullObserver:
 
 
 @dataclass(frozen=True)
-class Request:
-    """What the callbacks of a rank have asked for."""
+class CallbackRequest:
+    """The request of a rank's callbacks."""
 
     stop: bool = False
     save: bool = False
@@ -87,10 +87,10 @@ class Requests:
     def __init__(self, *, refusal: str | None = None, no_save: str | None = None) -> None:
         self.refusal, self.no_save = refusal, no_save
         self.taken_at = 0
-        self._asked = Request()
+        self._asked = CallbackRequest()
 
     def ask(self, **wanted: Any) -> None:
-        """Take note of what a callback wants, by the names of `Request`.
+        """Take note of what a callback wants, by the names of `CallbackRequest`.
 
         Raises:
             ConfigError: it cannot be had.
@@ -100,19 +100,19 @@ class Requests:
             raise ConfigError(refusal)
         self._asked = replace(self._asked, **wanted)
 
-    def take(self, step: int) -> Request:
-        """What was asked for since this was last called; of several learning rates the last."""
+    def take(self, step: int) -> CallbackRequest:
+        """Return what was asked for since the last call; of several learning rates the last."""
         self.taken_at = step
-        taken, self._asked = self._asked, Request()
+        taken, self._asked = self._asked, CallbackRequest()
         return taken
 
     def state_dict(self) -> dict[str, Any]:
-        """What a checkpoint must hold of it."""
+        """Return the state that a checkpoint must hold."""
         return {"asked": asdict(self._asked), "taken_at": self.taken_at}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore what `state_dict` gave."""
-        self._asked = Request(**state["asked"])
+        self._asked = CallbackRequest(**state["asked"])
         self.taken_at = state["taken_at"]
 
 
@@ -124,8 +124,10 @@ IN_TASKS = (
 NO_PLACE = "state.save() needs a place for checkpoints; set checkpointDir"
 
 
-def agreed(own: Request, comm: Communicator, device: torch.device, step: int) -> Request:
-    """What the callbacks of all ranks have asked for, given this rank's ``own``. Collective.
+def agreed(
+    own: CallbackRequest, comm: Communicator, device: torch.device, step: int
+) -> CallbackRequest:
+    """Return the request of all ranks' callbacks, given this rank's ``own``; collective.
 
     Raises:
         ConfigError: not all have asked for the same; names a rank.
@@ -135,7 +137,7 @@ def agreed(own: Request, comm: Communicator, device: torch.device, step: int) ->
     rate = math.nan if own.learning_rate is None else own.learning_rate
     sent = torch.tensor([own.stop, own.save, rate], dtype=torch.float64, device=device)
     asked = [
-        Request(bool(stop), bool(save), None if math.isnan(rate) else rate)
+        CallbackRequest(bool(stop), bool(save), None if math.isnan(rate) else rate)
         for stop, save, rate in comm.all_gather(sent).tolist()
     ]
     usual = Counter(asked).most_common(1)[0][0]
@@ -151,7 +153,7 @@ def agreed(own: Request, comm: Communicator, device: torch.device, step: int) ->
 
 @dataclass(frozen=True, kw_only=True)
 class CallbackState:
-    """What a callback sees of training, and what it may ask for.
+    """The state of training that a callback sees, and the requests that it may make.
 
     All ranks must ask for the same. What `on_evaluation_end` and `on_epoch_end` ask for is done at
     once. What `on_step_end` asks for is done when a round is closed, every ``Callback.acts_every``
@@ -248,7 +250,7 @@ class Callback:
         """Training is over; the model has its final weights."""
 
     def state_dict(self) -> dict[str, Any]:
-        """What checkpoints shall hold of it: plain values and tensors. That of rank 0 is kept."""
+        """Return the state for checkpoints, as plain values and tensors; that of rank 0 is kept."""
         return {}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -320,7 +322,7 @@ def call_evaluated(
 
 
 def states_of(callbacks: Iterable[Any]) -> dict[str, Any]:
-    """What checkpoints hold of callbacks, by their classes and their places among these."""
+    """Return the states of callbacks for checkpoints, by their classes and places among these."""
     return {name: callback.state_dict() for name, callback in _named(callbacks)}
 
 

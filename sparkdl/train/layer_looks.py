@@ -116,7 +116,7 @@ class LayerLooks:
             logger.warning("reports have no more of the layers: %s", error, exc_info=True)
 
     def _ratios(self, moved: list[float], sizes: list[float]) -> dict[str, float | None]:
-        """By layer, of the magnitudes of the sampled numbers."""
+        """Return, by layer, the ratios of the magnitudes of the sampled numbers."""
         sums: dict[str, list[float]] = {}
         for (name, p), now, size, values in zip(
             self._parameters.items(), moved, sizes, self._before, strict=True
@@ -189,7 +189,7 @@ def _histogram(values: torch.Tensor) -> dict[str, Any] | None:
 
 
 def _has_images(value: torch.Tensor) -> bool:
-    """Whether an input is a batch of images: gray or in colours, with at least 8 pixels a side."""
+    """Return True if an input is a batch of images: gray or in colour, at least 8 pixels a side."""
     if value.layout != torch.strided or value.dim() != 4:
         return False
     _, channels, *sides = value.shape

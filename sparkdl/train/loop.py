@@ -66,7 +66,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class TrainOutcome:
-    """What one worker knows when training is over. The weights are in the module."""
+    """The outcome of training on one worker; the weights are in the module."""
 
     history: list[Record]
     """One record per evaluation; equal on all ranks but for ``seconds``."""

@@ -15,6 +15,9 @@ from typing import Any
 import numpy as np
 import torch
 
+_NO_RANK = 2**32
+"""In place of a rank, for numbers that belong to none."""
+
 
 def seed_everything(seed: int, rank: int, step: int = 0) -> None:
     """Seed torch, numpy and Python for one rank.
@@ -46,6 +49,33 @@ def set_random_state(state: dict[str, Any]) -> None:
     random.setstate(state["python"])
     if torch.cuda.is_available() and "cuda" in state:
         torch.cuda.set_rng_state(state["cuda"])
+
+
+class SharedDraws:
+    """Random numbers that all ranks draw alike inside; what each draws for itself goes on later."""
+
+    def __init__(self, seed: int, step: int) -> None:
+        self._seed, self._step = seed, step
+        self._own: dict[str, Any] = {}
+
+    def __enter__(self) -> SharedDraws:
+        self._own = random_state()
+        seed_everything(self._seed, _NO_RANK, self._step)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        set_random_state(self._own)
+
+    @contextlib.contextmanager
+    def apart(self) -> Iterator[None]:
+        """Draw what this rank draws for itself."""
+        shared = random_state()
+        set_random_state(self._own)
+        try:
+            yield
+        finally:
+            self._own = random_state()
+            set_random_state(shared)
 
 
 @contextlib.contextmanager

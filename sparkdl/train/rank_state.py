@@ -1,4 +1,4 @@
-"""What of one rank of a gang survives a restart, and how it comes back."""
+"""The state of one rank of a gang that survives a restart, and how it comes back."""
 
 from __future__ import annotations
 
@@ -22,12 +22,14 @@ from sparkdl.train.step import TrainStep
 DIVIDED = "divided"
 """Key in a rank's state of what it has of a model that is divided; see `DividedState.part`."""
 
+KEPT = "kept"
+"""Key of what loss, training step and augmentation keep, see `Kept`."""
 OWN_ROWS = "has_own_rows"
 """Key of `DividedState.has_own_rows`."""
 
 
 class CheckpointSink(Protocol):
-    """Where checkpoints go. Every rank calls `save` at the same steps."""
+    """The destination of checkpoints; every rank calls `save` at the same steps."""
 
     def due(self, step: int) -> bool:
         """True if a checkpoint is wanted after ``step`` completed steps; equal on all ranks."""
@@ -37,10 +39,10 @@ class CheckpointSink(Protocol):
 
 
 class HeldAttributes(Protocol):
-    """What a module holds besides parameters and buffers, as `Attributes` knows it."""
+    """The attributes of a module besides parameters and buffers, as `Attributes` knows them."""
 
     def state_dict(self) -> dict[str, Any]:
-        """What training has changed of it."""
+        """Return what training has changed of them."""
 
     def load_state_dict(self, state: Mapping[str, Any] | None) -> None:
         """Restore what `state_dict` gave; None: it is not known."""
@@ -88,6 +90,7 @@ class RankState:
         divided = synchronizer.divided
         own: dict[str, Any]
         attributes = None if self.held is None else self.held.state_dict()
+        kept = self.replica.kept.state_dict()
         if self.by_shard is not None:
             own = {"shards": self.by_shard.state_dict()}
         else:
@@ -113,10 +116,12 @@ class RankState:
                 **({} if divided is None else {"best_model": None}),
                 "callbacks": states_of(self.replica.config.callbacks),
                 "attributes": attributes,
+                KEPT: kept,
             },
             rank_state={
                 **own,
                 "attributes": attributes,
+                KEPT: kept,
                 "strategy": synchronizer.rank_state_dict(),
                 "own": self._own_state(),
                 "gradient_norms": self.step.gradient_norms,
@@ -134,6 +139,7 @@ class RankState:
         state = point.rank_state
         if self.held is not None:  # before weights, which may be of other layers
             self.held.load_state_dict((state or point.shared).get("attributes"))
+        self.replica.kept.load_state_dict((state or point.shared).get(KEPT))
         best = self._restore_weights(point)
         synchronizer = self.replica.synchronizer
         was_divided = point.parts is not None and synchronizer.divided is None
@@ -194,7 +200,7 @@ class RankState:
             collector.load_state_dict(collector.joined(collected) if is_united else collected)
 
     def _parts(self) -> dict[str, Any]:
-        """What has a state of this rank's own, by its name in checkpoints."""
+        """Return the objects with a state of this rank's own, by their names in checkpoints."""
         parts = {"watch": self.step.watch, "requests": self.requests}
         collector = self.replica.collector
         return (
@@ -204,7 +210,7 @@ class RankState:
         )
 
     def _own_state(self) -> dict[str, Any] | None:
-        """What is equal on all ranks unless they train apart (fp16 skips steps on some only)."""
+        """Return what is equal on ranks unless they train apart (fp16 skips steps on some only)."""
         synchronizer = self.replica.synchronizer
         if not synchronizer.trains_apart:
             return None
@@ -216,7 +222,7 @@ class RankState:
 
 
 def united(states: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """What the ranks of a gang have as rank states, for a gang of another size to go on from.
+    """Unite the rank states of a gang, for a gang of another size to go on from.
 
     For strategies with `SyncStrategy.is_elastic`. Buffers become their mean, as at an epoch's end;
     what belongs to shards stays theirs.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Callable, Generator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -19,15 +19,16 @@ from sparkdl.data.plan import TrainPlan
 from sparkdl.data.source import ShardRows
 from sparkdl.sync.module_tensors import give_tensors, set_trains, tensors_of, trains
 from sparkdl.sync.population.hyperparameters import rescaled, set_present_rate
-from sparkdl.sync.strategy import MakeOptimizer, Synchronizer
+from sparkdl.sync.strategy import MakeOptimizer, Synchronizer, parameters_for
 from sparkdl.train.modules.compiled import compile_in_place
 from sparkdl.train.modules.precision import NumberFormat
 from sparkdl.train.objective.label_losses import part_names
 from sparkdl.train.objective.lightning import TrainerStandIn
 from sparkdl.train.objective.loss import LossFunction
 from sparkdl.train.objective.metrics import Metrics
+from sparkdl.train.objective.own_states import Kept
 from sparkdl.train.objective.training_step import StepLoss, objective_of
-from sparkdl.train.optimizers.nested_states import give_state, plain_state
+from sparkdl.train.optimizers.nested_states import begin_states, give_state, plain_state
 from sparkdl.train.optimizers.optimizers import Schedule, make_scheduler, resolve_optimizer
 
 
@@ -46,6 +47,8 @@ class Replica:
     number_format: NumberFormat
     synchronizer: Synchronizer
     schedule: Schedule | None
+    kept: Kept
+    """What the loss and the like keep from call to call."""
 
     @property
     def scheduler(self) -> torch.optim.lr_scheduler.LRScheduler | None:
@@ -59,13 +62,13 @@ class Replica:
 
     @property
     def lightning(self) -> TrainerStandIn | None:
-        """What calls the steps and hooks of a LightningModule; None: the module is another."""
+        """The caller of a LightningModule's steps and hooks; None: the module is another."""
         step = self.loss.step if isinstance(self.loss, StepLoss) else None
         return step if isinstance(step, TrainerStandIn) else None
 
     @property
     def collector(self) -> TrainerStandIn | Metrics | None:
-        """What takes note of values over the samples of training; None: nothing does."""
+        """The collector of values over the samples of training; None: nothing notes them."""
         return self.lightning or self.training_metrics
 
     @property
@@ -124,7 +127,7 @@ class Replica:
         give_tensors(self.own_module, weights)
 
     def state_dict(self) -> dict[str, Any]:
-        """What training has made of it; the tensors are the replica's own, not copies.
+        """Return the state that training has made; the tensors are the replica's own, not copies.
 
         Of a module that is divided only buffers, and not the optimizer's state: see
         `DividedState.part`.
@@ -200,6 +203,7 @@ def make_replica(
         from sparkdl.sync.divided.dividing import compiled_layers
 
         compile_in_place(module, device, example, compiled_layers(module))
+    begin_states(synchronizer.optimizer)
     try:
         schedule = make_scheduler(
             config, synchronizer.optimizer, make_optimizer, plan.steps_per_epoch
@@ -218,9 +222,28 @@ def make_replica(
         number_format=number_format,
         synchronizer=synchronizer,
         schedule=schedule,
+        kept=Kept(config, loss),
     )
-    if replica.lightning is not None:
-        replica.lightning.join(synchronizer.optimizer, replica.scheduler)
-        if replica.lightning.manual is not None:
-            replica.lightning.manual.join(synchronizer.optimizer, comm or LocalCommunicator())
+    _show_optimizer(replica, comm or LocalCommunicator())
     return replica
+
+
+def begin_optimizer(replica: Replica) -> Replica:
+    """The replica, which trains alone, with optimizer and schedule made of its present weights."""
+    config, synchronizer = replica.config, replica.synchronizer
+    make = resolve_optimizer(config, replica.module)
+    synchronizer.optimizer = make(parameters_for(make, replica.module))
+    begin_states(synchronizer.optimizer)
+    schedule = make_scheduler(config, synchronizer.optimizer, make, replica.plan.steps_per_epoch)
+    replica = replace(replica, schedule=schedule)
+    _show_optimizer(replica, LocalCommunicator())
+    return replica
+
+
+def _show_optimizer(replica: Replica, comm: Communicator) -> None:
+    """Show a LightningModule what updates its weights."""
+    if replica.lightning is not None:
+        optimizer = replica.synchronizer.optimizer
+        replica.lightning.join(optimizer, replica.scheduler)
+        if replica.lightning.manual is not None:
+            replica.lightning.manual.join(optimizer, comm)

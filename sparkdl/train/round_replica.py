@@ -34,11 +34,12 @@ from sparkdl.train.callbacks import IN_TASKS, CallbackState, Observer, Requests
 from sparkdl.train.layer_looks import LayerLooks
 from sparkdl.train.modules.memory_format import in_memory_format
 from sparkdl.train.objective.logs import as_text, fill, from_text
+from sparkdl.train.optimizers.nested_states import own_parts
 from sparkdl.train.optimizers.optimizers import require_steps
 from sparkdl.train.optimizers.stepping import set_mode
 from sparkdl.train.random_state import deterministic_algorithms, seed_everything
-from sparkdl.train.rank_state import HeldAttributes
-from sparkdl.train.replica import make_replica
+from sparkdl.train.rank_state import KEPT, HeldAttributes
+from sparkdl.train.replica import begin_optimizer, make_replica
 from sparkdl.train.step import TrainStep
 from sparkdl.train.time_spent import Clock
 from sparkdl.train.validation import measure
@@ -71,7 +72,7 @@ def check_held(found: Mapping[str, Any]) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class RoundOutcome:
-    """What a replica has come to."""
+    """The outcome of a replica's round."""
 
     state: dict[str, Any]
     """``model``, ``optimizer``, ``scheduler``, ``scaler``: the replica's own tensors; and
@@ -149,11 +150,16 @@ class RoundReplica:
             TrainingDiverged: the loss is not finite.
             ConfigError: the optimizer has no such hyperparameters.
         """
+        # All that an earlier round has changed.
+        model = self._give(state)
+        if "optimizer" not in state and own_parts(self._replica.synchronizer.optimizer):
+            # It may look at the weights, which were others when the replica was made.
+            self._replica = begin_optimizer(self._replica)
+            made = self._replica.state_dict()
+            self._first |= {key: copy.deepcopy(made[key]) for key in ("optimizer", "scheduler")}
         replica, config = self._replica, self._replica.config
         synchronizer = replica.synchronizer
         assert isinstance(synchronizer, ApartSynchronizer)
-        # All that an earlier round has changed.
-        model = self._give(state)
         # Copies: optimizers go on with the tensors that they are given.
         first = {key: copy.deepcopy(self._first[key]) for key in self._first.keys() - state.keys()}
         replica.load_state_dict({**first, **state, "model": model})
@@ -173,6 +179,9 @@ class RoundReplica:
         clock = Clock()
         looks = self._looks if shard_id == 0 else None
         step = TrainStep(replica, clock=clock, looks=looks)
+        flags = self._first["trains"]  # the last step of a round may have unfrozen something
+        named = replica.module.named_parameters()
+        step.require_known(p for name, p in named if p.requires_grad and not flags[name])
         batches = replica.batches([rows], shard_id, epoch=part.epoch, first_step=part.step_in_epoch)
         num_rows, began = 0, time.perf_counter()
         label_sums = torch.zeros(len(replica.labels), dtype=torch.float64)
@@ -222,19 +231,21 @@ class RoundReplica:
 
     def _give(self, state: Mapping[str, Any]) -> dict[str, Any]:
         """Have the module hold what ``state`` says, and else what came; return its tensors."""
+        attributes = state.get("attributes")
         if self._held is not None:
-            self._held.load_state_dict(state.get("attributes"))
+            self._held.load_state_dict(attributes)
+        self._replica.kept.load_state_dict((attributes or {}).get(KEPT))
         model = {**self._first["model"], **state["model"]}
         give_tensors(self._replica.module, model, removes_others=True)
         return model
 
     def _attributes(self) -> dict[str, Any] | None:
-        """What the module holds besides tensors that is not as it came; see `check_held`."""
+        """Return the attributes of the module that are not as they came; see `check_held`."""
         if self._held is None:
             return None
         found = self._held.state_dict()
         check_held(found)
-        return found
+        return {**found, KEPT: self._replica.kept.state_dict()}
 
     def moving(self, state: dict[str, Any], *, compressed: bool = False) -> dict[str, Any]:
         """An outcome's state without those weights and buffers that training has left alone.
@@ -262,7 +273,7 @@ class RoundReplica:
         return {**state, "model": model, CHANGES: changes}
 
     def odd(self, moving: Mapping[str, Any]) -> dict[str, Any]:
-        """What the driver must know of what `moving` gave, besides the mean, as JSON values.
+        """Return what the driver must know of what `moving` gave, besides the mean, as JSON values.
 
         ``moved``: names of what should have stayed as it was; ``shapes``: of persistent buffers
         that have another shape than at the round's beginning.
@@ -306,5 +317,5 @@ class RoundReplica:
 
     @property
     def config(self) -> TrainConfig:
-        """What the user asked for."""
+        """The configuration that the user asked for."""
         return self._replica.config

@@ -1,4 +1,4 @@
-"""What belongs to a shard where bits must not depend on who trains it (``elasticity="bits"``).
+"""The state of a shard where bits must not depend on who trains it (``elasticity="bits"``).
 
 Each shard has random generators, buffers, such as BatchNorm's running statistics, and sums of its
 own. They are in place while the shard's rows are used, and wander with it from rank to rank. Sums
@@ -39,7 +39,7 @@ from sparkdl.train.validation import measure, record
 
 @dataclass
 class ShardState:
-    """What one shard has."""
+    """The state of one shard."""
 
     random: dict[str, Any]
     """See `random_state`."""
@@ -226,7 +226,7 @@ class ShardStates:
                 state.metrics.reset()
 
     def state_dict(self) -> dict[str, Any]:
-        """What a checkpoint must hold: a state for each shard, by its number."""
+        """Return the state of each shard that a checkpoint must hold, by the shard's number."""
         return {
             str(number): {
                 "random": state.random,

@@ -1,4 +1,4 @@
-"""How far training has come, and what the end of an epoch decides: values, equal on all ranks."""
+"""The progress of training, and the decisions at an epoch's end: values, equal on all ranks."""
 
 from __future__ import annotations
 
@@ -303,7 +303,7 @@ class EpochBook:
         return is_kept
 
     def state_dict(self) -> dict[str, Any]:
-        """What a checkpoint must hold of it."""
+        """Return the state that a checkpoint must hold."""
         return {"state": self.state.state_dict(), "best_model": self.best_model}
 
     def load_state_dict(self, shared: Mapping[str, Any]) -> None:

@@ -12,16 +12,18 @@ import contextlib
 import dataclasses
 import math
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import nn
 
 from sparkdl.data.batches import Batch
 from sparkdl.data.plan import batch_bounds
 from sparkdl.errors import ConfigError
 from sparkdl.sync.gradients.shard_tree import ShardTreeSynchronizer
+from sparkdl.sync.module_tensors import fingerprint
 from sparkdl.sync.strategy import Pipelined
 from sparkdl.train.layer_looks import LayerLooks
 from sparkdl.train.objective.divergence import LossWatch
@@ -32,6 +34,7 @@ from sparkdl.train.objective.manual import ManualBackward
 from sparkdl.train.objective.metrics import Metrics, detached
 from sparkdl.train.objective.training_step import run, taken
 from sparkdl.train.optimizers.stepping import Stepper
+from sparkdl.train.random_state import SharedDraws
 from sparkdl.train.replica import Replica
 from sparkdl.train.shard_states import ShardStates
 from sparkdl.train.time_spent import Clock
@@ -130,6 +133,9 @@ class TrainStep:
         """What the losses of this step were divided by, if that was their weights' sum."""
         self._stepper = Stepper(self._synchronizer.optimizer)
         self._clock = clock
+        self.moved_by_backward: list[str] | None = None
+        """The parameters that the first backward pass has changed itself, by a hook; None: there
+        was none yet."""
         self.loss = math.nan
         self.watch = LossWatch(self._config.divergence_factor)
         self.gradient_norms = torch.zeros(2, dtype=torch.float64, device=replica.device)
@@ -161,6 +167,7 @@ class TrainStep:
             lightning.begin_step(step, batch)
         batch = self._augmented(batch)
         local = self._backward(batch, global_rows, self._replica.training_metrics)
+        self._check_agreed()
         self._clock.lap("compute")
         shared, divisor, ranks = self._synchronizer.reduce_gradients(
             local[:2].clone(), float(global_rows)
@@ -198,6 +205,7 @@ class TrainStep:
                 with states.drawing(number):
                     batches[number] = self._augmented(batch)
         local = self._over_shards(batches, global_rows, states)
+        self._check_agreed()
         self._clock.lap("compute")
         shared, divisor, _ = synchronizer.reduce_gradients(local[:, :2].clone(), float(global_rows))
         self._clock.lap("communication")
@@ -248,19 +256,39 @@ class TrainStep:
         flags = self._trains()
         if flags == self._flags:
             return False
+        pairs = zip(self._all, flags, self._flags, strict=True)
+        thawed = [parameter for parameter, now, before in pairs if now and not before]
         self._flags = flags
         self._synchronizer.follow_freezing()
         self._parameters = self._synchronizer.trained_parameters()
+        self.require_known(thawed)
+        return True
+
+    def require_known(self, thawed: Iterable[nn.Parameter]) -> None:
+        """Raise ConfigError if the optimizer has not got what was unfrozen."""
+        wanted = {id(parameter) for parameter in thawed}
         groups = self._synchronizer.optimizer.param_groups
         known = {id(parameter) for group in groups for parameter in group["params"]}
         for name, parameter in self._replica.module.named_parameters():
-            if parameter.requires_grad and id(parameter) not in known:
+            if id(parameter) in wanted - known:
                 raise ConfigError(
                     f"parameter {name!r} was unfrozen while training runs, and the optimizer does "
                     "not have it; unfreeze it in a callback, since with callbacks optimizers get "
                     "frozen parameters too, or let configure_optimizers return one that has it"
                 )
-        return True
+
+    def _check_agreed(self) -> None:
+        """Raise ConfigError if forward has unfrozen what no worker sums gradients of."""
+        if self._replica.plan.world_size == 1 or self._synchronizer.trains_apart:
+            return
+        for now, before, place in zip(self._trains(), self._flags, self._all, strict=True):
+            if now and not before:
+                names = (n for n, p in self._replica.module.named_parameters() if p is place)
+                raise ConfigError(
+                    f"forward has unfrozen the parameter {next(names, '')!r} within a step, and "
+                    "workers agree before each step on what trains; set requires_grad in a "
+                    "callback (on_step_end), or numWorkers=1"
+                )
 
     def _over_shards(
         self,
@@ -359,10 +387,37 @@ class TrainStep:
                     self._synchronizer.start_sums(sums[:2].clone())
                     self._divisor = self._weight_of_all(sums, global_rows)
                 divisor = global_rows if self._divisor is None else self._divisor
+                before = self._fingerprints() if micro_batch.num_rows > 0 else None
                 self._format.backward(loss_sum, divisor)
+                if before is not None:
+                    self._note_moved(before)
         if num_parts == 0:
             self._divisor = self._weight_of_all(sums, global_rows)
         return sums
+
+    def _fingerprints(self) -> list[int] | None:
+        """Those of all parameters, before the first backward pass."""
+        if self.moved_by_backward is not None or self._synchronizer.divided is not None:
+            return None
+        return [fingerprint(parameter) for parameter in self._all]
+
+    def _note_moved(self, before: list[int]) -> None:
+        """Note what a backward pass has changed itself; ConfigError if workers share gradients."""
+        pairs = zip(self._all, before, strict=True)
+        moved = {id(p) for p, number in pairs if fingerprint(p) != number}
+        named = self._replica.module.named_parameters()
+        self.moved_by_backward = [name for name, p in named if id(p) in moved]
+        if self._replica.plan.world_size > 1 and not self._synchronizer.trains_apart:
+            self.check_moved()
+
+    def check_moved(self) -> None:
+        """Raise ConfigError if the first backward pass has changed weights."""
+        if self.moved_by_backward:
+            raise ConfigError(
+                f"the backward pass changes the parameter {self.moved_by_backward[0]!r} itself, as "
+                "an optimizer in a hook of gradients does, and workers add gradients up after it; "
+                "let optimizer= step it, or set numWorkers=1, or a strategy that averages replicas"
+            )
 
     def _weight_of_all(self, sums: torch.Tensor, global_rows: int) -> float | torch.Tensor | None:
         """The weights of all rows that share a gradient, if they are known; not 0."""
@@ -445,13 +500,28 @@ class TrainStep:
         if self._format.may_skip_steps:
             was_stepped = self._format.step(optimizer)
         else:
-            self._stepper(lambda: _mean(shared), again)
+            self._step_optimizer(step, lambda: _mean(shared), again)
             was_stepped = True
         if was_stepped:
             if self._looks is not None:
                 self._looks.after()
             self._advance_schedule(step)
         return was_stepped
+
+    def _step_optimizer(
+        self, step: int, loss: Callable[[], Any], again: Callable[[], torch.Tensor]
+    ) -> None:
+        """Step; where ranks share gradients an optimizer that draws numbers draws the same ones."""
+        if not self._stepper.is_own or self._synchronizer.trains_apart:
+            self._stepper(loss, again)
+            return
+
+        def apart() -> torch.Tensor:
+            with draws.apart():
+                return again()
+
+        with SharedDraws(self._config.seed, step) as draws:
+            self._stepper(loss, apart)
 
     def _note_norm(self, norm: torch.Tensor | None) -> None:
         """Take note of the gradient's norm, which clipping knows already, if it is finite."""

@@ -1,9 +1,9 @@
-"""What a training leaves besides its weights, from which another goes on, with other rows too."""
+"""The state of a training besides its weights, from which another goes on, with other rows too."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, fields, replace
 from typing import Any, Literal
 
@@ -13,16 +13,17 @@ from torch import nn
 from sparkdl.config import TrainConfig
 from sparkdl.errors import ConfigError, StorageError
 from sparkdl.sync.strategy import SyncStrategy
+from sparkdl.train.optimizers.nested_states import options_of
 from sparkdl.train.optimizers.optimizers import make_scheduler, resolve_optimizer
 from sparkdl.train.state import TrainState
 
-_PARTS = ("optimizer", "scheduler", "scaler", "strategy", "attributes", "states", "period")
+_PARTS = ("optimizer", "scheduler", "scaler", "strategy", "attributes", "kept", "states", "period")
 _REMEDY = "make them equal, or pass the model as initialWeights, which begins with a new optimizer"
 
 
 @dataclass(frozen=True, kw_only=True)
 class TrainingMethod:
-    """What must be equal in two trainings of which one goes on with the other's state."""
+    """The settings that must be equal in two trainings if one goes on with the other's state."""
 
     mode: Literal["gang", "rounds"]
     strategy: str
@@ -40,7 +41,7 @@ class TrainingMethod:
 
 @dataclass(frozen=True, kw_only=True)
 class TrainingState:
-    """What a fit has left besides the weights, if ``keepTrainingState`` is set.
+    """The state that a fit has left besides the weights, if ``keepTrainingState`` is set.
 
     A fit with ``initialState`` goes on from there: optimizer, schedule, loss scale, what the
     strategy shares among its workers, and the counters.
@@ -75,7 +76,7 @@ class TrainingState:
             raise StorageError(f"this is no training state of this version: {error}") from error
 
     def shared(self) -> dict[str, Any]:
-        """What all ranks begin from, as a checkpoint has it, but without weights."""
+        """Return the state that all ranks begin with, as in a checkpoint, but without weights."""
         state = TrainState(epoch=self.epoch, step=self.step, rows_seen=self.rows_seen)
         return {**self.parts, "state": state.state_dict(), "best_model": None}
 
@@ -116,7 +117,7 @@ class TrainingState:
 
 
 def _compared(before: TrainingMethod, now: TrainingMethod) -> Iterator[tuple[str, Any, Any]]:
-    """What must be equal, in words, and both values."""
+    """Yield each setting that must be equal, in words, with both values."""
     yield "executionMode", before.mode, now.mode
     yield "syncStrategy", before.strategy, now.strategy
     yield "the optimizer", before.optimizer, now.optimizer
@@ -132,7 +133,7 @@ def _compared(before: TrainingMethod, now: TrainingMethod) -> Iterator[tuple[str
 def method_of(
     config: TrainConfig, module: nn.Module, mode: Literal["gang", "rounds"]
 ) -> TrainingMethod:
-    """How a module is trained; ``module`` is a copy, whose frozen parameters are frozen."""
+    """Return the method of training; ``module`` is a copy, whose frozen parameters are frozen."""
     strategy: SyncStrategy = config.sync_strategy
     scheduler = config.scheduler
     made = TrainingMethod(
@@ -149,13 +150,10 @@ def method_of(
         return made  # the driver need not have what the user's own function asks for
     make = resolve_optimizer(config, module)
     optimizer = make(module.parameters())
-    groups: Sequence[Mapping[str, Any]] = optimizer.state_dict()["param_groups"]
     options = tuple(
         {k: v.tolist() if isinstance(v, torch.Tensor) else v for k, v in group.items()}
-        for group in groups
+        for group in options_of(optimizer)
     )
-    for group in options:
-        del group["params"]
     schedule = make_scheduler(config, optimizer, make, steps_per_epoch=1)
     if schedule is not None and scheduler is None:  # a LightningModule's
         made = replace(made, scheduler=_name(type(schedule.scheduler)))
@@ -172,7 +170,7 @@ def _text(value: Any) -> str:
 
 
 def left_by(shared: Mapping[str, Any]) -> dict[str, Any]:
-    """What the last state of a run leaves for another, as `TrainingState` has it, without method.
+    """Return the fields of a `TrainingState`, without method, that a run's last state leaves.
 
     The weights are those of the fitted model. Where these are the best ones and not the last, the
     strategy begins anew: what it remembers belongs to the last ones.

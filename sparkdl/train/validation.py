@@ -65,7 +65,7 @@ def in_step(batches: Iterable[Batch], plan: TrainPlan) -> Iterator[Batch]:
 
 
 def validation_batches(plan: TrainPlan) -> list[int]:
-    """How many batches each rank has for validation, see `sequential_batches`."""
+    """Return how many batches each rank has for validation, see `sequential_batches`."""
     return [
         sum(-(-shard.num_validation_rows // plan.batch_size) for shard in plan.shards_of(rank))
         for rank in range(plan.world_size)

@@ -38,8 +38,8 @@ OnEpoch: TypeAlias = Callable[..., None]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Attempt:
-    """What one trial shall train."""
+class PlannedTrial:
+    """One trial to train: its name, folder and values."""
 
     number: int
     name: str
@@ -50,7 +50,7 @@ class Attempt:
 
 @dataclass(frozen=True, kw_only=True)
 class Fitted:
-    """What came of a trial that was trained to its end."""
+    """The results of a trial that was trained to its end."""
 
     model: Any
     history: Sequence[Record]
@@ -58,7 +58,7 @@ class Fitted:
     """The record of the epoch whose weights the model has."""
 
 
-Fit: TypeAlias = Callable[[Attempt, OnEpoch], Fitted]
+Fit: TypeAlias = Callable[[PlannedTrial, OnEpoch], Fitted]
 
 
 class Pruned(Exception):
@@ -199,7 +199,7 @@ class Search:
         """Train with the values of one trial; its record, and its model if it came to its end."""
         from optuna.exceptions import UpdateFinishedTrialError
 
-        attempt = Attempt(
+        attempt = PlannedTrial(
             number=trial.number,
             name=f"{self.options.name}-{trial.number}",
             folder=folder_of(first_number(trial)),
@@ -244,7 +244,7 @@ class _Watch:
         """True from when the fit shall end; epochs may come until it has."""
 
     def value(self, record: Record, name: str) -> float:
-        """What a record has of a value that trials are judged by; raises UnknownMonitor."""
+        """Return a record's value by which trials are judged; raises UnknownMonitor."""
         if name not in record:
             raise UnknownMonitor(
                 f"trials are judged by {name!r}, which the history does not have; it has "
@@ -253,7 +253,7 @@ class _Watch:
         return record[name]
 
     def seen(self) -> dict[str, Any]:
-        """What is known of a trial that did not come to its end."""
+        """Return what is known of a trial that did not come to its end."""
         history = list(self._records.values())
         last = history[-1] if history else {}
         values = {name: last.get(name, math.nan) for name in self._search.options.monitors}

@@ -1,4 +1,4 @@
-"""What a search varies: names of Params and their values, and the estimators made of these."""
+"""The space of a search: names of Params and their values, and the estimators made of these."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def with_values(estimator: E, values: Values) -> E:
 
 
 def own_value(estimator: _TorchEstimator, key: str) -> Any:
-    """What the estimator has for a Param, or a part of one; None: nothing."""
+    """Return the estimator's value for a Param, or a part of one; None: nothing."""
     name, *parts = key.split(".")
     value = estimator.value(name)
     for part in parts:
@@ -127,7 +127,7 @@ class Chooser:
         return dict(values)
 
     def described(self) -> Any:
-        """What must stay the same for trials to be comparable, as JSON holds it."""
+        """Return what must stay the same for trials to be comparable, as JSON holds it."""
         if self._function is not None:
             return "a function"
         return {

@@ -32,7 +32,7 @@ _REPLACES = "sparkdl: replaces"
 
 @dataclass(frozen=True, kw_only=True)
 class StudyOptions:
-    """What a search looks for, and how; `tune` says what each field means."""
+    """The options of a search; `tune` says what each field means."""
 
     name: str = "tune"
     trials: int = 20
@@ -64,7 +64,7 @@ class StudyOptions:
 
     @property
     def directions(self) -> tuple[Literal["min", "max"], ...]:
-        """Of each monitor, whether smaller or larger values are better."""
+        """Return, of each monitor, whether smaller or larger values are better."""
         return tuple(direction(*pair) for pair in zip(self.monitors, self.modes, strict=True))
 
     @property

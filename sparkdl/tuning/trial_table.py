@@ -1,4 +1,4 @@
-"""What a search shows: a table in a notebook or lines while it runs, and a picture at its end."""
+"""The view of a search: a table in a notebook or lines while it runs, and a picture at its end."""
 
 from __future__ import annotations
 
@@ -96,7 +96,7 @@ class TrialTable:
             self._draw(at_once=True)
 
     def summary(self) -> str:
-        """How far the search is, in words."""
+        """Describe how far the search is, in words."""
         counts = Counter(row.state for row in self._rows.values())
         ended = sum(number for state, number in counts.items() if state != "running")
         states = ", ".join(f"{number} {state}" for state, number in sorted(counts.items()))
@@ -187,7 +187,7 @@ def plot(options: StudyOptions, trials: Sequence[FrozenTrial]) -> bytes:
 
 
 def value_of(trial: FrozenTrial) -> float | None:
-    """What a trial has come to; of one that was pruned the last that it reported."""
+    """Return the value of a trial; of one that was pruned the last that it reported."""
     if trial.values is not None:
         return float(trial.values[0])
     reported = trial.intermediate_values

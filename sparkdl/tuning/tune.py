@@ -26,9 +26,9 @@ from sparkdl.tuning.search import (
     EPOCHS,
     ERROR,
     SHOWN,
-    Attempt,
     Fitted,
     OnEpoch,
+    PlannedTrial,
     Search,
     folder_of,
 )
@@ -162,7 +162,7 @@ def tune_made(
     study = open_study(options, chooser.described(), place)
     spools = Spools()
 
-    def fit(attempt: Attempt, on_epoch: OnEpoch) -> Fitted:
+    def fit(attempt: PlannedTrial, on_epoch: OnEpoch) -> Fitted:
         estimator = trial_estimator(make(attempt.values), attempt, options)
         watched = partial(on_epoch, begun=epochs_before(estimator))
         model = estimator.fit_sharing(dataset, spools, watched)
@@ -223,7 +223,7 @@ class TrialResult(Generic[E]):
 
     @property
     def model_path(self) -> str | None:
-        """Where its model is kept; None: nowhere."""
+        """The place where the trial's model is kept; None: nowhere."""
         path = self._result.path
         return None if path is None else _model_path(path, self.number)
 
@@ -253,7 +253,7 @@ class TrialResult(Generic[E]):
 
 @dataclass(frozen=True, kw_only=True, repr=False)
 class TuneResult(Generic[E]):
-    """What `tune` has found.
+    """The results of `tune`.
 
     With one value to judge by, ``best_...`` tell of the best trial. With several, ``front`` has the
     trials that no other beats in all of them.
@@ -299,7 +299,7 @@ class TuneResult(Generic[E]):
 
     @property
     def best_value(self) -> float:
-        """What the best trial has reached."""
+        """The value that the best trial has reached."""
         return next(iter(self.best.values.values()))
 
     @property
@@ -409,7 +409,7 @@ def epochs_before(estimator: _TorchEstimator) -> int:
     return 0 if initial is None else int(initial.read()[1].epoch)
 
 
-def trial_estimator(estimator: E, attempt: Attempt, options: StudyOptions) -> E:
+def trial_estimator(estimator: E, attempt: PlannedTrial, options: StudyOptions) -> E:
     """The estimator with what belongs to the trial rather than to its values."""
     own: dict[str, Any] = {}
     if estimator.value("verbose") == 1:

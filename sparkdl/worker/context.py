@@ -1,4 +1,4 @@
-"""What a training function that `TorchRunner` runs knows of its place, and how it reports.
+"""Context of a training function that `TorchRunner` runs: its place, and how it reports.
 
 `context()` gives the place to the function, on a worker and, for debugging, on the driver.
 """

@@ -40,7 +40,7 @@ class DividedTensor:
 
 
 def is_divided(tree: Any) -> bool:
-    """Whether a tree has tensors that are divided among ranks."""
+    """Return True if a tree has tensors that are divided among ranks."""
     return any(_is_dtensor(leaf) for _, leaf in _leaves(tree))
 
 
@@ -48,7 +48,7 @@ class Division:
     """A rank's checkpoint, taken apart into what ranks share and what this rank holds."""
 
     def __init__(self, tree: Any) -> None:
-        """Of what the function has reported; copies nothing.
+        """Take apart what the function has reported; copies nothing.
 
         Raises:
             CheckpointError: a tensor is a sum of which each rank has a part, or is cut otherwise
@@ -83,7 +83,7 @@ class Division:
         return [_shown(p) for p, leaf in self._values.items() if isinstance(leaf, torch.Tensor)]
 
     def part(self, held_before: set[str] | None) -> dict[str, Any]:
-        """What this rank writes, given what the ranks before it hold; None: it is rank 0.
+        """Return what this rank writes, given what the ranks before it hold; None: it is rank 0.
 
         Besides regions these are values that no rank before has under their path; rank 0's are in
         what is shared.
@@ -308,7 +308,7 @@ def _mapped(tree: Any, change: Callable[[Path, Any], Any], path: Path = ()) -> A
 
 
 def _at(tree: Any, path: Path) -> Any:
-    """What a tree has under a path; `_ABSENT`: nothing."""
+    """Return what a tree has under a path; `_ABSENT`: nothing."""
     for key in path:
         if isinstance(tree, dict):
             tree = tree.get(key, _ABSENT)

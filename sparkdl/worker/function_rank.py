@@ -84,7 +84,7 @@ class Script:
 
 @dataclass(frozen=True, kw_only=True)
 class FunctionOrder(GangOrder):
-    """What the driver asks of every rank: to call a function."""
+    """The driver's order to every rank to call a function."""
 
     payload: bytes
     """cloudpickle of a callable without arguments; empty: it is in the driver's `FUNCTION`."""
@@ -202,7 +202,7 @@ def _loaded(order: FunctionOrder, member: Member) -> Callable[[], Any]:
 
 
 def called(function: Callable[[], Any]) -> Any:
-    """What a function or a script returns; ``sys.exit(0)`` ends either well, with None."""
+    """Return the result of a function or a script; ``sys.exit(0)`` ends either well, with None."""
     try:
         return function()
     except SystemExit as error:
@@ -240,7 +240,7 @@ def in_turn(info: CheckpointInfo, own: int) -> Iterator[int]:
 
 
 def load_part(info: CheckpointInfo, rank: int) -> Any:
-    """What a rank has written of a divided checkpoint, to be copied from; CheckpointError."""
+    """Read a rank's part of a divided checkpoint, to be copied from; raises CheckpointError."""
     from sparkdl.storage.checkpoint_format import rank_file, read_file, views
 
     name = rank_file(rank)
@@ -368,7 +368,7 @@ def unpickled(data: bytes) -> Any:
 
 
 def _of_numpy() -> list[Any]:
-    """What pickles of numpy's arrays and numbers name; of all dtypes but that of Python objects."""
+    """Return what pickles of numpy's arrays and numbers name, for all dtypes but Python objects."""
     import numpy as np
 
     makers = [np.zeros(0).__reduce__()[0], np.float64(0).__reduce__()[0]]

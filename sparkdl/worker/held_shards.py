@@ -1,4 +1,4 @@
-"""Which shards a rank holds: those near it, fetched from a peer where they must move.
+"""The shards that a rank holds: those near it, fetched from a peer where they must move.
 
 Every rank tells the others what it can read, and all derive the same assignment from that. A shard
 that nobody has here is lost; one that another rank has is sent over the gang's own network, once.

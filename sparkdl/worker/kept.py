@@ -1,4 +1,4 @@
-"""What a Python worker process of Spark keeps from one task to the next."""
+"""Values that a Python worker process of Spark keeps from one task to the next."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What every rank of a gang does, whatever its work is.
+"""Every rank of a gang does the same, whatever its work is.
 
 It meets the others, joins torch's process group, works, and reports the result to the driver. It
 knows nothing of Spark: the launcher gives it an environment and an order.
@@ -58,7 +58,7 @@ Results = list[tuple[str, bytes]]
 
 @dataclass(frozen=True, kw_only=True)
 class GangOrder:
-    """What the driver asks of every rank in one attempt, whatever the work. Picklable and small."""
+    """The driver's order to every rank in one attempt, whatever the work. Picklable and small."""
 
     run_id: str
     run_key: str
@@ -90,7 +90,7 @@ class GangOrder:
 
     @property
     def writer(self) -> Writer:
-        """Who a rank writes its checkpoints as."""
+        """The writer as which a rank writes its checkpoints."""
         from sparkdl.storage.checkpoint_format import Writer
 
         return Writer(run_key=self.run_key, run_id=self.run_id, attempt=self.attempt)
@@ -133,7 +133,7 @@ def live(
 
 
 def reported(reporter: Reporter, rank: int, work: Callable[[], Results]) -> Results:
-    """What a rank's work gives, or ``("error", JSON)``; what it prints and its end are reported."""
+    """Return what a rank's work gives, or ``("error", JSON)``; its output and end are reported."""
     with reporter, captured_output(reporter) as last_lines:
         try:
             results = work()
@@ -285,7 +285,7 @@ def describe_failure(
 
 
 def _remedy(error: BaseException) -> str:
-    """What to do about an error of Python's or torch's that does not say it."""
+    """Say what to do about an error of Python's or torch's that does not say it."""
     if isinstance(error, ModuleNotFoundError):
         return (
             "; the workers cannot import it: send your own modules with --py-files "
@@ -331,7 +331,7 @@ def _message(error: BaseException) -> str:
 
 
 def checkpoint_storage(order: GangOrder, files: ChannelStorage | None) -> Storage | None:
-    """Where this rank writes its checkpoints, or None."""
+    """Return the storage to which this rank writes its checkpoints, or None."""
     if order.storage_url is None:
         return None if files is None else Retried(files)
     if not order.relays:

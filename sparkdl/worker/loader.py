@@ -33,14 +33,14 @@ class DataSet:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """What a batch holds."""
+        """Names of what a batch holds."""
         names: list[str] = []
         for column in self.columns:
             names += [str(column.argument), *column.kind.masks]
         return tuple(names)
 
     def plan(self, world_size: int, batch_size: int) -> TrainPlan:
-        """Which rows make which batch."""
+        """Plan which rows make which batch."""
         plan = make_plan(
             columns=self.columns,
             shards=self.shards,

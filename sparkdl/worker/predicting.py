@@ -44,7 +44,7 @@ Batches = Iterator[Sequence[pa.Array]]
 
 
 class _RankFailed(Exception):
-    """What all ranks raise together when the user's code has failed on one of them."""
+    """The error that all ranks raise together when the user's code has failed on one of them."""
 
 
 def predict(
@@ -206,7 +206,7 @@ def in_step(
     device: torch.device,
     batches: Batches,
 ) -> Iterator[pa.Array]:
-    """What the module gives for the rows of this rank, which may be none; all ranks end together.
+    """Yield what the module gives for this rank's rows, which may be none; all ranks end together.
 
     Args:
         module: divided along ``ranks``.
@@ -249,12 +249,12 @@ class _Step:
 
     def __init__(self, module: nn.Module, task: PredictTask, device: torch.device) -> None:
         from sparkdl.data.collate import example_arguments
-        from sparkdl.inference.predict import Run
+        from sparkdl.inference.predict import RowRange
 
         self.failure = ""
         """What was raised first; empty: nothing."""
         self._module, self._task, self._device = module, task, device
-        self._zeros = Run(example_arguments(task.columns).to(device), 2)
+        self._zeros = RowRange(example_arguments(task.columns).to(device), 2)
         self._begun = self._ended = 0
         """How often the module was called, and has returned."""
         module.register_forward_pre_hook(self._begin, prepend=True)
@@ -267,7 +267,7 @@ class _Step:
         self._ended += 1
 
     def __call__(self, piece: Sequence[pa.Array] | None) -> pa.Array | None:
-        """What the module gives for these rows; None if there are none, or it has failed.
+        """Return what the module gives for these rows; None if there are none, or it has failed.
 
         What the module itself raises is raised, because other ranks wait in the middle of it.
         """

@@ -59,7 +59,7 @@ class Reporter:
         task: SparkTask | None = None,
         heartbeat_timeout_seconds: float | None = None,
     ) -> None:
-        """Of one rank in one attempt; without a client nothing is sent.
+        """Prepare the reports of one rank in one attempt; without a client nothing is sent.
 
         The first report says which ``task`` of Spark's this is: a rank whose task is lost has
         another process, or none.
@@ -126,11 +126,11 @@ class Reporter:
         }
 
     def phase(self, name: str) -> None:
-        """What the worker does now."""
+        """Set what the worker does now."""
         self._progress = {**self._progress, "phase": name}
 
     def clock(self, seconds: Mapping[str, float]) -> None:
-        """What time is spent on: grows while the worker trains, and is sent with every report."""
+        """Set what time is spent on, which grows during training and is sent with every report."""
         self._seconds = seconds
 
     def epoch(self, record: Mapping[str, float]) -> None:
@@ -138,12 +138,12 @@ class Reporter:
         self.send({"kind": "epoch", "record": dict(record)})
 
     def confusion(self, epoch: float, counts: Sequence[Sequence[float]]) -> None:
-        """What a classifier takes for what: rows by label and prediction; equal on all ranks."""
+        """Send a classifier's counts of rows by label and prediction; equal on all ranks."""
         if self._rank == 0:
             self.send({"kind": "confusion", "epoch": epoch, "counts": counts})
 
     def layers(self, step: int, found: Mapping[str, Any]) -> None:
-        """What a look at the layers has found; only rank 0 looks."""
+        """Send what was measured in the layers; only rank 0 measures."""
         self.send({"kind": "layers", "step": step, **found})
 
     def send(self, event: Mapping[str, Any]) -> None:
@@ -262,7 +262,7 @@ class _Tee(io.TextIOBase):
         self._writing = threading.Lock()
 
     def last_lines(self) -> list[str]:
-        """What was written last, the unfinished line too."""
+        """Return the lines that were written last, the unfinished line too."""
         with self._writing:
             return [*self._last, *([self._partial] if self._partial else [])]
 
@@ -300,7 +300,7 @@ class _Tee(io.TextIOBase):
 
 
 def _drawn(line: str) -> str:
-    """What a console shows of a line with carriage returns; one at its end is kept."""
+    """Return what a console shows of a line with carriage returns; one at its end is kept."""
     end = line.rstrip("\r")
     return end.rpartition("\r")[2] + line[len(end) :]
 

@@ -52,7 +52,7 @@ pickled by its name."""
 
 @dataclass(frozen=True, kw_only=True)
 class RoundOrder:
-    """What the driver asks of every task of one job. Picklable and small."""
+    """The driver's order to every task of one job. Picklable and small."""
 
     run_id: str
     attempt: int
@@ -78,7 +78,7 @@ class RoundOrder:
 
 @dataclass(frozen=True, kw_only=True)
 class RoundPlace:
-    """Where a task finds itself."""
+    """The place of a task in a round."""
 
     shard: Shard
     """The shard as the shard table has it: its files are on this host."""
@@ -89,7 +89,7 @@ class RoundPlace:
 
 
 def pack_payload(config: Any, skeleton: bytes, blank_tensors: bytes, values: Any = None) -> bytes:
-    """What stays the same in all rounds; zeros, which the tensors mostly are, take no room.
+    """Pack what stays the same in all rounds; zeros, which the tensors mostly are, take no room.
 
     ``values`` are the program's, which whoever unpickles the rest must have.
     """
@@ -196,7 +196,7 @@ def train_or_evaluate(
 
 
 class Warm:
-    """What a process keeps between the rounds of a run."""
+    """The objects that a process keeps between the rounds of a run."""
 
     def __init__(self, place: RoundPlace, order: RoundOrder) -> None:
         import os
@@ -271,7 +271,7 @@ class Warm:
         return {**sums, "logs": logs}, metrics
 
     def record(self, shard: Shard, state: dict[str, Any]) -> dict[str, float]:
-        """What the history would say of ``state`` on a shard's validation rows alone."""
+        """Return the history's record of ``state`` on a shard's validation rows alone."""
         return self.replica.record(*self.replica.evaluate(state, self.open(shard, "validation")))
 
     def _rows(self, shard: Shard, planned: Shard, split: Split) -> ShardRows:

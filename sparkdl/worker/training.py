@@ -69,7 +69,7 @@ _MESH = "mesh"
 
 @dataclass(frozen=True, kw_only=True)
 class WorkOrder(GangOrder):
-    """What the driver asks of every rank of a fit; the run key stands for data, model, options."""
+    """The driver's order to every rank of a fit; the run key stands for data, model, options."""
 
     plan: TrainPlan
     payload: bytes
@@ -262,7 +262,7 @@ def _read(name: str, files: ChannelStorage | None, comm: Communicator) -> bytes:
 
 
 def _bits_depend_on(order: WorkOrder, mesh: Mesh | None, module: nn.Module) -> dict[str, str]:
-    """What must be equal, besides the world size, for a resumed run to give the same bits."""
+    """Return what must be equal, besides the world size, for a resumed run to give equal bits."""
     # Spark may hash or cut the rows otherwise than before: shards tell by their fingerprints.
     rows = hashlib.sha256("".join(s.fingerprint for s in order.plan.shards).encode()).hexdigest()
     own = {"cpu": cpu_model(), "threads": str(order.threads), "rows": rows[:16]}
@@ -271,7 +271,7 @@ def _bits_depend_on(order: WorkOrder, mesh: Mesh | None, module: nn.Module) -> d
 
 
 def _divided(mesh: Mesh, module: nn.Module) -> str:
-    """What says which part of ``module`` lies on which rank of ``mesh``."""
+    """Describe which part of ``module`` lies on which rank of ``mesh``."""
     from sparkdl.sync.divided.layout import divided_layers
     from sparkdl.sync.divided.stages import cut_layers
 
@@ -329,7 +329,7 @@ def _resume_point(
 
 
 def _parts(order: WorkOrder, info: CheckpointInfo, ranks: Iterable[int]) -> Iterator[Any]:
-    """What ``ranks`` had of a divided model, one after the other."""
+    """Yield what ``ranks`` had of a divided model, one after the other."""
     from sparkdl.storage.checkpoint_format import load_rank
     from sparkdl.train.rank_state import DIVIDED
 
@@ -341,7 +341,7 @@ def _parts(order: WorkOrder, info: CheckpointInfo, ranks: Iterable[int]) -> Iter
 
 
 def _united_states(info: CheckpointInfo, comm: Communicator) -> dict[str, Any]:
-    """What the ranks of another gang had, united by rank 0. Collective."""
+    """Return the states of another gang's ranks, united by rank 0. Collective."""
     from sparkdl.storage.checkpoint_format import decode, encode, load_rank
     from sparkdl.storage.tensor_tree import snapshot
     from sparkdl.train.rank_state import DIVIDED, united
@@ -361,7 +361,7 @@ def _united_states(info: CheckpointInfo, comm: Communicator) -> dict[str, Any]:
 def _report(
     outcome: TrainOutcome, rows: int, checkpoints: CheckpointManager | None
 ) -> dict[str, Any]:
-    """What the driver's summary needs of one rank; ``rows`` are those it has trained on."""
+    """Return what the driver's summary needs of one rank; ``rows`` are those it has trained on."""
     from sparkdl.train.time_spent import TRAINING
 
     busy = sum(outcome.seconds[name] for name in TRAINING)

@@ -54,7 +54,7 @@ def seen(pid: int | str) -> tuple[str, float] | None:
 
 
 def slices(pid: int) -> dict[str, tuple[float, float, int]]:
-    """What each thread got of the CPUs; nothing where the kernel does not say it.
+    """Return what each thread got of the CPUs; nothing where the kernel does not say it.
 
     Seconds for which it ran, and for which it waited for that, and how often it was its turn. What
     a thread waits for now counts when its turn has come.
@@ -229,7 +229,7 @@ def end(pid: int, timeout_seconds: float) -> None:
 
 
 def read_order(pipe: int) -> dict[str, Any] | None:
-    """What the worker writes first: a length in decimal digits, a line's end, and the order.
+    """Read what the worker writes first: a length in decimal digits, a line's end, and the order.
 
     It takes nothing of what comes next: a short task is over before this process has started.
     """

@@ -109,7 +109,7 @@ def test_gangs_of_two_applications_that_start_together_both_train(
     undisturbed: str, master: str, tmp_path: Path
 ) -> None:
     """Each has one of two slots, until one of them gives its own back; no restart is counted."""
-    settings = [*DYNAMIC, "spark.dynamicAllocation.minExecutors=0", "spark.sparkdl.startTimeout=60"]
+    settings = [*DYNAMIC, "spark.dynamicAllocation.minExecutors=0", "spark.sparkdl.startTimeout=30"]
     with ThreadPoolExecutor(2) as pool:
         begun = [
             pool.submit(train, "competing", master, tmp_path / name, *settings)

@@ -19,8 +19,10 @@ from torch.nn.utils import prune
 from sparkdl.comm.communicator import LocalCommunicator
 from sparkdl.config import TrainConfig
 from sparkdl.data.batches import Batches
+from sparkdl.data.plan import RoundPart
 from sparkdl.data.spool.mapped import MappedRows
 from sparkdl.errors import ConfigError
+from sparkdl.serialization.travel.attributes import Attributes
 from sparkdl.serialization.travel.packed_module import travelled
 from sparkdl.sync.asynchronous.async_sgd import AsyncSGD
 from sparkdl.sync.averaging.diloco import DiLoCo
@@ -28,8 +30,9 @@ from sparkdl.sync.averaging.local_sgd import LocalSGD
 from sparkdl.sync.averaging.parameter_averaging import ParameterAveraging
 from sparkdl.sync.gradients.allreduce import AllReduce
 from sparkdl.sync.module_tensors import tensors_of
-from sparkdl.train.callbacks import Callback, CallbackState
+from sparkdl.train.callbacks import Callback, CallbackState, NullObserver
 from sparkdl.train.optimizers.large_batch import LAMB
+from sparkdl.train.round_replica import RoundReplica
 from tests.gang import Gang
 from tests.sync.apart import assert_equal_bits, on_nodes
 from tests.train.runs import NUM_FEATURES, Keeper, but, make_data, plan_for, run, seeded
@@ -400,6 +403,70 @@ def test_who_cannot_follow_freezing_says_so() -> None:
     config = config_of("sgd", callbacks=(callback,), sync_strategy=AsyncSGD())
     with pytest.raises(ConfigError, match="use AllReduce or ParameterAveraging"):
         run(made(Frozen), config, make_data([23]))
+
+
+class Alternating(Net):
+    """Trains two of its layers in turns, by requires_grad in forward."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.training:
+            self.body.requires_grad_(self.steps % 2 == 0)
+            self.head.requires_grad_(self.steps % 2 == 1)
+        return super().forward(x)
+
+
+@torch.no_grad()
+def step_at_once(parameter: torch.Tensor) -> None:
+    parameter.sub_(0.05 * parameter.grad)
+    parameter.grad = None
+
+
+class InBackward(Net):
+    """Steps its body in the backward pass, as torch's tutorial does to save memory."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        for parameter in self.body.parameters():
+            parameter.register_post_accumulate_grad_hook(step_at_once)
+
+
+def test_steps_in_the_backward_pass_are_for_one_worker(gang: Gang) -> None:
+    config = config_of("sgd", sync_strategy=AllReduce())
+    net = made(InBackward)
+    run(net, config, make_data([23]))
+    expected = plain_loop(made(InBackward), config, [23], world_size=1)
+    assert_alike(tensors_of(net), expected)
+    with pytest.raises(AssertionError, match=r"changes the parameter 'body\.weight' itself"):
+        gang.run(train_on_rank, InBackward, config, ROWS)
+
+
+class Thawing(Frozen):
+    """Unfreezes a layer in forward."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.body.requires_grad_(self.steps > 1)
+        return super().forward(x)
+
+
+def test_forward_may_freeze_and_unfreeze_alone_only(gang: Gang) -> None:
+    config = config_of("sgd", sync_strategy=AllReduce())
+    net = made(Alternating)
+    run(net, config, make_data([23]))
+    assert_alike(tensors_of(net), plain_loop(made(Alternating), config, [23], world_size=1))
+    with pytest.raises(AssertionError, match=r"forward has unfrozen the parameter 'head\.weight'"):
+        gang.run(train_on_rank, Alternating, config, ROWS)
+
+
+def test_rounds_do_not_forget_what_forward_has_unfrozen() -> None:
+    shards, config = make_data([23]), config_of("sgd")
+    plan, net = plan_for(shards, config, world_size=1), made(Thawing)
+    replica = RoundReplica(net, config, plan, torch.device("cpu"), None, Attributes(net))
+    state: dict[str, Any] = {"model": copy.deepcopy(tensors_of(net))}
+    with pytest.raises(ConfigError, match="was unfrozen while training runs"):
+        for number in range(5):
+            part = RoundPart(epoch=0, step_in_epoch=number, step=number, num_steps=1)
+            rows = MappedRows(shards[0], plan)
+            state = replica.train(state, 0, rows, part, NullObserver()).state
 
 
 class Teacher(Net):

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from sparkdl.explain.cost_model import Compute, Layout, Link, Network, Stages
+from sparkdl.explain.cost_model import Compute, Layout, Network, NetworkLink, StageCosts
 from sparkdl.sync.exchange_pattern import Pattern
 
 Clocks = npt.NDArray[np.float64]
@@ -30,7 +30,7 @@ class Cluster:
     compute: Compute
     network: Network
     layout: Layout
-    stages: Stages | None = None
+    stages: StageCosts | None = None
 
 
 def simulate(
@@ -188,7 +188,7 @@ class _Run:
         self.clocks[:] = now
 
 
-def _ring(ready: Clocks, link: Link, piece_bytes: float) -> Clocks:
+def _ring(ready: Clocks, link: NetworkLink, piece_bytes: float) -> Clocks:
     """Each of ``2 (W - 1)`` times a rank sends a piece when it has the one before it."""
     clocks, took = ready, link.seconds(piece_bytes)
     for _ in range(2 * (len(ready) - 1)):
@@ -196,7 +196,7 @@ def _ring(ready: Clocks, link: Link, piece_bytes: float) -> Clocks:
     return clocks
 
 
-def _tree(ready: Clocks, link: Link, num_bytes: float) -> Clocks:
+def _tree(ready: Clocks, link: NetworkLink, num_bytes: float) -> Clocks:
     """Up a binomial tree and down again."""
     clocks, took = ready.copy(), link.seconds(num_bytes)
     count = len(clocks)

@@ -10,7 +10,7 @@ import pytest
 
 from sparkdl.explain.calibrate import found_by, spreads
 from sparkdl.explain.cost_model import Layout, ring_seconds
-from sparkdl.explain.cost_model import Link as LinkCost
+from sparkdl.explain.cost_model import NetworkLink as LinkCost
 
 PLACES = ((2, 1), (1, 2))
 """Workers of a machine at work, and their threads."""

@@ -12,7 +12,7 @@ from sparkdl.config import CheckpointConfig, TrainConfig
 from sparkdl.data.plan import Shard, make_plan
 from sparkdl.errors import ConfigError
 from sparkdl.explain.comparison import (
-    Option,
+    ComparedStrategy,
     choose_strategy,
     choose_workers,
     ladder,
@@ -22,7 +22,7 @@ from sparkdl.explain.comparison import (
     strategies,
     world_sizes,
 )
-from sparkdl.explain.cost_model import Calibration, Compute, Gang, Link, Network, Stages
+from sparkdl.explain.cost_model import Calibration, Compute, Gang, Network, NetworkLink, StageCosts
 from sparkdl.explain.explanation import Explanation, PlanFacts, Recommendation, seconds_text
 from sparkdl.explain.predict_times import Predictor
 from sparkdl.sync.averaging.local_sgd import LocalSGD
@@ -43,7 +43,7 @@ def predictor(
 ) -> Predictor:  # fmt: skip
     """A cluster of machines with one worker each; a step on 64 rows takes 64 ms by default."""
     compute = Compute(threads=8, fixed_seconds=0.0, row_seconds=row_seconds, step_spread=0.05)
-    messages = Link(latency_seconds=latency_seconds, byte_seconds=byte_seconds)
+    messages = NetworkLink(latency_seconds=latency_seconds, byte_seconds=byte_seconds)
     gang = Gang(
         levels={},
         network=Network(messages=messages),
@@ -59,7 +59,7 @@ def predictor(
             gang=gang if can_gang else None,
             levels={1: compute},
             task_levels={1: compute},
-            stages=Stages(fixed_seconds=0.3, byte_seconds=2e-9, first_seconds=start_seconds),
+            stages=StageCosts(fixed_seconds=0.3, byte_seconds=2e-9, first_seconds=start_seconds),
         ),
         plan=make_plan(columns=(), shards=shards, world_size=nodes, batch_size=64, epochs=3),
         size=ModelSize(
@@ -258,7 +258,7 @@ def test_the_columns_of_a_table_stand_below_each_other_in_a_terminal() -> None:
     assert any(line.startswith("  - a note of many") for line in long.lines())
 
 
-def workers(totals: dict[int, float]) -> Option:
+def workers(totals: dict[int, float]) -> ComparedStrategy:
     """Fits of all-reduce with so many workers that take so many seconds."""
     found = option(predictor(), AllReduce(), list(totals), in_rounds=False)
     predictions = [

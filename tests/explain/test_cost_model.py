@@ -14,14 +14,14 @@ from sparkdl.explain.cost_model import (
     Compute,
     Gang,
     Layout,
-    Link,
     Network,
-    Stages,
+    NetworkLink,
+    StageCosts,
     fit_line,
 )
 from sparkdl.sync.averaging.period import AutoPeriod, RoundReport, steps_for_share
 
-LINK = Link(latency_seconds=1e-3, byte_seconds=1e-6)
+LINK = NetworkLink(latency_seconds=1e-3, byte_seconds=1e-6)
 
 
 def test_a_ring_sends_a_part_of_the_tensor_in_each_message() -> None:
@@ -32,7 +32,7 @@ def test_a_ring_sends_a_part_of_the_tensor_in_each_message() -> None:
 
 def test_more_workers_than_were_measured_take_longer_to_meet() -> None:
     gang = Gang(levels={}, network=None, launch_seconds=4.0, num_ranks=2)
-    stages = Stages(fixed_seconds=0.3, byte_seconds=0, first_seconds=5.0)
+    stages = StageCosts(fixed_seconds=0.3, byte_seconds=0, first_seconds=5.0)
     found = Calibration(gang=gang, stages=stages, task_levels={}, link_seconds=1.0)
     assert [found.start_seconds(in_rounds=False, world_size=n) for n in (1, 2)] == [5.0, 5.0]
     thousand = found.start_seconds(in_rounds=False, world_size=1002)
@@ -56,7 +56,7 @@ def test_a_tree_sends_all_of_it_on_every_level() -> None:
 
 
 def test_sums_by_topology() -> None:
-    shared = Link(latency_seconds=1e-5, byte_seconds=1e-9)
+    shared = NetworkLink(latency_seconds=1e-5, byte_seconds=1e-9)
     network = Network(messages=LINK, shared=shared, shared_ranks=4)
     one, two = Layout(world_size=4, num_nodes=1), Layout(world_size=8, num_nodes=2)
     assert network.sum_seconds(8000, one, "shared") == pytest.approx(1e-5 + 8e-6)

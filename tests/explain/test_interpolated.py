@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from sparkdl.explain.cost_model import Calibration, Compute, Layout, Stages, interpolated
+from sparkdl.explain.cost_model import Calibration, Compute, Layout, StageCosts, interpolated
 
 ONE = Compute(threads=4, fixed_seconds=0.1, row_seconds=0.001, step_spread=0.0, rank_spread=0.2)
 FOUR = Compute(threads=1, fixed_seconds=0.4, row_seconds=0.004, step_spread=0.3, rank_spread=0.2)
@@ -35,7 +35,7 @@ def test_a_step_by_the_workers_that_run_on_a_machine(
         gang=None,
         levels={4: FOUR, 1: ONE},
         task_levels={3: FOUR, 1: ONE},
-        stages=Stages(fixed_seconds=0.4, byte_seconds=2e-9),
+        stages=StageCosts(fixed_seconds=0.4, byte_seconds=2e-9),
     )
     layout = Layout(world_size=6, num_nodes=2, num_slots=slots)
     assert calibration.compute(layout, in_rounds=in_rounds).fixed_seconds == pytest.approx(expected)

@@ -12,9 +12,9 @@ from sparkdl.explain.cost_model import (
     Compute,
     Gang,
     Layout,
-    Link,
     Network,
-    Stages,
+    NetworkLink,
+    StageCosts,
 )
 from sparkdl.explain.predict_times import Steps
 from sparkdl.sync.asynchronous.async_sgd import AsyncSGD
@@ -24,11 +24,11 @@ from tests.explain.simulate import Cluster, simulate
 
 # A network of 10 Gbit/s, and shared memory.
 NETWORK = Network(
-    messages=Link(latency_seconds=5e-5, byte_seconds=1 / 1.2e9),
-    shared=Link(latency_seconds=2e-5, byte_seconds=1 / 8e9),
+    messages=NetworkLink(latency_seconds=5e-5, byte_seconds=1 / 1.2e9),
+    shared=NetworkLink(latency_seconds=2e-5, byte_seconds=1 / 8e9),
     shared_ranks=8,
 )
-STAGES = Stages(fixed_seconds=0.2, byte_seconds=1 / 500e6)
+STAGES = StageCosts(fixed_seconds=0.2, byte_seconds=1 / 500e6)
 COMPUTE = Compute(
     threads=1, fixed_seconds=0.01, row_seconds=0.001, step_spread=0.1, rank_spread=0.03
 )  # fmt: skip

@@ -29,10 +29,14 @@ class Built:
 
 
 def copy_sources(folder: Path) -> Path:
-    """Copy them, since building leaves files in the tree; returns the folder."""
+    """Copy them, since building leaves files in the tree; returns the folder.
+
+    What other parts of the suite make in these folders meanwhile is no part of a clone.
+    """
+    made = shutil.ignore_patterns("_build", "__pycache__", "*.egg-info")
     for name in SOURCES:
         if (ROOT / name).is_dir():
-            shutil.copytree(ROOT / name, folder / name)
+            shutil.copytree(ROOT / name, folder / name, ignore=made)
         else:
             shutil.copy(ROOT / name, folder)
     return folder

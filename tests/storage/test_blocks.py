@@ -11,7 +11,7 @@ from unittest.mock import MagicMock
 import pytest
 
 from sparkdl.storage import blocks
-from sparkdl.storage.blocks import Block, locate_blocks
+from sparkdl.storage.blocks import FileBlock, locate_blocks
 
 
 def test_where_nobody_knows_hosts_training_does_without(caplog: pytest.LogCaptureFixture) -> None:
@@ -44,7 +44,7 @@ def test_webhdfs_names_the_hosts_of_a_block(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(blocks, "open_url", lambda url: (Files(), "/"))
     spark: Any = None
     found = locate_blocks(spark, "webhdfs://host/", ("/a", "/b"))
-    assert found == {"/a": [Block(0, 30, ()), Block(100, 130, (FAR,))]}
+    assert found == {"/a": [FileBlock(0, 30, ()), FileBlock(100, 130, (FAR,))]}
 
 
 def jvm_of(files: dict[str, list[dict[str, Any]]]) -> Any:
@@ -79,7 +79,7 @@ def test_hadoop_names_the_hosts_of_the_files_that_are_wanted(
     four = {"offset": 0, "length": 64, "hosts": ["far.net"], "names": ["10.0.0.7:9866"]}
     spark = jvm_of({"/other": [four], "/a": [four, six]})
     assert locate_blocks(spark, "hdfs://host/", ("/a",)) == {
-        "/a": [Block(0, 64, (FAR,)), Block(64, 74, (("six.net", "fe80::7"),))]
+        "/a": [FileBlock(0, 64, (FAR,)), FileBlock(64, 74, (("six.net", "fe80::7"),))]
     }
     store = {"offset": 0, "length": 64, "hosts": ["localhost"], "names": ["localhost:9866"]}
     spark = jvm_of({"/a": [store], "/b": [four]})

@@ -17,9 +17,9 @@ from sparkdl.errors import ConfigError
 from sparkdl.sync.averaging.parameter_averaging import ParameterAveraging
 from sparkdl.train.callbacks import (
     Callback,
+    CallbackRequest,
     CallbackState,
     NullObserver,
-    Request,
     give_states,
     states_of,
 )
@@ -298,5 +298,7 @@ def test_all_ranks_act_alike_or_none_does(gang: Gang) -> None:
 
 
 def test_a_request_says_what_it_is() -> None:
-    assert str(Request()) == "for nothing"
-    assert str(Request(True, True, 0.5)) == "to stop and to save and for the learning rate 0.5"
+    assert str(CallbackRequest()) == "for nothing"
+    assert (
+        str(CallbackRequest(True, True, 0.5)) == "to stop and to save and for the learning rate 0.5"
+    )

@@ -20,9 +20,9 @@ from sparkdl.sync.population.ranges import Range
 from sparkdl.tuning.search import (
     EPOCHS,
     ERROR,
-    Attempt,
     Fitted,
     OnEpoch,
+    PlannedTrial,
     Search,
     UnknownMonitor,
 )
@@ -33,7 +33,7 @@ from sparkdl.tuning.trial_table import TrialTable
 SPACE = {"x": Range(0.0, 1.0)}
 
 
-def line(attempt: Attempt, on_epoch: OnEpoch, *, epochs: int = 9) -> Fitted:
+def line(attempt: PlannedTrial, on_epoch: OnEpoch, *, epochs: int = 9) -> Fitted:
     """Losses that fall from epoch to epoch, the lower the smaller x is."""
     history = []
     for epoch in range(1, epochs + 1):
@@ -44,7 +44,7 @@ def line(attempt: Attempt, on_epoch: OnEpoch, *, epochs: int = 9) -> Fitted:
 
 
 def search(
-    fit: Callable[[Attempt, OnEpoch], Fitted] = line,
+    fit: Callable[[PlannedTrial, OnEpoch], Fitted] = line,
     *,
     place: Path | None = None,
     space: Any = SPACE,
@@ -85,7 +85,7 @@ def test_the_best_model_alone_is_kept(tmp_path: Path) -> None:
 def test_asha_ends_what_is_worse_than_a_quarter_of_the_others() -> None:
     epochs: dict[int, int] = {}
 
-    def fit(attempt: Attempt, on_epoch: OnEpoch) -> Fitted:
+    def fit(attempt: PlannedTrial, on_epoch: OnEpoch) -> Fitted:
         def counted(record: Any) -> None:
             epochs[attempt.number] = int(record["epoch"])
             on_epoch(record)
@@ -113,7 +113,7 @@ def test_several_values_give_a_front_and_end_nothing_early() -> None:
 def test_failures_are_noted_and_what_diverges_teaches_the_sampler(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    def fit(attempt: Attempt, on_epoch: OnEpoch) -> Fitted:
+    def fit(attempt: PlannedTrial, on_epoch: OnEpoch) -> Fitted:
         if attempt.number == 1:
             raise WorkerError(0, "ValueError", "a bad width\nand more", "traceback")
         if attempt.number == 2:
@@ -135,7 +135,7 @@ def test_failures_are_noted_and_what_diverges_teaches_the_sampler(
 
 
 def test_a_search_whose_first_trials_all_fail_ends() -> None:
-    def fit(attempt: Attempt, on_epoch: OnEpoch) -> Fitted:
+    def fit(attempt: PlannedTrial, on_epoch: OnEpoch) -> Fitted:
         raise ConfigError(f"no column {attempt.number}")
 
     found = search(fit)
@@ -154,7 +154,7 @@ def test_a_value_that_is_not_measured_ends_the_search_at_once() -> None:
 def test_what_was_cut_off_is_tried_again_and_finished_trials_are_not(tmp_path: Path) -> None:
     tried: list[tuple[str, float]] = []
 
-    def fit(attempt: Attempt, on_epoch: OnEpoch) -> Fitted:
+    def fit(attempt: PlannedTrial, on_epoch: OnEpoch) -> Fitted:
         tried.append((attempt.folder, attempt.values["x"]))
         if len(tried) == 3:
             raise KeyboardInterrupt
@@ -176,7 +176,7 @@ def test_trials_run_at_the_same_time_and_an_end_ends_them_all(tmp_path: Path) ->
     together = threading.Barrier(2, timeout=10)
     ended: list[int] = []
 
-    def fit(attempt: Attempt, on_epoch: OnEpoch) -> Fitted:
+    def fit(attempt: PlannedTrial, on_epoch: OnEpoch) -> Fitted:
         together.wait()
         if attempt.number == 1:
             raise SystemExit  # what is no failure of a trial
@@ -197,7 +197,7 @@ def test_trials_run_at_the_same_time_and_an_end_ends_them_all(tmp_path: Path) ->
 
 
 def test_an_epoch_that_is_seen_twice_is_reported_once() -> None:
-    def fit(attempt: Attempt, on_epoch: OnEpoch) -> Fitted:
+    def fit(attempt: PlannedTrial, on_epoch: OnEpoch) -> Fitted:
         for epoch, loss in ((1, 3.0), (2, 9.0), (2, 2.0), (2.5, 4.0), (3, math.nan)):
             on_epoch({"epoch": epoch, "val_loss": loss})
         raise TrainingDiverged("at last")
@@ -210,7 +210,7 @@ def test_an_epoch_that_is_seen_twice_is_reported_once() -> None:
 
 
 def test_a_trial_without_a_finite_value_has_diverged() -> None:
-    def fit(attempt: Attempt, on_epoch: OnEpoch) -> Fitted:
+    def fit(attempt: PlannedTrial, on_epoch: OnEpoch) -> Fitted:
         record = {"epoch": 1, "val_loss": math.nan}
         return Fitted(model=None, history=[record], kept=record)
 
@@ -229,7 +229,7 @@ def test_samplers_and_pruners_of_optunas_may_be_given() -> None:
 
 
 def test_another_process_that_works_on_the_study_is_named(tmp_path: Path) -> None:
-    def fit(attempt: Attempt, on_epoch: OnEpoch) -> Fitted:
+    def fit(attempt: PlannedTrial, on_epoch: OnEpoch) -> Fitted:
         if attempt.number == 1:
             search(place=tmp_path)  # takes over what it finds unfinished
         return line(attempt, on_epoch)
@@ -241,7 +241,7 @@ def test_another_process_that_works_on_the_study_is_named(tmp_path: Path) -> Non
         search(partial(fit_while_another_begins, tmp_path / "p"), place=tmp_path / "p").run()
 
 
-def fit_while_another_begins(place: Path, attempt: Attempt, on_epoch: OnEpoch) -> Fitted:
+def fit_while_another_begins(place: Path, attempt: PlannedTrial, on_epoch: OnEpoch) -> Fitted:
     """The study is taken over after the last epoch."""
     fitted = line(attempt, on_epoch)
     search(place=place)
@@ -251,7 +251,7 @@ def fit_while_another_begins(place: Path, attempt: Attempt, on_epoch: OnEpoch) -
 def test_epochs_of_the_fit_that_a_trial_goes_on_from_do_not_count() -> None:
     lines: list[str] = []
 
-    def fit(attempt: Attempt, on_epoch: OnEpoch) -> Fitted:
+    def fit(attempt: PlannedTrial, on_epoch: OnEpoch) -> Fitted:
         history = [{"epoch": epoch, "val_loss": 1.0} for epoch in (3, 4)]
         for record in history:
             on_epoch(record, begun=2)

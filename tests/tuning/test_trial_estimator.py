@@ -10,11 +10,11 @@ from torch import nn
 
 from sparkdl import EarlyStopping, TorchRegressor, Tournament
 from sparkdl.train.training_state import TrainingMethod, TrainingState
-from sparkdl.tuning.search import Attempt
+from sparkdl.tuning.search import PlannedTrial
 from sparkdl.tuning.study import StudyOptions
 from sparkdl.tuning.tune import epochs_before, trial_estimator
 
-ATTEMPT = Attempt(number=3, name="mine-3", folder="trial-00001", values={})
+ATTEMPT = PlannedTrial(number=3, name="mine-3", folder="trial-00001", values={})
 
 
 def made(params: dict[str, Any], **options: Any) -> TorchRegressor:

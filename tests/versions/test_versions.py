@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shlex
 from collections.abc import Callable
 from pathlib import Path
@@ -28,6 +29,8 @@ from tests.versions.conftest import (
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
 
 Environments = Callable[[str], Environment]
+IS_WHOLE = {"CUDA", "NEWEST_PYTHON"} <= os.environ.keys()
+"""Whether the environments have the ends of all ranges; else torch and Python are those here."""
 
 
 def descend() -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]:
@@ -85,7 +88,8 @@ def test_the_package_knows_what_was_tested(environments: Environments) -> None:
     for package, known in TESTED.items():
         found = tuple(short(ran[name][package]) for name in RESOLUTIONS)
         print(f"{package} {' to '.join(ran[name][package] for name in RESOLUTIONS)}")
-        assert found == known, (
+        are_within = all(numbers(known[0]) <= numbers(one) <= numbers(known[1]) for one in found)
+        assert found == known or (are_within and not IS_WHOLE), (
             f"write {found} into TESTED[{package!r}], sparkdl/runtime/versions.py"
         )
 

@@ -111,7 +111,7 @@ def _seconds(duration: str, *, default_unit: str) -> float:
 
 
 def _reachable(master: str | None) -> Iterator[Finding]:
-    """Whether somebody listens where the master's URL points to; Spark would try for minutes."""
+    """Check that each address of the master's URL answers; Spark would try for minutes."""
     for host, port in addresses(master or ""):
         try:
             socket.create_connection((host, port), timeout=_CONNECT_SECONDS).close()

@@ -1,4 +1,4 @@
-"""What the doctor is asked, and what it has found: a line for each thing that was looked at."""
+"""The doctor's order, and its findings: a line for each thing that was looked at."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _WIDTH = 14
 
 @dataclass(frozen=True, kw_only=True)
 class Order:
-    """What the doctor is asked to look at."""
+    """The things that the doctor is asked to look at."""
 
     master: str | None = None
     """As in ``[spark]`` of a job file; None: what Spark's configuration says."""
@@ -32,7 +32,7 @@ class Order:
 
 @dataclass(frozen=True)
 class Finding:
-    """What is known of one thing."""
+    """The result for one thing that the doctor checks."""
 
     state: State
     """``note``: training works, but perhaps not as somebody thinks. ``left out``: it could not be
@@ -62,7 +62,7 @@ def checked(subject: str, check: Callable[[], object], text: str) -> Finding:
 
 
 def bounded(action: Callable[[], T], seconds: float, what: str) -> T:
-    """What ``action`` returns; raises ClusterError if that is not in time.
+    """Return the result of ``action``; raises ClusterError if it takes more than ``seconds``.
 
     It runs in a thread of its own, which is left alone when time is up: what waits in the JVM or
     for a name server cannot be interrupted. ``what`` says what was waited for.

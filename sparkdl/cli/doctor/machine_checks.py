@@ -66,7 +66,7 @@ def required_ranges() -> dict[str, str]:
 
 
 def package_finding(package: str, version: str | None, allowed: str) -> Finding:
-    """What there is to say of a package that training needs."""
+    """Return the finding on the installed version of a package that training needs."""
     remedy = f'pip install "{package}{allowed}"'
     if version is None:
         return wrong(package, f"is not installed; {remedy}")
@@ -77,7 +77,7 @@ def package_finding(package: str, version: str | None, allowed: str) -> Finding:
 
 
 def is_within(version: str, allowed: str) -> bool:
-    """Whether a version is in a range of ``>=`` and ``<`` bounds; other bounds do not count."""
+    """Return True if a version is within bounds of ``>=`` and ``<``; other bounds do not count."""
     bounds = re.findall(r"(>=|<)([\d.]+)", allowed)
     ours = numbers(version)
     return all((ours >= numbers(bound)) == (sign == ">=") for sign, bound in bounds)
@@ -97,7 +97,7 @@ def foreign_package() -> Iterator[Finding]:
 
 
 def workers_python(environ: Mapping[str, str]) -> Finding:
-    """Which Python Spark's workers run, where they are on this machine."""
+    """Report which Python Spark's workers run, where they are on this machine."""
     chosen = environ.get("PYSPARK_PYTHON")
     if chosen is None and "PYSPARK_GATEWAY_PORT" in environ:
         return note(
@@ -148,7 +148,7 @@ def java(environ: Mapping[str, str]) -> Finding:
 
 
 def spark_home(home: Path, pyspark: str | None) -> Finding:
-    """Whether SPARK_HOME, which pyspark prefers to its own jars, is of pyspark's version."""
+    """Check that SPARK_HOME, which pyspark prefers to its own jars, is of pyspark's version."""
     jars = sorted((home / "jars").glob("spark-core_*.jar"))
     remedy = f"unset SPARK_HOME, or set it to a Spark {pyspark or 'of the version of pyspark'}"
     if not jars:
@@ -160,7 +160,7 @@ def spark_home(home: Path, pyspark: str | None) -> Finding:
 
 
 def host_name(environ: Mapping[str, str]) -> Finding:
-    """Whether this host's name leads to an address; else Spark does not start."""
+    """Check that this host's name leads to an address; else Spark does not start."""
     name = socket.gethostname()
     if "SPARK_LOCAL_IP" in environ:
         return ok("host", f"{name}; Spark uses SPARK_LOCAL_IP={environ['SPARK_LOCAL_IP']}")
@@ -173,7 +173,7 @@ def host_name(environ: Mapping[str, str]) -> Finding:
 
 
 def _output(command: list[str]) -> tuple[str, str]:
-    """What a program prints, and why it does not, if so."""
+    """Return what a program prints, and the reason if it fails, else an empty text."""
     try:
         done = subprocess.run(
             command, capture_output=True, text=True, timeout=_PROGRAM_SECONDS, check=False

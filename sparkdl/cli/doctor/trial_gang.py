@@ -20,7 +20,7 @@ _LITTLE_BYTES = 1 << 30
 
 
 def look_around() -> dict[str, Any]:
-    """What a rank sees. Runs on all workers at once, by `TorchRunner`."""
+    """Report a rank's device, disk and all-reduce. All workers run it at once, by `TorchRunner`."""
     import torch
     import torch.distributed as dist
 
@@ -70,7 +70,7 @@ def workers_finding(seen: Sequence[Mapping[str, Any]], seconds: float) -> Findin
 
 
 def gpus_finding(seen: Sequence[Mapping[str, Any]], gpus_per_executor: int) -> Finding:
-    """What the workers compute on, and whether Spark schedules the same."""
+    """Report what the workers compute on, and whether Spark schedules the same."""
     names = [str(rank["gpu"]) for rank in seen if rank["gpu"] is not None]
     if names and len(names) < len(seen):
         return wrong(

@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from sparkdl.cli.images.parts import Part, difference
+from sparkdl.cli.images.parts import ImagePart, difference
 from sparkdl.cli.job_files.prepare_file import SPLITS
 from sparkdl.errors import ConfigError
 from sparkdl.storage.storage import Storage
@@ -26,7 +26,7 @@ _OURS = {FINISHED, LABELS, BAD_FILES, WORK, *SPLITS}
 
 @dataclass(frozen=True, kw_only=True)
 class Record:
-    """What became of the files of one part."""
+    """The result for the files of one part."""
 
     rows: int
     """In the Parquet file; there is no file without rows."""
@@ -38,7 +38,7 @@ class Record:
 
 @dataclass(frozen=True, kw_only=True)
 class Report:
-    """What a finished run has made; the contents of ``prepare.json``."""
+    """The results of a finished run; the contents of ``prepare.json``."""
 
     path: str
     files: Mapping[str, int]
@@ -99,7 +99,7 @@ class Ledger:
                 found[name.removesuffix(".json")] = Record(**{**values, "bad": bad})
         return found
 
-    def write(self, part: Part, record: Record) -> None:
+    def write(self, part: ImagePart, record: Record) -> None:
         """Record a part whose file is in its place."""
         self._write(f"{_DONE}/{part.name}.json", vars(record))
 
@@ -138,7 +138,7 @@ class Ledger:
         return self.report()
 
     def report(self) -> Report:
-        """What a finished run has made."""
+        """Return the results of a finished run."""
         summary = self._read(FINISHED)
         assert summary is not None, "the run is not finished"
         lines = self.storage.read(BAD_FILES).decode().splitlines() if summary["bad"] else []

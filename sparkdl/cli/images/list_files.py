@@ -57,7 +57,7 @@ def tuned(spark: SparkSession) -> Iterator[None]:
 
 @dataclass(frozen=True, kw_only=True)
 class Listed:
-    """What is in a folder of image files."""
+    """The contents of a folder of image files."""
 
     root: str
     """The folder's URL."""
@@ -128,7 +128,7 @@ def below(root: str, urls: Sequence[str]) -> tuple[str, list[str]]:
 
 
 def _end_of_host(url: str) -> int:
-    """Where the path of a URL begins."""
+    """Return the index at which the path of a URL begins."""
     found = _HOST.match(url)
     return found.end() if found is not None else 0
 

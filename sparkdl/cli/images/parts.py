@@ -23,7 +23,7 @@ _WHOLE = 2.0**64
 
 
 @dataclass(frozen=True, kw_only=True)
-class Part:
+class ImagePart:
     """One Parquet file to be written."""
 
     split: Split
@@ -34,16 +34,18 @@ class Part:
 
     @property
     def name(self) -> str:
-        """Of the split and number, for records."""
+        """Name of the split and number, for records."""
         return f"{self.split}-{self.number:05d}"
 
     @property
     def path(self) -> str:
-        """Of the Parquet file, below the output's folder."""
+        """Path of the Parquet file, below the output's folder."""
         return f"{self.split}/part-{self.number:05d}.parquet"
 
 
-def make_parts(paths: Sequence[str], split: SplitSection, rows_per_file: int) -> tuple[Part, ...]:
+def make_parts(
+    paths: Sequence[str], split: SplitSection, rows_per_file: int
+) -> tuple[ImagePart, ...]:
     """Cut files, by their paths below the source's folder, into splits and Parquet files."""
     # Two random numbers for each path: one chooses the split, one the place in it.
     digests = b"".join(
@@ -59,12 +61,12 @@ def make_parts(paths: Sequence[str], split: SplitSection, rows_per_file: int) ->
         rows = order[owner[order] == number]
         for start in range(0, len(rows), rows_per_file):
             chosen = rows[start : start + rows_per_file]
-            parts.append(Part(split=name, number=start // rows_per_file, rows=chosen))
+            parts.append(ImagePart(split=name, number=start // rows_per_file, rows=chosen))
     return tuple(parts)
 
 
 def digest_of(source: pa.Table, names: Sequence[str], job: PrepareJob) -> Mapping[str, Any]:
-    """What must be equal for a run to go on where another stopped: files, classes, options."""
+    """Return what must be equal to go on where a run stopped: files, classes, options."""
     content = hashlib.blake2b(digest_size=16)
     order = np.argsort(np.asarray(source["path"].to_pylist(), dtype=object))
     for batch in source.take(pa.array(order)).to_batches(max_chunksize=65536):
@@ -79,7 +81,7 @@ def digest_of(source: pa.Table, names: Sequence[str], job: PrepareJob) -> Mappin
 
 
 def difference(before: Mapping[str, Any], now: Mapping[str, Any]) -> str | None:
-    """What tells two runs apart, in words; None if nothing does."""
+    """Describe a difference between two runs in words; None if there is none."""
     if before.get("version") != now["version"]:
         return "it was prepared by another version of sparkdl"
     for section, value in now["options"].items():

@@ -18,8 +18,8 @@ from pyspark.sql import functions as F
 from sparkdl.cli.images.image_labels import SHOWN, Labelled, by_folder, by_table
 from sparkdl.cli.images.ledger import Ledger, Record, Report
 from sparkdl.cli.images.list_files import Listed, list_files, qualified, tuned
-from sparkdl.cli.images.parts import Part, digest_of, make_parts
-from sparkdl.cli.images.write_parquet import PartWriter, Source
+from sparkdl.cli.images.parts import ImagePart, digest_of, make_parts
+from sparkdl.cli.images.write_parquet import ImageFiles, PartWriter
 from sparkdl.cli.job_files.prepare_file import PrepareJob
 from sparkdl.data.images import require_pillow
 from sparkdl.errors import ConfigError, DataError
@@ -64,7 +64,7 @@ def prepare(spark: SparkSession, job: PrepareJob, label_table: DataFrame | None 
     return ledger.finish(records, source.unusable, source.names)
 
 
-def find_source(spark: SparkSession, job: PrepareJob, label_table: DataFrame | None) -> Source:
+def find_source(spark: SparkSession, job: PrepareJob, label_table: DataFrame | None) -> ImageFiles:
     """List the files, and find their labels; raises DataError if there are none, or wrong ones."""
     listed = list_files(spark, job.data)
     if not listed.table.num_rows:
@@ -84,7 +84,9 @@ def find_source(spark: SparkSession, job: PrepareJob, label_table: DataFrame | N
         logger.warning("left alone for their endings: %d file(s)", listed.num_others)
     if num_unlabelled := listed.table.num_rows - labelled.files.num_rows:
         logger.warning("left out, as the table of labels lacks them: %d file(s)", num_unlabelled)
-    return Source(table=labelled.files, root=listed.root, names=labelled.names, unusable=unusable)
+    return ImageFiles(
+        table=labelled.files, root=listed.root, names=labelled.names, unusable=unusable
+    )
 
 
 def _labelled(job: PrepareJob, listed: Listed, label_table: DataFrame | None) -> Labelled:
@@ -108,7 +110,7 @@ def _labelled(job: PrepareJob, listed: Listed, label_table: DataFrame | None) ->
 def _write_all(
     spark: SparkSession,
     job: PrepareJob,
-    source: Source,
+    source: ImageFiles,
     ledger: Ledger,
     writer: PartWriter,
 ) -> dict[str, Record]:
@@ -139,7 +141,7 @@ def _write_all(
     return records
 
 
-def _bar(parts: Sequence[Part], records: Mapping[str, Record]) -> Any:
+def _bar(parts: Sequence[ImagePart], records: Mapping[str, Record]) -> Any:
     from tqdm.auto import tqdm
 
     return tqdm(

@@ -20,7 +20,7 @@ from pyspark.sql import functions as F
 from sparkdl.cli.images.image_bytes import convert_rows, explain_rows
 from sparkdl.cli.images.ledger import WORK, Record
 from sparkdl.cli.images.list_files import read_files
-from sparkdl.cli.images.parts import Part
+from sparkdl.cli.images.parts import ImagePart
 from sparkdl.cli.job_files.prepare_file import ImageSection
 from sparkdl.spark.session.settings import session_settings
 from sparkdl.storage.storage import Folder
@@ -32,7 +32,7 @@ _Work = Callable[[Iterator[pa.RecordBatch], ImageSection], Iterator[pa.RecordBat
 
 
 @dataclass(frozen=True, kw_only=True)
-class Source:
+class ImageFiles:
     """The files to prepare."""
 
     table: pa.Table
@@ -50,7 +50,7 @@ class PartWriter:
     """Writes parts, several at a time."""
 
     spark: SparkSession
-    source: Source
+    source: ImageFiles
     options: ImageSection
     """What becomes of an image."""
     place: str
@@ -63,7 +63,7 @@ class PartWriter:
         self._staged = f"{WORK}/{_STAGED}{uuid.uuid4().hex[:8]}"
         self._url = f"{self.place.rstrip('/')}/{self._staged}"
 
-    def write(self, parts: Sequence[Part]) -> dict[str, Record]:
+    def write(self, parts: Sequence[ImagePart]) -> dict[str, Record]:
         """Write parts into the folder of staged files; return what is in them; raises DataError."""
         self._numbers = {part.name: number for number, part in enumerate(parts)}
         plan = pa.concat_tables([self._plan(part) for part in parts])
@@ -89,7 +89,7 @@ class PartWriter:
         writer.option("maxRecordsPerFile", 0).parquet(self._url)
         return self._look(parts)
 
-    def put_in_place(self, part: Part, record: Record) -> None:
+    def put_in_place(self, part: ImagePart, record: Record) -> None:
         """Move what was written for a part to its place."""
         if not record.rows:
             return
@@ -104,7 +104,7 @@ class PartWriter:
             if name.startswith(_STAGED):
                 self.storage.remove(f"{WORK}/{name}")
 
-    def _plan(self, part: Part) -> pa.Table:
+    def _plan(self, part: ImagePart) -> pa.Table:
         """A row per file of a part: ``path``, ``label``, ``part``, ``position``, ``url``."""
         files = self.source.table.take(pa.array(part.rows)).drop_columns(["length", "modified"])
         number = np.full(files.num_rows, self._numbers[part.name], dtype=np.int32)
@@ -115,7 +115,7 @@ class PartWriter:
             .append_column("url", pa.array(urls))
         )
 
-    def _look(self, parts: Sequence[Part]) -> dict[str, Record]:
+    def _look(self, parts: Sequence[ImagePart]) -> dict[str, Record]:
         """Count the rows that were written; what is missing there was bad."""
         label_of: dict[str, Any] = {}
         if any(name.startswith("part=") for name in self.storage.list(self._staged)):
@@ -146,7 +146,7 @@ class PartWriter:
         return {urls[row["path"]]: row["reason"] for row in rows}
 
     def _watched(self, work: _Work) -> partial[Iterator[pa.RecordBatch]]:
-        """What a task does, whose process is ended if it hangs."""
+        """Return the function of a task, whose process is ended if it hangs."""
         seconds = session_settings(self.spark).heartbeat_timeout_seconds
         return partial(_work_watched, work=work, options=self.options, seconds=seconds)
 

@@ -74,7 +74,7 @@ def make_session(section: SparkSection, app_name: str) -> SparkSession:
 
 
 def _remedy(error: Exception) -> str:
-    """What to do about a session that does not start."""
+    """Return the remedy for a session that does not start."""
     if "EventLog" in str(error):  # in the stack of the JVM
         return (
             "it cannot write its event log: make the folder that spark.eventLog.dir names, or set "
@@ -84,7 +84,7 @@ def _remedy(error: Exception) -> str:
 
 
 def _is_submitted(environ: Mapping[str, str]) -> bool:
-    """Whether ``spark-submit`` has started this process, hence the JVM before it."""
+    """Return True if ``spark-submit`` has started this process, hence the JVM before it."""
     return "PYSPARK_GATEWAY_PORT" in environ
 
 

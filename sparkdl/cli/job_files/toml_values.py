@@ -114,7 +114,7 @@ def build(kind: type[T], table: Any, where: str = "") -> T:
 
 
 def to_tables(value: Any) -> Any:
-    """What `build` makes the value of; keys without a value are left out."""
+    """Return the tables of which `build` makes the value; keys without a value are left out."""
     if is_dataclass(value):
         found = {item.name: getattr(value, item.name) for item in fields(value)}
         return {key: to_tables(item) for key, item in found.items() if item is not None}

@@ -46,7 +46,7 @@ def unpack(packed: torch.Tensor, bits: int, out: torch.Tensor) -> None:
 
 @functools.cache
 def _numbers(bits: int) -> tuple[int, int, int]:
-    """What `pack` masks and multiplies words with, and where the highest byte begins."""
+    """Return the mask and the factor of words in `pack`, and where the highest byte begins."""
     word, places = _WORDS[bits], range(8 // bits)
     top = 8 * (len(places) - 1)
     mask = sum(((1 << bits) - 1) << 8 * i for i in places)
@@ -110,7 +110,7 @@ class Ternary:
 
 
 def packed_place(start: int, stop: int) -> slice:
-    """Where the codes of a block are among the packed ones."""
+    """Return the slice of a block's codes among the packed ones."""
     return slice(packed_size(start, BITS), packed_size(stop, BITS))
 
 

@@ -35,7 +35,7 @@ class Group:
 
 
 @dataclass(frozen=True)
-class Layout:
+class ColumnLayout:
     """The columns of one slice."""
 
     numel: int
@@ -54,7 +54,7 @@ def column_shapes(shapes: Shapes, *, per_row: bool) -> list[tuple[int, int]]:
     return found
 
 
-def lay_out(columns: Sequence[tuple[int, int]], start: int, stop: int) -> Layout:
+def lay_out(columns: Sequence[tuple[int, int]], start: int, stop: int) -> ColumnLayout:
     """The columns of the slice from ``start`` to ``stop``."""
     groups = []
     first = 0
@@ -67,7 +67,7 @@ def lay_out(columns: Sequence[tuple[int, int]], start: int, stop: int) -> Layout
             blocks = tuple(itertools.pairwise(bounds))
             groups.append(Group(first, num_columns, blocks))
             first += num_columns
-    return Layout(stop - start, first, tuple(groups))
+    return ColumnLayout(stop - start, first, tuple(groups))
 
 
 def _pieces(
@@ -98,7 +98,7 @@ class ColumnCodec(Codec):
     num_numbers: int
 
     def __init__(
-        self, layout: Layout, num_columns: int, code_bytes: int, dtype: torch.dtype
+        self, layout: ColumnLayout, num_columns: int, code_bytes: int, dtype: torch.dtype
     ) -> None:
         self._layout = layout
         self._num_columns = num_columns
@@ -161,11 +161,11 @@ class ColumnCodec(Codec):
 
     @abstractmethod
     def _measure(self, block: torch.Tensor, scratch: Scratch) -> torch.Tensor:
-        """What must be known of a block ``(columns, length)``: ``(kinds, columns)``."""
+        """Measure what must be known of a block ``(columns, length)``: ``(kinds, columns)``."""
 
     @abstractmethod
     def _join(self, measured: torch.Tensor, more: torch.Tensor) -> torch.Tensor:
-        """What is known of two blocks of the same column."""
+        """Join what was measured of two blocks of the same column."""
 
     @abstractmethod
     def _fit(self, measured: torch.Tensor) -> torch.Tensor:

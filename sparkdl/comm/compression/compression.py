@@ -1,4 +1,4 @@
-"""What a compression offers to the strategies that send gradients or changes of weights.
+"""The interface of a compression to the strategies that send gradients or changes of weights.
 
 Two objects, as for strategies: `Compression` holds the options and travels to the executors,
 `Compressor` is the compression at work on one bucket of one rank.
@@ -27,7 +27,7 @@ Shapes = Sequence[tuple[int, ...]]
 
 @dataclass(frozen=True, kw_only=True)
 class Compression(ABC):
-    """How that which travels is made smaller. Options only: frozen, picklable, checked when made.
+    """The rule that makes messages smaller; options only: frozen, picklable, checked when made.
 
     Example of a compression of your own (pass it as ``AllReduce(compression=Halved())``)::
 
@@ -95,7 +95,7 @@ class Compression(ABC):
 
 
 class Codec(ABC):
-    """How the values of one slice become bytes, and what that loses."""
+    """Turns the values of one slice into bytes and back, and notes what that loses."""
 
     message_bytes: int
     """Size of every message; a multiple of 8, and equal for all slices of a bucket."""

@@ -57,7 +57,7 @@ class ScatterCompression(Compression):
     def codecs(
         self, shapes: Shapes, world_size: int, dtype: torch.dtype
     ) -> tuple[Sequence[Codec], Sequence[Codec]]:
-        """Those of the shares and those of the sums, one for each slice of a bucket."""
+        """Return the codecs of the shares and those of the sums, one for each slice of a bucket."""
 
     def make(self, views: Sequence[torch.Tensor], comm: Communicator) -> Compressor:
         shapes = shapes_of(views)

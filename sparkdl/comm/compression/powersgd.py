@@ -62,7 +62,7 @@ class PowerSGD(Compression):
 
 
 class Plan:
-    """Which tensors of a bucket are compressed, and how large the messages are."""
+    """The tensors of a bucket that are compressed, and the sizes of the messages."""
 
     def __init__(self, shapes: Shapes, rank: int, min_compression: float) -> None:
         self.rank = rank

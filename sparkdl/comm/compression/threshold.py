@@ -211,7 +211,7 @@ def decode_add(message: torch.Tensor, scale: float, out: torch.Tensor) -> int:
 
 
 def read_header(message: torch.Tensor) -> tuple[int, int, float]:
-    """How many values were sent, whether the message is dense, and the threshold."""
+    """Read how many values were sent, whether the message is dense, and the threshold."""
     num_sent, is_dense = message[:8].view(torch.int32).tolist()
     return num_sent, is_dense, message[8:HEADER_BYTES].view(torch.float64).item()
 

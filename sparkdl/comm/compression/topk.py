@@ -39,7 +39,7 @@ NARROW, WIDE = 32, 64
 
 
 def num_largest(numel: int, density: float) -> int:
-    """How many values of a tensor are sent."""
+    """Return how many values of a tensor are sent."""
     return max(1, round(density * numel))
 
 
@@ -264,7 +264,7 @@ def read(message: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch
 
 
 def _has_momentum(config: TrainConfig) -> bool:
-    """Whether the optimizer averages gradients over time; of a callable nobody can tell."""
+    """Return True if the optimizer averages gradients over time; of a callable nobody can tell."""
     kind: Any = config.optimizer
     if isinstance(kind, str):
         kind = {name.lower(): value for name, value in vars(torch.optim).items()}.get(kind.lower())

@@ -63,7 +63,7 @@ def check(topology: str) -> None:
 
 
 def choose(topology: str, nodes: Sequence[int], device_type: str) -> str:
-    """What `arrange` makes of ``topology`` for ranks on ``nodes``; raises what it raises."""
+    """Return what `arrange` makes of ``topology`` for ranks on ``nodes``; raises what it raises."""
     check(topology)
     num_nodes = len(set(nodes))
     if topology == "shared" and device_type != "cpu":

@@ -24,7 +24,7 @@ def ranks_by_node(nodes: Sequence[int]) -> list[list[int]]:
 
 
 def groups_of(nodes: Sequence[int]) -> tuple[list[list[int]], list[list[int]]]:
-    """Who sums with whom: inside nodes, and between them.
+    """Return the groups of ranks that sum together: inside nodes, and between them.
 
     Between nodes with unequal numbers of ranks, the first group holds each node's first rank, and
     the second those that have nobody to talk to.
@@ -37,7 +37,7 @@ def groups_of(nodes: Sequence[int]) -> tuple[list[list[int]], list[list[int]]]:
 
 
 def is_even(nodes: Sequence[int]) -> bool:
-    """Whether all nodes have the same number of ranks."""
+    """Return True if all nodes have the same number of ranks."""
     return len({list(nodes).count(node) for node in nodes}) == 1
 
 

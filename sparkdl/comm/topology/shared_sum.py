@@ -202,13 +202,13 @@ class _Region:
         self._num_bytes = self.own.nbytes
 
     def offset(self, tensor: torch.Tensor) -> int | None:
-        """Where a contiguous tensor begins in this rank's part, if it lies there."""
+        """Return where a contiguous tensor begins in this rank's part; None if it is not there."""
         offset = tensor.data_ptr() - self._start
         return offset if 0 <= offset <= self._num_bytes - tensor.nbytes else None
 
 
 class _Layout:
-    """Where the parts of a tensor are that this rank adds up."""
+    """The parts of a tensor that this rank adds up, and where they lie."""
 
     def __init__(
         self, region: _Region, offset: int, dtype: torch.dtype, numel: int, share: slice
@@ -325,7 +325,7 @@ class Shared(Topology):
 
 
 def is_summable(tensor: torch.Tensor) -> bool:
-    """Whether `SharedSum` can sum it."""
+    """Return True if `SharedSum` can sum the tensor."""
     is_dense = tensor.layout == torch.strided and tensor.device.type == "cpu"
     return is_dense and tensor.dtype in _SUMMED
 

@@ -70,7 +70,7 @@ class Signals:
             self._libc.post(semaphore)
 
     def arrived(self, kind: int, number: int) -> bool:
-        """Whether all peers have sent ``kind`` at least ``number`` times."""
+        """Return True if all peers have sent ``kind`` at least ``number`` times."""
         received = self._received[kind]
         for peer, semaphore in self._incoming[kind]:
             while received[peer] < number:
@@ -160,7 +160,7 @@ class _Libc:
             self._clock_wait.argtypes = (pointer, ctypes.c_int, ctypes.POINTER(_TimeSpec))
 
     def sleep(self, semaphore: int, seconds: float) -> bool:
-        """Whether the semaphore was taken within ``seconds``."""
+        """Wait for the semaphore; return True if it was taken within ``seconds``."""
         clock = time.CLOCK_REALTIME if self._clock_wait is None else time.CLOCK_MONOTONIC
         until = time.clock_gettime(clock) + seconds
         whole = int(until)

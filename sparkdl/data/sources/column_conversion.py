@@ -115,7 +115,7 @@ def _roomy(kind: pa.DataType) -> pa.DataType:
 def found_rows(
     arrays: list[pa.Array], column: SpoolColumn, *, where: str = "", first_row: int = 0
 ) -> Rows:
-    """What the column's specification makes of arrays, in their own dtype.
+    """Return the rows that the column's specification makes of arrays, in their own dtype.
 
     Raises:
         BadRows: rows are null, have different shapes, or hold no image.
@@ -232,7 +232,7 @@ def _numbers(kind: pa.DataType) -> pa.DataType:
 
 
 def _is_vector(kind: pa.DataType) -> bool:
-    """Whether a column of Spark ML's vectors is stored like this."""
+    """Return True if a column of Spark ML's vectors is stored as this type."""
     if not pa.types.is_struct(kind):
         return False
     return {kind.field(i).name for i in range(kind.num_fields)} == set(_VECTOR)

@@ -180,7 +180,7 @@ def _value(part: Fields, column: Column, wanted: SpoolColumn, place: str) -> Arr
 
 
 def _fits(value: Array, dtype: np.dtype[Any]) -> bool:
-    """Whether values keep what they are in another dtype; floating ones may be rounded."""
+    """Return True if values keep what they are in another dtype; floating ones may be rounded."""
     if np.can_cast(value.dtype, dtype, "safe") or dtype.kind == "f":
         return True
     if value.dtype.kind not in "iu" or dtype.kind not in "iu":

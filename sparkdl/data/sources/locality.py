@@ -1,4 +1,4 @@
-"""Where row groups lie, and the order in which a shard gets those of one host."""
+"""The places of row groups, and the order in which a shard gets those of one host."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ _NEARLY_ALL = 0.9
 
 @dataclass(frozen=True)
 class Places:
-    """Which hosts have how much of each row group on their disks."""
+    """The number of bytes of each row group that each host has on its disks."""
 
     num_bytes: Mapping[tuple[str, int], Mapping[Host, int]]
     """Of each row group, by the path of its file and its number; empty: it is not known."""
 
     @classmethod
     def of(cls, listing: Listing, locate: Locate) -> Places:
-        """Those of all row groups of the files."""
+        """Find the places of all row groups of the files."""
         blocks = locate(listing.url, tuple(file.path for file in listing.files))
         found: dict[tuple[str, int], Mapping[Host, int]] = {}
         for group in listing.row_groups() if blocks else ():

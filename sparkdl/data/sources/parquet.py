@@ -132,7 +132,7 @@ class MarkedRows:
     marker: ColumnPath
 
     def __call__(self, groups: Sequence[RowGroup]) -> list[int]:
-        """Those of row groups of one file."""
+        """Count the rows for validation of row groups of one file."""
         reader, path = Reader(self.url), self.marker
         return [int(marks(reader.read(g, [path])[path], path, g).sum()) for g in groups]
 

@@ -109,7 +109,7 @@ class Chunk(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Footer:
-    """What is kept of a file's footer: 24 bytes a row group, and 40 for each of its leaves."""
+    """The part of a file's footer that is kept: 24 bytes a row group, 40 for each of its leaves."""
 
     digest: str
     """See `DataFile.digest`."""
@@ -124,7 +124,7 @@ class Footer:
 
     @property
     def num_rows(self) -> int:
-        """Of all row groups."""
+        """The number of rows of all row groups."""
         return int(self.groups[:, 0].sum())
 
 
@@ -156,14 +156,14 @@ class Listing:
         return groups
 
     def chunk(self, group: RowGroup, leaf: int) -> Chunk:
-        """What the footer says of a leaf, by its number in `Footer.leaves`, in a row group."""
+        """Return what the footer says of a leaf (its number in `Footer.leaves`) in a row group."""
         values, nulls, minimum, maximum, stored = (
             self.footers[group.file.path].chunks[group.number, leaf].tolist()
         )
         return Chunk(int(values), int(nulls), minimum, maximum, int(stored))
 
     def byte_range(self, group: RowGroup) -> tuple[int, int]:
-        """Where a row group lies in its file: the first byte, and one past the last."""
+        """Return where a row group lies in its file: the first byte, and one past the last."""
         _, start, stop = self.footers[group.file.path].groups[group.number].tolist()
         return start, stop
 
@@ -270,7 +270,7 @@ class Footers:
         return open_files(self.url)[0]
 
     def __call__(self, path: str) -> Footer:
-        """What is kept of a footer; raises StorageError."""
+        """Read a footer, and return what is kept of it; raises StorageError."""
         with _read_failures(path):
             with self._files.open_input_file(path) as file:
                 footer = pq.read_metadata(file)

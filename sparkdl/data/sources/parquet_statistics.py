@@ -1,4 +1,4 @@
-"""What footers and a sample say of the columns of Parquet files, before anything is trained.
+"""Statistics of the columns of Parquet files, from footers and a sample, before any training.
 
 Footers name the row groups that may hold what cannot be used: nulls, rows of another width, labels
 out of range. Those alone are read, to say how many rows it is.
@@ -39,7 +39,7 @@ _OFFSET_BYTES = 8
 
 
 def row_size(column: Column, rows: Rows, arrays: Sequence[pa.Array]) -> tuple[int, float]:
-    """What the rows of a column need, by some of them.
+    """Estimate how much memory the rows of a column need, by some of them.
 
     Args:
         column: as the plan has it.
@@ -60,7 +60,7 @@ def row_size(column: Column, rows: Rows, arrays: Sequence[pa.Array]) -> tuple[in
 
 
 def _units(array: pa.Array) -> int:
-    """What is stored of an array: bytes of strings and binary, else values."""
+    """Count what is stored of an array: bytes of strings and binary, else values."""
     kind = array.type
     if pa.types.is_dictionary(kind):
         return _units(array.dictionary_decode())
@@ -213,7 +213,7 @@ class ColumnSurvey:
         stats.first_bad = stats.first_bad or first or None
 
     def _about(self, group: RowGroup, index: int) -> Chunk | None:
-        """What footer or folder tell of a column's only leaf in a row group."""
+        """Return what footer or folder say of a column's only leaf in a row group."""
         (path,) = self.paths[index]
         if path[0] in group.file.constants:
             value = group.file.constants[path[0]].as_py()
@@ -235,7 +235,7 @@ class ColumnSurvey:
         return self._known[file.path, path]
 
     def labels_outside(self, index: int, num_classes: int) -> tuple[int, str] | None:
-        """How many labels are not below ``num_classes``, and where the first of them is."""
+        """Count the labels that are not below ``num_classes``, and say where the first one is."""
         count, first = 0, ""
         for group in self.listing.row_groups():
             about = self._about(group, index)

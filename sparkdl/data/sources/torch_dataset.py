@@ -42,7 +42,7 @@ Style = Literal["map", "iterable"]
 
 @dataclass(frozen=True, kw_only=True)
 class DatasetShard:
-    """Which part of the data a `DatasetSource`'s function shall open."""
+    """The part of the data that a `DatasetSource`'s function shall open."""
 
     shard_id: int
     """Number of the shard, from 0. Each belongs to one worker."""
@@ -246,7 +246,7 @@ def make(factory: Callable[..., Any], part: DatasetShard) -> Any:
 
 
 def takes_part(factory: Callable[..., Any]) -> bool:
-    """Whether a function takes an argument."""
+    """Return True if a function takes an argument."""
     kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
     try:
         parameters = inspect.signature(factory).parameters.values()
@@ -256,7 +256,7 @@ def takes_part(factory: Callable[..., Any]) -> bool:
 
 
 def style_of(dataset: Any) -> Style:
-    """Whether samples are had by index or by iteration.
+    """Return whether samples are had by index or by iteration.
 
     Raises:
         ConfigError: by neither.

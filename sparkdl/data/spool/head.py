@@ -55,7 +55,7 @@ class Head:
 
 
 def rows_of_head(head: str, columns: Sequence[Column]) -> Mapping[str, Rows]:
-    """What `Head.packed` gave, in the shapes of the columns: key of each -> its rows."""
+    """Read what `Head.packed` gave, in the shapes of the columns: key of each -> its rows."""
     import torch
 
     found: dict[str, Rows] = {}

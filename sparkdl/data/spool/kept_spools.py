@@ -47,7 +47,7 @@ _ABANDONED_SECONDS = 3600.0
 
 @dataclass(frozen=True, kw_only=True)
 class Keep:
-    """Where the shards of a table are kept, and under which key."""
+    """The directory where the shards of a table are kept, and their key."""
 
     directory: str
     key: str
@@ -227,7 +227,15 @@ def _at(spooled: SpooledShard, place: Path) -> SpooledShard:
 
 def _files(folder: Path) -> list[Path]:
     """All files that are there still: other processes may be removing them."""
-    return [Path(place) / name for place, _, names in os.walk(folder) for name in names]
+    found, folders = [], [str(folder)]
+    while folders:  # up to Python 3.11 os.walk fails at a thousand levels
+        with contextlib.suppress(OSError), os.scandir(folders.pop()) as entries:
+            for entry in entries:
+                if entry.is_dir(follow_symlinks=False):
+                    folders.append(entry.path)
+                else:
+                    found.append(Path(entry.path))
+    return found
 
 
 def _size(folder: Path) -> int:
@@ -265,7 +273,7 @@ def _remove_unused(folder: Path) -> int:
 
 
 def _is_free(path: Path, stack: contextlib.ExitStack) -> bool:
-    """Whether nobody has a lock on a path; then nobody else gets one until the stack ends.
+    """Return True if nobody has a lock on a path; nobody else then gets one until the stack ends.
 
     What this user may not read counts as in use. Links, pipes, sockets and devices, which are none
     of ours, are not opened: that may wait for ever.
@@ -298,8 +306,23 @@ def _remove(folder: Path) -> bool:
         folder.rename(gone)
     except (FileNotFoundError, PermissionError):
         return False
-    shutil.rmtree(gone, ignore_errors=True)
+    _remove_tree(gone)
     return True
+
+
+def _remove_tree(folder: Path) -> None:
+    """Remove a folder of any depth."""
+    try:
+        shutil.rmtree(folder, ignore_errors=True)
+    except RecursionError:  # up to Python 3.12, at a thousand levels: bring them up
+        places = [folder]
+        for place in places:
+            with contextlib.suppress(OSError), os.scandir(place) as entries:
+                inside = [entry.path for entry in entries if entry.is_dir(follow_symlinks=False)]
+                for path in inside:
+                    places.append(folder / uuid.uuid4().hex)
+                    Path(path).rename(places[-1])
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 def _flush(path: Path) -> None:

@@ -144,7 +144,7 @@ class ScratchFile:
                 self.file.write(piece)
 
     def pieces(self) -> Iterator[bytes]:
-        """What it has."""
+        """Yield the file's contents."""
         self.file.seek(0)
         while piece := self.file.read(_PIECE_BYTES):
             yield piece

@@ -92,7 +92,7 @@ class MappedFile:
             os.posix_fadvise(self._descriptor, first, start - first, os.POSIX_FADV_DONTNEED)
 
     def _start(self, part: Array) -> int:
-        """Where a view of the values lies in the file."""
+        """Return the byte where a view of the values begins in the file."""
         begin: int = self.values("uint8").__array_interface__["data"][0]
         return int(part.__array_interface__["data"][0]) - begin
 

@@ -183,7 +183,7 @@ class SpoolWriter:
         return mask
 
     def summary(self) -> SpooledShard:
-        """What was written; call it after the last record batch."""
+        """Return a summary of what was written; call it after the last record batch."""
         digests = [self._rows_digest, self._mask_digest]
         for column in self._columns:
             digests += column.made_digests
@@ -221,7 +221,7 @@ class _ColumnWriter:
 
     @property
     def skips(self) -> bool:
-        """Whether rows that cannot be used are left out."""
+        """True if rows that cannot be used are left out."""
         return self._column.kind.skips
 
     def open(self, directory: Path, split: Split, index: int) -> None:

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class RunStart:
-    """What is known of a run when it begins."""
+    """The facts that are known of a run when it begins."""
 
     run_id: str
     name: str
@@ -53,7 +53,7 @@ class RunListener:
         """Training is about to begin: rows, steps, workers, parameters, and so on."""
 
     def graph(self, graph: Mapping[str, Any]) -> None:
-        """What the module is made of: ``nodes`` and ``edges``; see `record.module_graph`."""
+        """The module's graph is known: ``nodes`` and ``edges``; see `record.module_graph`."""
 
     def step(self, step: int, values: Mapping[str, float]) -> None:
         """``step`` steps are done: the newest ``loss`` and ``rows_per_second`` of rank 0.
@@ -65,7 +65,7 @@ class RunListener:
         """An epoch was completed, or a function has reported; ``record`` is in the history."""
 
     def layers(self, step: int, found: Mapping[str, Any]) -> None:
-        """What a look at rank 0's layers has found in step ``step``.
+        """Rank 0 has measured its layers in step ``step``.
 
         Args:
             step: steps that are done. After a restart some come again.
@@ -111,12 +111,12 @@ class Listener(ABC):
 
     @property
     def looks(self) -> Looks:
-        """What `RunListener.layers` shall have besides ratios, and how often."""
+        """Options of what `RunListener.layers` gets besides ratios, and how often."""
         return Looks()
 
 
 def wanted_looks(listeners: Sequence[Listener]) -> Looks:
-    """What all of them ask for; ratios are for the report, also where there is no listener."""
+    """Combine what all listeners ask for; ratios are for the report, also where there is none."""
     return functools.reduce(operator.or_, (listener.looks for listener in listeners), Looks())
 
 

@@ -59,7 +59,7 @@ class Curves:
 
 
 def panels_of(runs: Sequence[Curves], most: int | None = _MOST_PANELS) -> list[str]:
-    """What is drawn of several runs, each in a panel of its own."""
+    """Return the names of what is drawn of several runs, each in a panel of its own."""
     return list(dict.fromkeys(name for run in runs for name in run.panels()))[:most]
 
 

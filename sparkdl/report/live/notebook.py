@@ -1,4 +1,4 @@
-"""What a notebook's cell shows while workers train: the progress of its runs, and their curves.
+"""Views in a notebook's cell while workers train: the progress of its runs, and their curves.
 
 Both are outputs that are drawn again in place, and no widgets, so they stay when it is saved.
 """
@@ -63,7 +63,7 @@ def _shell() -> Any:
 
 
 class NotebookLine(RunView):
-    """What is done or waited for, in an output that is empty when it is over."""
+    """Shows what is done or waited for, in an output that is empty when it is over."""
 
     def __init__(self, show: Show) -> None:
         super().__init__()
@@ -150,7 +150,7 @@ class NotebookView(RunView):
         self._board.changed("progress", "curves", at_once=True)
 
     def text(self) -> str:
-        """How far the run is, in words."""
+        """Return the progress of the run, in words."""
         parts = [f"{self.curves.name}: {with_time(self)}"]
         if self.total_steps:
             left = self.time_left()

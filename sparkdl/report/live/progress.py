@@ -1,4 +1,4 @@
-"""What the driver's console shows of a run, and the base of all views.
+"""The view of a run on the driver's console, and the base of all views.
 
 A terminal has a line in place, and the workers' log lines above it; a file has a line for each
 phase that takes a second, and for each epoch. Notebooks have a view of their own (`notebook`).
@@ -44,7 +44,7 @@ _MOST_REPORTS = 1000
 
 @dataclass(frozen=True, kw_only=True)
 class Progress:
-    """How far one rank has come."""
+    """The progress of one rank."""
 
     phase: str = "start"
     """What it does: ``train``, ``evaluate`` ..."""
@@ -87,7 +87,7 @@ class View:
         """
 
     def begun_again(self, number: int, step: int | None) -> None:
-        """What has failed is started again, for the ``number``-th time in the run.
+        """A failed attempt or round is started again, for the ``number``-th time in the run.
 
         Of a gang `attempt` follows; of rounds one is repeated. ``step`` None: it is not known yet.
         """
@@ -179,7 +179,7 @@ class TimeLeft:
 
 
 class RunView(View):
-    """How far a run has come, in the words that all views use; of a function no steps are known."""
+    """Puts the progress of a run into words for all views; of a function no steps are known."""
 
     def __init__(self, *, shows_logs: bool = False) -> None:
         """Without ``shows_logs``, of the workers' lines only warnings are shown."""
@@ -256,7 +256,7 @@ class RunView(View):
         self.step = self.total_steps = steps
 
     def time_left(self) -> str:
-        """How long the steps that are left will take, once that is known well enough."""
+        """Return the time that the steps left will take; empty until it is known well enough."""
         seconds = self._time_left.seconds(time.monotonic(), self.total_steps)
         return "" if seconds is None or self.has_ended else tqdm.format_interval(seconds)
 
@@ -368,7 +368,7 @@ class ConsoleView(RunView):
         return f"{self._name}: " if self._is_one_of_several else ""
 
     def _state(self) -> str:
-        """What the line in place says, which a terminal must not have to break."""
+        """Return the text of the line in place, which a terminal must not have to break."""
         if self.total_steps and not self.has_ended:
             return self._prefix() + self.state
         seconds = self.seconds_in_phase()

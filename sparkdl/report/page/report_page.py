@@ -165,7 +165,7 @@ def _shares(
 
 
 def _failures(record: RunRecord) -> list[tuple[float, str, str]]:
-    """When, what happened, and what followed."""
+    """Return the time of each failure or new start, what happened, and what followed."""
     if not record.failures and len({a.get("workers") for a in record.attempts}) < 2:
         return []
     later = [attempt for attempt in record.attempts if attempt["number"]]
@@ -192,7 +192,7 @@ def _following(
 
 
 def _begun(attempt: Mapping[str, Any]) -> str:
-    """Where an attempt began, and with how many workers if that may change."""
+    """Say where an attempt began, and with how many workers if that may change."""
     text = ""
     if (step := attempt["start_step"]) is not None:
         text = f", from step {step:,}" if step else ", from the beginning"
@@ -271,7 +271,7 @@ def layer_section(looks: Sequence[Look]) -> Markup:
 
 
 def _layer_mark(ratio: float | None) -> str | None:
-    """What is wrong with a layer of this ratio; None: nothing."""
+    """Say what is wrong with a layer of this ratio; None: nothing."""
     if ratio is None:
         return "not finite"
     if ratio == 0:

@@ -167,7 +167,7 @@ def _sparkline(values: Sequence[float | None]) -> Markup:
 
 
 def comparison(runs: Mapping[str, RunRecord]) -> Markup:
-    """What differs between runs, folder -> record, and their curves in the same drawings."""
+    """Render what differs between runs, folder -> record, and their curves in the same drawings."""
     records = list(runs.values())
     groups = {
         "Results": [_results(record) for record in records],

@@ -140,7 +140,7 @@ def line_chart(title: str, lines: Mapping[str, Line], x_label: str) -> Markup:
 
 
 class _Frame:
-    """Where the values of a chart are in its drawing."""
+    """Places the values of a chart in its drawing."""
 
     def __init__(self, xs: Sequence[float], ys: Sequence[float]) -> None:
         self.x_low, self.x_high = min(xs), max(xs)

@@ -1,1 +1,1 @@
-"""What is known of a run: its record, the folder that holds it, and what it is made of."""
+"""The record of a run, the folder that holds it, and the graph of the module that it trains."""

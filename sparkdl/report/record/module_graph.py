@@ -134,7 +134,7 @@ class _Tracer:
 
 
 def is_leaf(part: nn.Module) -> bool:
-    """Whether a module is shown as one, whatever is inside: torch's own layers are."""
+    """Return True if a module is shown as one, whatever is inside: torch's own layers are."""
     origin = type(part).__module__
     is_torchs = origin.startswith("torch.nn.modules") and origin not in _CONTAINERS
     return is_torchs or not any(True for _ in part.children())

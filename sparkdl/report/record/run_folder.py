@@ -53,7 +53,7 @@ class RunFolder:
 
     @property
     def page_path(self) -> str:
-        """Where `finish` leaves the page."""
+        """The path at which `finish` leaves the page."""
         return f"{str(self._storage).rstrip('/')}/{self.folder}/{PAGE}"
 
     def append(self, events: Iterable[Event]) -> None:
@@ -193,7 +193,7 @@ class _Growing:
             self.last_part = time.monotonic()
 
     def record(self) -> RunRecord | None:
-        """What is known so far; None before the first event."""
+        """Return what is known so far; None before the first event."""
         record = self.builder.record()
         if not record.run_id:
             return None

@@ -30,7 +30,7 @@ _MOST_LOOKS = 200
 
 @dataclass(frozen=True, kw_only=True)
 class RunRecord:
-    """What is known of one run. Times are seconds since it began, unless said otherwise."""
+    """All that is known of one run. Times are seconds since it began, unless said otherwise."""
 
     run_id: str
     name: str
@@ -95,12 +95,12 @@ class RunRecord:
 
     @property
     def measured(self) -> dict[str, Any]:
-        """What was measured of the model; until there is one, the last record of the history."""
+        """The values measured of the model; until there is one, the last record of the history."""
         return self.kept or (self.history[-1] if self.history else {})
 
     @property
     def restarts(self) -> int:
-        """How often the run was started again."""
+        """Number of times that the run was started again."""
         return max((attempt["number"] for attempt in self.attempts), default=0)
 
     def totals(self) -> dict[str, dict[str, float]]:
@@ -136,7 +136,10 @@ class RunRecord:
 
 
 def count_of(record: Mapping[str, Any]) -> float | None:
-    """Which epoch or report a history's record is of; reports may have an ``epoch``, too."""
+    """Return the number of the epoch or report that a history's record is of.
+
+    Reports may have an ``epoch``, too.
+    """
     number: float | None = record.get("report", record.get("epoch"))
     return number
 
@@ -186,7 +189,7 @@ def curve_panels(
 
 
 def added(spans: Iterable[Sequence[Any]]) -> dict[str, float]:
-    """What was spent in these spans of a rank, see `RunRecord.spent`, on what in all."""
+    """Add up what was spent in these spans of a rank, by what it was for; see `RunRecord.spent`."""
     total: dict[str, float] = {}
     for _, _, seconds in spans:
         for name, value in seconds.items():
@@ -264,7 +267,7 @@ class RecordBuilder:
                 values["kept"] = event.get("kept", {})
 
     def record(self) -> RunRecord:
-        """What is known so far; raises StorageError if the events were not those of a run."""
+        """Return what is known so far; raises StorageError if the events were not of a run."""
         return RunRecord.from_dict({"format": FORMAT, **copy.deepcopy(self._values)})
 
 

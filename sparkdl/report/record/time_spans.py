@@ -28,7 +28,7 @@ class _Rank:
 
 
 class Spans:
-    """What each rank of an attempt has spent the time from ``begin`` to ``end`` on."""
+    """Notes what each rank of an attempt has spent the time from ``begin`` to ``end`` on."""
 
     def __init__(self, world_size: int) -> None:
         self._share = max(5, min(_SPANS_OF_A_RANK, _SPANS_OF_ALL // world_size))
@@ -46,7 +46,7 @@ class Spans:
             yield self._span(rank, seen)
 
     def rest(self) -> Iterator[Event]:
-        """What no span was given for yet."""
+        """Yield spans for the time of which none was given yet."""
         for rank, seen in self._ranks.items():
             if sum(seen.newest.values()) > sum(seen.reported.values()):
                 yield self._span(rank, seen)

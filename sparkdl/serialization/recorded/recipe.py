@@ -1,4 +1,4 @@
-"""How tensors are made that are not kept: the operations that they depend on, as plain values."""
+"""Recipes of tensors that are not kept: the operations that they depend on, as plain values."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ class NotRecorded(Exception):
 
 
 @dataclass(frozen=True)
-class Place:
-    """Where a tensor lies in a storage."""
+class TensorPlace:
+    """The place of a tensor in a storage."""
 
     storage: int
     dtype: torch.dtype
@@ -79,7 +79,7 @@ class Step:
     name: str
     args: Any
     kwargs: Mapping[str, Any]
-    made: tuple[tuple[int, Place], ...]
+    made: tuple[tuple[int, TensorPlace], ...]
     """Outputs in storages of their own, with their numbers among the outputs."""
     reads: frozenset[int]
     """Storages whose numbers count before it."""
@@ -112,7 +112,7 @@ class Step:
 
 @dataclass
 class Recipe:
-    """How tensors are made: the operations that they depend on."""
+    """The way to make tensors: the operations that they depend on."""
 
     steps: list[Step] = field(default_factory=list)
     sizes: list[int] = field(default_factory=list)
@@ -149,7 +149,7 @@ class Recipe:
                 want(storage, number)
         return sorted(found)
 
-    def make(self, places: Sequence[Place]) -> list[torch.Tensor]:
+    def make(self, places: Sequence[TensorPlace]) -> list[torch.Tensor]:
         """Tensors with the values that they have after all steps; others are let go at once.
 
         Raises:
@@ -158,14 +158,14 @@ class Recipe:
         with torch._C.DisableTorchFunction(), _disable_current_modes():
             return self._made(places)
 
-    def _made(self, places: Sequence[Place]) -> list[torch.Tensor]:
+    def _made(self, places: Sequence[TensorPlace]) -> list[torch.Tensor]:
         numbers = self.needed([place.storage for place in places])
         last = {s: n for n in numbers for s in self.steps[n].reads | self.steps[n].writes}
         last |= {place.storage: len(self.steps) for place in places}
         storages: dict[int, torch.UntypedStorage] = {}
 
         def real(value: Any) -> Any:
-            if isinstance(value, Place):
+            if isinstance(value, TensorPlace):
                 if value.storage not in storages:
                     storages[value.storage] = storage_of_size(self.sizes[value.storage])
                 return value.in_storage(storages[value.storage])
@@ -186,7 +186,7 @@ class Recipe:
         return [real(place) for place in places]
 
     def only(self, storages: Sequence[int]) -> Recipe:
-        """What these storages need of it."""
+        """Return the part of it that these storages need."""
         numbers = self.needed(storages)
         found = Recipe(sizes=self.sizes, constants=self.constants, num_threads=self.num_threads)
         for number in numbers:
@@ -204,10 +204,10 @@ class Recipe:
         return found
 
 
-def place_of(tensor: torch.Tensor, storage: int) -> Place:
-    """Where ``tensor`` lies in its storage, which has this number."""
+def place_of(tensor: torch.Tensor, storage: int) -> TensorPlace:
+    """Return the place of ``tensor`` in its storage, which has this number."""
     size, stride = tuple(tensor.shape), tuple(tensor.stride())
-    return Place(storage, tensor.dtype, size, stride, int(tensor.storage_offset()))
+    return TensorPlace(storage, tensor.dtype, size, stride, int(tensor.storage_offset()))
 
 
 class RecordedWeights:
@@ -218,12 +218,12 @@ class RecordedWeights:
         self._numbers: dict[int, int] = {}
         self._kept: list[torch.UntypedStorage] = []
         """Meta storages, so that no other gets the same address."""
-        self._digests: dict[Place, str] = {}
-        self._read: dict[int, tuple[Place, Callable[[], torch.Tensor]]] = {}
+        self._digests: dict[TensorPlace, str] = {}
+        self._read: dict[int, tuple[TensorPlace, Callable[[], torch.Tensor]]] = {}
         """Storages whose contents come from elsewhere."""
 
-    def place(self, tensor: torch.Tensor) -> Place | None:
-        """Where one of the factory's tensors lies; None: it is none of them."""
+    def place(self, tensor: torch.Tensor) -> TensorPlace | None:
+        """Return the place of one of the factory's tensors; None: it is none of them."""
         if is_lazy(tensor) or not torch._C._has_storage(tensor):
             return None
         number = self._numbers.get(_address(tensor))
@@ -237,7 +237,7 @@ class RecordedWeights:
         """The number of a storage in the recipe; None: the factory's tensors do not lie in it."""
         return self._numbers.get(storage._cdata)
 
-    def taken(self, tensor: torch.Tensor) -> Place:
+    def taken(self, tensor: torch.Tensor) -> TensorPlace:
         """The place of a tensor that the factory has just made."""
         storage = tensor.untyped_storage()
         self._numbers[_address(tensor)] = len(self._kept)
@@ -264,7 +264,7 @@ class RecordedWeights:
         raise NotRecorded("a parameter is a part of another tensor")
 
     def is_taken(self, number: int) -> bool:
-        """Whether `take` has given the values in this storage."""
+        """Return True if `take` has given the values in this storage."""
         return number in self._read
 
     def contents(self, storage: torch.UntypedStorage) -> torch.Tensor:
@@ -273,7 +273,7 @@ class RecordedWeights:
         made = self._made(place).untyped_storage()
         return torch.empty(0, dtype=torch.uint8).set_(made, 0, (made.nbytes(),), (1,))
 
-    def _made(self, place: Place) -> torch.Tensor:
+    def _made(self, place: TensorPlace) -> torch.Tensor:
         if place.storage not in self._read:
             return self.recipe.make([place])[0]
         whole, read = self._read[place.storage]
@@ -297,13 +297,13 @@ class RecordedWeights:
                 parameter.detach().copy_(self._made(place))
 
     def packed(self, numbers: Mapping[int, int]) -> bytes:
-        """How these storages of the recipe are made, in memory only."""
+        """Pack how these storages of the recipe are made, in memory only."""
         sent: bytes = cloudpickle.dumps((dict(numbers), self.recipe.only(list(numbers.values()))))
         return sent
 
     @staticmethod
     def unpacked(sent: bytes) -> tuple[dict[int, int], Recipe]:
-        """What `packed` has packed."""
+        """Unpack what `packed` has packed."""
         found: tuple[dict[int, int], Recipe] = cloudpickle.loads(sent)
         return found
 

@@ -30,9 +30,9 @@ from sparkdl.serialization.recorded.recipe import (
     Constant,
     Drawn,
     NotRecorded,
-    Place,
     RecordedWeights,
     Step,
+    TensorPlace,
     is_meta,
     storage_of_size,
     tensors_in,
@@ -110,11 +110,11 @@ def _recorded(make: Callable[[], Any]) -> tuple[nn.Module, RecordedWeights]:
 
 
 def _make_real(
-    tensors: Sequence[torch.Tensor], owned: Sequence[Place | None], weights: RecordedWeights
+    tensors: Sequence[torch.Tensor], owned: Sequence[TensorPlace | None], weights: RecordedWeights
 ) -> None:
     """Give values to the tensors that are no parameters, in place."""
     taken = {place.storage for place in owned if place is not None}
-    places: list[Place] = []
+    places: list[TensorPlace] = []
     unmade: list[torch.Tensor] = []
     for tensor in tensors:
         place = weights.place(tensor)
@@ -208,7 +208,7 @@ class _AsOnCpu(TorchFunctionMode):
 
 
 def _without_place(value: Any) -> Any:
-    """What a tensor on the meta device is moved to, for one that would be moved to ``value``."""
+    """Return what a meta tensor is moved to, for a tensor that would be moved to ``value``."""
     if isinstance(value, str):
         return "meta" if value == "cpu" else value
     if isinstance(value, torch.device):
@@ -264,7 +264,9 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             raise NotRecorded("it gives a tensor other memory")
         return self._note(func, args, kwargs, places)
 
-    def _note(self, func: Any, args: Any, kwargs: dict[str, Any], places: dict[int, Place]) -> Any:
+    def _note(
+        self, func: Any, args: Any, kwargs: dict[str, Any], places: dict[int, TensorPlace]
+    ) -> Any:
         written = _written(func, args, kwargs)
         if any(id(tensor) not in places for tensor in written):
             raise NotRecorded(f"{func} changes a tensor that it has from elsewhere")
@@ -331,10 +333,10 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         func: Any,
         args: Any,
         kwargs: dict[str, Any],
-        places: dict[int, Place],
+        places: dict[int, TensorPlace],
         real_outputs: Any,
     ) -> Any:
-        """What the operation gives, on the meta device."""
+        """Return what the operation gives, on the meta device."""
         names = {argument.name for argument in func._schema.arguments}
         kwargs = dict(kwargs)
         kwargs.pop("pin_memory", None)
@@ -361,10 +363,10 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         func: Any,
         args: Any,
         kwargs: dict[str, Any],
-        places: dict[int, Place],
+        places: dict[int, TensorPlace],
         filled: int | None,
     ) -> Any:
-        """What the operation gives for the values; arguments that it changes stand for themselves.
+        """Run the operation on the values; arguments that it changes stand for themselves.
 
         ``filled`` is a storage whose values do not count.
         """

@@ -1,4 +1,4 @@
-"""What the layers of a module hold besides parameters, buffers and other layers, and its way back.
+"""Attributes of layers besides parameters, buffers and other layers, and their way to the driver.
 
 Forward may count steps or keep a mean in a plain attribute; a callback may set one, or change the
 layers themselves. In a plain loop the module has all of that at the end. `Attributes` notes what
@@ -61,7 +61,7 @@ Removed = dict[str, list[str]]
 
 @dataclass(frozen=True, kw_only=True)
 class _Changes:
-    """What has become of the attributes. Picklable if the values are."""
+    """The changes of the attributes. Picklable if the values are."""
 
     values: Values
     removed: Removed
@@ -121,7 +121,7 @@ class Attributes:
         return self._packed(*self._changes())
 
     def state_dict(self) -> dict[str, Any]:
-        """What has changed, as far as it is plain, and what it lacks, for a checkpoint.
+        """Return what has changed, as far as it is plain, and what it lacks, for a checkpoint.
 
         New things that no process can send, such as locks, are made anew where they are needed.
         """
@@ -229,7 +229,7 @@ class Attributes:
     def _all_marks(
         self, held: dict[tuple[str, str], list[Any]] | None = None
     ) -> dict[tuple[str, str], Any]:
-        """What tells attributes from others; ``held`` gets the objects in each."""
+        """Return each attribute's mark, to see if it changes; ``held`` gets the objects in each."""
         known, found = self._known(), {}
         for layer, key, value in _values(self._module):
             objects: list[Any] = []
@@ -242,7 +242,10 @@ class Attributes:
         return _Known(self._module, shares=not self._is_divided)
 
     def _shared(self, values: Values, known: _Known, lacks: set[str]) -> list[Any]:
-        """What is one object in several places, or memory of a registered tensor, for `_share`."""
+        """Find objects that are in several places, and memory of registered tensors.
+
+        `_share` has them share again.
+        """
         first: dict[int, list[Any]] = {}
         alone: list[tuple[list[Any], Any]] = []
         found: list[Any] = []
@@ -327,7 +330,7 @@ def come_back(module: nn.Module, packed: PackedModule) -> nn.Module:
 
 
 def _read(module: nn.Module, packed: PackedModule) -> Any:
-    """What `Attributes` has packed, which may refer to what is registered in ``module``."""
+    """Read what `Attributes` has packed, which may refer to what is registered in ``module``."""
     known = dict(_registered(module))
     found = decode(packed.tensors, "attributes of the module")
     unpickler = StrictUnpickler(
@@ -390,7 +393,7 @@ def _is_parametrized(kind: Any) -> bool:
 
 
 def _registered(module: nn.Module) -> Iterator[tuple[str, Any]]:
-    """What both modules have, under names for pickles."""
+    """Yield what both modules have, under names for pickles."""
     for name, layer in module.named_modules(remove_duplicate=False):
         yield f"layer {name}", layer
     for name, tensor in registered(module):
@@ -398,10 +401,13 @@ def _registered(module: nn.Module) -> Iterator[tuple[str, Any]]:
 
 
 class _Known:
-    """What is registered in a module: both sides have it, so it is only named."""
+    """Knows what is registered in a module: both sides have it, so it is only named."""
 
     def __init__(self, module: nn.Module, *, shares: bool = True) -> None:
-        """Of ``module``; it ``shares`` memory with the other side's if neither is divided."""
+        """Take note of ``module``.
+
+        It ``shares`` memory with the other side's if neither is divided.
+        """
         found = list(_registered(module))
         self.names = {id(value): name for name, value in reversed(found)}
         tensors = dict(registered(module))
@@ -409,7 +415,7 @@ class _Known:
         self._memory = SharedMemory(tensors if shares else {})
 
     def shown(self, value: Any) -> list[Any] | None:
-        """What of a registered tensor a value is or shows, for `_show`; None: nothing."""
+        """Describe which registered tensor a value is or shows, for `_show`; None: it is none."""
         name = self.names.get(id(value), "")
         if isinstance(value, torch.Tensor) and name:
             return ["itself", name.removeprefix("tensor ")]
@@ -417,7 +423,7 @@ class _Known:
 
 
 def _shown(value: Any, memory: SharedMemory) -> list[Any] | None:
-    """What of the tensors whose memory is known a tensor or array shows, for `_show`."""
+    """Describe what a tensor or array shows of the tensors whose memory is known, for `_show`."""
     if isinstance(value, torch.Tensor):
         found = memory.of_tensor(value)
         if found is not None:
@@ -434,7 +440,7 @@ def _shown(value: Any, memory: SharedMemory) -> list[Any] | None:
 
 
 def _show(base: torch.Tensor, kind: str, name: str, *about: Any) -> Any:
-    """What `_Known.shown` has found, of the tensor with that name."""
+    """Make what `_Known.shown` has found, of the tensor with that name."""
     if kind == "itself":
         return base
     return view_of(base, *about) if kind == "view" else array_of(base, *about)
@@ -452,7 +458,7 @@ def _put(whole: Any, steps: list[Any], value: Any) -> Any:
 
 
 def _layers(module: nn.Module) -> dict[str, Any]:
-    """What makes each layer what it is, for this process."""
+    """Return each layer's class, parts, parameters and hooks, as this process knows them."""
 
     def hooks(owner: Any, registers: Any) -> list[list[int]]:
         found = (getattr(owner, register, None) or {} for register in registers)
@@ -482,7 +488,7 @@ def _plain(value: Any, device: torch.device | None = None) -> Any:
 
 
 def _scripts(module: nn.Module) -> dict[str, str]:
-    """What scripted layers say of their attributes, without tensors."""
+    """Return what scripted layers say of their attributes, without tensors."""
     return {
         name: layer._c.dump_to_str(False, True, False)
         for name, layer in module.named_modules()
@@ -561,7 +567,7 @@ class _Marking(Pickler):
 
 
 def _mark(value: Any, known: _Known, held: list[Any]) -> Any:
-    """What tells one value from another in this process; None: it is no matter."""
+    """Return a mark that other values do not have in this process; None: it is no matter."""
     if _is_of_training(value):
         return None
     if type(value) in _PLAIN:

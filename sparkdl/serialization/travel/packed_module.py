@@ -21,13 +21,13 @@ from torch import nn
 
 from sparkdl.errors import ConfigError
 from sparkdl.runtime.process import default_dtype
-from sparkdl.serialization.recorded.recipe import Place, Recipe, RecordedWeights, place_of
+from sparkdl.serialization.recorded.recipe import Recipe, RecordedWeights, TensorPlace, place_of
 from sparkdl.serialization.travel.pickling import (
     HOOKS,
     TENSOR_HOOKS,
-    Head,
     ModulePickler,
     ModuleUnpickler,
+    PickleHead,
     StrictUnpickler,
 )
 from sparkdl.storage import tensor_tree
@@ -36,7 +36,7 @@ from sparkdl.storage.tensor_file import TensorFile
 
 GetWeight = Callable[[str], torch.Tensor]
 """Gives the values of a parameter by its name."""
-Places = list[tuple[Place, list[str]]]
+Places = list[tuple[TensorPlace, list[str]]]
 """Where parameters lie in a memory, with their names."""
 
 
@@ -62,7 +62,7 @@ class PackedModule:
 
 def as_on_driver(skeleton: bytes) -> AbstractContextManager[None]:
     """Torch's default dtype is inside what it was in the program that has packed the module."""
-    return default_dtype(Head.read(io.BytesIO(skeleton)).default_dtype)
+    return default_dtype(PickleHead.read(io.BytesIO(skeleton)).default_dtype)
 
 
 def pack(
@@ -171,7 +171,7 @@ def _pickled(
 
 
 def _culprit(module: nn.Module) -> str:
-    """What of a module cannot be sent, for a message."""
+    """Name the part of a module that cannot be sent, for a message."""
     for name, part in module.named_modules():
         for key, value in vars(part).items():
             is_register = isinstance(value, dict) and key in {"_parameters", "_buffers", *HOOKS}
@@ -258,7 +258,7 @@ def travelled(
 
 
 def _difference(given: nn.Module, arrived: Any) -> str | None:
-    """What of a module's tensors and hooks has not arrived, or None."""
+    """Say what of a module's tensors and hooks has not arrived, or return None."""
     if not isinstance(arrived, nn.Module):
         return f"it is a {type(arrived).__name__}"
     ours, theirs = _tensors(given), _tensors(arrived)
@@ -324,12 +324,12 @@ def sharing_memory(tensors: Mapping[str, torch.Tensor]) -> list[list[str]]:
 
 
 def num_hooks(tensor: torch.Tensor) -> int:
-    """How many hooks wait for the gradient of a tensor."""
+    """Count the hooks that wait for the gradient of a tensor."""
     return sum(len(getattr(tensor, key, None) or ()) for key in TENSOR_HOOKS)
 
 
 def _hooks(module: nn.Module) -> dict[str, int]:
-    """How many hooks tensors and layers have, by name."""
+    """Count the hooks that tensors and layers have, by name."""
     found: dict[str, int] = {}
     for name, tensor in _tensors(module).items():
         found[name] = num_hooks(tensor)
@@ -423,7 +423,7 @@ def _on_meta(num_bytes: int) -> torch.UntypedStorage:
 
 
 def _places(module: nn.Module, unpickler: ModuleUnpickler) -> dict[int, Places]:
-    """Where parameters on the meta device lie, by the numbers of the memories."""
+    """Return the places of parameters on the meta device, by the numbers of the memories."""
     numbers = {m.storage._cdata: number for number, m in sorted(unpickler.memories.items())}
     found: dict[int, Places] = {}
     for name, parameter in module.named_parameters():

@@ -111,7 +111,7 @@ class Pickler(cloudpickle.Pickler):  # type: ignore[misc] # cloudpickle has no t
         self.globals_ref = _spaces_of_modules()
 
     def reducer_override(self, value: Any) -> Any:
-        """How to pickle a value; called for each that is not of a type of Python's own."""
+        """Return how to pickle a value; called for each that is not of a type of Python's own."""
         kind = type(value)
         if kind.__module__.startswith("pyspark.") and kind.__name__ in (
             "SparkSession",
@@ -137,13 +137,13 @@ class CodePickler(Pickler):
     def __init__(
         self, file: io.BytesIO, modules: Iterable[str], *, with_classes: bool = True
     ) -> None:
-        """Of functions and, ``with_classes``, of classes; else those go by name if they can."""
+        """Pickle functions and, ``with_classes``, classes; else classes go by name if they can."""
         super().__init__(file)
         self._with_classes = with_classes
         self._spaces = {id(vars(sys.modules[module])): module for module in modules}
 
     def reducer_override(self, value: Any) -> Any:
-        """How to pickle a value; called for each that is not of a type of Python's own."""
+        """Return how to pickle a value; called for each that is not of a type of Python's own."""
         if isinstance(value, types.FunctionType) and id(value.__globals__) in self._spaces:
             code, _, _, _, closure = self._function_getnewargs(value)
             state, slots = cloudpickle.cloudpickle._function_getstate(value)
@@ -180,7 +180,7 @@ class _CodeCollector(Pickler):
         return "" if isinstance(value, torch.Tensor) else None
 
     def reducer_override(self, value: Any) -> Any:
-        """How to pickle a value; called for each."""
+        """Return how to pickle a value; called for each."""
         found = super().reducer_override(value)
         if isinstance(value, type | types.FunctionType):
             self.found.append((value, found is NotImplemented))
@@ -356,8 +356,8 @@ class _Span:
 
 
 @dataclass(frozen=True)
-class Head:
-    """What is known of a pickled module before it is read. Written in front of it."""
+class PickleHead:
+    """The facts known of a pickled module before it is read. Written in front of it."""
 
     begins: list[int]
     """Of each memory the first byte that is sent."""
@@ -369,9 +369,9 @@ class Head:
     """Of the program, for what forward makes."""
 
     @classmethod
-    def read(cls, file: io.BytesIO) -> Head:
+    def read(cls, file: io.BytesIO) -> PickleHead:
         """Read it; what follows in ``file`` is the module."""
-        head: Head = pickle.load(file)
+        head: PickleHead = pickle.load(file)
         return head
 
 
@@ -402,7 +402,7 @@ class ModulePickler(Pickler):
         self._memory = SharedMemory({} if module is None else dict(registered(module)))
 
     def persistent_id(self, value: Any) -> Any:
-        """What stands for memory, and for what comes from elsewhere; None for all else."""
+        """Return what stands for memory, and for what comes from elsewhere; None for all else."""
         if isinstance(value, _Numbered):
             return value.number
         if isinstance(value, _Named):
@@ -415,7 +415,7 @@ class ModulePickler(Pickler):
         return None
 
     def reducer_override(self, value: Any) -> Any:
-        """How to pickle a value; called for each that is not of a type of Python's own."""
+        """Return how to pickle a value; called for each that is not of a type of Python's own."""
         if isinstance(value, torch.Tensor):
             with torch._C.DisableTorchFunctionSubclass():
                 return self._tensor(value)
@@ -429,9 +429,9 @@ class ModulePickler(Pickler):
                 return _array, (_Numbered(number), *about)
         return super().reducer_override(value)
 
-    def head(self) -> Head:
-        """What belongs in front of what has been written."""
-        return Head(
+    def head(self) -> PickleHead:
+        """Return what belongs in front of what has been written."""
+        return PickleHead(
             begins=[span.begin for span in self.spans],
             of_parameters=frozenset(
                 number
@@ -473,7 +473,7 @@ class ModulePickler(Pickler):
         return of_kind, (kind, data, needs_grad), (state, hooks), None, None, _give
 
     def _plain(self, tensor: torch.Tensor, is_own: bool) -> Any:
-        """How to make a tensor with these values, of no graph, without what it has besides."""
+        """Return how to make a tensor with these values, of no graph, without what else it has."""
         plain = tensor.detach()
         if type(plain) is not torch.Tensor:
             plain = plain.as_subclass(torch.Tensor)
@@ -590,7 +590,7 @@ class SharedMemory:
     """Knows the memory of tensors, and what else lies there."""
 
     def __init__(self, tensors: Mapping[str, torch.Tensor]) -> None:
-        """Of ``tensors`` by their names; those without memory of their own do not count."""
+        """Note ``tensors`` by their names; those without memory of their own do not count."""
         self._named: dict[int, list[tuple[str, torch.Tensor]]] = {}
         for name, tensor in tensors.items():
             if _has_numbers(tensor):
@@ -598,7 +598,10 @@ class SharedMemory:
                 self._named.setdefault(memory, []).append((name, tensor))
 
     def of_tensor(self, tensor: torch.Tensor) -> tuple[str, torch.Tensor] | None:
-        """Which of the tensors a view shows, with its name; None: no other one of its dtype."""
+        """Return the one of the tensors that a view shows, with its name.
+
+        None: it shows no other one of its dtype.
+        """
         if not _has_numbers(tensor):
             return None
         for name, base in self._named.get(tensor.untyped_storage().data_ptr(), ()):
@@ -618,7 +621,7 @@ class SharedMemory:
         return None if named is None else named[1].untyped_storage()
 
     def named_of_array(self, array: np.ndarray[Any, Any]) -> tuple[str, torch.Tensor] | None:
-        """Which of the tensors an array shows, with its name; None: no one."""
+        """Return the one of the tensors that an array shows, with its name; None: it shows none."""
         if array.dtype.hasobject or not array.size:
             return None
         begin, end = array_bytes(array)
@@ -638,7 +641,7 @@ def _has_numbers(tensor: torch.Tensor) -> bool:
 
 
 def _numbers(tensor: torch.Tensor) -> tuple[int, int]:
-    """Where in its memory the numbers of a tensor begin and end."""
+    """Return where in its memory the numbers of a tensor begin and end."""
     steps = zip(tensor.shape, tensor.stride(), strict=True)
     begin = int(tensor.storage_offset())
     return begin, begin + sum((n - 1) * step for n, step in steps) + 1
@@ -703,11 +706,11 @@ class ModuleUnpickler(pickle.Unpickler):
         """Read from ``file``.
 
         Args:
-            file: begins with the `Head`.
+            file: begins with the `PickleHead`.
             storage: gives a memory, of which the first byte is that of the head.
             weights: gives the parameters that come from elsewhere.
         """
-        self.head = Head.read(file)
+        self.head = PickleHead.read(file)
         super().__init__(file)
         self.memories: dict[int, Memory] = {}
         self._storage, self._weights = storage, weights
@@ -715,12 +718,12 @@ class ModuleUnpickler(pickle.Unpickler):
         RemovableHandle.next_id = max(RemovableHandle.next_id, self.head.next_hook)
 
     def find_class(self, module: str, name: str) -> Any:
-        """What a pickle names."""
+        """Return what a pickle names."""
         found = super().find_class(module, name)
         return _set_class if found is cloudpickle.cloudpickle._class_setstate else found
 
     def persistent_load(self, pid: Any) -> Any:
-        """What stands in the pickle for it; see `ModulePickler.persistent_id`."""
+        """Return what ``pid`` stands for in the pickle; see `ModulePickler.persistent_id`."""
         if isinstance(pid, str):
             assert self._weights is not None
             return self._weights(pid)
@@ -763,7 +766,7 @@ class StrictUnpickler(ModuleUnpickler):
     """Refuses what only this process finds."""
 
     def find_class(self, module: str, name: str) -> Any:
-        """What a pickle names."""
+        """Return what a pickle names."""
         if module == "__main__":
             raise pickle.PicklingError(
                 f"it names {name} of the main program, which workers do not have; move it into a "

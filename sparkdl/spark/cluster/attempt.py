@@ -30,7 +30,7 @@ its task, and not started it again; its new process has not said a word yet, or 
 
 @dataclass(kw_only=True)
 class Attempt:
-    """What is known of one submission of the gang."""
+    """The state of one submission of the gang."""
 
     number: int
     world_size: int
@@ -91,7 +91,7 @@ class Attempt:
     def meaning_of_silence(
         self, rank: int, fates: Mapping[SparkTask, Fate] | None, start_timeout_seconds: float
     ) -> Silence:
-        """What it means that a rank has not been heard.
+        """Return what it means that a rank sends no events.
 
         Args:
             rank: one of `silent`.

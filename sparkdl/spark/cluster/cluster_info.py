@@ -1,4 +1,4 @@
-"""What is known of a cluster before any job, and what it can run.
+"""The facts about a cluster that are known before any job, and what it can run.
 
 `ClusterInfo` is a value; what is decided from it is pure and can be tested without a cluster.
 """
@@ -34,7 +34,7 @@ Get = Callable[[str], str | None]
 
 @dataclass(frozen=True, kw_only=True)
 class ClusterInfo:
-    """What is known of the cluster."""
+    """The facts about the cluster."""
 
     master: str
     num_executors: int | None
@@ -70,7 +70,7 @@ class ClusterInfo:
 
 
 def inspect_cluster(spark: SparkSession) -> ClusterInfo:
-    """What the session knows of its cluster; starts no job."""
+    """Return what the session knows of its cluster; starts no job."""
 
     def get(key: str) -> str | None:
         return conf(spark, key)
@@ -89,7 +89,7 @@ def inspect_cluster(spark: SparkSession) -> ClusterInfo:
 
 
 def from_conf(get: Get) -> ClusterInfo:
-    """What the configuration alone says."""
+    """Return what the configuration alone says of the cluster."""
     master = get("spark.master") or "unknown"
     executors, cores = _shape(master, get)
     return ClusterInfo(

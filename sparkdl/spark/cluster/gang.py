@@ -83,7 +83,7 @@ def barrier_environment(
     channel: Address | None = None,
     attempt: int = 0,
 ) -> WorkerEnvironment:
-    """Who a task of a barrier stage is.
+    """Return the environment of the worker that runs in a task of a barrier stage.
 
     Args:
         context: of the task.
@@ -133,7 +133,7 @@ def launch(
 
 
 def _lost(rank: int) -> dict[str, Any]:
-    """What the task says that Spark has started in place of a lost one."""
+    """Return the report of the task that Spark has started in place of a lost one."""
     message = "its worker or executor was lost, and Spark has begun its task again"
     return {
         "rank": rank, "kind": "gang", "type": "WorkerLost", "message": message, "traceback": "",

@@ -39,14 +39,14 @@ _TICK_SECONDS = 0.2
 
 
 class LetGo:
-    """Whether a gang of which some workers are missing shall start again, see `supervisor.Change`.
+    """Decides whether a gang that lacks workers shall start again, see `supervisor.Change`.
 
-    Not where it may begin with fewer workers, nor on Spark Connect, where executors cannot be given
-    back.
+    It is not used where the gang may begin with fewer workers, nor on Spark Connect, where
+    executors cannot be given back.
     """
 
     def __init__(self, spark: SparkSession, settings: Settings) -> None:
-        """Of a run in this session."""
+        """Store the session and the settings of a run."""
         self._spark, self._settings = spark, settings
         self._since: float | None = None
         """When the first attempt was submitted that has not had all its workers; None: it had."""

@@ -41,7 +41,7 @@ _MAX_TASK_BYTES = 16 * 2**20
 
 @dataclass(frozen=True, kw_only=True)
 class Link:
-    """How driver and workers reach each other, and where checkpoints lie."""
+    """The connection between driver and workers, and the place of checkpoints."""
 
     hub: Hub
     channel: Address | None

@@ -62,7 +62,7 @@ _PAUSE_SECONDS = 0.5
 
 @dataclass(frozen=True, kw_only=True)
 class Needs:
-    """What a run needs of its executors that not all executors have."""
+    """The needs of a run that not all executors meet."""
 
     names: frozenset[tuple[str, str]] = frozenset()
     """Modules of Python, and the qualified names of what is taken of each."""
@@ -77,7 +77,7 @@ class Needs:
         return bool(self.names) or self.cuda
 
     def missing(self) -> str | None:
-        """What of it this process lacks, and what to do; None: nothing."""
+        """Return what this process lacks of them, and what to do; None: nothing."""
         for module, name in sorted(self.names):
             try:
                 functools.reduce(getattr, name.split("."), importlib.import_module(module))
@@ -169,8 +169,8 @@ class ProbeTask:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Findings:
-    """What the executors can do; what they must be able to do has been checked."""
+class ProbeFindings:
+    """The abilities of the executors; those that the run needs have been checked."""
 
     reaches_driver: bool
     """True if every executor asked reaches the driver's channel."""
@@ -193,7 +193,7 @@ def probe(
     settings: Settings,
     needs: Needs = NO_NEEDS,
     once_submitted: Callable[[], None] | None = None,
-) -> Findings:
+) -> ProbeFindings:
     """Compare versions and reach the storage on the executors.
 
     The driver writes a file to ``checkpoints``, which executors must find under ``storage_url``;
@@ -252,7 +252,7 @@ def probe(
     for answer in answers:
         there |= {(module, name): digest for (module, name), digest in answer["differing"]}
     failures = [f"{a['storage_failure']} (on {a['host']})" for a in answers if a["storage_failure"]]
-    return Findings(
+    return ProbeFindings(
         reaches_driver=all(answer["reaches_driver"] for answer in answers),
         storage_failure=failures[0] if failures else None,
         values=values_to_send(needs.values, there, needs.code.code),
@@ -260,7 +260,7 @@ def probe(
 
 
 def python_remedy(error: Exception) -> str:
-    """What to do about executors that cannot start a Python worker, by Spark's error."""
+    """Return the remedy, by Spark's error, for executors that cannot start a Python worker."""
     return _DAEMON_REMEDY if _NO_DAEMON.search(str(error)) else _PYTHON_REMEDY
 
 

@@ -20,7 +20,7 @@ Pays = Callable[[Attempt, int, float], str | None]
 
 
 class Resize:
-    """Whether a gang shall start again with another number of workers; see `supervisor.supervise`.
+    """Decides if a gang starts again with another number of workers; see `supervisor.supervise`.
 
     With more it may once all workers of an attempt are there, and the slots for more have been
     there for a while. With fewer it begins if slots have gone since it was submitted, or, where it

@@ -56,7 +56,7 @@ class Scouts:
         """How many had found a slot then."""
 
     def num_there(self, world_size: int, missing: int, pays: Callable[[], object]) -> int:
-        """How many have found a slot; asked once a second while a gang trains.
+        """Return how many scouts have found a slot; called once a second while a gang trains.
 
         They are sent if that pays. They are called back if it pays no more, or if the gang has made
         nothing of the slots that they have kept for a while.
@@ -86,7 +86,7 @@ class Scouts:
         return found
 
     def _is_full(self, world_size: int) -> bool:
-        """Whether Spark may ask for no more executors than the gang has."""
+        """Return True if Spark may ask for no more executors than the gang has."""
         slots = self._run.slots
         most = conf(self._run.spark, "spark.dynamicAllocation.maxExecutors")
         is_known = slots.cluster.dynamic_allocation and slots.cluster.cores_per_executor is not None
@@ -111,7 +111,7 @@ class Scouts:
             self._job.cancel()
 
     def have_left(self) -> bool:
-        """Whether the slots of those that were called back are free; Spark Connect cannot tell."""
+        """Return True if the slots of scouts called back are free; Spark Connect cannot tell."""
         if self._leaving is not None:
             self._leaving.seconds_without()  # asks Spark
             if not self._leaving.num_running or is_connect(self._run.spark):

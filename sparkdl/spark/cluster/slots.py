@@ -99,7 +99,7 @@ class Slots:
 
     @property
     def is_barrier(self) -> bool:
-        """Whether a gang is a barrier stage, or a plain one, whose tasks wait for each other.
+        """True if a gang is a barrier stage, not a plain one, whose tasks wait for each other.
 
         Spark refuses barrier stages where executors come and go, and the tasks of one are too many
         or too few where nobody knows for how many there are slots.
@@ -109,7 +109,7 @@ class Slots:
 
     @property
     def may_move(self) -> bool:
-        """Whether a gang that starts again must look for its shards, wherever they are."""
+        """True if a gang that starts again must look for its shards, wherever they are."""
         return self.is_gang and (self.max_workers is not None or not self.is_barrier)
 
     @property

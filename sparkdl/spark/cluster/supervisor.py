@@ -137,7 +137,7 @@ class Change(Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class GangResult:
-    """What came of a run."""
+    """The results of a run."""
 
     rows: Rows
     restarts: int
@@ -432,7 +432,7 @@ def _check_silence(attempt: Attempt, now: float, run: Launch, job: BackgroundJob
 
 
 def _failure(rank: int, kind: str, message: str) -> Mapping[str, Any]:
-    """What the driver itself has noticed of a rank."""
+    """Return the failure of a rank that the driver itself has noticed."""
     return {"rank": rank, "kind": "gang", "type": kind, "message": message}
 
 

@@ -92,7 +92,7 @@ def strategy_of(text: str) -> SyncStrategy:
 
 
 def _made(node: ast.expr) -> Any:
-    """What an expression says: plain values, and public classes with keyword arguments."""
+    """Return what an expression says: plain values, and public classes with keyword arguments."""
     if not isinstance(node, ast.Call):
         return ast.literal_eval(node)
     options = {str(option.arg): _made(option.value) for option in node.keywords}
@@ -226,7 +226,7 @@ def shown(value: Any) -> Any:
 
 @dataclass(frozen=True, kw_only=True)
 class Kept:
-    """Where the choice of a request is kept."""
+    """The place where the choice of a request is kept."""
 
     storage: Storage
     path: str
@@ -252,7 +252,7 @@ class Kept:
         )
 
     def read(self) -> list[Choice] | None:
-        """What an equal request has chosen before; None: there was none. Raises StorageError."""
+        """Read what an equal request chose before; None: there was none. Raises StorageError."""
         if not self.storage.exists(self.path):
             return None
         try:

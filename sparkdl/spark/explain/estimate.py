@@ -122,7 +122,7 @@ def look(
 
 
 def _near(shards: Sequence[Shard]) -> Iterator[str]:
-    """Which hosts have the rows of a source, if that is known."""
+    """Yield a sentence on the hosts that have the rows of a source, if they are known."""
     best = {shard.hosts[0] for shard in shards if shard.hosts}
     if best:
         number = sum(bool(shard.hosts) for shard in shards)

@@ -192,7 +192,7 @@ def _facts(found: Found, model: ModelSize, gang: Gang | None) -> PlanFacts:
 
 
 def _kept(checked: CheckedRequest) -> str:
-    """Whether the spool of the fit is there already; empty if nobody wants to keep it."""
+    """Describe whether the spool of the fit is there already; empty if nobody wants to keep it."""
     choice, spec = checked.keep_choice, checked.fit_spec
     if choice is None or choice.keep is None:
         return "" if choice is None else str(choice)

@@ -27,7 +27,7 @@ from sparkdl.errors import ClusterError, ConfigError
 from sparkdl.explain import measure_worker, trials
 from sparkdl.explain.calibrate import found_by
 from sparkdl.explain.comparison import Choice
-from sparkdl.explain.cost_model import Calibration, Compute, Gang, Stages
+from sparkdl.explain.cost_model import Calibration, Compute, Gang, StageCosts
 from sparkdl.explain.predict_times import Predictor
 from sparkdl.explain.trials import BatchSizes
 from sparkdl.report.live.progress import SilentView
@@ -96,7 +96,7 @@ def num_ranks(checked: CheckedRequest) -> int:
 
 
 def obstacle_to_gangs(spark: SparkSession, cluster: ClusterInfo) -> str | None:
-    """What `require_gang_support` refuses; None: nothing."""
+    """Return why `require_gang_support` refuses the cluster; None: it does not."""
     get = partial(conf, spark)
     try:
         require_gang_support(cluster, get, read_settings(get))
@@ -203,7 +203,7 @@ def _gang_slots(checked: CheckedRequest, num_workers: int) -> Slots:
 
 
 def _compressions(checked: CheckedRequest, names: Sequence[str]) -> list[Compression]:
-    """Those of the names, and the strategy's own, as far as they fit the configuration."""
+    """Return the named compressions and the strategy's, as far as they fit the configuration."""
     named = [compression.resolve(name) for name in names]
     if isinstance(checked.strategy, CollectiveStrategy):
         named.append(checked.strategy.resolved_compression())
@@ -248,7 +248,7 @@ class _Place:
         )
 
     def run(self, times: int) -> tuple[Run, float]:
-        """What trains on rows, ``times`` the sample or the source's, and the spool's seconds."""
+        """Return a run on ``times`` the sample, or the source's rows, and the spool's seconds."""
         checked, sample, slots = self.found.checked, self.found.sample, self.slots
         spec = replace(
             checked.table_spec, num_shards=slots.num_workers, num_places=slots.num_workers,
@@ -295,14 +295,14 @@ class _Place:
 
 
 def _repeats(sample: Sample, global_batch: int) -> int:
-    """How often the sample is repeated: for some steps, and so that spooling it takes a while."""
+    """Return how often to repeat the sample: for some steps, and so that spooling takes a while."""
     most = min(_MOST_ROWS, int(_MOST_BYTES / max(1.0, sample.row_bytes)))
     wanted = min(max(_STEPS * global_batch, most // 2), most)
     return max(2, -(-wanted // sample.num_rows))
 
 
 def _places(tasks: Slots, *, by_shard: bool) -> tuple[list[Place], list[Place]]:
-    """Those of gangs and of tasks of rounds: with all ranks, and with one on each machine.
+    """Return the places of gangs and of tasks of rounds: with all ranks, and one on each machine.
 
     The threads of a task, and of a rank that trains ``by_shard``, do not depend on how many there
     are.
@@ -370,7 +370,7 @@ class TimedRound:
     """Of the states of all tasks."""
 
 
-def measure_rounds(run: Run, first_attempt: int) -> Stages:
+def measure_rounds(run: Run, first_attempt: int) -> StageCosts:
     """Run some rounds of averaging as a fit does, with its errors, and jobs that do nothing.
 
     No other job on the run's link may have the number ``first_attempt`` or a larger one.
@@ -394,7 +394,7 @@ def measure_rounds(run: Run, first_attempt: int) -> Stages:
     return stages_of(timed, _empty_job_seconds(run))
 
 
-def stages_of(timed: Sequence[TimedRound], empty_seconds: float) -> Stages:
+def stages_of(timed: Sequence[TimedRound], empty_seconds: float) -> StageCosts:
     """The costs of a round by rounds of one step and of more; the very first of them is left out.
 
     Of what they take beyond their steps the least counts: the driver's JVM becomes faster by the
@@ -411,7 +411,7 @@ def stages_of(timed: Sequence[TimedRound], empty_seconds: float) -> Stages:
     step = max(1e-9, step)
     overhead = max(0.0, min(one.seconds - one.num_steps * step for one in others))
     carried = max(0.0, overhead - empty_seconds) / max(1, others[-1].num_bytes)
-    return Stages(
+    return StageCosts(
         fixed_seconds=min(overhead, empty_seconds),
         byte_seconds=carried,
         step_seconds=step,
@@ -440,7 +440,7 @@ def _count(batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
 
 
 def predictor_of(found: Found, calibration: Calibration) -> Predictor:
-    """What predicts the fit with other strategies and other numbers of workers."""
+    """Return the predictor of the fit with other strategies and other numbers of workers."""
     checked = found.checked
     return Predictor(
         calibration=calibration,

@@ -201,7 +201,7 @@ def _is_elementwise(optimizer: torch.optim.Optimizer) -> bool:
 
 
 def kept_state(module: nn.Module, config: TrainConfig) -> Mapping[str, StateSize]:
-    """What the optimizer of a fit keeps of each trained parameter of ``module``.
+    """Return the sizes of what a fit's optimizer keeps of each trained parameter of ``module``.
 
     Nothing is counted of optimizers that may treat numbers otherwise than one by one.
     """

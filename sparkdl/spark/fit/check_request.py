@@ -8,7 +8,7 @@ import logging
 import math
 import sys
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from collections.abc import Sequence as Items
 from dataclasses import dataclass, fields, replace
 from functools import partial
@@ -66,6 +66,7 @@ from sparkdl.sync.sparse_gradients import sparse_parameters
 from sparkdl.sync.strategy import SyncStrategy
 
 if TYPE_CHECKING:
+    import torch
     from torch import nn
 
     from sparkdl.serialization.recorded.recipe import RecordedWeights
@@ -77,6 +78,8 @@ logger = logging.getLogger(__name__)
 
 _HALF = ("bfloat16", "float16")
 """dtypes that floating features have in ``forward`` only."""
+_MOST_COPIED = 1 << 26
+"""Parameters of modules of which there is another copy to compare what optimizers do."""
 _EVERYWHERE = {"cloudpickle", "numpy", "pyarrow", "pyspark", "sparkdl", "torch"}
 """Packages without which no executor gets as far as to be asked for others."""
 MODES = ("auto", "gang", "rounds")
@@ -84,7 +87,7 @@ MODES = ("auto", "gang", "rounds")
 
 @dataclass(frozen=True, kw_only=True)
 class CheckedValues:
-    """What follows from the Params alone."""
+    """The values that follow from the Params alone."""
 
     request: FitRequest
     """As it was asked for; ``config.sync_strategy`` is an object."""
@@ -104,19 +107,19 @@ class CheckedValues:
 
     @property
     def config(self) -> TrainConfig:
-        """How every worker trains."""
+        """The configuration by which every worker trains."""
         return self.request.config
 
     @property
     def strategy(self) -> SyncStrategy:
-        """How replicas are brought to agree."""
+        """The rule by which replicas are brought to agree."""
         strategy: SyncStrategy = self.config.sync_strategy
         return strategy
 
 
 @dataclass(frozen=True, kw_only=True)
 class CheckedRequest(CheckedValues):
-    """What a fit has decided before its first job."""
+    """The decisions of a fit before its first job."""
 
     data: UserData
     settings: Settings
@@ -136,7 +139,7 @@ class CheckedRequest(CheckedValues):
 
     @property
     def needs(self) -> Needs:
-        """What executors must have."""
+        """The things that executors must have."""
         travels = (vars(self.config), self.request.specified, self.request.labels, self.module)
         sent = sent_code(travels)
         code = [one for one, _ in sent]
@@ -154,7 +157,7 @@ class CheckedRequest(CheckedValues):
 
     @property
     def begins_from_text(self) -> str:
-        """What tells the checkpoints of a fit that goes on from those of others."""
+        """Part of the checkpoints' key that sets a fit that goes on apart from others."""
         if self.begins_from is None:
             return ""
         text = json.dumps(identity(self.begins_from.shared()))
@@ -188,7 +191,7 @@ class CheckedRequest(CheckedValues):
 
     @property
     def table_spec(self) -> TableSpec:
-        """What the shards of the run shall hold."""
+        """The description of the shards that the run shall have."""
         return TableSpec(
             columns=self.columns,
             num_shards=self.num_shards,
@@ -329,7 +332,7 @@ def check_request(data: UserData, request: FitRequest) -> CheckedRequest:
 
 
 def _choose_shards(checked: CheckedRequest) -> ShardChoice:
-    """Which rows make a shard; raises ConfigError if partitions cannot, whatever they are."""
+    """Choose which rows make a shard; ConfigError if partitions cannot, whatever they are."""
     asked, name = checked.request.shards, type(checked.strategy).__name__
     obstacle = None
     if checked.data.source is not None:
@@ -358,7 +361,7 @@ def _choose_shards(checked: CheckedRequest) -> ShardChoice:
 
 
 def _most_executors(checked: CheckedRequest) -> float:
-    """Those that may spool, as far as Spark tells; 0: it does not."""
+    """Return how many executors may spool, as far as Spark tells; 0: it does not."""
     cluster = checked.slots.cluster
     if not cluster.dynamic_allocation:
         return cluster.num_executors or 0
@@ -367,7 +370,7 @@ def _most_executors(checked: CheckedRequest) -> float:
 
 
 def _choose_keep(checked: CheckedRequest) -> KeepChoice | None:
-    """Whether the spool is kept, if that is asked for; raises ConfigError if it cannot be."""
+    """Choose if the spool is kept, where that is asked for; raises ConfigError if it cannot be."""
     directory, source = checked.request.cache_dir, checked.data.source
     if directory is None:
         return None
@@ -670,7 +673,7 @@ def check_training(
     from sparkdl.train.objective.metrics import check_metrics
     from sparkdl.train.objective.training_step import objective_of
     from sparkdl.train.optimizers import optimizers
-    from sparkdl.train.optimizers.stepping import check_length, check_steps
+    from sparkdl.train.optimizers.stepping import check_length, check_schedule, check_steps
 
     config = request.config
     strategy: SyncStrategy = config.sync_strategy
@@ -700,13 +703,25 @@ def check_training(
                 optimizers.require_steps(schedule)
             sparse = sparse_parameters(own).values()
             scheduler = None if schedule is None else schedule.scheduler
-            check_steps(optimizer, scheduler, config, sparse, partial(make, own.parameters()))
+            again: Callable[[], torch.optim.Optimizer] = partial(make, own.parameters())
+            if sum(parameter.numel() for parameter in own.parameters()) <= _MOST_COPIED:
+                again = partial(_new_optimizer, module, config)
+            check_steps(optimizer, scheduler, config, sparse, again)
             if config.scheduler is not None and schedule is not None:
+                check_schedule(optimizer, config.scheduler)
                 fewest = config.epochs  # with one step each
                 if config.max_steps >= 0:
                     fewest = min(config.max_steps, fewest)
                 check_length(schedule, fewest, config, partial(stepped_schedule, module, config))
     return objective
+
+
+def _new_optimizer(module: nn.Module, config: TrainConfig) -> torch.optim.Optimizer:
+    """The optimizer of another copy of the module."""
+    from sparkdl.train.optimizers import optimizers
+
+    own = travelled(module, copies=True)
+    return optimizers.resolve_optimizer(config, own)(own.parameters())
 
 
 def stepped_schedule(module: nn.Module, config: TrainConfig, steps_per_epoch: int = 1) -> Schedule:

@@ -51,7 +51,7 @@ _FEW_VALUES = 0.05
 
 @dataclass(frozen=True, kw_only=True)
 class CheckedRows:
-    """What the rows, and a trial of the module on some of them, have shown."""
+    """The facts that the rows, and a trial of the module on some of them, have shown."""
 
     columns: tuple[Column, ...]
     """The columns in the shapes in which workers use them."""
@@ -297,7 +297,7 @@ def check_single_rows(
 
 
 def none_for_validation(request: FitRequest, num_rows: int) -> str:
-    """What has become of the rows for validation that were asked for, where there are none."""
+    """Return why there are no rows for validation although they were asked for."""
     if request.validation_fraction is None:
         return f'column "{request.validation_col}" marks none of the {num_rows} rows for validation'
     return (

@@ -248,7 +248,7 @@ def _fit(
 def _look(
     checked: CheckedRequest, run_id: str, spools: Spools | None, recorder: Recorder
 ) -> check_rows.CheckedRows | None:
-    """What the first rows show, unless all of them are known from another fit, or may be."""
+    """Return what the first rows show; None where all are known from another fit, or may be."""
     if checked.fit_spec.keep is not None:
         return None
     is_frame = checked.data.source is None
@@ -292,7 +292,7 @@ def _require_counted(trained: Trained, plan: TrainPlan) -> None:
 def _weights_of(
     trained: Trained, plan: TrainPlan, stopping: EarlyStopping | None
 ) -> WeightsOf | None:
-    """Which weights the module has; None where no epoch has a record."""
+    """Describe which weights the module has; None where no epoch has a record."""
     history = trained.summary.history
     found = record_of_weights(history, stopping)
     if found is None:
@@ -308,7 +308,7 @@ def _weights_of(
 
 
 def _mode(checked: CheckedRequest) -> tuple[str, Callable[[Run], Trained]]:
-    """What tells the checkpoints of rounds from those of a gang, and the function that trains."""
+    """Return the suffix of the checkpoints' key, empty for a gang, and the function that trains."""
     if checked.slots.is_gang:
         return "", train_in_gang
     strategy = checked.strategy

@@ -174,10 +174,11 @@ def _rebuild(run: Run, missing: Collection[int]) -> None:
 
 
 class Redeal:
-    """Whether a gang shall start again with shards dealt by the speeds that were measured in it.
+    """Decides if a gang shall start again with shards dealt by the speeds that were measured in it.
 
-    Only if some host's speed was not known when it began, so never twice for the same hosts, and
-    not where the user wants equal bits, which depend on who holds what unless they are by shard.
+    It does so only if some host's speed was not known when it began, so never twice for the same
+    hosts, and not where the user wants equal bits, which depend on who holds what unless they are
+    by shard.
     """
 
     def __init__(self, run: Run, attempts: Attempts) -> None:
@@ -217,7 +218,7 @@ class Redeal:
         rows = [shard.num_rows for shard in plan.shards]
 
         def seconds(held: Sequence[Sequence[int]]) -> float:
-            """Of an epoch for the slowest."""
+            """Return the seconds of an epoch for the slowest rank."""
             ranks = zip(held, speeds, strict=True)
             return max(sum(rows[number] for number in own) / speed for own, speed in ranks)
 
@@ -235,10 +236,11 @@ def _pays(run: Run, attempt: Attempt, workers: int, _since: float) -> str | None
 
 
 def _worth(run: Run, attempt: Attempt, save: Callable[[float], float]) -> str | None:
-    """What starting again is worth; None: it does not pay. ``save`` tells it of a step's seconds.
+    """Return what starting again is worth, in words; None: it does not pay.
 
-    It pays if the time that it saves is worth twice what it costs: as long as this attempt took to
-    its first step, and the steps since its last checkpoint once more.
+    ``save`` gives the seconds that each step saves, from those that a step takes. It pays if the
+    time that it saves is worth twice what it costs: as long as this attempt took to its first step,
+    and the steps since its last checkpoint once more.
     """
     if attempt.saved is None or attempt.steps is None or attempt.first_step is None:
         return None
@@ -278,7 +280,7 @@ def _sent(run: Run, result: GangResult, kind: str, name: str) -> Any:
 
 
 def _data(run: Run, result: GangResult, kind: str, name: str) -> bytes:
-    """What rank 0 has delivered as rows of this kind, or as the file of this name."""
+    """Return what rank 0 has delivered as rows of this kind, or as the file of this name."""
     in_rows = [payload for _, its_kind, payload in result.rows if its_kind == kind]
     return in_rows[0] if in_rows else run.link.files.read(name)
 

@@ -65,7 +65,7 @@ class Example:
 
     @property
     def num_rows(self) -> int:
-        """How many rows there are to run on at once."""
+        """The number of rows there are to run on at once."""
         if self.rows is None:
             return ROWS
         return min(ROWS, *(len(rows) for rows in self.rows.values()))
@@ -82,7 +82,7 @@ class Example:
 
 @dataclass(frozen=True, kw_only=True)
 class Trial:
-    """What a trial has shown."""
+    """The results of a trial."""
 
     num_classes: int | None
     """Of a classifier."""
@@ -127,7 +127,7 @@ def _output(
     weights: RecordedWeights | None,
     sink: Sink | None,
 ) -> Any:
-    """What a copy of the module gives for the example's rows; raises ConfigError."""
+    """Return what a copy of the module gives for the example's rows; raises ConfigError."""
     tried = own_copy(module, weights)
     if sink is not None and is_compiled(tried):
         sink = None
@@ -167,7 +167,7 @@ def _run(
     weights: RecordedWeights | None,
     sink: Sink | None,
 ) -> Any:
-    """What a module gives in evaluation mode; lazy layers get their weights now."""
+    """Run a module in evaluation mode, return its output; lazy layers get their weights now."""
     import torch
 
     mesh, uses = request.config.parallelism, None
@@ -220,7 +220,7 @@ def _make_layers(module: nn.Module, tried: nn.Module) -> None:
 
 
 def _judged(checked: CheckedValues, output: Any, example: Example) -> Trial:
-    """What follows from the module's output; raises ConfigError."""
+    """Derive the results from the module's output; raises ConfigError."""
     from sparkdl.train.objective.loss import CallableLoss
     from sparkdl.train.objective.named_metrics import NamedMetric, flat, resolved
     from sparkdl.train.objective.training_step import StepLoss, taken

@@ -109,7 +109,7 @@ def try_step(
 
 
 def _is_certain(error: Exception) -> bool:
-    """Whether it is no matter of which rows a batch has, and how many of them differ."""
+    """Return True if the error comes whichever rows a batch has, and however many differ."""
     if isinstance(error, _OF_CODE) or any(text in str(error) for text in _OF_BACKWARD):
         return True
     return passed_through(error, "torch.optim") and not passed_through(error, "torch.nn")
@@ -154,7 +154,7 @@ def _error(
     adds_up: bool,
     is_first: bool = False,
 ) -> Exception | None:
-    """What a step on so many rows raises; None: nothing that says anything of training."""
+    """Return what a step on so many rows raises; None: nothing that says anything of training."""
     if example.rows is not None and min(map(len, example.rows.values())) < 2:
         return None  # a module may want several, and there may be more elsewhere
     with borrowed_generator(config.seed), warnings.catch_warnings():
@@ -226,6 +226,8 @@ def _step(
         _leave_out_plain_steps(optimizer)
     step(batch, batch.num_rows, 0)
     _check_sparse(config, module, adds_up=adds_up)
+    if adds_up:
+        step.check_moved()
     stepping.set_mode(optimizer, trains=False)
     with optimizers.without_compiler():
         for what, owner in (("optimizer", optimizer), ("scheduler", replica.scheduler)):
@@ -306,7 +308,7 @@ def _of(example: Example, role: str, num_rows: int) -> tuple[torch.Tensor, ...]:
 
 
 def _forward_line(module: nn.Module, config: TrainConfig, example: Example) -> str:
-    """Where in the user's forward pass lies what a backward pass fails at, as torch tells it."""
+    """Return the line of the user's forward pass whose backward pass fails, as torch names it."""
     import torch
 
     with (

@@ -47,7 +47,7 @@ class ExecutorCalls:
     queue_timeout_seconds: float
 
     def __call__(self, call: Callable[[A], B], items: Sequence[A]) -> list[B]:
-        """What it gives for each item; raises the first SparkDLError that it raises."""
+        """Return the results of ``call`` by item; raises the first SparkDLError that it raises."""
         if len(items) <= _FEW:
             return in_threads(call, items)
         found: list[B] = []

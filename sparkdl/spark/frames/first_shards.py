@@ -30,7 +30,7 @@ class FirstShards:
     """Calls somebody with the first shards that have come, once."""
 
     def __init__(self, spark: SparkSession) -> None:
-        """Of a session; those of Spark Connect have no accumulators, and tell nothing."""
+        """Make the session's accumulator; Spark Connect has none, and reports nothing."""
         self.told: Accumulator[list[str]] | None = None
         if not is_connect(spark):
             self.told = spark.sparkContext.accumulator([], _Lists())

@@ -61,7 +61,7 @@ class Look:
 
     @property
     def num_rows(self) -> int:
-        """How many there are."""
+        """The number of rows."""
         return int(self.rows.num_rows)
 
     @property
@@ -172,7 +172,7 @@ def take_look(selected: DataFrame, wanted: int) -> Look:
 
 
 def _hashes(table: DataFrame) -> tuple[int, ...]:
-    """What `ShardTable` has Spark partition by; Spark hashes it once more."""
+    """Return the hashes that `ShardTable` partitions by; Spark hashes them once more."""
     row_hash = F.hash(F.xxhash64(*[F.col(name) for name in table.columns]))
     if "validation" in table.columns:
         table = table.where("NOT coalesce(validation, false)")

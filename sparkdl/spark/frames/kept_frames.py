@@ -57,7 +57,7 @@ _OF_NO_MATTER = ("spark.sql.warehouse.dir", "spark.sql.shuffle.partitions")
 
 @dataclass(frozen=True, kw_only=True)
 class KeepChoice:
-    """Whether the spool of a fit is kept."""
+    """The choice whether the spool of a fit is kept, and its reason."""
 
     reason: str
     keep: Keep | None = None
@@ -250,7 +250,7 @@ def _renumbered(nodes: Any) -> Any:
 
 
 def _files_of(relation: Any, session: Any) -> Any:
-    """How files are read, and which ones: as they are now, and as Spark has listed them before.
+    """Return how files are read, and which: as they are now, and as Spark has listed them before.
 
     Spark goes by its list, and of a file that has grown since it may read the beginning alone.
     """

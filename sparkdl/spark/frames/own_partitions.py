@@ -1,4 +1,4 @@
-"""Which rows make a shard: rows dealt by their hash, or the DataFrame's own partitions.
+"""The choice of the rows of a shard: dealt by their hash, or the DataFrame's own partitions.
 
 Rows that are dealt cross the network once, and equal data gives equal shards whatever its
 partitions. Partitions stay where Spark reads them, but are the same again only if their source is:
@@ -30,7 +30,7 @@ _NARROW = ("Project", "Filter", "SubqueryAlias", "View", "Union", "Generate")
 
 @dataclass(frozen=True, kw_only=True)
 class FrameFacts:
-    """What Spark tells of a DataFrame without running a job."""
+    """The facts that Spark tells of a DataFrame without running a job."""
 
     unstable: str | None
     """Why its partitions may not be the same again; None: they are files, row by row."""
@@ -41,7 +41,7 @@ class FrameFacts:
 
 @dataclass(frozen=True, kw_only=True)
 class ShardChoice:
-    """Which rows make a shard, and why."""
+    """The choice of the rows that make a shard, and its reason."""
 
     reason: str
     num_places: int = 0

@@ -42,7 +42,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, kw_only=True)
 class TableSpec:
-    """What the shards of a run shall hold, and how many there are."""
+    """The contents that the shards of a run shall have, and the number of shards."""
 
     columns: tuple[SpoolColumn, ...]
     num_shards: int
@@ -73,7 +73,7 @@ class TableSpec:
 
     @property
     def num_partitions(self) -> int:
-        """Of the table."""
+        """The number of partitions of the table."""
         return self.num_places or self.num_shards
 
     @property
@@ -85,7 +85,7 @@ class TableSpec:
 
 
 class ShownRows(Protocol):
-    """What rows have shown, of a shard or of all of them."""
+    """The facts that rows have shown, of a shard or of all of them."""
 
     def columns(self, shards: Sequence[SpooledShard]) -> tuple[Column, ...]:
         """The columns as workers will find them; raises DataError for all that have bad rows."""
@@ -93,7 +93,7 @@ class ShownRows(Protocol):
     def labels_outside(
         self, label_col: str, num_classes: int, index: int, shards: Sequence[SpooledShard]
     ) -> tuple[int, str] | None:
-        """How many labels are outside the classes, as far as that is known, and an example."""
+        """Return how many labels are outside the classes, as far as is known, and an example."""
 
     def rows_at_hand(
         self, columns: Sequence[Column], shards: Sequence[SpooledShard]
@@ -142,7 +142,7 @@ class RowTable(ShownRows, Protocol):
         """
 
     def skipped(self, shards: Sequence[SpooledShard]) -> tuple[int, str]:
-        """How many rows are left out because an input asks for it, and why, in words."""
+        """Return how many rows are left out because an input asks for it, and why, in words."""
         return 0, ""
 
     def windows(
@@ -160,7 +160,7 @@ class RowTable(ShownRows, Protocol):
         return
 
     def is_scattered(self, num_workers: int) -> bool:
-        """Whether shards may lie where none of so many workers will be; `restore` mends that."""
+        """Return True if shards may lie where none of so many workers is; `restore` mends that."""
         return False
 
     def restore(self, num_workers: int) -> tuple[tuple[SpooledShard, ...], DataFrame]:
@@ -194,7 +194,7 @@ def slots_for(spark: SparkSession, num_workers: int) -> DataFrame:
 
 
 def spool_columns(columns: Sequence[SpoolColumn]) -> tuple[SpoolColumn, ...]:
-    """What tasks need to know of the columns; Spark's expressions stay on the driver."""
+    """Return what tasks need to know of the columns; Spark's expressions stay on the driver."""
     return tuple(replace(column, expression=None) for column in columns)
 
 
@@ -279,7 +279,7 @@ class SourceTable(RowTable):
 
     @property
     def homes(self) -> str | None:
-        """What the shards follow from besides the rows; see `Contents.homes`."""
+        """The facts that the shards follow from besides the rows; see `Contents.homes`."""
         return self._known.homes
 
     def dealt_by(self, homes: str) -> SourceTable:
@@ -328,7 +328,7 @@ def _spooled(contents: Contents) -> tuple[SpooledShard, ...]:
 
 
 def payloads_of(shards: Sequence[SpooledShard], spec: TableSpec) -> list[str]:
-    """What the row of each place says."""
+    """Return the text of the row of each place."""
     parts = [part.to_dict() for part in shards]
     places = spec.shards_by_place or [[number] for number in range(len(parts))]
     return [json.dumps({"shards": [parts[n] for n in own]}) for own in places]

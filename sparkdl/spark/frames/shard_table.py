@@ -92,7 +92,7 @@ class SpoolTable:
     def __init__(
         self, spark: SparkSession, *, run_id: str, num_places: int, keep: Keep | None = None
     ) -> None:
-        """Of a table that the class itself describes in ``df``, with so many partitions."""
+        """Prepare a table that the class itself describes in ``df``, with so many partitions."""
         self._spark = spark
         self._keep = keep
         self._run_id = run_id
@@ -155,7 +155,7 @@ class SpoolTable:
         return self._for_others[num_workers]
 
     def _has_spare(self, num_workers: int) -> bool:
-        """Whether there are more executors than workers, as far as Spark tells."""
+        """Return True if there are more executors than workers, as far as Spark tells."""
         spark = self._spark
         return not is_connect(spark) and registered_executors(spark) > num_workers
 
@@ -312,17 +312,17 @@ class SpoolTable:
 
 
 class SpooledRows:
-    """What a DataFrame's shards have shown, once they are spooled."""
+    """The facts that a DataFrame's shards have shown, once they are spooled."""
 
     reader = SpoolSource()
     """Opens the shards on workers."""
 
     def unstable(self) -> str | None:
-        """What may give other rows when they are made again; None: nothing is known."""
+        """Name what may give other rows when they are made again; None: nothing is known."""
         return None
 
     def __init__(self, spec: TableSpec, shown: UserRows | None = None) -> None:
-        """Of rows that messages show, where they are at hand."""
+        """Store the specification, and the rows that messages show, where they are at hand."""
         self._spec = spec
         self._shown = shown
         self._first: tuple[SpooledShard, ...] | None = None
@@ -764,7 +764,7 @@ def windows_of_spool(
 
 
 def host_loads(spooled: Sequence[SpooledShard], info: ClusterInfo, get: Get) -> list[HostLoad]:
-    """What each host has to hold, and the memory that the executors' heaps leave for it."""
+    """Return what each host has to hold, and the memory that the executors' heaps leave for it."""
     by_host: dict[str, list[SpooledShard]] = defaultdict(list)
     for part in spooled:
         by_host[part.shard.host].append(part)

@@ -1,4 +1,4 @@
-"""What several fits on the same rows share: their spools, and the cluster's slots.
+"""The spools and the cluster's slots, which several fits on the same rows share.
 
 Each fit asks for the table that it would make; the first that asks makes it, and all tables stay
 until the last fit has ended.
@@ -101,7 +101,7 @@ class Spools:
 
 
 def _key(spec: TableSpec, slots: Slots) -> Any:
-    """What decides about the spools of one DataFrame: equal keys mean equal files.
+    """Return the key of the spools of one DataFrame: equal keys mean equal files.
 
     Specifications count by their pickles: callables that are made anew for each fit are unequal
     although they do the same.

@@ -1,4 +1,4 @@
-"""What in a DataFrame's plan may give other rows when Spark makes them again."""
+"""The parts of a DataFrame's plan that may give other rows when Spark makes them again."""
 
 from __future__ import annotations
 

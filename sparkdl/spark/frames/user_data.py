@@ -268,7 +268,7 @@ def _is_array(value: Any) -> bool:
 
 
 def _in_columns(data: Any) -> str:
-    """How to give arrays, or lists of rows."""
+    """Return how to give arrays, or lists of rows."""
     return _JOINED if _is_array(data) or isinstance(data, list | tuple) else ""
 
 

@@ -75,7 +75,7 @@ def data_set(
     *,
     warns: bool = True,
 ) -> DataSet:
-    """What workers need to know of a data set; warns of rows that are left out."""
+    """Return what workers need to know of a data set; warns of rows that are left out."""
     columns = table.columns(shards)
     num_rows, causes = table.skipped(shards) if warns else (0, "")
     if num_rows:

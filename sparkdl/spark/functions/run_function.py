@@ -74,7 +74,7 @@ RUN_KEY = "function"
 
 @dataclass(frozen=True, kw_only=True)
 class FunctionRequest(Request):
-    """What a `TorchRunner` asks for."""
+    """The request of a `TorchRunner`."""
 
     function: Callable[[], Any]
     data: Mapping[str, Data]
@@ -99,7 +99,7 @@ class FunctionRequest(Request):
 
 @dataclass(frozen=True, kw_only=True)
 class FunctionResult:
-    """What came of it."""
+    """The results of a run of a function."""
 
     values: list[Any]
     """What the function returned: on rank 0, or on all ranks."""

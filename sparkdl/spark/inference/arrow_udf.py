@@ -61,7 +61,7 @@ def with_columns(
 def _watched(
     function: Function, timeout_seconds: float, batches: Iterator[Sequence[pa.Array]]
 ) -> Iterator[pa.Array]:
-    """What the function gives, in a process that is ended if it hangs."""
+    """Yield what the function gives, in a process that is ended if it hangs."""
     with ended_when_hung(timeout_seconds):
         try:
             yield from function(batches)

@@ -21,7 +21,7 @@ from sparkdl.inference.predict import class_logits
 from sparkdl.inference.scores import BUILT_IN, Evaluation
 from sparkdl.spark.inference.arrow_udf import with_columns
 from sparkdl.spark.inference.evaluate_task import AddTask, EvaluateTask, losses
-from sparkdl.spark.inference.output_columns import Wanted, plan_outputs
+from sparkdl.spark.inference.output_columns import WantedColumn, plan_outputs
 from sparkdl.spark.session.compat import described, run_workers_here
 from sparkdl.spark.session.failures import LOST_REMEDY, loss_reason, raise_unless_loss
 from sparkdl.spark.session.interrupts import interruptible
@@ -78,7 +78,11 @@ def row_scores(
 
 
 def classes_and_metrics(
-    module: nn.Module, inputs: Arguments, forward: Forward, predicted: Wanted, measures: Measures
+    module: nn.Module,
+    inputs: Arguments,
+    forward: Forward,
+    predicted: WantedColumn,
+    measures: Measures,
 ) -> tuple[int, Mapping[str, Any]]:
     """The classes that a classifier tells apart, else 0; and the metrics; raises ConfigError."""
     loss, task = measures.make_loss(), measures.task

@@ -1,4 +1,4 @@
-"""What tasks of ``evaluate`` and ``scores`` do.
+"""The tasks of ``evaluate`` and ``scores``.
 
 Each task evaluates its partition and gives one row, which holds its `evaluate_rows.Part`. This file
 imports nothing of Spark's machine learning, which takes a Python worker most of a second.
@@ -20,7 +20,7 @@ from sparkdl.data.plan import SpoolColumn
 from sparkdl.errors import ConfigError, DataError
 from sparkdl.inference import evaluate_rows
 from sparkdl.inference.outputs import Output, check_rows, pick
-from sparkdl.inference.predict import ModuleTask, Run, ready, runs
+from sparkdl.inference.predict import ModuleTask, RowRange, ready, runs
 from sparkdl.worker.watcher import ended_when_hung
 
 
@@ -59,7 +59,7 @@ class EvaluateTask(ModuleTask):
 
     def compared(
         self, module: Any, device: torch.device, arrays: Sequence[pa.Array]
-    ) -> Iterator[tuple[Run, Any, Any, torch.Tensor | None]]:
+    ) -> Iterator[tuple[RowRange, Any, Any, torch.Tensor | None]]:
         """Run by run: its inputs, output, target, weight; all None if none of its rows is kept."""
         others = iter(arrays[len(self.columns) :])
         labels = [evaluate_rows.read_labels(next(others), asked) for asked in self.labels]

@@ -158,7 +158,7 @@ def transform(
 
 @dataclass(frozen=True, kw_only=True)
 class PredictInGang:
-    """What a task of the barrier stage does. Runs on executors."""
+    """The work of a task of the barrier stage. Runs on executors."""
 
     task: PredictTask
     order: GangOrder

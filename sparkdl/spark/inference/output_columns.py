@@ -42,7 +42,7 @@ _ARROW_TYPES: dict[torch.dtype, pa.DataType] = {
 
 
 @dataclass(frozen=True, kw_only=True)
-class Wanted:
+class WantedColumn:
     """One output column that a model shall add."""
 
     column: str
@@ -66,14 +66,14 @@ class OutputPlan:
 
     @property
     def spark_type(self) -> T.StructType:
-        """What the UDF returns: a struct of the flat columns."""
+        """The type that the UDF returns: a struct of the flat columns."""
         return T.StructType(
             [T.StructField(leaf.name, spark_type(leaf.arrow_type)) for leaf in self.leaves]
         )
 
 
 def plan_outputs(
-    module: nn.Module, inputs: Arguments, forward: Forward, wanted: Sequence[Wanted]
+    module: nn.Module, inputs: Arguments, forward: Forward, wanted: Sequence[WantedColumn]
 ) -> OutputPlan:
     """See what the module gives for two rows, and choose types; raises ConfigError."""
     module.eval()
@@ -95,8 +95,10 @@ def plan_outputs(
     return OutputPlan(leaves=tuple(leaves), columns=columns, found=found)
 
 
-def _making(value: Any, part: Output, item: Wanted, num_rows: int, leaves: list[Leaf]) -> Making:
-    """How a column, or the ``part`` of it that is ``value``, is made; notes its flat columns."""
+def _making(
+    value: Any, part: Output, item: WantedColumn, num_rows: int, leaves: list[Leaf]
+) -> Making:
+    """Return how to make a column or its ``part`` ``value``; add its flat columns to ``leaves``."""
     parts = children(value)
     if parts is None:
         return _flat(check_rows(value, num_rows, part), part, item, leaves)
@@ -115,7 +117,7 @@ def _making(value: Any, part: Output, item: Wanted, num_rows: int, leaves: list[
     return lambda packed: F.struct(*(make(packed).alias(name) for name, make in fields.items()))
 
 
-def _flat(tensor: torch.Tensor, part: Output, item: Wanted, leaves: list[Leaf]) -> Making:
+def _flat(tensor: torch.Tensor, part: Output, item: WantedColumn, leaves: list[Leaf]) -> Making:
     form = part.form
     if form == "auto":
         form = "value" if tensor.numel() == len(tensor) else "array"

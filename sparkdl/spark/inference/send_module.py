@@ -39,7 +39,7 @@ Fetch = Callable[[], packed_module.PackedModule]
 
 @dataclass(frozen=True, kw_only=True)
 class SentModule:
-    """What tasks need to get a module."""
+    """The things that tasks need to get a module."""
 
     values: ProgramValues
     """What the program has changed of modules that workers import; in front of all else."""
@@ -108,7 +108,7 @@ class Sender:
         return self._reached[key]
 
     def fetch(self, spark: SparkSession, packed: packed_module.PackedModule) -> Fetch:
-        """How workers get the packed module. A large one is sent once per session and content."""
+        """Return how workers get the module. A large one is sent once per session and content."""
         connect = is_connect(spark)
         if packed.num_bytes <= (ARTIFACT_BYTES if connect else BROADCAST_BYTES):
             return partial(packed_module.given, packed)

@@ -47,7 +47,7 @@ def to_type(hint: Any, doc: str, value: Any) -> Any:
 
 
 def _as_object(value: Any) -> str:
-    """How to write it, if classes are given where objects are meant."""
+    """Return how to write the value, if classes are given where objects are meant."""
     items = value if isinstance(value, list | tuple) else [value]
     names = [f"{item.__name__}()" for item in items if isinstance(item, type)]
     return f"; pass an object of the class: {', '.join(names)}" if names else ""

@@ -28,7 +28,7 @@ from sparkdl.sync.strategy import SyncStrategy
 
 
 class ParamValues(Protocol):
-    """What the functions of this file need of an estimator or a model."""
+    """The methods of an estimator or a model that the functions of this file need."""
 
     def value(self, name: str, /) -> Any:
         """The Param's value; None if it has none, or if there is no such Param."""
@@ -40,7 +40,7 @@ class ParamValues(Protocol):
 
 
 def specified_inputs(params: ParamValues) -> tuple[Named, ...]:
-    """What ``inputs`` names; empty if it is not set; raises ConfigError."""
+    """Return what ``inputs`` names; empty if it is not set; raises ConfigError."""
     value = params.value("inputs")
     if value is None:
         return ()
@@ -77,7 +77,7 @@ def input_shapes(params: ParamValues) -> tuple[Any, ...]:
 
 
 def labels_of(params: ParamValues) -> tuple[Named, ...]:
-    """What ``labels`` names; empty if it is not set; raises ConfigError."""
+    """Return what ``labels`` names; empty if it is not set; raises ConfigError."""
     value = params.value("labels")
     if value is None:
         return ()
@@ -142,7 +142,7 @@ OF_THE_FIELD: Any = object()
 
 @dataclass(frozen=True)
 class Option:
-    """What a Param is, besides its name and type."""
+    """The properties of a Param, besides its name and type."""
 
     doc: str
     _: KW_ONLY

@@ -152,7 +152,7 @@ class CheckedParams(
 
 
 class Saved(MLWritable):
-    """How estimators and models are saved, and loaded."""
+    """Saves and loads estimators and models."""
 
     @plainly
     def save(self, path: str | os.PathLike[str]) -> None:
@@ -189,11 +189,11 @@ class Saved(MLWritable):
 
 
 class TrainParams(CheckedParams, shared.HasSeed):
-    """What all estimators are."""
+    """The base of the Params of all estimators."""
 
 
 class ClassOutputParams(shared.HasProbabilityCol, shared.HasRawPredictionCol):
-    """What Spark asks by these classes: that there are the output columns of a classifier."""
+    """The classes by which Spark asks for the output columns of a classifier."""
 
 
 def default_of(option: Option) -> Any:
@@ -304,7 +304,7 @@ def _auto_or(convert: Callable[[Any], Any], value: Any) -> Any:
 
 
 def _convert_as_spark(kind: Any, value: Any) -> Any:
-    """What Spark makes of a value; its own errors fail to name some values, such as tuples."""
+    """Convert a value as Spark does; its own errors fail to name some values, such as tuples."""
     try:
         return _SPARKS_CONVERTERS[kind](value)
     except (TypeError, ValueError, OverflowError):

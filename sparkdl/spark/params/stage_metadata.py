@@ -148,7 +148,7 @@ def write_metadata(
 
 
 def read_metadata(path: str, spark: SparkSession) -> dict[str, Any]:
-    """What ``<path>/metadata`` says; raises StorageError if it is not what was written."""
+    """Read ``<path>/metadata``; raises StorageError if it is not what was written."""
     try:
         if not is_connect(spark) and not is_there(path, spark):
             raise StorageError(f"nothing is saved at {without_password(path)}; check the path")
@@ -190,13 +190,13 @@ def sum_of(metadata: Mapping[str, Any]) -> str:
 
 
 def damaged(path: str, why: str) -> StorageError:
-    """What to raise where ``<path>/metadata`` is not what was written."""
+    """Return the error to raise where ``<path>/metadata`` is not what was written."""
     place = f"{without_password(path)}/metadata"
     return StorageError(f"{place} is damaged: {why}; save it again, or take an intact copy")
 
 
 def is_there(path: str, spark: SparkSession) -> bool:
-    """Whether there is something at ``path``, on whatever file system Spark or Python reaches."""
+    """Return True if ``path`` has something, on whatever file system Spark or Python reaches."""
     path = at_home(path)
     if _is_ours(path, spark):
         return bool(open_storage(path).list(""))
@@ -271,7 +271,7 @@ def _load(path: str, spark: SparkSession, trust: Trust) -> Any:
 
 
 def _class_of(name: str, trust: Trust) -> Any:
-    """What the metadata of an instance name: of sparkdl and Spark only what they have for users."""
+    """Import what an instance's metadata name: of sparkdl and Spark only what users may use."""
     module, _, cls = name.replace("org.apache.spark.", "pyspark.").rpartition(".")
     if f"{module}.".startswith("pyspark.ml.") or (
         module.startswith("sparkdl.") and cls in MODULE_OF
@@ -290,7 +290,7 @@ def place_of(path: str, spark: SparkSession) -> Folder:
 
 
 def _is_ours(path: str, spark: SparkSession) -> bool:
-    """Whether Spark has no file system for the path's scheme."""
+    """Return True if Spark has no file system for the path's scheme."""
     scheme = scheme_of(path)
     return scheme is not None and not is_connect(spark) and not knows_scheme(spark, scheme)
 

@@ -20,7 +20,7 @@ from sparkdl.data.plan import RoundPart
 from sparkdl.errors import ConfigError
 from sparkdl.spark.rounds.driver_memory import round_state_bytes
 from sparkdl.spark.rounds.round_driver import RoundDone, run_rounds
-from sparkdl.spark.rounds.round_jobs import Evaluation, RoundJobs, encoded
+from sparkdl.spark.rounds.round_jobs import RoundEvaluation, RoundJobs, encoded
 from sparkdl.spark.rounds.round_stages import Merge, is_of_state, num_merge_tasks
 from sparkdl.spark.run.run import Run, Trained
 from sparkdl.storage.checkpoint_format import decode
@@ -30,6 +30,7 @@ from sparkdl.sync.averaging.mean import is_number, weighted_mean
 from sparkdl.sync.averaging.state_pieces import CHANGES
 from sparkdl.sync.module_tensors import no_mean, set_trains, shape_of, tensors_of, trains
 from sparkdl.sync.population.hyperparameters import rescaled, set_present_rate
+from sparkdl.train.rank_state import KEPT
 from sparkdl.train.state import Record, TrainState
 from sparkdl.worker.round_task import ATTRIBUTES
 
@@ -152,12 +153,13 @@ class Averaged(Stateful):
         return found
 
     def set_attributes(self, attributes: dict[str, Any]) -> None:
-        self._round["attributes"] = attributes
+        kept = (self.attributes() or {}).get(KEPT)  # callbacks on the driver do not change it
+        self._round["attributes"] = {KEPT: kept, **attributes}
 
     def set_tensors(self, tensors: dict[str, Any]) -> None:
         self._round["model"] = {**self.model(), **tensors}
 
-    def evaluate(self, state: TrainState) -> Evaluation:
+    def evaluate(self, state: TrainState) -> RoundEvaluation:
         return self._jobs.measure(self.model(), self.attributes())
 
     def load_state_dict(self, state: dict[str, Any]) -> None:

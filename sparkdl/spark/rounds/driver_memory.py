@@ -65,11 +65,13 @@ def round_state_bytes(module: nn.Module, config: TrainConfig, *, keeps_optimizer
 
 
 def _numbers_per_parameter(config: TrainConfig, module: nn.Module) -> float:
-    """What the optimizer keeps for each number that it trains, seen at its first step.
+    """Return how many numbers the optimizer keeps for each that it trains, seen at its first step.
 
-    One that a callable of the user's makes is not tried: it may want the module's own parameters.
+    Those of the user's own are not tried: they may want the module's own parameters, or several.
     """
-    if not isinstance(config.optimizer, str | type):
+    kind = config.optimizer
+    is_class = isinstance(kind, type) and kind.__module__.startswith(("torch.", "sparkdl."))
+    if not isinstance(kind, str) and not is_class:
         return 0.0
     zeros = torch.zeros(_SAMPLE)
     sample = nn.Embedding(*_SAMPLE, _weight=zeros, sparse=bool(sparse_parameters(module)))

@@ -22,7 +22,7 @@ from sparkdl.data.plan import RoundPart
 from sparkdl.errors import CheckpointError, ConfigError, TrainingDiverged
 from sparkdl.serialization.travel.packed_module import travelled
 from sparkdl.spark.rounds.round_driver import RoundDone, run_rounds
-from sparkdl.spark.rounds.round_jobs import Evaluation, RoundJobs
+from sparkdl.spark.rounds.round_jobs import RoundEvaluation, RoundJobs
 from sparkdl.spark.rounds.round_stages import Rows, run_member_stage
 from sparkdl.spark.run.run import Run, Trained
 from sparkdl.storage.stateful import Stateful
@@ -80,7 +80,7 @@ def train_population(run: Run, strategy: PopulationStrategy) -> Trained:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Member:
+class MemberState:
     """A member's state, as its task encoded it."""
 
     model: bytes
@@ -98,7 +98,7 @@ class Population:
         self._run = run
         self._jobs = jobs
         self.shards = members_of(run.plan)
-        first = Member(model=encoded({"model": tensors_of(run.module)}))
+        first = MemberState(model=encoded({"model": tensors_of(run.module)}))
         self.members = [first] * len(self.shards)
         self._notes: dict[tuple[int, int], Record] = {}
         """(step, member) -> what was seen of the member when it had taken so many steps."""
@@ -141,7 +141,7 @@ class Population:
         )
 
     @property
-    def result(self) -> Member:
+    def result(self) -> MemberState:
         """The member whose module has the attributes of the result."""
         return self.members[0]
 
@@ -189,7 +189,7 @@ class Population:
         self._notes.setdefault(key, {"step": step, "member": member}).update(values)
 
     def notes(self) -> list[Record]:
-        """What is known of the members, by step and member."""
+        """Return what is known of the members, by step and member."""
         return [self._notes[key] for key in sorted(self._notes)]
 
     def state_dict(self) -> dict[str, Any]:
@@ -217,7 +217,7 @@ class Population:
             )
         self.members = [
             replace(
-                Member(**one),
+                MemberState(**one),
                 model=one["model"].numpy().tobytes(),
                 rest=one["rest"].numpy().tobytes(),
             )
@@ -249,7 +249,7 @@ class _OneShot(Population):
         merged: dict[str, Any] = merge(models, weights) if any(weights) else models[0]
         return merged
 
-    def evaluate(self, state: TrainState) -> Evaluation:
+    def evaluate(self, state: TrainState) -> RoundEvaluation:
         return self._jobs.measure(self.model(), self.attributes())
 
 
@@ -278,7 +278,7 @@ class _Competition(Population, Stateful, ABC):
         return self.result.learning_rate
 
     @property
-    def result(self) -> Member:
+    def result(self) -> MemberState:
         return self.members[self._best_member]
 
     @abstractmethod
@@ -286,7 +286,7 @@ class _Competition(Population, Stateful, ABC):
         """See `Replicas.train`."""
 
     def describe(self, member: int, step: int) -> Record:
-        """What else to note of ``member`` when it is measured after ``step`` steps."""
+        """Return what else to note of ``member`` when it is measured after ``step`` steps."""
         return self._values[member]
 
     def scores(self, step: int) -> list[Record]:
@@ -302,7 +302,7 @@ class _Competition(Population, Stateful, ABC):
         model: dict[str, Any] = decoded(self.result.model)["model"]
         return model
 
-    def evaluate(self, state: TrainState) -> Evaluation:
+    def evaluate(self, state: TrainState) -> RoundEvaluation:
         records = self.scores(state.step)
         costs = [self._judge.cost(record) for record in records]
         order = best_first(costs)
@@ -313,7 +313,7 @@ class _Competition(Population, Stateful, ABC):
             "best_member": order[0],
             "learning_rate": self.learning_rate,
         }
-        return Evaluation(record=record, confusion=None)
+        return RoundEvaluation(record=record, confusion=None)
 
     def state_dict(self) -> dict[str, Any]:
         return {**Population.state_dict(self), **Stateful.state_dict(self)}
@@ -356,7 +356,7 @@ class _Tournament(_Competition):
             self.note(part.step, member, **values)
         return done
 
-    def evaluate(self, state: TrainState) -> Evaluation:
+    def evaluate(self, state: TrainState) -> RoundEvaluation:
         found = super().evaluate(state)
         notes = [n for n in self.notes() if n["step"] >= state.step - state.step_in_epoch]
         takeovers = sum(note.get("is_lost", 0.0) for note in notes)
@@ -437,13 +437,13 @@ def grouped(sizes: Iterable[int], limit: int) -> list[list[int]]:
 
 
 def parts_of(
-    member: Member,
+    member: MemberState,
     hyperparameters: Mapping[str, float] | None = None,
     *,
     rival: Mapping[str, float] | None = None,
     may_diverge: bool = False,
 ) -> Parts:
-    """What a member's task gets, with the hyperparameters that are not what the user set.
+    """Return what a member's task gets, with the hyperparameters that are not what the user set.
 
     ``rival`` is what it trains with if it loses to the member with which it competes first.
     """
@@ -455,12 +455,12 @@ def parts_of(
     return {MODEL: member.model, REST: member.rest, OPTIONS: json.dumps(options).encode()}
 
 
-def _after(member: Member, found: Parts, report: Any) -> Member:
+def _after(member: MemberState, found: Parts, report: Any) -> MemberState:
     """The member after a round; as it was before, if it has diverged."""
     if MODEL not in found:
         return member
     rate = report["learning_rate"]
-    return Member(
+    return MemberState(
         model=found[MODEL],
         rest=found[REST],
         weight=member.weight + report["weight"],

@@ -24,7 +24,7 @@ from sparkdl.report.summary import TrainingSummary
 from sparkdl.runtime.process import cpu_model, tuned_allocator
 from sparkdl.runtime.versions import versions
 from sparkdl.serialization.travel.attributes import Attributes
-from sparkdl.spark.rounds.round_jobs import Evaluation, RoundJobs, logged
+from sparkdl.spark.rounds.round_jobs import RoundEvaluation, RoundJobs, logged
 from sparkdl.spark.run.resume import find_checkpoint, patiently
 from sparkdl.spark.run.run import Run, Trained
 from sparkdl.storage.checkpoint_format import Writer, load_shared
@@ -55,7 +55,7 @@ _PHASES = ("rounds: slowest task", "rounds: everything else", "evaluate", "check
 
 @dataclass(frozen=True, kw_only=True)
 class RoundDone:
-    """What a round has brought."""
+    """The results of a round."""
 
     reports: dict[int, Any]
     """Shard -> what its task reports: ``rows``, ``seconds``, ``loss_sum``, ``weight``,
@@ -82,12 +82,12 @@ class RoundDone:
 
     @property
     def seconds(self) -> float:
-        """Those of the slowest task's steps."""
+        """The seconds of the slowest task's steps."""
         return max(float(report["seconds"]) for report in self.reports.values())
 
 
 class Replicas(Protocol):
-    """What a strategy trains in rounds: one state that all shards share, or one for each member."""
+    """The states that a strategy trains in rounds: one that all shards share, or one per member."""
 
     @property
     def learning_rate(self) -> float:
@@ -103,7 +103,7 @@ class Replicas(Protocol):
         """The ``state_dict`` that would be the result if the run ended now."""
 
     def attributes(self) -> dict[str, Any] | None:
-        """What the module holds besides tensors that is not as it came; None: nothing."""
+        """Return what the module holds besides tensors that is not as it came; None: nothing."""
 
     def set_attributes(self, attributes: dict[str, Any]) -> None:
         """Go on with other ones; raises ConfigError if the strategy cannot."""
@@ -111,17 +111,17 @@ class Replicas(Protocol):
     def set_tensors(self, tensors: dict[str, Any]) -> None:
         """Go on with other weights and buffers, by name; raises ConfigError, likewise."""
 
-    def evaluate(self, state: TrainState) -> Evaluation:
+    def evaluate(self, state: TrainState) -> RoundEvaluation:
         """Measure on the validation rows of all shards what `model` gives."""
 
     def follow_freezing(self) -> None:
         """Train what callbacks have left the run's module to train; ConfigError if it cannot."""
 
     def notes(self) -> list[Record]:
-        """What was seen of each member of a population."""
+        """Return what was seen of each member of a population."""
 
     def state_dict(self) -> dict[str, Any]:
-        """What a checkpoint must hold besides counters and history."""
+        """Return what a checkpoint must hold besides counters and history."""
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore what `state_dict` gave; of an earlier fit it has no weights."""
@@ -412,7 +412,7 @@ class _Rounds:
 
 
 class Totals:
-    """What tasks have reported so far, by shard; ``report`` gets what time was spent on."""
+    """Sums of what tasks have reported so far, by shard; ``report`` gets what time was spent on."""
 
     def __init__(
         self,
@@ -468,7 +468,7 @@ class Totals:
         self._report_all()
 
     def _report_all(self) -> None:
-        """What is not accounted for, such as callbacks on the driver, is spent on other things."""
+        """Report all times; other things get the rest, such as that of callbacks on the driver."""
         elapsed = time.perf_counter() - self.began
         for shard_id, own in enumerate(self._spent):
             rest = max(0.0, elapsed - sum(own.values()))

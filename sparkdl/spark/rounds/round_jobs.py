@@ -41,8 +41,8 @@ Stage = Callable[[RoundOrder], Rows]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Evaluation:
-    """What the validation rows of all shards say of a model."""
+class RoundEvaluation:
+    """The results of a model on the validation rows of all shards."""
 
     record: Record
     """Its entries of the history."""
@@ -51,7 +51,7 @@ class Evaluation:
 
 
 def logged(reports: Iterable[Any]) -> list[bytes]:
-    """What several tasks report besides losses; see `train.objective.metric_states`."""
+    """Return what several tasks report besides losses; see `train.objective.metric_states`."""
     return [from_text(report["logs"]) for report in reports if report.get("logs")]
 
 
@@ -64,7 +64,7 @@ class RoundJobs:
     """Runs the jobs of one run."""
 
     def __init__(self, run: Run, book: EpochBook, *, first_attempt: int = 0) -> None:
-        """Of a link whose first job has the number ``first_attempt``."""
+        """Prepare the jobs of a run, of which the first has the number ``first_attempt``."""
         self.restarts = 0
         """How often a job was run again."""
         self._run = run
@@ -107,15 +107,15 @@ class RoundJobs:
             work = partial(train_or_evaluate, pieces=merge.pieces)
         return self.run(part, work, lambda order: run_stage(self._run, order, state, merge))
 
-    def measure(self, model: dict[str, Any], attributes: dict[str, Any] | None) -> Evaluation:
+    def measure(self, model: dict[str, Any], attributes: dict[str, Any] | None) -> RoundEvaluation:
         """Measure one model on the validation rows of all shards."""
         state = {"model": model, "attributes": attributes}
         rows = self.run_on_all(None, partial(encoded, state))
         reports = [json.loads(data) for _, kind, data in rows if kind == "result"]
         return self.evaluation(reports, [data for _, kind, data in rows if kind == "metrics"])
 
-    def evaluation(self, reports: Iterable[Any], metrics: Sequence[bytes]) -> Evaluation:
-        """What the shards report of one model, put together."""
+    def evaluation(self, reports: Iterable[Any], metrics: Sequence[bytes]) -> RoundEvaluation:
+        """Combine what the shards report of one model."""
         config, cpu = self._run.config, torch.device("cpu")
         sums = torch.zeros(2 + len(self.labels), dtype=torch.float64)
         reports = list(reports)
@@ -125,7 +125,7 @@ class RoundJobs:
         over_all = Metrics.of(config, self._run.objective, cpu)
         record = evaluation_record(sums, over_all.compute_over(metrics), self.labels)
         fill(record, logged(reports), self._run.module)
-        return Evaluation(record=record, confusion=over_all.confusion)
+        return RoundEvaluation(record=record, confusion=over_all.confusion)
 
     def _submit(
         self, part: RoundPart | None, work: RoundWork, stage: Stage, attempt: Attempt

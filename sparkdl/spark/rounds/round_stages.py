@@ -94,7 +94,7 @@ class RoundTask:
 
 @dataclass(frozen=True, kw_only=True)
 class Merge:
-    """How executors take the mean of the replicas' states."""
+    """The pieces and the tasks in which executors take the mean of the replicas' states."""
 
     pieces: Pieces
     num_tasks: int

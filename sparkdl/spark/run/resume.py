@@ -115,7 +115,7 @@ def table_to_go_on(storage: Storage | None, run_key: str, table: SourceTable) ->
 def _newest(
     storage: Storage | None, run_key: str, name: str, read: Callable[[str], T]
 ) -> tuple[T] | None:
-    """What the newest checkpoint says under a name; None: there is none, or it does not say."""
+    """Return what the newest checkpoint says under a name; None: there is none, or no such note."""
     return None if storage is None else patiently(partial(_noted, storage, run_key, name, read))
 
 
@@ -172,7 +172,7 @@ def newest(
     passed_over: Collection[str] = (),
     lease: Lease | None = None,
 ) -> CheckpointInfo | None:
-    """What `checkpoint_format.latest` finds, with patience for the storage.
+    """Return what `checkpoint_format.latest` finds, with patience for the storage.
 
     That there is none counts only where the run's own lease is: an empty folder may be a mount
     point that has lost its file system. A checkpoint that still cannot be read when the patience is
@@ -280,7 +280,7 @@ def by_host(attempt: Attempt) -> dict[str, float]:
 def gang_attempts(
     run: Launch, key: str, rebuild: Callable[[Collection[int]], None]
 ) -> Iterator[Attempts]:
-    """Those of a gang that keeps its checkpoints under ``key``, with the lease for them."""
+    """Yield the attempts of a gang that keeps its checkpoints under ``key``, with their lease."""
     checkpoints = run.link.checkpoints
     with contextlib.ExitStack() as stack:
         lease = None

@@ -49,7 +49,7 @@ class Run(Launch):
 
 @dataclass(frozen=True, kw_only=True)
 class Trained:
-    """What came of a run besides the weights."""
+    """The results of a run besides the weights."""
 
     summary: TrainingSummary
     was_stopped: bool
@@ -64,7 +64,7 @@ class Trained:
 
 @dataclass(frozen=True, kw_only=True)
 class Request:
-    """What fits and runs of functions both ask for."""
+    """The options that fits and runs of functions both have."""
 
     num_workers: int | None
     max_restarts: int
@@ -86,7 +86,7 @@ class Request:
 
 @dataclass(frozen=True, kw_only=True)
 class FitRequest(Request):
-    """What the estimator asks for."""
+    """The request of the estimator."""
 
     module: Any
     """A ``torch.nn.Module``, or a callable without arguments that makes one."""
@@ -148,7 +148,7 @@ class FitRequest(Request):
 
 @dataclass(frozen=True, kw_only=True)
 class FitResult:
-    """What the estimator gets."""
+    """The results that the estimator gets."""
 
     module: nn.Module | StoredModule
     """Trained, on the CPU, in eval mode; or where its weights lie."""

@@ -1,4 +1,4 @@
-"""What the driver writes of a run into its record."""
+"""The facts of a run that the driver writes into its record."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ def shown(value: Any) -> str:
 
 
 def facts(run: Run) -> dict[str, Any]:
-    """What is known before training begins, for `Recorder.facts`."""
+    """Return what is known before training begins, for `Recorder.facts`."""
     plan, module = run.plan, run.module
     parameters = list(module.parameters())
     mesh = run.config.parallelism

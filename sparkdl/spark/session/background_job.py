@@ -54,7 +54,7 @@ def jobs_named_after(run_name: str | None) -> Iterator[None]:
 
 
 class BackgroundJob(Generic[T]):
-    """What submits Spark jobs and gives a value, in a thread of its own."""
+    """Submits Spark jobs and gives a value, in a thread of its own."""
 
     def __init__(
         self,
@@ -171,7 +171,7 @@ class BackgroundJob(Generic[T]):
             given_up[0]()
 
     def result(self) -> T:
-        """What the work gave, when it has ended; raises what it raised."""
+        """Return what the work gave, when it has ended; raises what it raised."""
         if self.error is not None:
             raise self.error
         return self.values[0]
@@ -236,7 +236,7 @@ class BackgroundJob(Generic[T]):
 
 
 def bounded(spark: SparkSession, work: Callable[[], T], seconds: float, name: str) -> T | None:
-    """What ``work`` returns; None if it is not done in time, then its jobs are cancelled."""
+    """Return the value of ``work``; None if it is not done in time, then its jobs are cancelled."""
     tag = f"sparkdl-bounded-{uuid.uuid4().hex[:12]}"
     job = BackgroundJob(spark, work, tag=tag, name=name)
     try:
@@ -253,7 +253,7 @@ def bounded(spark: SparkSession, work: Callable[[], T], seconds: float, name: st
 
 @dataclass(frozen=True, kw_only=True)
 class Fate:
-    """What has become of a task, as Spark says it."""
+    """The state of a task, as Spark says it."""
 
     runs_for: float | None = None
     """Seconds since its launch; None: it has ended, or its executor is gone."""
@@ -261,7 +261,7 @@ class Fate:
 
 
 class TaskProgress:
-    """How the tasks of a tagged job get on, as Spark says it."""
+    """The progress of the tasks of a tagged job, as Spark says it."""
 
     def __init__(self, spark: SparkSession, tag: str) -> None:
         self._spark = spark
@@ -334,7 +334,7 @@ class TaskProgress:
         return compat.scala_context(self._spark).statusTracker()
 
     def hosts(self) -> list[str]:
-        """Where tasks run now; Spark Connect does not say it."""
+        """Return where tasks run now; Spark Connect does not say it."""
         if compat.is_connect(self._spark):
             return []
         return sorted(
@@ -347,7 +347,7 @@ class TaskProgress:
         )
 
     def fates(self, stage_ids: Iterable[int]) -> dict[SparkTask, Fate] | None:
-        """What has become of the tasks of some stages; asks Spark about each of them.
+        """Return what has become of the tasks of some stages; asks Spark about each of them.
 
         None: Spark Connect, which has no status store, does not say it.
         """

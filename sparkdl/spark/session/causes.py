@@ -142,12 +142,12 @@ class Cause:
 
     @property
     def raised(self) -> str:
-        """Of a Python worker: the last line of the traceback, which says what was raised."""
+        """The last line of a Python worker's traceback, which says what was raised."""
         return _STATE.sub("", self.message).strip().rpartition("\n")[2].strip()
 
     @property
     def kind(self) -> Kind | None:
-        """What its condition says; None: it has none."""
+        """The kind that its condition says; None: it has none."""
         return None if self.condition is None else kind_of(self.condition, self.state)
 
     @property
@@ -157,7 +157,7 @@ class Cause:
 
 
 def kind_of(condition: str, state: str) -> Kind:
-    """What a condition of Spark's list is: losses by their names, all others by their SQLSTATE."""
+    """Return the kind of a condition of Spark's: losses by name, all others by SQLSTATE."""
     names = {condition, condition.partition(".")[0]}
     if names & _CANCELLED:
         return Kind.CANCELLED
@@ -168,7 +168,7 @@ def kind_of(condition: str, state: str) -> Kind:
 
 
 def judged(causes: Sequence[Cause]) -> Kind:
-    """What a chain of causes is, the outermost first.
+    """Return the kind of a chain of causes, the outermost first.
 
     An exception of a user's function would come again, whatever it is. Otherwise it is a loss if
     any cause is one, or a connection; else what the innermost condition says. Without conditions
@@ -269,7 +269,7 @@ def _type_of(error: BaseException) -> str:
 
 
 def _text_of(error: BaseException) -> str:
-    """What Java shows of an error, or Spark Connect's client, or the error itself."""
+    """Return what Java shows of an error, or Spark Connect's client, or the error itself."""
     if isinstance(error, Py4JJavaError):
         return str(error).partition("\n: ")[2]
     captured: str | None = getattr(error, "_stackTrace", None)  # of classic Spark

@@ -1,4 +1,4 @@
-"""What classic Spark and Spark Connect do differently, behind functions that serve both."""
+"""Functions that serve classic Spark and Spark Connect, and hide what these do differently."""
 
 from __future__ import annotations
 
@@ -95,7 +95,7 @@ def _check_python(program: str) -> None:
 
 
 def workers_python(spark: SparkSession) -> str:
-    """Which Python Spark's workers run, as far as the driver knows, and what says so."""
+    """Describe which Python Spark's workers run, as far as the driver knows, and what names it."""
     if is_connect(spark):
         return "the Python that PYSPARK_PYTHON named where the Spark Connect server was started"
     if os.environ.get("PYSPARK_PYTHON"):
@@ -238,7 +238,7 @@ def tag_jobs(spark: SparkSession, tag: str) -> None:
 
 
 def thread_properties(spark: SparkSession) -> Callable[[], None]:
-    """What Spark knows of the calling thread, to be given to another by a call of what is returned.
+    """Return a function that gives another thread what Spark knows of the calling thread.
 
     Without job group, pool and tags, ``cancelJobGroup`` would not end jobs of another thread, as
     notebook servers do. Tags of sparkdl's own are left out: each work has its own.

@@ -134,7 +134,7 @@ def raise_if_ended(spark: SparkSession, error: Exception | None = None) -> None:
 
 
 def loss_reason(error: Exception) -> str:
-    """What a job was lost by, in a short sentence, with the remedy if memory was short."""
+    """Return why a job was lost, in a short sentence, with the remedy if memory was short."""
     if is_spark_error(error) and (gone := _lost_directory(causes_of(error))):
         return gone
     if _KILLED.search(_text_of(error)):
@@ -149,7 +149,7 @@ def loss_reason(error: Exception) -> str:
 
 
 def _lost_directory(causes: Sequence[Cause]) -> str | None:
-    """What to say where Spark does not find the files of its own; None: that is not so."""
+    """Return the message if Spark does not find files of its own; None: that is not so."""
     for cause in causes:
         if found := _LOCAL_FILE.search(f"{cause.type}: {cause.message}"):
             return (
@@ -218,7 +218,7 @@ def _meant_by(error: Exception) -> SparkDLError | None:
 
 
 def _of_users_code(error: Exception, cause: Cause, causes: Sequence[Cause]) -> SparkDLError | None:
-    """What to say of an exception of a function in the query; None: our task tells it itself."""
+    """Return the error for an exception of the query's function; None: our task reports it."""
     if not cause.is_python:
         owner = _OWNER.search(cause.message)
         stage = f"{owner[1]}: " if owner else ""
@@ -246,7 +246,7 @@ def _of_users_code(error: Exception, cause: Cause, causes: Sequence[Cause]) -> S
 
 
 def _told(causes: Sequence[Cause]) -> str:
-    """What Spark says of the rows: the conditions in a chain, and the innermost cause."""
+    """Return what Spark says of the rows: the conditions in a chain, and the innermost cause."""
     told: list[str] = []
     for cause in causes:
         is_innermost = cause is causes[-1]
@@ -263,7 +263,7 @@ def _told(causes: Sequence[Cause]) -> str:
 
 
 def _place(causes: Sequence[Cause]) -> str:
-    """Where in the query an expression is that failed, if Spark says it."""
+    """Return the place in the query of the expression that failed, if Spark says it."""
     for cause in causes:
         if found := _IN_PROGRAM.search(cause.message):
             return f" (in {found[1]}, called at {found[2]})"
@@ -273,7 +273,7 @@ def _place(causes: Sequence[Cause]) -> str:
 
 
 def _remedy(causes: Sequence[Cause]) -> str:
-    """What to do, by the innermost condition."""
+    """Return the remedy, by the innermost condition."""
     if lacks_memory(causes):
         return _MEMORY
     state = next((cause.state for cause in reversed(causes) if cause.state), "")
@@ -292,7 +292,7 @@ def python_cause(error: Exception) -> str:
 
 
 def _other_python(cause: Cause, *, is_connect: bool) -> ClusterError | None:
-    """What to say where a function of the user's fails because workers run another Python."""
+    """Return the error if a function of the user's fails because workers run another Python."""
     raised, named = cause.raised, os.environ.get("PYSPARK_PYTHON")
     if not raised.startswith("ModuleNotFoundError") and "PYTHON_VERSION_MISMATCH" not in raised:
         return None
@@ -316,7 +316,7 @@ _WAITED = "Exception thrown in awaitResult"
 
 
 def _text_of(error: Exception) -> str:
-    """What Spark says first, and if it says only that it waited for something, what of that."""
+    """Return Spark's messages, without those that only say that it waited for something."""
     if not is_spark_error(error):
         return str(error)
     told = causes_of(error)
@@ -324,7 +324,7 @@ def _text_of(error: Exception) -> str:
 
 
 def spark_message(error: Exception) -> str:
-    """What Spark says of a failure, without the stacks: its first lines, joined."""
+    """Return what Spark says of a failure, without the stacks: its first lines, joined."""
     return _shortened(" | ".join(_telling_lines(error)[:4]) or type(error).__name__, 600)
 
 

@@ -191,7 +191,7 @@ def interruptible(spark: SparkSession, checkpoint_dir: str | None = None) -> Ite
 
 
 def _interrupt(checkpoint_dir: str | None) -> KeyboardInterrupt:
-    """What ends the block, and the process by the signal if nobody catches it.
+    """Return the exception that ends the block, and the process by the signal if nobody catches it.
 
     torch's compiler, which an optimizer's first step imports, tells at exit what it has compiled,
     and imports a package to do so. The code of that makes Python forget the interrupt, and end with
@@ -215,7 +215,7 @@ def listen() -> None:
 
 
 def presses() -> int:
-    """How often the user has interrupted something so far, since `listen` was called."""
+    """Return how often the user has interrupted something so far, since `listen` was called."""
     return _presses
 
 
@@ -284,7 +284,7 @@ def _handling() -> Iterator[None]:
 
 
 def _on_signal(number: int, frame: FrameType | None) -> None:
-    """What Python calls, in the main thread, between two of its instructions."""
+    """Handle the signal; Python calls this in the main thread, between two of its instructions."""
     global _presses
     mine = _mine()
     were_reminded = [work.took_reminder() for work in list(_running)]

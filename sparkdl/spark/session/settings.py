@@ -91,7 +91,7 @@ class Settings:
 
 
 def session_settings(spark: SparkSession) -> Settings:
-    """Those of a session; warns of entries that are none of them. Raises ConfigError."""
+    """Return the settings of a session; warns of unknown entries. Raises ConfigError."""
     for name in spark.conf.getAll:
         if name.startswith(_PREFIX):
             _warn_if_unknown(name)

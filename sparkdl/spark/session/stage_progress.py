@@ -1,4 +1,4 @@
-"""How far Spark's tasks are, and Spark's own bar, which is kept off ours."""
+"""The progress of Spark's tasks, and Spark's own bar, which is kept off ours."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class StageProgress:
     """
 
     def __init__(self, spark: SparkSession, run_id: str | None = None) -> None:
-        """Of this session's jobs of a run (`jobs_of_run`), or of those that belong to none.
+        """Follow this session's jobs of a run (`jobs_of_run`), or those that belong to none.
 
         Spark Connect has neither a bar nor an answer.
         """
@@ -90,6 +90,6 @@ class StageProgress:
         return f"{ended} of {total} task{'s' * (total != 1)} done"
 
     def _is_ours(self, tasks: Any) -> bool:
-        """Whether a set of tasks belongs to the run, and not to another of the session."""
+        """Return True if a set of tasks belongs to the run, and not to another of the session."""
         properties = tasks.taskSet().properties()
         return (properties.getProperty(RUN) if properties else None) == self._run_id

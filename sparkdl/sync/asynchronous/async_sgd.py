@@ -87,7 +87,7 @@ class AsyncSGD(SyncStrategy):
 
     @property
     def deterministic(self) -> bool:
-        """Whose gradient comes first is a matter of time, unless all are waited for."""
+        """True if all gradients are waited for; else it is a matter of time whose comes first."""
         return self.staleness_bound == 0
 
     @property

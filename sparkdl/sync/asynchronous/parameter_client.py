@@ -55,7 +55,7 @@ class _Part:
         self.gradients.release()
 
     def incoming(self) -> list[torch.Tensor]:
-        """Where the weights are received."""
+        """Return the tensors into which the weights are received."""
         return flats(self._received)
 
     def load(self, weights: Sequence[Bucket] | None = None) -> None:

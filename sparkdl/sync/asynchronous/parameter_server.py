@@ -65,7 +65,7 @@ class Compensation:
 
 @dataclass(frozen=True, kw_only=True)
 class ServerRules:
-    """How a server treats the ranks; equal on all ranks."""
+    """The rules by which a server treats the ranks; equal on all ranks."""
 
     world_size: int
     is_bulk: bool
@@ -79,7 +79,7 @@ class ServerRules:
 
 
 class Push(NamedTuple):
-    """What comes with a rank's gradient, which is that of the mean loss over its batch."""
+    """The data that come with a rank's gradient, which is that of the mean loss over its batch."""
 
     share: float
     """The rank's part of the global batch; in bulk, in any unit that the ranks have in common."""
@@ -148,7 +148,7 @@ class ServerSlice:
                     squares[id(parameter)].copy_(state["mean_squares"][place])
 
     def inbox(self, rank: int) -> list[Bucket]:
-        """Where the gradient of ``rank`` belongs, in the layout of `make_buckets`."""
+        """Return where the gradient of ``rank`` belongs, in the layout of `make_buckets`."""
         with self._changed:
             if rank not in self._inboxes:
                 self._inboxes[rank] = self._buckets()
@@ -254,7 +254,7 @@ class ServerSlice:
         return self._slowest >= self._clocks[rank] - self._rules.lead
 
     def _sets_free(self, rank: int) -> bool:
-        """Whether the push of ``rank`` is what others may have waited for: there are many."""
+        """Return True if others may have waited for this one of the many pushes of ``rank``."""
         if self._rules.is_bulk:
             return not self._pending
         return self._rules.lead is not None and self._slowest == self._clocks[rank]

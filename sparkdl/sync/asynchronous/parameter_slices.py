@@ -60,7 +60,7 @@ def cut(sizes: Sequence[int], num_slices: int) -> list[list[int]]:
 
 
 class ServedOptimizer(torch.optim.Optimizer):
-    """What the training loop takes for the optimizer of parameters that are served elsewhere.
+    """Stands for the optimizer in the training loop where parameters are served elsewhere.
 
     Schedules act on its groups; a step only notes their numbers, which go with the next push.
     """

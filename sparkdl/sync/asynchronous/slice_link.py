@@ -47,7 +47,7 @@ _LENGTH = struct.Struct("!I")
 
 @dataclass(frozen=True, kw_only=True)
 class SliceAddress:
-    """Where a slice is served, and the secret that opens it."""
+    """The address where a slice is served, and the secret that opens it."""
 
     host: str
     port: int

@@ -42,16 +42,16 @@ class AveragingStrategy(CollectiveStrategy):
 
     @property
     def weighting(self) -> Weighting:
-        """Whether a replica counts by its samples in the round, or as much as any other."""
+        """The weight of a replica: by its samples in the round, or as much as any other."""
         return "examples"
 
     @property
     def optimizer_state(self) -> OptimizerState:
-        """What becomes of the optimizers' states at the end of a round."""
+        """The treatment of the optimizers' states at the end of a round."""
         return "average"
 
     def pieces(self, num_replicas: int) -> Pieces:
-        """How plain Spark stages cut the replicas' states; one replica compresses nothing."""
+        """Return how plain Spark stages cut replicas' states; one replica compresses nothing."""
         return Pieces.of(
             num_replicas,
             compression=self.resolved_compression() if num_replicas > 1 else None,
@@ -81,7 +81,7 @@ class AveragingStrategy(CollectiveStrategy):
         return FixedPeriod(self.averaging_period)
 
     def make_outer(self, world_size: int) -> OuterRule | None:
-        """What follows the mean; None: nothing."""
+        """Make the rule that follows the mean; None: nothing follows."""
         return None
 
     def pattern(self, size: ModelSize, world_size: int) -> Pattern:

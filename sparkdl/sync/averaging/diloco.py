@@ -86,14 +86,14 @@ class DiLoCo(AveragingStrategy):
 
     @property
     def kept(self) -> float:
-        """What ``mixing`` means."""
+        """The value of ``mixing``, or the default that None stands for."""
         if self.mixing is not None:
             return self.mixing
         return 0.5 if self.overlap_steps else 0.0
 
     @property
     def is_streaming(self) -> bool:
-        """Whether there are no rounds that all weights share."""
+        """True if there are no rounds that all weights share."""
         return self.num_fragments > 1 or self.overlap_steps > 0 or self.kept > 0
 
     def make_outer(self, world_size: int) -> OuterOptimizer:
@@ -233,7 +233,7 @@ class StreamingSynchronizer(OwnWeightsSynchronizer):
 
 
 def fragments_of(shapes: Shapes, num_fragments: int) -> list[list[int]]:
-    """Which parameters make up each fragment, given all shapes in the model's order.
+    """Return which parameters make up each fragment, given all shapes in the model's order.
 
     A layer begins with each parameter of two or more dimensions; those of fewer that follow it,
     such as its bias, belong to it. Layers are dealt to fragments in turn (the paper's strided

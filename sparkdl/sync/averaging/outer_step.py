@@ -55,7 +55,7 @@ class MomentumRule(OuterRule):
         self._moments: list[torch.Tensor] = []
 
     def moments(self, parameters: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """What is remembered of each parameter, on its device; zeros at first."""
+        """Return what is remembered of each parameter, on its device; zeros at first."""
         saved = self._moments or [torch.zeros_like(parameter) for parameter in parameters]
         self._moments = [one.to(p) for one, p in zip(saved, parameters, strict=True)]
         return self._moments

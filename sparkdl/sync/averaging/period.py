@@ -17,7 +17,7 @@ _LONGEST_ADAPTIVE = 16
 
 @dataclass(frozen=True, kw_only=True)
 class RoundReport:
-    """What a round has shown; equal on all ranks, so that they decide alike."""
+    """The measurements of a round; equal on all ranks, so that they decide alike."""
 
     steps: int
     """Steps of the round."""

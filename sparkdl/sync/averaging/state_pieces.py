@@ -44,7 +44,7 @@ Piece = tuple[str, bytes]
 
 @dataclass(frozen=True, kw_only=True)
 class Pieces:
-    """How states are cut. Picklable and small: executors get it."""
+    """The rule by which states are cut; picklable and small, as executors get it."""
 
     piece_bytes: int
     """Most bytes of a piece, before compression."""
@@ -118,7 +118,7 @@ class Pieces:
     def _codecs(
         self, name: str, shape: Sequence[int], dtype: torch.dtype
     ) -> Sequence[Codec] | None:
-        """Those of a tensor's pieces; None: it is not compressed."""
+        """Return the codecs of a tensor's pieces; None: it is not compressed."""
         if self.compression is None or not name.startswith(f"{FRAME}/{CHANGES}/"):
             return None
         return self.compression.codecs_of(tuple(shape), len(self._bounds(shape, dtype)), dtype)

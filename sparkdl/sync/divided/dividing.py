@@ -93,7 +93,7 @@ def divide(
 
 
 def _style(layer: nn.Module, cut: str, is_in_stack: bool) -> ParallelStyle:
-    """How a layer is divided; in a `Stack` one by rows gives a part of the sequence."""
+    """Return the style to divide a layer; in a `Stack` one by rows gives a part of the sequence."""
     if cut == "sequence":
         return SequenceParallel(sequence_dim=SEQUENCE, use_local_output=True)
     if is_in_stack and cut == "rows":
@@ -128,7 +128,7 @@ def is_divided(parameter: torch.Tensor) -> bool:
 
 
 def local(parameter: torch.Tensor) -> torch.Tensor:
-    """What of a parameter, or of its gradient, lies on this rank."""
+    """Return the part of a parameter, or of its gradient, that lies on this rank."""
     return parameter.to_local() if isinstance(parameter, DTensor) else parameter.detach()
 
 

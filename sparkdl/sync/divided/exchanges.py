@@ -1,4 +1,4 @@
-"""What ranks along ``shard`` exchange in forward and backward passes, and in which order.
+"""The exchanges of ranks along ``shard`` in forward and backward passes, and their order.
 
 Torch (FSDP2) sums the gradients of those parameters that this rank's backward pass has used, and
 gathers the layers that this rank calls. Where batches decide which layers are used, ranks would sum

@@ -59,7 +59,7 @@ def found_layers(module: nn.Module, tensor: int, named: Named) -> dict[str, str]
 
 
 def _steps(chain: nn.Module, prefix: str) -> Iterator[tuple[str, nn.Module]]:
-    """What a chain computes, in order; also what it computes twice."""
+    """Yield what a chain computes, in order; also what it computes twice."""
     for name, part in chain._modules.items():
         assert part is not None
         if _is_chain(part) and not hasattr(part, "tensor_layout"):

@@ -1,4 +1,4 @@
-"""What of a divided module lies on a rank, as a module of plain tensors.
+"""The part of a divided module that lies on a rank, as a module of plain tensors.
 
 Optimizers and strategies work on it as they do on any replica. Its parameters share their memory
 with those of the module, and have the same names and the same order.

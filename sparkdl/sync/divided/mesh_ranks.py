@@ -10,7 +10,7 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 
 from sparkdl.comm.communicator import Communicator, LocalCommunicator, ProcessGroupCommunicator
-from sparkdl.mesh import Mesh, Place
+from sparkdl.mesh import Mesh, MeshPlace
 
 _NUMBERS = count()
 """Of the meshes that this process has made."""
@@ -38,7 +38,7 @@ class MeshRanks:
 
     @property
     def together(self) -> range:
-        """Which of ``readers`` train the same replica as this rank."""
+        """The ranks of ``readers`` that train the same replica as this rank."""
         first = self.readers.rank - self.shards.rank
         return range(first, first + self.shards.world_size)
 
@@ -48,7 +48,7 @@ class MeshRanks:
         assert comm.world_size == mesh.size, (comm.world_size, mesh)
         where = [mesh.coordinates(rank) for rank in range(mesh.size)]
 
-        def alike(key: Callable[[Place], Hashable]) -> Communicator:
+        def alike(key: Callable[[MeshPlace], Hashable]) -> Communicator:
             """The ranks of which ``key`` gives the same."""
             groups: dict[Hashable, list[int]] = {}
             for rank, place in enumerate(where):

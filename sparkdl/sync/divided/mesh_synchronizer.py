@@ -223,7 +223,7 @@ class OfOwn:
     def __init__(
         self, make: MakeOptimizer, parameters: Sequence[tuple[str, nn.Parameter]], *, thaws: bool
     ) -> None:
-        """Of ``make``, for the whole model's ``parameters``, whose values are not looked at.
+        """Keep ``make``, for the whole model's ``parameters``, whose values are not looked at.
 
         ``thaws``: ``make`` gets those that are frozen too if it wants them.
         """

@@ -1,4 +1,4 @@
-"""What a module does that cannot be done where workers have parts of it, seen in a trial of it.
+"""Finds what a module does that cannot be done where workers have parts of it, in a trial of it.
 
 - It uses a layer's parameters while the layer itself does not compute, when a rank has a part.
 - Between layers by columns and by rows it computes with what trains and is not divided. There each
@@ -189,7 +189,7 @@ class OutsideUses(TorchFunctionMode):
 
 
 def _storage(value: Any) -> int | None:
-    """What tells memory from other memory; None: it is no plain tensor."""
+    """Return a number that tells memory from other memory; None: it is no plain tensor."""
     with torch._C.DisableTorchFunction():  # which may lend other memory for the question
         if not isinstance(value, torch.Tensor) or value.layout is not torch.strided:
             return None

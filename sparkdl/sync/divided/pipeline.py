@@ -205,7 +205,7 @@ class Pipeline:
         self._run(batch, use, autocast, is_trained=False)
 
     def alone(self, arguments: Arguments) -> list[Any]:
-        """What each stage of this rank gives, with some numbers in place of what it receives."""
+        """Compute what each stage of this rank gives; some numbers stand for what it receives."""
         self._shapes = self._shapes_of.sent(arguments, self.stages.cuts)
         found = []
         for root in self.roots:
@@ -278,7 +278,7 @@ class Pipeline:
         return Arguments(values, self._example.names)
 
     def from_last(self, values: dict[str, Any] | None) -> dict[str, Any]:
-        """What the rank with the last stage gives, on all ranks; collective."""
+        """Return what the rank with the last stage gives, on all ranks; collective."""
         data = json.dumps(values).encode() if self.is_last else None
         found: dict[str, Any] = json.loads(self.comm.broadcast_bytes(data, self.last_rank))
         return found

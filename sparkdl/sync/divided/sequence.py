@@ -136,7 +136,7 @@ def whole_of(values: torch.Tensor, mesh: DeviceMesh, dimension: int = SEQUENCE) 
 
 
 class _Whole:
-    """What layers by columns get, gathered once for all that get the same, and kept once."""
+    """The input of layers by columns, gathered once for all that get the same, and kept once."""
 
     def __init__(self, mesh: DeviceMesh) -> None:
         self._mesh = mesh

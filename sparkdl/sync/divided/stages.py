@@ -35,7 +35,7 @@ from sparkdl.runtime.name_patterns import some_of, spread
 
 @dataclass(frozen=True, kw_only=True)
 class Sent:
-    """What the first layer of a stage is called with, of which some values are sent."""
+    """The arguments for the first layer of a stage, of which some values are sent."""
 
     form: Any
     """Its arguments, as torch's tree of values."""
@@ -143,7 +143,7 @@ def _balanced(count: int, module: nn.Module) -> tuple[str, ...]:
 
 
 def _smallest_maximum(sizes: Sequence[int], count: int) -> list[int]:
-    """Where ``count`` runs of ``sizes`` begin, so that the largest sum of a run is smallest."""
+    """Find where ``count`` runs of ``sizes`` begin so that the largest sum of a run is smallest."""
     best: dict[tuple[int, int], tuple[int, list[int]]] = {(0, 0): (0, [])}
     for end in range(1, len(sizes) + 1):
         for runs in range(1, min(count, end) + 1):
@@ -176,13 +176,13 @@ class Skeleton:
         del kept
 
     def sent(self, arguments: Arguments, cuts: Sequence[str]) -> list[Sent]:
-        """What goes over each cut for these inputs."""
+        """Return the values that go over each cut for these inputs."""
         with _at_cuts(self.module, cuts) as found:
             _computed(self.module, arguments)
         return found
 
     def stages(self, arguments: Arguments, cuts: Sequence[str]) -> Stages:
-        """What belongs to which stage.
+        """Return which parts of the module belong to which stage.
 
         Raises:
             ConfigError: the module cannot be cut so.
@@ -374,7 +374,7 @@ class _Uses(TorchFunctionMode):
         return func(*args, **kwargs)
 
     def changed(self) -> str | None:
-        """What was changed in place, or of the state dict replaced, so far."""
+        """Return the name of what was changed in place, or replaced in the state dict, so far."""
         kept = self._module.state_dict(keep_vars=True)
         replaced = (name for name, b in self._held.items() if name in kept and kept[name] is not b)
         return self._changed or next(replaced, None)

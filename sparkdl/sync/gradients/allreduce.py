@@ -147,7 +147,7 @@ def _is_speed(value: object) -> bool:
 def tree_synchronizer(
     strategy: SyncStrategy, shards_by_rank: Sequence[Sequence[int]], *setup: *SetupArguments
 ) -> ShardTreeSynchronizer:
-    """What trains with ``elasticity="bits"``; the driver has refused all strategies but one."""
+    """Make the synchronizer of ``elasticity="bits"``; the driver has refused other strategies."""
     assert isinstance(strategy, AllReduce)
     size = strategy.bucket_bytes
     return ShardTreeSynchronizer(*setup, bucket_bytes=size, shards_by_rank=shards_by_rank)

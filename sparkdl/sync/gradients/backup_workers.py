@@ -141,7 +141,7 @@ class BackupWorkersSynchronizer(AllReduceSynchronizer):
 
 
 class Readiness(IntEnum):
-    """What a rank tells the others about the next step to conclude."""
+    """The message of a rank to the others about the next step to conclude."""
 
     NOT_READY = 0
     READY = 1
@@ -191,7 +191,7 @@ class StepThread(threading.Thread):
         self._recent: deque[float] = deque(maxlen=_NUM_RECENT)
 
     def is_ahead(self) -> bool:
-        """Whether the main thread's next step was concluded already; the first call begins all."""
+        """True if the main thread's next step was concluded already; the first call begins all."""
         if self.ident is None:
             self.start()
         with self._changed:
@@ -287,7 +287,7 @@ def report_delay(elapsed_seconds: float, usual_seconds: float) -> float:
 
 
 def is_quorum(everyone: Sequence[Readiness], quorum: int) -> bool:
-    """Whether the next step can be concluded.
+    """Return True if the next step can be concluded.
 
     Ranks without samples do not make a step by themselves, as long as others may have samples.
     """

@@ -79,7 +79,7 @@ def held_nodes(tree: frozenset[Node], shards: Sequence[int]) -> list[Node]:
 
 
 def tree_pattern(size: ModelSize, shards_by_rank: Sequence[Sequence[int]]) -> Pattern:
-    """What ranks exchange per step; see `SyncStrategy.pattern`.
+    """Return what ranks exchange per step; see `SyncStrategy.pattern`.
 
     A rank sends all slices but its own of each of its nodes, then its slice of the sum: with one
     node as much as along a ring. All ranks send as many nodes as the one that has the most.
@@ -114,7 +114,7 @@ class ShardGather:
         self._order = [places[shard] for shard in range(len(places))]
 
     def bytes(self, own: Sequence[bytes]) -> list[bytes]:
-        """What ranks have for each of their shards, as one for each of all shards. Collective."""
+        """Gather what ranks have for their shards, as one list over all shards; collective."""
         padded = [*own, *[b""] * (self._most - self._own)]
         found = [self._comm.all_gather_bytes(data) for data in padded]
         return [found[place % self._most][place // self._most] for place in self._order]

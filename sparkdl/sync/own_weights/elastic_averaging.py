@@ -63,7 +63,7 @@ class ElasticAveraging(CollectiveStrategy):
             )
 
     def elasticity_of(self, world_size: int) -> float:
-        """What ``elasticity`` means in a gang of ``world_size``."""
+        """Return the value of ``elasticity`` in a gang of ``world_size``."""
         return PAPERS_BETA / world_size if self.elasticity is None else self.elasticity
 
     def pattern(self, size: ModelSize, world_size: int) -> Pattern:

@@ -98,7 +98,7 @@ class Competition(PopulationStrategy):
         self.domains(first_values(optimizer, self.mutations))
 
     def cost(self, record: Mapping[str, float]) -> float:
-        """What is to be small, of what was measured of a member; ConfigError if it was not."""
+        """Return the cost of a member, which is to be small; ConfigError if it was not measured."""
         if self.monitor not in record:
             raise ConfigError(
                 f"{type(self).__name__} judges by {self.monitor!r}, which is not measured; "
@@ -115,7 +115,7 @@ class Competition(PopulationStrategy):
         }
 
     def first(self, member: int, own: Mapping[str, float], seed: int) -> dict[str, float]:
-        """What a member begins with."""
+        """Return the hyperparameters with which a member begins."""
         if member == 0:
             return dict(own)
         generator = drawn(seed, _FIRST, member)
@@ -144,7 +144,7 @@ class Competition(PopulationStrategy):
         return replace(super().stages_pattern(size), period=self.period)
 
     def is_due(self, step: int) -> bool:
-        """Whether members compete before step number ``step``, from 0, is taken."""
+        """Return True if members compete before step number ``step``, from 0, is taken."""
         return step > 0 and step % self.period == 0
 
     def setup(

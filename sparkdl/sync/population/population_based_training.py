@@ -75,7 +75,7 @@ class PopulationBasedTraining(Competition):
         require(bool(self.mutations), rule, self.mutations)
 
     def donors(self, costs: Sequence[float], seed: int, step: int) -> dict[int, int]:
-        """Which member copies which other, given the costs of all; best ones copy nobody."""
+        """Return which member copies which other, given the costs of all; best ones copy nobody."""
         order = best_first(costs)
         count = min(math.ceil(self.exploit_fraction * len(costs)), len(costs) // 2)
         best = [member for member in order[:count] if math.isfinite(costs[member])]
@@ -96,7 +96,7 @@ class PopulationBasedTraining(Competition):
         step: int,
         member: int,
     ) -> dict[str, float]:
-        """What ``member`` makes of the hyperparameters that it has copied."""
+        """Return a variation of the hyperparameters that ``member`` has copied."""
         generator = drawn(seed, _EXPLORE, step, member)
         changed = {}
         for name, domain in self.domains(own).items():
@@ -109,7 +109,7 @@ class PopulationBasedTraining(Competition):
         return changed
 
     def shard_of(self, plan: TrainPlan, member: int, step: int) -> int:
-        """Where ``member`` trains the period in which step number ``step`` lies."""
+        """Return the shard of ``member`` for the period in which step number ``step`` lies."""
         shards = members_of(plan)
         return shards[(member + step // self.period) % len(shards)]
 

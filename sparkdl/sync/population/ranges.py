@@ -48,7 +48,7 @@ class Range:
 
     @property
     def is_whole(self) -> bool:
-        """Whether a search tries whole numbers."""
+        """True if a search tries whole numbers."""
         return all(isinstance(v, int) for v in (self.low, self.high, self.step) if v is not None)
 
     def sample(self, generator: np.random.Generator) -> float:

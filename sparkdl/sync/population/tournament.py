@@ -71,7 +71,7 @@ class Tournament(Competition):
         return plan
 
     def rivals(self, plan: TrainPlan, seed: int, step: int) -> dict[int, int]:
-        """Who meets whom before step number ``step``: member -> member, both ways; maybe nobody."""
+        """Draw who meets whom before step ``step``: member -> member, both ways; maybe nobody."""
         if not self.is_due(step):
             return {}
         order = drawn(seed, _PAIRS, step).permutation(len(members_of(plan))).tolist()
@@ -80,7 +80,7 @@ class Tournament(Competition):
 
 
 def has_won(rival_cost: float, own_cost: float) -> bool:
-    """Whether the rival's model is the better one; not if they are equal. NaN is never better."""
+    """Return True if the rival's model is the better one; not if equal, and NaN is never better."""
     if math.isfinite(rival_cost) and not math.isfinite(own_cost):
         return True
     return rival_cost < own_cost

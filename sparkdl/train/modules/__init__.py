@@ -1,1 +1,1 @@
-"""What is done to a module that trains: precision, memory format, SyncBatchNorm, torch.compile."""
+"""Changes to a module that trains: precision, memory format, SyncBatchNorm, torch.compile."""

@@ -88,7 +88,7 @@ class _Compiled:
         *,
         is_compiled: bool = True,
     ) -> None:
-        """Of ``part``; ``call`` computes it, by default with its hooks.
+        """Compile ``part``; ``call`` computes it, by default with its hooks.
 
         Without ``is_compiled`` only layers of ``part`` have compiled code.
         """

@@ -104,7 +104,7 @@ def check_layout_on_rows(
 
 
 def _layer_of(error: Exception, module: nn.Module) -> str:
-    """What has raised an error, by its traceback."""
+    """Name the layer that has raised an error, by its traceback."""
     names, found = {part: name for name, part in module.named_modules()}, ""
     for frame, _ in traceback.walk_tb(error.__traceback__):
         layer = frame.f_locals.get("self")

@@ -1,4 +1,4 @@
-"""What a module holds, noted and given back after a call that is no part of training."""
+"""Notes what a module holds, and gives it back after a call that is no part of training."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def restored(module: nn.Module) -> Iterator[None]:
 
 
 class _Notes:
-    """What objects hold, and how they get it back."""
+    """Notes what objects hold, and gives it back to them."""
 
     def __init__(self) -> None:
         self._seen: dict[int, Any] = {}  # the values too, so that no id is used twice

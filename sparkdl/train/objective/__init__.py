@@ -1,1 +1,1 @@
-"""What is minimized and what is measured: losses, metrics, training steps."""
+"""The objective and the measurements of training: losses, metrics, training steps."""

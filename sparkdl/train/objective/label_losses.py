@@ -28,7 +28,7 @@ def loss_of(loss: Any, task: Task, weights: Mapping[str, float]) -> LossFunction
 
 
 def for_each(loss: Any, labels: tuple[str, ...]) -> Any:
-    """What ``loss`` means for several labels.
+    """Return what ``loss`` means for several labels.
 
     A mapping must have a loss for each label, and no other (ConfigError). A name, or a loss of
     torch's kind, is taken for each. Any other function is called once, with the module's output and
@@ -76,8 +76,13 @@ class LossSum:
         for part in self.parts.values():
             part.to(device)
 
+    @property
+    def own(self) -> Any:
+        """See `LossFunction.own`."""
+        return self.parts
+
     def predictions(self, output: Any) -> dict[str, Any]:
-        """What each label's metrics see."""
+        """Return the predictions of each label, as its metrics see them."""
         return {name: part.predictions(value) for name, part, value in self.pairs(output)}
 
     def __call__(self, output: Any, target: Any, weight: torch.Tensor | None) -> Sums:

@@ -30,7 +30,6 @@ from sparkdl.train.objective.manual import (
     is_manual,
 )
 from sparkdl.train.objective.metric_states import REDUCTIONS, give, merged, seen_by
-from sparkdl.train.optimizers.nested_states import begin_states
 
 if TYPE_CHECKING:
     from sparkdl.comm.communicator import Communicator
@@ -112,7 +111,7 @@ def check_in_rounds(module: nn.Module) -> None:
 
 
 class TrainerStandIn:
-    """What a LightningModule finds in place of Lightning's Trainer; also its training step.
+    """Takes the place of Lightning's Trainer for a LightningModule; also its training step.
 
     As ``module.trainer`` it has those attributes of Lightning's that have a meaning here.
     """
@@ -292,7 +291,7 @@ class TrainerStandIn:
         logs.reset_metrics()
 
     def packed(self) -> bytes:
-        """What this rank has logged, for a driver that puts several ranks' together."""
+        """Pack what this rank has logged, for a driver that puts several ranks' together."""
         return self._logs.packed()
 
     def reset(self) -> None:
@@ -302,12 +301,12 @@ class TrainerStandIn:
             metric.reset()
 
     def state_dict(self) -> dict[str, Any]:
-        """What a checkpoint must hold of it."""
+        """Return the state that a checkpoint must hold."""
         metrics = {path: seen_by(metric) for path, metric in metrics_of(self._module).items()}
         return {"logs": self._logs.state_dict(), "metrics": metrics}
 
     def joined(self, states: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-        """What several ranks' `state_dict` tell together."""
+        """Join what several ranks' `state_dict` returned."""
         metrics = {
             path: seen_by(merged(metric, [state["metrics"][path] for state in states]))
             for path, metric in metrics_of(self._module).items()
@@ -421,13 +420,13 @@ def _alone_or_all(values: list[Any]) -> Any:
 
 
 def _place(module: nn.Module) -> str:
-    """Where a module keeps its trainer."""
+    """Return the name of the attribute in which a module keeps its trainer."""
     is_property = isinstance(getattr(type(module), "trainer", None), property)
     return "_trainer" if is_property else "trainer"
 
 
 def _batch(inputs: Any, target: Any) -> Any:
-    """What Lightning's steps get: the inputs with the label, or alone."""
+    """Return the batch for Lightning's steps: the inputs with the label, or alone."""
     return inputs if target is None else (inputs, target)
 
 
@@ -494,7 +493,6 @@ class OwnOptimizer:
                 f"strategy must leave them in the module; it has {len(has)} of {len(wanted)}; set "
                 "optimizer= instead"
             )
-        begin_states(optimizer)
         return optimizer
 
     @contextlib.contextmanager

@@ -1,4 +1,4 @@
-"""What a LightningModule logs, as values that add up over batches, ranks and rounds."""
+"""The logs of a LightningModule, as values that add up over batches, ranks and rounds."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _OWN = ("epoch", "steps", "learning_rate", "seconds")
 
 
 class Logs:
-    """What one rank has logged since the epoch, or the evaluation, began."""
+    """The logs of one rank since the epoch, or the evaluation, began."""
 
     def __init__(self, module: nn.Module) -> None:
         self._module = module
@@ -70,7 +70,7 @@ class Logs:
             _metric(self._module, path).reset()
 
     def state_dict(self) -> dict[str, Any]:
-        """What was logged, as plain values; metrics by their names only."""
+        """Return what was logged, as plain values; metrics by their names only."""
         return {"numbers": self._plain(), "metrics": dict(self._metrics)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -79,7 +79,7 @@ class Logs:
         self._metrics = dict(state["metrics"])
 
     def packed(self) -> bytes:
-        """What was logged, with what the metrics have seen; see `metric_states`."""
+        """Pack what was logged, with what the metrics have seen; see `metric_states`."""
         metrics_of(self._module)
         metrics = {n: (path, _metric(self._module, path)) for n, path in self._metrics.items()}
         return packed(self._plain(), metrics)
@@ -92,7 +92,7 @@ class Logs:
 
 
 def joined_logs(states: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """What several ranks' `Logs.state_dict` tell together."""
+    """Join what several ranks' `Logs.state_dict` returned."""
     numbers: dict[str, Number] = {}
     metrics: dict[str, str] = {}
     for state in states:

@@ -58,10 +58,14 @@ class LossFunction(Protocol):
         """
 
     def predictions(self, output: Any) -> Any:
-        """What metrics see of a classifier: probabilities, where the loss says how."""
+        """Return a classifier's output for metrics: probabilities, where the loss says how."""
 
     def to(self, device: torch.device) -> None:
         """Move what the loss holds (class weights, parameters, which are not trained)."""
+
+    @property
+    def own(self) -> Any:
+        """What the user gave, which may keep something from call to call; of several the parts."""
 
 
 def resolve_loss(loss: Any, task: Task) -> LossFunction:
@@ -126,6 +130,11 @@ class ModuleLoss:
     def to(self, device: torch.device) -> None:
         self._module.to(device)
 
+    @property
+    def own(self) -> Any:
+        """What the user gave."""
+        return self._module
+
     def predictions(self, output: Any) -> Any:
         return torch.sigmoid(output) if isinstance(self._module, nn.BCEWithLogitsLoss) else output
 
@@ -151,7 +160,7 @@ class ModuleLoss:
         return losses
 
     def own_value(self, output: Any, target: Any) -> torch.Tensor | None:
-        """What a module of the user's own gives as it was passed; None: it is one of torch's."""
+        """Return the value of a user's own module as it was passed; None: it is one of torch's."""
         if type(self._module).__module__.startswith("torch.nn.") or self._reduction == "none":
             return None
         module = copy.deepcopy(self._module)
@@ -203,7 +212,7 @@ class ClassLoss(ModuleLoss):
         return self._checked(self._module(output, classes), target), classes
 
     def _counts(self, target: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-        """By how much each target counts in torch's mean."""
+        """Return the weight of each target in torch's mean."""
         counted = target != self.ignore_index
         class_weight: torch.Tensor | None = self._module.weight
         if class_weight is None:
@@ -240,6 +249,11 @@ class CallableLoss:
     def to(self, device: torch.device) -> None:
         if isinstance(self._function, nn.Module):
             self._function.to(device)
+
+    @property
+    def own(self) -> Any:
+        """What the user gave."""
+        return self._function
 
     def predictions(self, output: Any) -> Any:
         if not self._gives_logits or not isinstance(output, torch.Tensor):

@@ -21,8 +21,8 @@ from sparkdl.errors import ConfigError
 from sparkdl.sync.averaging.averaging import AveragingStrategy
 from sparkdl.sync.averaging.mean import by_kind, fill, flat_of
 from sparkdl.sync.gradients.allreduce import AllReduce
+from sparkdl.sync.optimizer_attributes import same_objects
 from sparkdl.sync.sparse_gradients import sparse_parameters, sum_gradients
-from sparkdl.train.optimizers.attributes import same_objects
 
 if TYPE_CHECKING:
     from sparkdl.sync.strategy import SyncStrategy

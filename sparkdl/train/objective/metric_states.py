@@ -1,4 +1,4 @@
-"""What training has seen of samples, as values that add up over batches, ranks and rounds.
+"""The values that training has seen of samples; they add up over batches, ranks and rounds.
 
 These are numbers, such as a LightningModule logs, and states of torchmetrics. A rank packs what it
 has seen as bytes, which `added` puts together and `values_of` computes.
@@ -44,13 +44,13 @@ def with_number(before: Number | None, new: Number) -> Number:
 
 
 def packed(numbers: Mapping[str, Number], metrics: Mapping[str, tuple[str, Metric]]) -> bytes:
-    """What a rank has seen: numbers, and metrics with their paths, by the names of the history."""
+    """Pack what a rank has seen: numbers, and metrics with their paths, by the history's names."""
     seen = {name: (path, [seen_by(metric)]) for name, (path, metric) in metrics.items()}
     return _bytes(dict(numbers), seen)
 
 
 def added(parts: Iterable[bytes], find: Find) -> bytes:
-    """What several ranks, or several rounds, have seen together; ``parts`` in rank order."""
+    """Add up what several ranks, or several rounds, have seen; ``parts`` in rank order."""
     numbers, metrics = _together(parts)
     united_metrics = {
         name: (path, united(find(path), states)) for name, (path, states) in metrics.items()
@@ -103,7 +103,7 @@ def merged(metric: Metric, gathered: Sequence[State]) -> Metric:
 
 
 def seen_by(metric: Metric) -> State:
-    """What a metric has seen, on the CPU; what it sees later does not change that."""
+    """Return what a metric has seen, on the CPU; what it sees later does not change that."""
     seen = metric._update_count, each_tensor(states_of(metric), lambda t: t.detach().cpu())
     give(metric, seen)
     return seen
@@ -182,7 +182,7 @@ def _reduced(values: list[Any], reduce: Callable[[Any], Any] | None, device: tor
 
 
 def scalar(name: str, value: Any) -> float:
-    """What a metric has computed, as a number; ConfigError if it is no single one."""
+    """Return what a metric has computed, as a number; ConfigError if it is no single one."""
     if isinstance(value, torch.Tensor) and value.numel() == 1:
         return float(value)
     what = f"shape {tuple(value.shape)}" if isinstance(value, torch.Tensor) else type(value)

@@ -52,7 +52,7 @@ _COUNTS = ""
 
 
 class ClassCounts:
-    """What a classifier takes for what. Has what `metric_states` wants of a torchmetrics.Metric.
+    """Counts a classifier's predictions; has what `metric_states` wants of a torchmetrics.Metric.
 
     Attributes:
         hits: rows that were taken for what they are, and all rows, or the sums of their weights.
@@ -167,7 +167,7 @@ class Metrics:
 
     @classmethod
     def of(cls, config: TrainConfig, loss: LossFunction, device: torch.device) -> Metrics:
-        """Those of a run; a classifier's rows are counted, unless a training step hides them."""
+        """Make a run's metrics; count a classifier's rows, unless a training step hides them."""
         counts_classes = not isinstance(loss, StepLoss)
         metrics = config.metrics
         if metrics is None:
@@ -205,7 +205,7 @@ class Metrics:
         return self.compute_over(comm.all_gather_bytes(self.packed()))
 
     def packed(self) -> bytes:
-        """What this rank's metrics have seen, for `compute_over`."""
+        """Pack what this rank's metrics have seen, for `compute_over`."""
         return packed({}, {name: (name, metric) for name, metric in self._metrics.items()})
 
     def metric(self, name: str) -> Any:
@@ -213,7 +213,7 @@ class Metrics:
         return self._metrics[name]
 
     def state_dict(self) -> dict[str, State]:
-        """What each metric has seen, on the CPU."""
+        """Return what each metric has seen, on the CPU."""
         return {name: seen_by(metric) for name, metric in self._metrics.items()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -222,7 +222,7 @@ class Metrics:
             give(self._metrics[name], seen)
 
     def joined(self, states: Sequence[Mapping[str, Any]]) -> dict[str, State]:
-        """What several ranks' `state_dict` tell together."""
+        """Join what several ranks' `state_dict` returned."""
         return {
             name: seen_by(merged(metric, [state[name] for state in states]))
             for name, metric in self._metrics.items()
@@ -267,7 +267,7 @@ class Metrics:
         return {name: scalar(name, metrics.get(name, counts).compute()) for name in self._names}
 
     def _for_metric(self, name: str, output: Any, target: Any) -> tuple[Any, Any]:
-        """What one metric sees: all, or a label and its output."""
+        """Return what one metric sees: all, or a label and its output."""
         label, named = self._labels.get(name), self._named.get(name)
         if label is not None:
             seen = _matched(self._predictions(_full_precision(output))[label], target[label])
@@ -292,7 +292,7 @@ class Metrics:
 
 
 def detached(output: Any) -> Any:
-    """What a module returned in training, as metrics may keep it."""
+    """Detach what a module returned in training, so that metrics may keep it."""
     return each_tensor(output, torch.Tensor.detach)
 
 

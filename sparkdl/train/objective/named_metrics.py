@@ -35,12 +35,14 @@ OF_CLASSES = (
     ACCURACY, "auroc", "average_precision", "cohen_kappa", "f1", "mcc", "precision", "recall",
     "specificity",
 )  # fmt: skip
+_OF_ROUNDING = 1e-2
+"""By how much probabilities of bfloat16 may fail to add up to 1."""
 OF_NUMBERS = ("explained_variance", "mae", "mape", "mse", "r2", "rmse")
 
 
 @dataclass(frozen=True, kw_only=True)
 class NamedMetric:
-    """What a name has become."""
+    """The metric that a name stands for."""
 
     name: str
     num_classes: int | None = None
@@ -56,12 +58,17 @@ class NamedMetric:
         kind = OfScores if self.name in _OF_SCORES else OfClasses
         return kind(self.name, device, self.num_classes, self.ignore_index)
 
-    def sees(self, probabilities: torch.Tensor, target: torch.Tensor) -> Any:
-        """Probabilities and class numbers as the metric wants them; of two classes those of 1."""
-        is_pair = self.num_classes == 2 and probabilities.shape != target.shape
-        if is_pair and probabilities.dim() > 1 and probabilities.shape[1] == 2:
-            probabilities = probabilities[:, 1]
-        return probabilities, target.long()
+    def sees(self, output: torch.Tensor, target: torch.Tensor) -> Any:
+        """Probabilities and class numbers as the metric wants them; of two classes those of 1.
+
+        Numbers for each class that do not add up to 1 are logits, of a loss that does not say so.
+        """
+        if output.shape != target.shape and output.dim() > 1 and output.shape[1] > 1:
+            if bool(((output.sum(1) - 1).abs() > _OF_ROUNDING).any()):
+                output = output.softmax(1)
+            if self.num_classes == 2:
+                output = output[:, 1]
+        return output, target.long()
 
 
 def flat(metrics: Mapping[str, Any]) -> Iterator[tuple[str, str | None, Any]]:
@@ -75,7 +82,7 @@ def flat(metrics: Mapping[str, Any]) -> Iterator[tuple[str, str | None, Any]]:
 
 
 def default_metrics(task: Task, loss: LossFunction) -> dict[str, NamedMetric]:
-    """Those of a user who has named none: accuracy where classes are predicted.
+    """Return the metrics of a user who named none: accuracy where classes are predicted.
 
     Not if a training step computes the loss, since a metric would run the module once more.
     """

@@ -1,4 +1,4 @@
-"""Which columns hold NaN or infinite values, looked up once a loss has run away."""
+"""Finds the columns that hold NaN or infinite values, once a loss has run away."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def with_columns(
 
 
 class _Looked:
-    """What a rank has found in its rows."""
+    """The findings of a rank in its rows."""
 
     def __init__(self, columns: Sequence[Column], shards: Iterable[ShardRows]) -> None:
         self.rows = 0

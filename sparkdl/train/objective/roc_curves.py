@@ -23,7 +23,7 @@ _LEAST_LIMIT = 1_000
 
 
 def limit_for(num_tables: int) -> int:
-    """How many different scores each of several tables may hold."""
+    """Return how many different scores each of several tables may hold."""
     return max(_LEAST_LIMIT, MOST_SCORES // max(1, num_tables))
 
 

@@ -1,4 +1,4 @@
-"""What is minimized: a loss of what ``forward`` returns, or what a training step gives.
+"""The value to minimize: a loss of what ``forward`` returns, or what a training step gives.
 
 A training step is a function ``(module, inputs, target)``. It may run the module, or parts of it,
 as often as it likes, as a GAN does; what it gives is treated as the value of a loss function.
@@ -40,7 +40,7 @@ class StepLoss(CallableLoss):
 
 
 def objective_of(config: TrainConfig, module: nn.Module) -> LossFunction:
-    """What a run minimizes: the value of its training step if it has one, else its loss.
+    """Return what a run minimizes: the value of its training step if it has one, else its loss.
 
     Errors are those of `loss.resolve_loss` and `lightning.check_module`.
     """
@@ -55,7 +55,7 @@ def logs(config: TrainConfig, module: nn.Module) -> bool:
 
 
 def run(loss: LossFunction, module: nn.Module, batch: Batch) -> Any:
-    """What ``loss`` is asked about: the module's output, or the value of the training step."""
+    """Compute what ``loss`` is asked about: the module's output, or the training step's value."""
     if isinstance(loss, StepLoss):
         target = batch.target if batch.has_label else None
         with torch.enable_grad():  # also in evaluation: a penalty may be made of gradients
@@ -64,7 +64,7 @@ def run(loss: LossFunction, module: nn.Module, batch: Batch) -> Any:
 
 
 def taken(loss: LossFunction, output: Any) -> Any:
-    """What a loss compares of a module's output.
+    """Return the part of a module's output that a loss compares.
 
     A loss of torch's kind compares one tensor: of what Hugging Face's models return that is
     ``logits``. A function of the user's gets all.
@@ -74,7 +74,7 @@ def taken(loss: LossFunction, output: Any) -> Any:
 
 
 def output_of(loss: LossFunction, module: nn.Module, batch: Batch, value: Any) -> Any:
-    """What metrics see, given what `run` gave: always what ``forward`` returns."""
+    """Return the output for metrics, given what `run` gave: always what ``forward`` returns."""
     if not isinstance(loss, StepLoss):
         return value
     return taken(loss.shown, batch.arguments.call(module))

@@ -30,7 +30,7 @@ class WeightedMetric(ABC):
     _reductions: ClassVar[Mapping[str, Any]] = {"sums": sum_of_ranks}
 
     def __init__(self, name: str, device: torch.device) -> None:
-        """Of a name in `named_metrics`; the rows come on ``device``."""
+        """Keep the name, one of `named_metrics`; the rows come on ``device``."""
         self.name, self.device = name, device
         self.reset()
 
@@ -121,7 +121,7 @@ _ERRORS: Mapping[str, Callable[[Tensor, Tensor], Tensor]] = {
 
 
 class OfClasses(WeightedMetric):
-    """What follows from the rows by class: those that are right, predicted, and labeled so.
+    """The metrics that follow from the rows by class: those right, predicted, and labeled so.
 
     Of two classes it is the metric of class 1, of more the mean over those that occur.
     """
@@ -129,7 +129,7 @@ class OfClasses(WeightedMetric):
     def __init__(
         self, name: str, device: torch.device, num_classes: int, ignore_index: int | None
     ) -> None:
-        """Of ``num_classes``; targets with ``ignore_index`` or that are no class do not count.
+        """Keep ``num_classes``; targets with ``ignore_index`` or that are no class do not count.
 
         Of two classes the output is the probability of class 1, in the target's shape; of more it
         is ``(batch, classes, ...)``.
@@ -147,21 +147,25 @@ class OfClasses(WeightedMetric):
     def _add(self, output: Tensor, target: Tensor, weight: Tensor) -> None:
         counted, label = self._counted(target, weight), target.flatten()
         if self._num_classes == 2:
-            is_logit = bool(((output < 0) | (output > 1)).any())  # of a loss that does not say it
-            predicted, is_nan = output > (0.0 if is_logit else 0.5), output.isnan()
+            # A loss may not say whether they are logits, which only all rows together show.
+            forms, is_nan = [output > 0.5, output > 0.0], output.isnan()
         else:
-            predicted, is_nan = output.argmax(1), output.isnan().any(1)
-        predicted = predicted.long().flatten()
+            forms, is_nan = [output.argmax(1)], output.isnan().any(1)
         taken = counted.masked_fill(is_nan.flatten(), 0.0)  # a row with NaN is taken for no class
-        right = taken.masked_fill(predicted != label, 0.0)
         places = label.clamp(0, self._num_classes - 1)
-        pairs = (places, right), (predicted, taken), (places, counted)
-        self._add_sums(
-            torch.stack([torch.bincount(p, w, minlength=self._num_classes) for p, w in pairs])
-        )
+        pairs = [(places, counted)]
+        for form in forms:
+            predicted = form.long().flatten()
+            pairs += [(places, taken.masked_fill(predicted != label, 0.0)), (predicted, taken)]
+        sums = [torch.bincount(p, w, minlength=self._num_classes) for p, w in pairs]
+        if len(forms) > 1:
+            sums.append(((output < 0) | (output > 1)).sum().to(sums[0]).expand(2))
+        self._add_sums(torch.stack(sums))
 
     def _value(self) -> Tensor:
-        right, predicted, labeled = self.sums.unbind()
+        labeled, right, predicted, *logits = self.sums.unbind()
+        if logits and logits[-1][0] > 0:
+            right, predicted = logits[:2]
         total = labeled.sum()
         if not total:
             return total / total

@@ -25,7 +25,7 @@ _NARROW = (torch.float16, torch.bfloat16)
 
 
 class _LayerwiseOptimizer(torch.optim.Optimizer):
-    """What both share: which tensors are stepped, and in which precision."""
+    """The base of both optimizers: which tensors are stepped, and in which precision."""
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> Any:

@@ -1,11 +1,13 @@
 """States of optimizers and schedules as plain values, whatever they hold.
 
 A schedule may have another schedule as an attribute, and torch's ``state_dict()`` then holds the
-object itself. An optimizer may keep more than its ``state_dict()`` tells; see `attributes`.
+object itself. An optimizer may keep more than its ``state_dict()`` tells; see
+`sync.optimizer_attributes`.
 """
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Mapping
 from typing import Any
 
@@ -13,31 +15,39 @@ import torch
 
 from sparkdl.storage.tensor_tree import pack
 from sparkdl.sync.module_tensors import fingerprint
-from sparkdl.train.objective.manual import SeveralOptimizers
-from sparkdl.train.optimizers.attributes import (
+from sparkdl.sync.optimizer_attributes import (
+    HOOKS,
     attributes,
     give_attributes,
     has_state,
     note_first,
     same_objects,
 )
+from sparkdl.train.objective.manual import SeveralOptimizers
 
 _INSIDE = "the state of"
 BESIDES = "attributes"
 """Key of what an optimizer keeps outside of its ``state_dict()``."""
+GROUPS = "param_groups"
 _KNOWN = ("torch.", "sparkdl.")
 """Packages whose optimizers keep nothing there, and do without a closure, or say if not."""
 
 
 def is_known(*owners: Any) -> bool:
-    """True if optimizers and schedules are torch's own or ours; None is."""
-    kinds = [type(owner) for owner in owners if owner is not None]
-    return all(kind.__module__.startswith(_KNOWN) for kind in kinds)
+    """True if optimizers and schedules are torch's own or ours, with no step or hooks else."""
+    code: list[Any] = [type(owner) for owner in owners if owner is not None]
+    for owner in owners:
+        if isinstance(owner, torch.optim.Optimizer):
+            own = vars(owner)
+            code += [own["step"]] if "step" in own else []
+            code += [hook for name in HOOKS for hook in own.get(name, {}).values()]
+    modules = (str(getattr(inspect.unwrap(one), "__module__", "")) for one in code)
+    return all(module.startswith(_KNOWN) for module in modules)
 
 
 def begin_states(optimizer: torch.optim.Optimizer) -> None:
     """Take note of what a new optimizer keeps, for `plain_state`."""
-    for owner in _owners(optimizer):
+    for owner in own_parts(optimizer):
         note_first(owner, plain_state)
 
 
@@ -48,7 +58,9 @@ def plain_state(owner: Any, inside: tuple[int, ...] = ()) -> Any:
     keeps something that no checkpoint can hold.
     """
     state = _plain(owner.state_dict())
-    besides = [attributes(one, plain_state, inside) for one in _owners(owner)]
+    if isinstance(owner, torch.optim.Optimizer):  # one of the user's own may leave them out
+        state.setdefault(GROUPS, _plain(options_of(owner)))
+    besides = [attributes(one, plain_state, inside) for one in own_parts(owner)]
     return {**state, BESIDES: besides} if besides else state
 
 
@@ -58,16 +70,26 @@ def give_state(owner: Any, state: Any) -> None:
         owner.load_state_dict(_restored(owner.state_dict(), state))
         return
     if BESIDES in state:
-        for one, found in zip(_owners(owner), state[BESIDES], strict=True):
+        for one, found in zip(own_parts(owner), state[BESIDES], strict=True):
             give_attributes(one, found, give_state)
         state = {key: value for key, value in state.items() if key != BESIDES}
+    if GROUPS not in owner.state_dict():
+        state = dict(state)
+        for group, options in zip(owner.param_groups, state.pop(GROUPS, ()), strict=False):
+            group.update(options)
     with same_objects(owner):
         owner.load_state_dict(_restored(owner.state_dict(), state))
     _restore_kinds(owner, state)
 
 
+def options_of(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
+    """Return the options of each parameter group."""
+    groups = optimizer.param_groups
+    return [{key: value for key, value in group.items() if key != "params"} for group in groups]
+
+
 def kept_values(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    """What an optimizer keeps, by the names of its places, in a form that can be compared."""
+    """Return what an optimizer keeps, by the names of its places, in a form for comparisons."""
     state = plain_state(optimizer)
     places = {f"attribute {key}": v for one in state.pop(BESIDES, ()) for key, v in one.items()}
     found = {}
@@ -77,8 +99,8 @@ def kept_values(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
     return found
 
 
-def _owners(owner: Any) -> list[torch.optim.Optimizer]:
-    """The optimizers that may keep more than their ``state_dict()`` tells."""
+def own_parts(owner: Any) -> list[torch.optim.Optimizer]:
+    """The optimizers in it that are the user's own: they may keep more than their state dict."""
     parts = owner.parts if isinstance(owner, SeveralOptimizers) else [owner]
     return [one for one in parts if isinstance(one, torch.optim.Optimizer) and not is_known(one)]
 
@@ -106,7 +128,7 @@ def _restored(now: Any, saved: Any) -> Any:
 def _restore_kinds(optimizer: torch.optim.Optimizer, state: Mapping[str, Any]) -> None:
     """Put back values that torch's ``load_state_dict`` makes others of: a text, another dtype."""
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
-    numbers = [n for group in state.get("param_groups", ()) for n in group["params"]]
+    numbers = [n for group in state.get(GROUPS, ()) for n in group["params"]]
     plain = (int, float, bool, type(None), dict, list, tuple)
     for number, parameter in zip(numbers, parameters, strict=bool(numbers)):
         for key, value in state.get("state", {}).get(number, {}).items():

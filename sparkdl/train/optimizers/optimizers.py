@@ -26,7 +26,6 @@ from sparkdl.train.objective.divergence import warn_if_nan
 from sparkdl.train.objective.lightning import OwnOptimizer, is_lightning
 from sparkdl.train.objective.manual import SeveralSchedules, complete
 from sparkdl.train.optimizers.large_batch import LAMB, LARS
-from sparkdl.train.optimizers.nested_states import begin_states
 
 _OF_COMPILER = "__dynamo_disable"
 """Attribute of a function that has what is called in its place."""
@@ -59,7 +58,7 @@ def without_compiler() -> Iterator[None]:
 def parameter_groups(
     module: nn.Module, options: Mapping[str, Mapping[str, Any]], *, may_thaw: bool = False
 ) -> Callable[[Sequence[nn.Parameter]], Groups]:
-    """What puts the parameters that train, or may come to train, into groups.
+    """Return a function that puts the parameters that train, or may come to train, into groups.
 
     The first group holds what no pattern means, unless that is nothing; the others follow in the
     order in which they were given. Reports and schedules that speak of the learning rate mean the
@@ -192,7 +191,6 @@ def resolve_optimizer(config: TrainConfig, module: nn.Module | None = None) -> M
         if not isinstance(made, torch.optim.Optimizer):
             raise ConfigError(f"optimizer must make a torch.optim.Optimizer; received {made!r}")
         complete(made)
-        begin_states(made)
         if can_fuse and kind is torch.optim.SGD:
             made.register_step_pre_hook(_begin_momentum)
         return made
@@ -217,7 +215,7 @@ def _begin_momentum(optimizer: torch.optim.Optimizer, *_: Any) -> None:
 
 
 def _kind(config: TrainConfig, module: nn.Module | None) -> Any:
-    """What makes the optimizer: a class, a callable, or an `OwnOptimizer`.
+    """Return what makes the optimizer: a class, a callable, or an `OwnOptimizer`.
 
     Raises:
         ConfigError: the name is unknown.
@@ -235,7 +233,7 @@ def _kind(config: TrainConfig, module: nn.Module | None) -> Any:
 
 
 def _made(kind: Any, parameters: Any, options: Mapping[str, Any], where: str = "") -> Any:
-    """What ``kind`` makes.
+    """Make an optimizer of ``kind``.
 
     Raises:
         ConfigError: with the optimizer's reason to refuse the options.

@@ -1,4 +1,4 @@
-"""How optimizers are stepped that want more than a call of ``step()``, and what is refused.
+"""The steps of optimizers that want more than a call of ``step()``, and what is refused.
 
 Some have a ``train()`` and an ``eval()``, between which the weights differ (schedule-free ones);
 some want a closure, which computes loss and gradients anew (L-BFGS, SAM).
@@ -6,6 +6,7 @@ some want a closure, which computes loss and gradients anew (L-BFGS, SAM).
 
 from __future__ import annotations
 
+import copy
 import inspect
 import logging
 import warnings
@@ -18,18 +19,21 @@ from torch import nn
 from sparkdl import sync
 from sparkdl.config import TrainConfig
 from sparkdl.errors import CheckpointError, ConfigError
-from sparkdl.storage.tensor_tree import pack, unpack
+from sparkdl.runtime.process import seeded
+from sparkdl.storage.tensor_tree import pack, snapshot, unpack
 from sparkdl.sync.asynchronous.async_sgd import AsyncSGD
 from sparkdl.sync.averaging.averaging import AveragingStrategy
 from sparkdl.sync.gradients.allreduce import AllReduce
 from sparkdl.sync.module_tensors import fingerprint
+from sparkdl.sync.optimizer_attributes import left_out
 from sparkdl.train.objective.manual import SeveralSchedules
-from sparkdl.train.optimizers.attributes import left_out
 from sparkdl.train.optimizers.nested_states import (
     BESIDES,
+    begin_states,
     give_state,
     is_known,
     kept_values,
+    options_of,
     plain_state,
 )
 from sparkdl.train.optimizers.optimizers import Schedule
@@ -38,6 +42,9 @@ logger = logging.getLogger(__name__)
 
 _MOST_STEPS = 50_000
 """Of a schedule that is tried; longer ones go to their end at once."""
+_TRIED_STEPS = 12
+"""Of an optimizer and of another that got its state; some do something in each fifth step only."""
+_OF_ROUNDING = 1e-6
 _MOST_NUMBERS = 1 << 22
 """Parameters of more numbers than this take no part in the trial step, unless all are larger."""
 
@@ -54,7 +61,7 @@ def set_mode(optimizer: torch.optim.Optimizer, *, trains: bool) -> None:
 
 
 def takes_closure(optimizer: torch.optim.Optimizer) -> bool | None:
-    """Whether ``step`` must have a closure; None: it may."""
+    """Return True if ``step`` must have a closure; None: it may."""
     try:
         found = list(inspect.signature(optimizer.step).parameters.values())
     except (TypeError, ValueError):
@@ -77,16 +84,18 @@ class Stepper:
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
         self._optimizer = optimizer
         self.with_closure = takes_closure(optimizer) is True
-        self._may_need_one = not is_known(optimizer) and takes_closure(optimizer) is None
+        self.is_own = not is_known(optimizer)
+        """Whether it is the user's own, or calls what is."""
+        self._may_need_one = self.is_own and takes_closure(optimizer) is None
         checks: Any = torch.sparse.check_sparse_tensor_invariants
         if not checks.is_enabled():
             checks.disable()  # else Adagrad's first sparse gradient warns that nobody has said so
 
     def __call__(self, loss: Callable[[], Any], again: Callable[[], Any]) -> None:
         """Step; ``loss`` gives that of this moment, ``again`` gradients and loss of another."""
+        self._part_gradients()
         if not self.with_closure:
-            parameters = [p for group in self._optimizer.param_groups for p in group["params"]]
-            kept = [p.detach().clone() for p in parameters] if self._may_need_one else []
+            kept = self._kept() if self._may_need_one else ([], None)
             try:
                 self._optimizer.step()
                 self._may_need_one = False
@@ -95,20 +104,48 @@ class Stepper:
                 if not self._may_need_one:
                     raise
                 self.with_closure = True  # if it was not that, it fails once more
-            with torch.no_grad():
-                for parameter, value in zip(parameters, kept, strict=True):
-                    parameter.copy_(value)  # it may have moved them before it failed
+            self._give(*kept)  # it may have moved weights, or counted, before it failed
         before: list[int] | None = self._weights()
 
         def closure() -> Any:
             nonlocal before
             is_first, before = before is not None and before == self._weights(), None
-            return loss() if is_first else again()
+            if is_first:
+                return loss()
+            value = again()
+            self._part_gradients()
+            return value
 
         self._optimizer.step(closure)
 
+    def _part_gradients(self) -> None:
+        """Let an optimizer of the user's own keep gradients, whose memory the next step uses."""
+        for parameter in _parameters(self._optimizer) if self.is_own else ():
+            if parameter.grad is not None and parameter.grad._is_view():
+                parameter.grad = parameter.grad.clone()
+
+    def _kept(self) -> tuple[list[tuple[Any, Any]], Any]:
+        """Weights with their gradients, and the optimizer's state, if anybody can hold it."""
+        tensors = [
+            (p.detach().clone(), None if p.grad is None else p.grad.clone())
+            for p in _parameters(self._optimizer)
+        ]
+        try:
+            return tensors, _copied(plain_state(self._optimizer))
+        except CheckpointError:
+            return tensors, None
+
+    def _give(self, tensors: list[tuple[Any, Any]], state: Any) -> None:
+        parameters = _parameters(self._optimizer)
+        with torch.no_grad():
+            for parameter, (value, gradient) in zip(parameters, tensors, strict=True):
+                parameter.copy_(value)
+                parameter.grad = gradient
+        if state is not None:
+            give_state(self._optimizer, state)
+
     def _weights(self) -> list[int]:
-        parameters = [p for group in self._optimizer.param_groups for p in group["params"]]
+        parameters = _parameters(self._optimizer)
         gradients = [fingerprint(p.grad) for p in parameters]
         return [*map(fingerprint, parameters), *gradients]
 
@@ -167,6 +204,7 @@ def check_steps(
     if is_known(optimizer):
         check_kept("scheduler", scheduler)
         return
+    begin_states(optimizer)
     before = left_out(optimizer)
     try:
         stepper = step_once(optimizer, sparse)
@@ -179,21 +217,24 @@ def check_steps(
         check_closure(config, name)
     check_kept("optimizer", optimizer)
     check_kept("scheduler", scheduler)
-    check_comes_back(optimizer, before, again)
-    check_divisible(optimizer, config)
+    check_comes_back(optimizer, before, again, sparse)
+    check_divisible(optimizer, config, again)
 
 
 def check_comes_back(
     optimizer: torch.optim.Optimizer,
     before: Mapping[str, Any],
     again: Callable[[], torch.optim.Optimizer] | None,
+    sparse: Collection[nn.Parameter] = (),
 ) -> None:
     """Refuse an optimizer of which a new one cannot go on as this would; raises ConfigError.
 
     Args:
         optimizer: has taken a step.
         before: what `left_out` gave before that.
-        again: makes it once more; None: only what is left out is compared.
+        again: makes it once more, for a copy of the module, whose steps are compared, or for a
+            large module itself; None: only what is left out is compared.
+        sparse: parameters with gradients of rows.
     """
     name = type(optimizer).__name__
     for path, (kind, digest) in left_out(optimizer).items():
@@ -205,9 +246,27 @@ def check_comes_back(
             )
     if again is None:
         return
-    wanted, other = kept_values(optimizer), again()
-    give_state(other, unpack(*pack(plain_state(optimizer))))
-    found = kept_values(other)
+    other, ours = again(), _parameters(optimizer)
+    begin_states(other)
+    is_small = sum(parameter.numel() for parameter in ours) <= _MOST_NUMBERS
+    numbers = range(1, _TRIED_STEPS if is_small else 2)
+    try:
+        for number in numbers:
+            with seeded(number):
+                step_once(optimizer, sparse, number)
+        wanted, ours = kept_values(optimizer), _parameters(optimizer)
+        state = _copied(plain_state(optimizer))
+        with torch.no_grad():
+            for parameter, value in zip(_parameters(other), ours, strict=True):
+                parameter.copy_(value)
+        give_state(other, state)
+    except Exception as error:  # whatever the user's class raises
+        raise ConfigError(
+            f"optimizer {name} fails after some steps, or a new one that shall go on from there: "
+            f"{type(error).__name__}: {error}; have all parameters in it from the beginning, and "
+            "let load_state_dict() take what state_dict() gives"
+        ) from error
+    found, theirs = kept_values(other), _parameters(other)
     lost = next((place for place in wanted if wanted[place] != found.get(place)), None)
     if lost is not None:
         raise ConfigError(
@@ -215,27 +274,80 @@ def check_comes_back(
             "training could not go on after a restart; make what it keeps in __init__, and let "
             "state_dict() and load_state_dict() hold all of it"
         )
-
-
-def check_divisible(optimizer: torch.optim.Optimizer, config: TrainConfig) -> None:
-    """Refuse what keeps attributes where only states of parameters are kept; raises ConfigError."""
-    strategy = sync.resolve(config.sync_strategy)
-    if config.parallelism is None and not isinstance(strategy, AsyncSGD):
+    if any(own is other for own, other in zip(ours, theirs, strict=True)):
         return
-    kept = [name for one in plain_state(optimizer).get(BESIDES, ()) for name in one]
-    if kept:
-        where = "parallelism" if config.parallelism is not None else type(strategy).__name__
+    chosen = {id(parameter) for parameter in sparse}
+    alike = [other for own, other in zip(ours, theirs, strict=True) if id(own) in chosen]
+    for number in numbers:
+        for one, rows in ((optimizer, sparse), (other, alike)):
+            with seeded(number):
+                step_once(one, rows, number)
+    if not all(map(_is_alike, ours, theirs)):
         raise ConfigError(
-            f"optimizer {type(optimizer).__name__} keeps its attribute {kept[0]} besides its "
-            f"state, which {where} takes apart by parameters; keep it in the state or in the "
-            "groups, or train without"
+            f"a new optimizer {name} that gets weights and state of another steps otherwise, so "
+            "training could not go on after a restart; let it keep what it needs in attributes, or "
+            "in its state by parameters, not by their ids, in its class, in globals, or in "
+            "variables of functions that it calls"
         )
 
 
-def step_once(optimizer: torch.optim.Optimizer, sparse: Collection[nn.Parameter] = ()) -> Stepper:
-    """Step an optimizer with small gradients, those of ``sparse`` of one row; how it went."""
+def _copied(state: Any) -> Any:
+    taken = snapshot(state)
+    return unpack(taken.value, taken.tensors)
+
+
+def _parameters(optimizer: torch.optim.Optimizer) -> list[nn.Parameter]:
+    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
+
+
+def _is_alike(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """True if two tensors differ by rounding at most."""
+    if not one.is_floating_point() and not one.is_complex():
+        return torch.equal(one, other)
+    one, other = one.detach(), other.detach()
+    most = one.abs().nan_to_num(0.0, 0.0).max().item() if one.numel() else 0.0
+    return torch.allclose(one, other, rtol=0.0, atol=most * _OF_ROUNDING, equal_nan=True)
+
+
+def check_divisible(
+    optimizer: torch.optim.Optimizer,
+    config: TrainConfig,
+    again: Callable[[], torch.optim.Optimizer] | None = None,
+) -> None:
+    """Refuse what keeps attributes where only states of parameters are known; raises ConfigError.
+
+    ``again`` makes the optimizer once more.
+    """
+    strategy, name = sync.resolve(config.sync_strategy), type(optimizer).__name__
+    resets = isinstance(strategy, AveragingStrategy) and strategy.optimizer_state == "reset"
+    if config.parallelism is None and not isinstance(strategy, AsyncSGD) and not resets:
+        return
+    kept = [key for one in plain_state(optimizer).get(BESIDES, ()) for key in one]
+    if kept:
+        where = "parallelism" if config.parallelism is not None else type(strategy).__name__
+        does = "takes apart by parameters"
+        if resets and config.parallelism is None:
+            does = "clears after each round"
+        raise ConfigError(
+            f"optimizer {name} keeps its attribute {kept[0]} besides its state, which {where} "
+            f"{does}; keep it in the state or in the groups, or train without"
+        )
+    if resets and again is not None and again().state:
+        raise ConfigError(
+            f"optimizer {name} makes its state in __init__, and {type(strategy).__name__} clears "
+            "it after each round; make it in step(), or leave out optimizer_state='reset'"
+        )
+
+
+def step_once(
+    optimizer: torch.optim.Optimizer, sparse: Collection[nn.Parameter] = (), number: int = 0
+) -> Stepper:
+    """Step an optimizer with gradients, those of ``sparse`` of one row; how it went.
+
+    They are small, or from a ``number`` of 1 on others in each step.
+    """
     rows = {id(parameter) for parameter in sparse}
-    every = [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
+    every = [parameter for parameter in _parameters(optimizer) if parameter.requires_grad]
     moderate = [p for p in every if p.numel() <= _MOST_NUMBERS or id(p) in rows] or every
 
     def gradients() -> torch.Tensor:
@@ -248,6 +360,8 @@ def step_once(optimizer: torch.optim.Optimizer, sparse: Collection[nn.Parameter]
                 )
             else:
                 parameter.grad = torch.full_like(parameter, 1e-3)
+                if number > 0:
+                    parameter.grad += torch.sin(7 * parameter.detach() + number)
         return torch.ones(())
 
     stepper = Stepper(optimizer)
@@ -287,7 +401,7 @@ def check_length(
 
 
 def _problem(schedule: Schedule, num_steps: int) -> str | None:
-    """How a schedule fails within so many steps; None: it does not."""
+    """Describe how a schedule fails within so many steps; None: it does not."""
     scheduler: Any = schedule.scheduler
     times = 0 if schedule.monitors or isinstance(scheduler, SeveralSchedules) else num_steps
     times //= schedule.every
@@ -305,6 +419,46 @@ def _problem(schedule: Schedule, num_steps: int) -> str | None:
                 "each step, not each epoch: give it as many (total_steps), or set maxSteps"
             )
     return None
+
+
+def check_schedule(optimizer: torch.optim.Optimizer, make: Callable[[Any], Any]) -> None:
+    """Refuse a schedule of which a new one cannot go on as this would; raises ConfigError.
+
+    It gets a small optimizer with the groups of ``optimizer``; one that wants another is not tried.
+    """
+    groups, found = options_of(optimizer), list[Any]()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch wants steps of the optimizer in between
+        try:
+            for _ in range(2):
+                own: list[dict[str, Any]] = copy.deepcopy(groups)
+                for group in own:
+                    group["params"] = [nn.Parameter(torch.zeros(1))]
+                schedule = make(torch.optim.Optimizer(own, {}))
+                if not found:
+                    schedule.step()
+                    schedule.step()
+                else:
+                    for one, other in zip(_kept_by(schedule), _kept_by(found[0]), strict=True):
+                        give_state(one, _copied(plain_state(other)))
+                found.append(schedule)
+            rates = [
+                [(one.step(), pack(options_of(one.optimizer))[0])[1] for _ in range(3)]
+                for one in found
+            ]
+        except Exception as error:  # whatever a schedule of the user's own raises
+            logger.debug("a schedule is not tried: %s", error)
+            return
+    if rates[0] != rates[1]:
+        raise ConfigError(
+            f"a new scheduler {type(found[0]).__name__} that gets the state of another goes on "
+            "otherwise, so training could not go on after a restart; let it count by last_epoch, "
+            "by what it gets, or in attributes, not in variables of functions"
+        )
+
+
+def _kept_by(schedule: Any) -> tuple[Any, Any]:
+    return schedule.optimizer, schedule
 
 
 def check_kept(what: str, owner: Any) -> None:

@@ -16,7 +16,7 @@ from sparkdl.comm.channel import ChannelStorage
 from sparkdl.comm.communicator import Communicator
 from sparkdl.data.spool.local_disk import ScratchFile
 from sparkdl.runtime.process import cpu_model, torch_threads
-from sparkdl.serialization.recorded.recipe import Place, Recipe, RecordedWeights, give_memory
+from sparkdl.serialization.recorded.recipe import Recipe, RecordedWeights, TensorPlace, give_memory
 from sparkdl.serialization.travel.packed_module import unpack_blank, unpack_unmade
 from sparkdl.storage.retried import OUTAGE_SECONDS, again
 from sparkdl.storage.tensor_file import TensorFile, read_header
@@ -67,7 +67,7 @@ class _Maker:
 
     def give(
         self,
-        parameters: Sequence[tuple[Place, list[str]]],
+        parameters: Sequence[tuple[TensorPlace, list[str]]],
         copy: Callable[[torch.Tensor, list[str]], None],
     ) -> None:
         """Call ``copy`` with one whole tensor after the other, and the names of its parameters."""
@@ -75,7 +75,7 @@ class _Maker:
             for place, names in parameters:
                 copy(self._values(place), names)
 
-    def _values(self, place: Place) -> torch.Tensor:
+    def _values(self, place: TensorPlace) -> torch.Tensor:
         if self._are_alike:
             return self._recipe.make([place])[0]
         if self._comm.rank == 0:

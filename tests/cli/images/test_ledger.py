@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from sparkdl.cli.images.ledger import Ledger, Record
-from sparkdl.cli.images.parts import Part
+from sparkdl.cli.images.parts import ImagePart
 from sparkdl.errors import ConfigError
 from sparkdl.storage.storage import LocalStorage
 from tests.storage.memory import MemoryStorage
@@ -16,8 +16,8 @@ from tests.storage.memory import MemoryStorage
 PLAN: dict[str, Any] = {
     "version": 1, "source": "s", "files": 4, "labels": ["a", "b"], "options": {"rows_per_file": 2}
 }  # fmt: skip
-ONE = Part(split="train", number=0, rows=np.array([0, 1]))
-TWO = Part(split="test", number=0, rows=np.array([2, 3]))
+ONE = ImagePart(split="train", number=0, rows=np.array([0, 1]))
+TWO = ImagePart(split="test", number=0, rows=np.array([2, 3]))
 RECORDS = {
     ONE.name: Record(rows=2, rows_by_label={"0": 1, "1": 1}),
     TWO.name: Record(rows=1, rows_by_label={"1": 1}, bad=(("a/3.png", "is broken"),)),

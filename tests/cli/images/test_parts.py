@@ -7,7 +7,7 @@ import numpy as np
 import pyarrow as pa
 import pytest
 
-from sparkdl.cli.images.parts import Part, difference, digest_of, make_parts
+from sparkdl.cli.images.parts import ImagePart, difference, digest_of, make_parts
 from sparkdl.cli.job_files.prepare_file import (
     FolderSection,
     ImageSection,
@@ -19,7 +19,7 @@ from sparkdl.cli.job_files.prepare_file import (
 PATHS = [f"class{number % 7}/image {number}.png" for number in range(5000)]
 
 
-def files_of(parts: tuple[Part, ...], paths: list[str]) -> dict[str, list[str]]:
+def files_of(parts: tuple[ImagePart, ...], paths: list[str]) -> dict[str, list[str]]:
     found: dict[str, list[str]] = {}
     for part in parts:
         found.setdefault(part.split, []).extend(paths[row] for row in part.rows)
@@ -29,7 +29,7 @@ def files_of(parts: tuple[Part, ...], paths: list[str]) -> dict[str, list[str]]:
 def test_every_file_is_in_one_part_and_parts_are_full() -> None:
     parts = make_parts(PATHS, SplitSection(validation=0.1, test=0.2), 300)
     assert sorted(np.concatenate([part.rows for part in parts]).tolist()) == list(range(5000))
-    by_split: dict[str, list[Part]] = {}
+    by_split: dict[str, list[ImagePart]] = {}
     for part in parts:
         by_split.setdefault(part.split, []).append(part)
     for mine in by_split.values():

@@ -12,7 +12,7 @@ from pyspark.ml.feature import IndexToString
 from pyspark.sql import SparkSession
 
 from sparkdl.cli.images.list_files import below, escaped, qualified
-from sparkdl.cli.images.parts import Part
+from sparkdl.cli.images.parts import ImagePart
 from sparkdl.cli.images.prepare import prepare
 from sparkdl.cli.images.write_parquet import PartWriter
 from sparkdl.data.images import read_images
@@ -207,7 +207,7 @@ def test_a_run_that_was_cut_off_twice_ends_as_an_undisturbed_one(
         calls = []
         write = PartWriter.write
 
-        def notes(writer: PartWriter, parts: Sequence[Part]) -> Any:
+        def notes(writer: PartWriter, parts: Sequence[ImagePart]) -> Any:
             written[-1].extend(part.name for part in parts)
             return write(writer, parts)
 

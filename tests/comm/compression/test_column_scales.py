@@ -5,12 +5,12 @@ import itertools
 import pytest
 import torch
 
-from sparkdl.comm.compression.column_scales import BLOCK, Layout, column_shapes, lay_out
+from sparkdl.comm.compression.column_scales import BLOCK, ColumnLayout, column_shapes, lay_out
 from sparkdl.comm.compression.dense_reduce_scatter import cut
 from sparkdl.comm.compression.onebit import OneBitCodec
 
 
-def lengths(layout: Layout) -> list[int]:
+def lengths(layout: ColumnLayout) -> list[int]:
     """Length of each column."""
     found = []
     for group in layout.groups:

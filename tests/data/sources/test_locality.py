@@ -18,7 +18,7 @@ from sparkdl.data.sources.parquet import ParquetSource
 from sparkdl.data.sources.parquet_files import DataFile, RowGroup
 from sparkdl.data.sources.row_groups import deal_both
 from sparkdl.errors import CheckpointError
-from sparkdl.storage.blocks import Block, Blocks
+from sparkdl.storage.blocks import Blocks, FileBlock
 from tests.data.sources.test_parquet import epoch_of, joined, labels, plan_of, wanted, write
 
 
@@ -35,7 +35,7 @@ def contents_on(
         assert url == str(folder)
         numbers = {path: int(path.rpartition("-")[2].removesuffix(".parquet")) for path in paths}
         return {
-            path: [Block(0, 1 << 40, tuple((host, f"{host}.net") for host in hosts[number]))]
+            path: [FileBlock(0, 1 << 40, tuple((host, f"{host}.net") for host in hosts[number]))]
             for path, number in numbers.items()
             if number in hosts
         }
@@ -161,7 +161,9 @@ def test_a_row_group_over_two_blocks_belongs_to_who_has_most(tmp_path: Path) -> 
 
     def locate(url: str, paths: tuple[str, ...]) -> Blocks:
         cut = stop // 3
-        return {paths[0]: [Block(0, cut, (("a",),)), Block(cut, 2 * stop, (("b",), ("c",)))]}
+        return {
+            paths[0]: [FileBlock(0, cut, (("a",),)), FileBlock(cut, 2 * stop, (("b",), ("c",)))]
+        }
 
     contents = ParquetSource(folder).contents(wanted(num_shards=1, locate=locate))
     assert contents.shards[0].hosts == ("b", "c")
@@ -184,8 +186,8 @@ def test_a_block_counts_for_the_part_of_a_row_group_that_it_has() -> None:
         byte_range=lambda _: (100, 200),
     )  # fmt: skip
     a, b, c = ("a",), ("b",), ("c",)
-    located = [Block(0, 130, (a,)), Block(130, 170, (a, b)), Block(170, 300, (b,))]
-    found = Places.of(listing, lambda *_: {"/f": [*located, Block(300, 400, (c,))]})
+    located = [FileBlock(0, 130, (a,)), FileBlock(130, 170, (a, b)), FileBlock(170, 300, (b,))]
+    found = Places.of(listing, lambda *_: {"/f": [*located, FileBlock(300, 400, (c,))]})
     assert found.num_bytes["/f", 0] == {a: 70, b: 70, c: 0}
 
 

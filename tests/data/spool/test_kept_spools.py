@@ -351,6 +351,21 @@ def _race(directory: str, number: int) -> None:
             clean(directory)
 
 
+@pytest.mark.slow
+def test_folders_of_any_depth_are_removed(tmp_path: Path) -> None:
+    own = keep(tmp_path)
+    put(own)
+    deepest = own.folder
+    for _ in range(1500):
+        deepest /= "d"
+        deepest.mkdir()
+    (deepest / "file").write_bytes(b"1234")
+    removed, left = clean(str(tmp_path))
+    assert removed > 4
+    assert left == 0
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_a_folder_may_go_just_when_it_was_found(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -18,7 +18,7 @@ from sparkdl.comm.access import Address
 from sparkdl.comm.certificates import Certificate
 from sparkdl.errors import ClusterError, CommunicationError
 from sparkdl.spark.cluster import probe as module
-from sparkdl.spark.cluster.probe import Findings, ProbeTask, probe
+from sparkdl.spark.cluster.probe import ProbeFindings, ProbeTask, probe
 from sparkdl.spark.session import background_job
 from sparkdl.spark.session.settings import Settings
 
@@ -36,7 +36,7 @@ org.apache.spark.api.python.PythonException
 """
 
 
-def ask(spark: Any, **settings: float) -> Findings:
+def ask(spark: Any, **settings: float) -> ProbeFindings:
     return probe(
         spark, num_tasks=1, profile=None, channel=None, needs_channel=True, storage_url=None,
         checkpoints=None, run_id="r", settings=Settings(**settings),  # type: ignore[arg-type]

@@ -40,7 +40,7 @@ from sparkdl.spark.frames.row_table import SourceTable, TableSpec, content_of
 from sparkdl.spark.frames.shard_table import ShardTable
 from sparkdl.spark.frames.user_data import empty_frame
 from sparkdl.spark.run.run import FitRequest
-from sparkdl.storage.blocks import Block, Blocks
+from sparkdl.storage.blocks import Blocks, FileBlock
 from sparkdl.train.callbacks import Callback, CallbackState
 from tests.spark.fit.test_fit import digest, make_net, request
 
@@ -113,7 +113,7 @@ def blocks_lie(monkeypatch: pytest.MonkeyPatch, *hosts: str) -> None:
 
     def locate(spark: SparkSession, url: str, paths: tuple[str, ...]) -> Blocks:
         return {
-            path: [Block(0, 1 << 40, ((hosts[number % len(hosts)],),))]
+            path: [FileBlock(0, 1 << 40, ((hosts[number % len(hosts)],),))]
             for number, path in enumerate(paths)
         }
 

@@ -19,7 +19,7 @@ from sparkdl.errors import ConfigError
 from sparkdl.inference.outputs import Forward, Output
 from sparkdl.model import TorchClassifierModel, TorchModel, TorchRegressorModel
 from sparkdl.spark.inference.output_columns import (
-    Wanted,
+    WantedColumn,
     plan_outputs,
     spark_type,
     vectors_to_arrays,
@@ -51,7 +51,7 @@ class Heads(nn.Module):
 
 
 def plan(module: nn.Module, *outputs: Output, **forward: Any) -> Any:
-    wanted = [Wanted(column=f"c{i}", output=output) for i, output in enumerate(outputs)]
+    wanted = [WantedColumn(column=f"c{i}", output=output) for i, output in enumerate(outputs)]
     return plan_outputs(module, ZEROS, Forward(**forward), wanted)
 
 

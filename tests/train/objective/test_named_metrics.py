@@ -100,6 +100,32 @@ def test_those_of_classes_are_scikit_learns(num_classes: int, weight: Any) -> No
         assert got == pytest.approx(want, abs=1e-12)
 
 
+def no_words(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    """A loss that does not say whether it gets logits."""
+    return nn.functional.cross_entropy(output, target, reduction="none")
+
+
+def no_words_of_one(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    """The same of a single number."""
+    loss = nn.functional.binary_cross_entropy_with_logits
+    return loss(output.squeeze(-1), target.to(output.dtype), reduction="none")
+
+
+@pytest.mark.parametrize("num_classes", [2, 4])
+def test_logits_of_a_function_are_those_of_a_loss(num_classes: int) -> None:
+    logits, target = drawn(num_classes)
+    want = expected(logits.softmax(1), target, None)
+    got = values(CLASSES, "custom", no_words, logits, target)
+    assert got == pytest.approx(want, abs=1e-12)
+
+
+def test_one_batch_does_not_decide_what_is_a_logit() -> None:
+    output = torch.tensor([0.2, 0.3, 0.4, 0.1, 0.2, 0.3, 0.4, -3.0, 2.0, -1.0]).unsqueeze(1)
+    target = (output.squeeze(1) > 0).long()
+    got = values(["accuracy", "f1"], "custom", no_words_of_one, output, target)
+    assert got == {"accuracy": 1.0, "f1": 1.0}
+
+
 def test_those_of_positions_count_by_the_weight_of_their_row() -> None:
     logits, target = drawn(4)
     rows, weight = logits.view(20, 3, 4).movedim(2, 1), torch.linspace(0.1, 2, 20)

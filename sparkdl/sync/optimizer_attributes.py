@@ -1,4 +1,4 @@
-"""What an optimizer of the user's own keeps outside of its ``state_dict()``, as plain values.
+"""The attributes of a user's own optimizer outside of its ``state_dict()``, as plain values.
 
 It may count steps, keep means of weights or hold another optimizer in attributes, of which torch's
 ``state_dict()`` knows nothing. Without them a restart, or the next round, would go on otherwise.
@@ -11,7 +11,7 @@ import random
 import sys
 import types
 from collections import Counter, OrderedDict, defaultdict, deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -27,8 +27,15 @@ _FIRST = "_sparkdl_first"
 _TORCHS = ("defaults", "state", "param_groups", "grad_scale", "found_inf", _FIRST)
 _TORCHS_BEGIN = ("_optimizer_", "_zero_grad_profile", "_warned_capturable", "_opt_called")
 """What torch's optimizers and schedules keep in attributes themselves."""
+HOOKS = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
+"""Of these the hooks themselves may keep something; their keys differ between processes."""
 _SEQUENCES = (list, deque)
 _MAPPINGS = (dict, OrderedDict, defaultdict, Counter)
+
+_KINDS = (
+    "left", "plain", "parameter", "id", "tensor", "state", "sequence", "mapping", "random", "object",
+)  # fmt: skip
+"""Kinds of values; `_Reader` has a method of each."""
 
 Written = list[Any]
 """A kind, and what makes a value of that kind; see `_Writer`."""
@@ -46,7 +53,7 @@ def has_state(value: Any) -> bool:
 def note_first(optimizer: torch.optim.Optimizer, state: State) -> None:
     """Take note of the attributes of a new optimizer, so that those that change can be told."""
     first: dict[str, Any] = {}
-    writer = _Writer(optimizer, state)
+    writer = _Writer(_parameters(optimizer), state, (id(optimizer),))
     for name, value in _own(optimizer):
         try:
             tree, tensors = pack(writer.written(value))
@@ -70,7 +77,7 @@ def attributes(
         CheckpointError: the state of such an object is none that a checkpoint can hold.
     """
     first = vars(optimizer).get(_FIRST, {})
-    writer, found = _Writer(optimizer, state, inside), {}
+    writer, found = _Writer(_parameters(optimizer), state, (*inside, id(optimizer))), {}
     for name, value in _own(optimizer):
         written = writer.written(value)
         if first.get(name) is None or first[name] != pack(written)[0]:
@@ -82,26 +89,50 @@ def give_attributes(
     optimizer: torch.optim.Optimizer, found: dict[str, Written], give_state: GiveState
 ) -> None:
     """Restore what `attributes` gave; all others become what they were at first."""
-    reader, own = _Reader(optimizer, give_state), vars(optimizer)
+    reader, own = _Reader(_parameters(optimizer), give_state), vars(optimizer)
     first = own.get(_FIRST)
     for name, value in list(_own(optimizer)):
-        if first is None or name in found:
+        if first is None or name in found or (name in HOOKS and first.get(name) is None):
             continue
         if name not in first:
             del own[name]
         elif first[name] is not None:
-            own[name] = reader.read(value, unpack(first[name], {}))
+            read = reader.read(value, unpack(first[name], {}))
+            if name not in HOOKS:
+                own[name] = read
     for name, written in found.items():
-        if name in own or written[0] != "left":
+        if name in HOOKS:
+            reader.read(list(own[name].values()), written)
+        elif name in own or written[0] != "left":
             own[name] = reader.read(own.get(name), written)
 
 
 def left_out(optimizer: torch.optim.Optimizer) -> dict[str, tuple[str, Any]]:
-    """What no checkpoint holds of the attributes: its type, and what tells it from another."""
-    writer = _Writer(optimizer, lambda *_: None)
+    """Return type and digest of each value in attributes that no checkpoint holds, by its path."""
+    writer = _Writer(_parameters(optimizer), lambda *_: None, (id(optimizer),))
     for name, value in _own(optimizer):
         writer.written(value, name)
     return {path: (type(value).__name__, _digest(value)) for path, value in writer.left.items()}
+
+
+def written(value: Any) -> Written:
+    """What makes a value that belongs to no optimizer."""
+
+    def state(owner: Any, _: tuple[int, ...]) -> Any:
+        found = owner.state_dict()
+        return found if _Writer.is_plain(found) else None
+
+    return _Writer((), state).written(value)
+
+
+def read(now: Any, found: Written) -> Any:
+    """The value of which `written` gave ``found``; ``now`` is what there is in its place."""
+
+    def give(owner: Any, state: Any) -> None:
+        if state is not None:
+            owner.load_state_dict(state)
+
+    return _Reader((), give).read(now, found)
 
 
 @contextmanager
@@ -129,7 +160,9 @@ def same_objects(optimizer: torch.optim.Optimizer) -> Iterator[None]:
 
 def _own(optimizer: torch.optim.Optimizer) -> Iterator[tuple[str, Any]]:
     for name, value in vars(optimizer).items():
-        if name not in _TORCHS and not name.startswith(_TORCHS_BEGIN):
+        if name in HOOKS:
+            yield name, list(value.values())
+        elif name not in _TORCHS and not name.startswith(_TORCHS_BEGIN):
             yield name, value
 
 
@@ -141,12 +174,11 @@ class _Writer:
     """Takes values apart into plain ones; objects that it meets within themselves are left out."""
 
     def __init__(
-        self, optimizer: torch.optim.Optimizer, state: State, inside: tuple[int, ...] = ()
+        self, parameters: Sequence[torch.Tensor], state: State, inside: tuple[int, ...] = ()
     ) -> None:
-        parameters = enumerate(_parameters(optimizer))
-        self._numbers = {id(parameter): number for number, parameter in parameters}
+        self._numbers = {id(parameter): number for number, parameter in enumerate(parameters)}
         self._state = state
-        self._inside = [*inside, id(optimizer)]
+        self._inside = list(inside)
         self.left: dict[str, Any] = {}
         """What no checkpoint holds, by its path."""
 
@@ -163,16 +195,16 @@ class _Writer:
             self._inside.pop()
 
     def _written(self, value: Any, path: str) -> Written:
-        if has_state(value) and not isinstance(value, nn.Module):
+        if has_state(value) and not self._trains(value):
             return ["state", self._state(value, tuple(self._inside[:-1]))]
         if isinstance(value, torch.Tensor):
-            if self._is_plain(value):
+            if self.is_plain(value):
                 return ["tensor", value.detach(), value.device.type != "cpu"]
         elif type(value) in _SEQUENCES or type(value) is tuple:
             items = [self.written(item, f"{path}[{n}]") for n, item in enumerate(value)]
             empty = () if type(value) is tuple else _empty(value)
             return ["sequence", empty, items]
-        elif type(value) in _MAPPINGS and self._is_plain(_empty(value)):
+        elif type(value) in _MAPPINGS and self.is_plain(_empty(value)):
             keys = [self._key(key) for key in value]
             if None not in keys:
                 values = [self.written(item, f"{path}[{key!r}]") for key, item in value.items()]
@@ -183,13 +215,19 @@ class _Writer:
             return ["random", value.bit_generator.state]
         elif isinstance(value, np.random.RandomState | torch.Generator):
             return ["random", value.get_state()]
-        elif _is_of_user(value):
+        elif is_of_user(value):
             names = vars(value).items()
             return ["object", {key: self.written(own, f"{path}.{key}") for key, own in names}]
-        elif self._is_plain(value):
+        elif self.is_plain(value):
             return ["plain", value]
         self.left[path] = value
         return ["left"]
+
+    def _trains(self, value: Any) -> bool:
+        """True for a module of which parameters train, which are kept elsewhere."""
+        return isinstance(value, nn.Module) and any(
+            id(parameter) in self._numbers for parameter in value.parameters()
+        )
 
     def _key(self, key: Any) -> Written | None:
         """A mapping's key; ids of parameters, which another process has not, by their numbers."""
@@ -197,10 +235,10 @@ class _Writer:
             return ["parameter", self._numbers[id(key)]]
         if type(key) is int and key in self._numbers:
             return ["id", self._numbers[key]]
-        return ["plain", key] if self._is_plain(key) else None
+        return ["plain", key] if self.is_plain(key) else None
 
     @staticmethod
-    def _is_plain(value: Any) -> bool:
+    def is_plain(value: Any) -> bool:
         try:
             pack(value)
         except CheckpointError:
@@ -211,13 +249,15 @@ class _Writer:
 class _Reader:
     """Puts values together again, in the objects that are there."""
 
-    def __init__(self, optimizer: torch.optim.Optimizer, give_state: GiveState) -> None:
-        self._parameters = _parameters(optimizer)
+    def __init__(self, parameters: Sequence[torch.Tensor], give_state: GiveState) -> None:
+        self._parameters = parameters
         self._give_state = give_state
 
     def read(self, now: Any, written: Written) -> Any:
         """The value that `_Writer` took apart; ``now`` is what there is in its place."""
         kind, *parts = written
+        if kind not in _KINDS:  # from a file, so no other method may be named
+            raise CheckpointError(f"an optimizer's attribute has no kind {kind!r} of value")
         method: Callable[..., Any] = getattr(self, f"_{kind}")
         return method(now, *parts)
 
@@ -239,7 +279,8 @@ class _Reader:
             with torch.no_grad():
                 now.copy_(value)
             return now  # type: ignore[no-any-return]
-        return value.to(self._parameters[0].device) if is_elsewhere else value
+        like = next((t for t in (now, *self._parameters) if isinstance(t, torch.Tensor)), None)
+        return value.to(like.device) if is_elsewhere and like is not None else value
 
     def _state(self, now: Any, state: Any) -> Any:
         if has_state(now):
@@ -278,7 +319,7 @@ class _Reader:
         return now
 
     def _object(self, now: Any, found: dict[str, Written]) -> Any:
-        if not _is_of_user(now):
+        if not is_of_user(now):
             return now
         own = vars(now)
         for name in own.keys() - found.keys():
@@ -295,7 +336,7 @@ def _empty(value: Any) -> Any:
     return deque(maxlen=value.maxlen) if isinstance(value, deque) else type(value)()
 
 
-def _is_of_user(value: Any) -> bool:
+def is_of_user(value: Any) -> bool:
     """True for an object of a class of Python, of which the attributes are all that it holds."""
     if not hasattr(value, "__dict__") or isinstance(
         value, type | types.FunctionType | types.ModuleType | nn.Module
@@ -309,7 +350,7 @@ def _is_of_user(value: Any) -> bool:
 
 
 def _digest(value: Any) -> Any:
-    """What tells a value from what it was before, in this process; code does not change."""
+    """Return what shows whether a value has changed in this process; code does not change."""
     if callable(value) or isinstance(value, types.ModuleType | nn.Module):
         return None
     try:

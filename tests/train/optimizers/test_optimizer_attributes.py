@@ -21,7 +21,7 @@ from sparkdl.storage.checkpoint_format import decode, encode
 from sparkdl.storage.tensor_tree import snapshot
 from sparkdl.sync.asynchronous.async_sgd import AsyncSGD
 from sparkdl.train.callbacks import NullObserver
-from sparkdl.train.optimizers.nested_states import give_state, plain_state
+from sparkdl.train.optimizers.nested_states import begin_states, give_state, plain_state
 from sparkdl.train.optimizers.optimizers import resolve_optimizer
 from sparkdl.train.optimizers.stepping import check_steps
 from sparkdl.train.round_replica import RoundReplica
@@ -101,6 +101,22 @@ class Around(torch.optim.Optimizer):
         self.base.step()
 
 
+class Teaching(torch.optim.SGD):
+    """Keeps a module with the mean of its weights, towards which it pulls them."""
+
+    def __init__(self, params: Any, lr: float = 0.1) -> None:
+        super().__init__(params, lr=lr)
+        self.mean = nn.ParameterList([p.detach().clone() for p in parameters_of(self)])
+        self.student = nn.ParameterList(parameters_of(self))
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        super().step()
+        for p, mean in zip(parameters_of(self), self.mean, strict=True):
+            mean.lerp_(p, 0.3)
+            p.lerp_(mean, 0.1)
+
+
 class Precise(torch.optim.SGD):
     """Has a state in float64, which torch makes one in float32 of."""
 
@@ -117,7 +133,9 @@ def parameters_of(optimizer: torch.optim.Optimizer) -> list[Any]:
 
 
 def made(kind: Any, module: nn.Module) -> torch.optim.Optimizer:
-    return resolve_optimizer(config_of(kind), module)(module.parameters())
+    optimizer = resolve_optimizer(config_of(kind), module)(module.parameters())
+    begin_states(optimizer)
+    return optimizer
 
 
 def steps(module: nn.Module, optimizer: torch.optim.Optimizer, numbers: range) -> None:
@@ -142,7 +160,7 @@ def copied(module: nn.Module) -> nn.Module:
     return other
 
 
-KINDS = (Counting, Means, Around, Precise)
+KINDS = (Counting, Means, Around, Teaching, Precise)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -174,7 +192,7 @@ def test_an_optimizer_that_is_used_again_begins_where_the_state_says(kind: Any) 
         assert torch.equal(one, two)
 
 
-@pytest.mark.parametrize("kind", [Counting, Means, Around])
+@pytest.mark.parametrize("kind", [Counting, Means, Around, Teaching])
 def test_rounds_and_restarts_give_the_bits_of_a_gang(kind: Any) -> None:
     config, sink = config_of(kind), Keeper(steps=(4,))
     whole, resumed, shards = make_double_net(), make_double_net(), make_data([23])
@@ -275,7 +293,7 @@ def test_what_could_not_go_on_is_refused(kind: Any, told: str) -> None:
 
 def checked(kind: Any, module: nn.Module, **changes: Any) -> None:
     config = config_of(kind, **changes)
-    check_steps(made(kind, module), None, config, (), lambda: made(kind, module))
+    check_steps(made(kind, module), None, config, (), lambda: made(kind, copied(module)))
 
 
 @pytest.mark.parametrize("changes", [{"sync_strategy": AsyncSGD()}, {"parallelism": Mesh(data=2)}])
