@@ -288,7 +288,7 @@ def _check_methods(callback: Any) -> None:
                 )
             continue
         given = list(inspect.signature(ours[name]).parameters)[1:]
-        if not takes(getattr(callback, name), given):
+        if not takes(getattr(callback, name), tuple(given)):
             taken = ", ".join(map(str, inspect.signature(getattr(callback, name)).parameters))
             raise ConfigError(
                 f"{name} of the callback {kind.__name__} takes (self, {taken}), and is called "

@@ -315,7 +315,13 @@ MISTAKES: dict[str, tuple[Callable[[], Any], str]] = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("mistake", MISTAKES)
+SLOW = ("no gradient",)
+"""These take a step on the driver, which imports some of torch."""
+
+
+@pytest.mark.parametrize(
+    "mistake", [pytest.param(m, marks=[pytest.mark.slow] * (m in SLOW)) for m in MISTAKES]
+)
 def test_all_that_is_said_of_a_mistake(mistake: str) -> None:
     make, message = MISTAKES[mistake]
     with pytest.raises(ConfigError) as caught:
