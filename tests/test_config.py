@@ -103,8 +103,8 @@ def test_what_is_better_follows_from_the_name(monitor: str, expected: str) -> No
 
 def test_every_metric_by_name_has_a_direction() -> None:
     """The lists stand apart: values are checked without torch."""
-    from sparkdl.train.objective.named_metrics import _OF_CLASSES, _OF_NUMBERS
+    from sparkdl.train.objective.named_metrics import OF_CLASSES, OF_NUMBERS
 
     errors = {"mae", "mape", "mse", "rmse"}
-    for name in (*_OF_CLASSES, *_OF_NUMBERS):
+    for name in (*OF_CLASSES, *OF_NUMBERS):
         assert direction(f"val_{name}", "auto") == ("min" if name in errors else "max")

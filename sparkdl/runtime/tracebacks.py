@@ -24,7 +24,10 @@ R = TypeVar("R")
 E = TypeVar("E", bound=BaseException)
 
 _VARIABLE = "SPARKDL_FULL_TRACEBACKS"
-_HIDDEN = ("sparkdl", "pyspark", "py4j", "grpc", "torch", "cloudpickle", "fsspec", "pyarrow")
+_HIDDEN = (
+    "sparkdl", "pyspark", "py4j", "grpc", "torch", "torchmetrics", "cloudpickle", "fsspec",
+    "pyarrow",
+)  # fmt: skip
 """Packages whose frames say nothing to users, besides Python's own."""
 _MOST_LINES = 100
 """Of a traceback, at its beginning and as many at its end."""

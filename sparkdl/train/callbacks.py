@@ -5,6 +5,7 @@ Callbacks are the user's, on every rank; the `Observer` is the worker's way to t
 
 from __future__ import annotations
 
+import inspect
 import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -15,7 +16,8 @@ import torch
 from torch import nn
 
 from sparkdl.comm.communicator import Communicator
-from sparkdl.errors import ConfigError
+from sparkdl.errors import ConfigError, meant
+from sparkdl.runtime.arguments import takes
 
 Phase = Literal["setup", "train", "evaluate", "checkpoint", "finish"]
 
@@ -259,13 +261,39 @@ def steps_between(callbacks: Iterable[Any]) -> int | None:
     """Steps between two agreements on what callbacks ask for; None: none is called at steps.
 
     Raises:
-        ConfigError: it is less than one step.
+        ConfigError: it is less than one step, or a method would not be called, or not like that.
     """
+    callbacks = list(callbacks)
+    for callback in callbacks:
+        _check_methods(callback)
     at_steps = [c for c in callbacks if type(c).on_step_end is not Callback.on_step_end]
     every: int | None = min((callback.acts_every for callback in at_steps), default=None)
     if every is not None and every < 1:
         raise ConfigError(f"acts_every of a callback must be at least 1; received {every}")
     return every
+
+
+def _check_methods(callback: Any) -> None:
+    """Refuse methods that nobody would call, or with other arguments; raises ConfigError."""
+    kind = type(callback)
+    ours = {name: value for name, value in vars(Callback).items() if name.startswith("on_")}
+    for name in dir(kind):
+        if not name.startswith("on_"):
+            continue
+        if name not in ours:
+            if alike := meant(name, ours):
+                raise ConfigError(
+                    f"nobody calls {name} of the callback {kind.__name__}; did you mean {alike!r}? "
+                    f"known: {', '.join(ours)}"
+                )
+            continue
+        given = list(inspect.signature(ours[name]).parameters)[1:]
+        if not takes(getattr(callback, name), tuple(given)):
+            taken = ", ".join(map(str, inspect.signature(getattr(callback, name)).parameters))
+            raise ConfigError(
+                f"{name} of the callback {kind.__name__} takes (self, {taken}), and is called "
+                f"with (self, {', '.join(given)})"
+            )
 
 
 def call_evaluated(

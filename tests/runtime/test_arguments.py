@@ -16,6 +16,7 @@ import sparkdl
 from sparkdl import (
     AllReduce,
     Around,
+    Callback,
     CheckpointConfig,
     EarlyStopping,
     InitialWeights,
@@ -156,7 +157,9 @@ def test_every_name_of_the_table_leads_to_one_that_there_is() -> None:
     known = {plain(name) for table in (ClassifierArguments, LabelsArguments)
              for name in options(table)}  # fmt: skip
     known |= {plain(item.name) for cls in (Mesh, ParameterAveraging) for item in fields(cls)}
-    values = {plain(one) for one in (*LOSSES, *OF_CLASSES, *OF_NUMBERS, *STRATEGIES)}
+    values = {
+        plain(one) for one in (*LOSSES, *OF_CLASSES, *OF_NUMBERS, *STRATEGIES, *vars(Callback))
+    }
     found = {ours for several in NAMES.values() for ours in several}
     assert {ours for ours in found if plain(ours) not in known | values} == set()
     assert all(name == plain(name) for name in (*NAMES, *METHODS))

@@ -85,13 +85,12 @@ class Needs:
                 what = f"cannot import {module}.{name} ({type(error).__name__}: {error})"
                 if not isinstance(error, ImportError | AttributeError):
                     return (
-                        f"{what}; workers import the file too: put what only the program shall do, "
-                        "such as starting Spark, into another file or under if __name__ == "
-                        "'__main__'"
+                        f"{what}; workers import this file too: put what only the program shall "
+                        "do, such as starting Spark, below if __name__ == '__main__', or into "
+                        "another file"
                     )
                 return (
-                    f"{what}; send your "
-                    "own modules with --py-files (spark.submit.pyFiles), "
+                    f"{what}; send your own modules with --py-files (spark.submit.pyFiles), "
                     "sparkContext.addPyFile(path) or spark.addArtifacts(path, pyfile=True), and "
                     "install packages there"
                 )

@@ -341,11 +341,10 @@ def _check_order(function: Any, output: Any, example: Example) -> None:
             values.append(torch.as_tensor(called(*pair)).double().mean())
         if not values or (len(values) == 2 and _is_close(*values)):
             return
-    name = getattr(function, "__name__", type(function).__name__)
     raise ConfigError(
-        f"the loss function {name}({', '.join(names)}) takes the label first, and loss is called "
-        f"with the module's output first: write loss=lambda output, label: {name}(label, output), "
-        "or change the order of its parameters"
+        f"the loss function takes ({', '.join(names)}), and is called with the module's output "
+        "first, then the label; change the order of its parameters, or pass "
+        "lambda output, label: function(label, output)"
     )
 
 

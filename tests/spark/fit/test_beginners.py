@@ -16,7 +16,7 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
 from torchmetrics.classification import MulticlassAccuracy
 
-from sparkdl import ParquetSource, TorchClassifier, TorchRunner
+from sparkdl import Callback, ParquetSource, TorchClassifier, TorchRunner
 from sparkdl.data.plan import Column
 from sparkdl.errors import ConfigError
 from sparkdl.spark.cluster.probe import Needs
@@ -84,6 +84,25 @@ def keras_error(y_true: torch.Tensor, y_pred: torch.Tensor) -> torch.Tensor:
 
 def unlike(target: torch.Tensor, output: torch.Tensor) -> torch.Tensor:
     return F.binary_cross_entropy_with_logits(output, target[:, None].expand(-1, 3).float())
+
+
+class Epochs(Callback):
+    def on_epoch_finished(self, state: Any, record: Any) -> None: ...
+
+
+class Batches(Callback):
+    def on_train_batch_end(self, state: Any) -> None: ...
+
+
+class Records(Callback):
+    def on_epoch_end(self, record: Any) -> None: ...  # type: ignore[override]
+
+
+class Steps(Callback):
+    def on_step_end(self, state: Any, *others: Any) -> None: ...
+
+    def on_improvement(self) -> None:
+        """A helper of its own."""
 
 
 class Untold:
@@ -188,21 +207,21 @@ MISTAKES: dict[str, tuple[Callable[[], Any], str]] = {
     ),
     "a loss of Keras": (
         lambda: shown(nn.Linear(4, 3), loss=keras_loss),
-        "the loss function keras_loss(y_true, y_pred) takes the label first, and loss is called "
-        "with the module's output first: write loss=lambda output, label: keras_loss(label, "
-        "output), or change the order of its parameters",
+        "the loss function takes (y_true, y_pred), and is called with the module's output "
+        "first, then the label; change the order of its parameters, or pass lambda output, label: "
+        "function(label, output)",
     ),
     "a loss that gives another value": (
         lambda: shown(nn.Linear(4, 3), task="custom", loss=unlike),
-        "the loss function unlike(target, output) takes the label first, and loss is called with "
-        "the module's output first: write loss=lambda output, label: unlike(label, output), or "
-        "change the order of its parameters",
+        "the loss function takes (target, output), and is called with the module's output "
+        "first, then the label; change the order of its parameters, or pass lambda output, label: "
+        "function(label, output)",
     ),
     "an object as loss": (
         lambda: shown(nn.Linear(4, 3), loss=Untold()),
-        "the loss function Untold(label, logits) takes the label first, and loss is called with "
-        "the module's output first: write loss=lambda output, label: Untold(label, output), or "
-        "change the order of its parameters",
+        "the loss function takes (label, logits), and is called with the module's output "
+        "first, then the label; change the order of its parameters, or pass lambda output, label: "
+        "function(label, output)",
     ),
     "a loss without a graph": (
         lambda: CallableLoss(lambda o, t: 0.5)(torch.zeros(2, 3), torch.zeros(2), None),
@@ -232,6 +251,21 @@ MISTAKES: dict[str, tuple[Callable[[], Any], str]] = {
         lambda: check_training(nn.Linear(4, 3), request(scheduler=raises)),
         "the schedule cannot be made: TypeError: raises() takes 0 positional arguments but 1 was "
         "given; scheduler is called with the optimizer alone, and returns its schedule",
+    ),
+    "a callback's method that nobody calls": (
+        lambda: check_training(nn.Linear(4, 3), request(callbacks=(Steps(), Epochs()))),
+        "nobody calls on_epoch_finished of the callback Epochs; did you mean 'on_epoch_end'? "
+        "known: on_train_begin, on_step_end, on_evaluation_end, on_epoch_end, on_train_end",
+    ),
+    "a callback of Keras": (
+        lambda: check_training(nn.Linear(4, 3), request(callbacks=(Batches(),))),
+        "nobody calls on_train_batch_end of the callback Batches; did you mean 'on_step_end'? "
+        "known: on_train_begin, on_step_end, on_evaluation_end, on_epoch_end, on_train_end",
+    ),
+    "a callback with other arguments": (
+        lambda: check_training(nn.Linear(4, 3), request(callbacks=(Records(),))),
+        "on_epoch_end of the callback Records takes (self, record), and is called with (self, "
+        "state, record)",
     ),
     "a path": (
         lambda: TorchClassifier(module=nn.Identity).fit("data/train"),
@@ -281,7 +315,13 @@ MISTAKES: dict[str, tuple[Callable[[], Any], str]] = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("mistake", MISTAKES)
+SLOW = ("no gradient",)
+"""These take a step on the driver, which imports some of torch."""
+
+
+@pytest.mark.parametrize(
+    "mistake", [pytest.param(m, marks=[pytest.mark.slow] * (m in SLOW)) for m in MISTAKES]
+)
 def test_all_that_is_said_of_a_mistake(mistake: str) -> None:
     make, message = MISTAKES[mistake]
     with pytest.raises(ConfigError) as caught:
@@ -302,9 +342,9 @@ def test_an_executor_that_cannot_run_a_file_says_why(
     monkeypatch.syspath_prepend(str(tmp_path))
     needs = Needs(names=frozenset({("beginner_program", "Net")}))
     assert needs.missing() == (
-        "cannot import beginner_program.Net (RuntimeError: two sessions); workers import the file "
-        "too: put what only the program shall do, such as starting Spark, into another file or "
-        "under if __name__ == '__main__'"
+        "cannot import beginner_program.Net (RuntimeError: two sessions); workers import this file "
+        "too: put what only the program shall do, such as starting Spark, below if __name__ == "
+        "'__main__', or into another file"
     )
     assert "beginner_program" not in sys.modules
     lacks = Needs(names=frozenset({("beginner_module", "Net")})).missing()

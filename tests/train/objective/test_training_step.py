@@ -92,9 +92,7 @@ def test_uneven_ranks_train_as_with_the_loss(gang: Gang) -> None:
 
 
 def test_what_a_step_may_not_give() -> None:
-    with pytest.raises(
-        ConfigError, match=r"must be a tensor .* losses, sum of weights\); received \(2, 1\)$"
-    ):
+    with pytest.raises(ConfigError, match=r"sum of weights\); received \(2, 1\)$"):
         run(make_net(), but(CONFIG, training_step=lambda m, x, y: m(x)[:2]), data())
 
 
