@@ -117,7 +117,7 @@ def left_out(optimizer: torch.optim.Optimizer) -> dict[str, tuple[str, Any]]:
 
 
 def written(value: Any) -> Written:
-    """What makes a value that belongs to no optimizer."""
+    """Return the parts of a value that belongs to no optimizer."""
 
     def state(owner: Any, _: tuple[int, ...]) -> Any:
         found = owner.state_dict()

@@ -396,7 +396,7 @@ class TrainStep:
         return sums
 
     def _fingerprints(self) -> list[int] | None:
-        """Those of all parameters, before the first backward pass."""
+        """Return the fingerprints of all parameters, before the first backward pass."""
         if self.moved_by_backward is not None or self._synchronizer.divided is not None:
             return None
         return [fingerprint(parameter) for parameter in self._all]

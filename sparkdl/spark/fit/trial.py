@@ -595,7 +595,7 @@ def refusal(error: Exception, module: nn.Module, features: Items[Column]) -> str
 
 
 def _as_called(module: nn.Module, features: Items[Column]) -> str:
-    """What to do where forward has other arguments than there are inputs; empty: it has not."""
+    """Say what to do where forward has other arguments than there are inputs; empty: it has not."""
     named = [column.argument for column in features if column.argument is not None]
     try:
         signature = inspect.signature(module.forward)

@@ -213,7 +213,7 @@ def require_data(data: Any) -> None:
 
 
 def _described(data: Any) -> str:
-    """What was given for data, and what to do with it where that is known."""
+    """Say what was given for data, and what to do with it where that is known."""
     if isinstance(data, type):
         return f"the class {data.__name__}; pass an object of it, {data.__name__}(...)"
     kind = type(data).__name__

@@ -65,7 +65,7 @@ class LossFunction(Protocol):
 
     @property
     def own(self) -> Any:
-        """What the user gave, which may keep something from call to call; of several the parts."""
+        """The user's own callable, which may keep something between calls; of several the parts."""
 
 
 def resolve_loss(loss: Any, task: Task) -> LossFunction:
@@ -132,7 +132,7 @@ class ModuleLoss:
 
     @property
     def own(self) -> Any:
-        """What the user gave."""
+        """The user's own callable."""
         return self._module
 
     def predictions(self, output: Any) -> Any:
@@ -252,7 +252,7 @@ class CallableLoss:
 
     @property
     def own(self) -> Any:
-        """What the user gave."""
+        """The user's own callable."""
         return self._function
 
     def predictions(self, output: Any) -> Any:

@@ -1,4 +1,4 @@
-"""What a loss, a training step or an augmentation of the user's own keeps from call to call.
+"""The state that a user's own loss, training step or augmentation keeps from call to call.
 
 A loss may count its calls, or follow a mean, in attributes or buffers. Checkpoints hold that, and
 rounds hand on what the first shard has, as they do with attributes of the module.
@@ -38,7 +38,7 @@ class Kept:
         self._first = snapshot(self.state_dict())
 
     def state_dict(self) -> dict[str, Any]:
-        """What they keep at present, as far as a checkpoint can hold it."""
+        """Return what they keep at present, as far as a checkpoint can hold it."""
         return {
             name: {
                 "tensors": tensors_of(thing) if isinstance(thing, nn.Module) else {},
@@ -69,7 +69,7 @@ def _layers(thing: Any) -> dict[str, Any]:
 
 
 def _attributes(thing: Any) -> dict[str, dict[str, Any]]:
-    """What layers hold besides tensors and other layers, or an object at all."""
+    """Return what layers hold besides tensors and other layers, or an object at all."""
     left_out = _TORCHS if isinstance(thing, nn.Module) else ()
     return {
         path: {key: value for key, value in vars(layer).items() if key not in left_out}
@@ -78,7 +78,7 @@ def _attributes(thing: Any) -> dict[str, dict[str, Any]]:
 
 
 def _own(loss: Any, name: str) -> Iterator[tuple[str, Any]]:
-    """What of the user's own is in a loss."""
+    """Yield the user's own callables in a loss, with their names."""
     if isinstance(loss, StepLoss):
         yield "training step", loss.step
         loss = loss.shown
