@@ -273,6 +273,13 @@ def steps_between(callbacks: Iterable[Any]) -> int | None:
     return every
 
 
+def _called(kind: type) -> set[str]:
+    """Return the names that the methods of a class use, which may be those of its own methods."""
+    functions = (value for base in kind.__mro__ for value in vars(base).values())
+    codes = (getattr(function, "__code__", None) for function in functions)
+    return {name for code in codes if code is not None for name in code.co_names}
+
+
 def _check_methods(callback: Any) -> None:
     """Refuse methods that nobody would call, or with other arguments; raises ConfigError."""
     kind = type(callback)
@@ -281,7 +288,7 @@ def _check_methods(callback: Any) -> None:
         if not name.startswith("on_"):
             continue
         if name not in ours:
-            if alike := meant(name, ours):
+            if name not in _called(kind) and (alike := meant(name, ours)):
                 raise ConfigError(
                     f"nobody calls {name} of the callback {kind.__name__}; did you mean {alike!r}? "
                     f"known: {', '.join(ours)}"

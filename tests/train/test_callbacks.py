@@ -22,6 +22,7 @@ from sparkdl.train.callbacks import (
     NullObserver,
     give_states,
     states_of,
+    steps_between,
 )
 from sparkdl.train.round_replica import RoundReplica
 from tests.gang import Gang
@@ -302,3 +303,19 @@ def test_a_request_says_what_it_is() -> None:
     assert (
         str(CallbackRequest(True, True, 0.5)) == "to stop and to save and for the learning rate 0.5"
     )
+
+
+class Dividing(Callback):
+    """Calls a method of its own, which has nearly the name of another."""
+
+    def on_epoch_end(self, state: CallbackState) -> None:
+        self.on_epoch_ending(state)
+
+    def on_epoch_ending(self, state: CallbackState) -> None: ...
+
+
+def test_a_method_that_the_callback_calls_itself_may_have_any_name() -> None:
+    steps_between([Dividing()])
+    kind = type("Left", (Callback,), {"on_epoch_ending": Dividing.on_epoch_ending})
+    with pytest.raises(ConfigError, match="nobody calls on_epoch_ending"):
+        steps_between([kind()])
