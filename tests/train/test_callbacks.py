@@ -308,7 +308,7 @@ def test_a_request_says_what_it_is() -> None:
 class Dividing(Callback):
     """Calls a method of its own, which has nearly the name of another."""
 
-    def on_epoch_end(self, state: CallbackState) -> None:
+    def on_epoch_end(self, state: CallbackState, record: Mapping[str, float]) -> None:
         self.on_epoch_ending(state)
 
     def on_epoch_ending(self, state: CallbackState) -> None: ...
@@ -316,6 +316,6 @@ class Dividing(Callback):
 
 def test_a_method_that_the_callback_calls_itself_may_have_any_name() -> None:
     steps_between([Dividing()])
-    kind = type("Left", (Callback,), {"on_epoch_ending": Dividing.on_epoch_ending})
-    with pytest.raises(ConfigError, match="nobody calls on_epoch_ending"):
+    kind = type("Left", (Callback,), {"on_epoch_ended": Dividing.on_epoch_ending})
+    with pytest.raises(ConfigError, match="nobody calls on_epoch_ended"):
         steps_between([kind()])
