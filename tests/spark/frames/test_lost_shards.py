@@ -43,7 +43,7 @@ class Table(ShardTable):
         self.owns_partitions = pieces is not None
         self._spark, self._profile, self._run_id = MagicMock(), None, "r"
         self._seen, self._stragglers, self._begun = set(), False, None
-        self._queue_timeout_seconds = 1.0
+        self._queue_timeout_seconds, self._first_shards = 1.0, MagicMock()
         self.rows, self.dealt = MagicMock(), list[Any]()
         self._dealt = lambda ids: (self.dealt.append(ids), self.rows)[1]
         self.old = [part(number, "old") for number in range(4)]
