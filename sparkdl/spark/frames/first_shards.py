@@ -37,13 +37,14 @@ class FirstShards:
         self.call: Callable[[list[SpooledShard]], None] | None = None
         """Who is called, with the shards of which there are rows at hand."""
 
-    def look(self) -> None:
-        """Call if some have come; raises what is raised."""
+    def look(self) -> bool:
+        """Call if some have come, and return True then; raises what is raised."""
         call = self.call
         if call is None or self.told is None:
-            return
+            return False
         payloads = [json.loads(text) for text in self.told.value]
         written = [shard for one in payloads for shard in one.get("shards", ()) if shard["head"]]
         if written:
             self.call = None
             call([SpooledShard.from_dict(values) for values in written])
+        return bool(written)

@@ -182,15 +182,15 @@ class BackgroundJob(Generic[T]):
         *,
         queue_seconds: float = math.inf,
         once_submitted: Callable[[], None] | None = None,
-        meanwhile: Callable[[], None] = lambda: None,
+        meanwhile: Callable[[], bool] = lambda: False,
     ) -> T:
         """Run it to its end; each of its tasks takes little time once it runs.
 
         ``timeout_seconds`` (``spark.sparkdl.startTimeout``) is the longest time in which tasks run,
         and none ends; ``queue_seconds`` (``spark.sparkdl.queueTimeout``) the longest wait for the
         first one. ``once_submitted`` is called when Spark has the job: jobs that it submits come
-        after this one. ``meanwhile`` is called each second. Raises ClusterError when they are over,
-        and what the work or ``meanwhile`` raised.
+        after this one. ``meanwhile`` is called often, and ends a pause by True. Raises ClusterError
+        when they are over, and what the work or ``meanwhile`` raised.
         """
         began = time.monotonic()
         try:
@@ -200,8 +200,7 @@ class BackgroundJob(Generic[T]):
                 if self.progress.is_submitted():
                     once_submitted()
                     break
-            while not self.wait(_ASK_SECONDS):
-                meanwhile()
+            while not self.wait(_ASK_SECONDS, until=meanwhile):
                 silence, waited = self.progress.seconds_without(), time.monotonic() - began
                 if not self.progress.num_begun:
                     self.check_queue(f"task of the job '{self._name}'", waited, queue_seconds)
