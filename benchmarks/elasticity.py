@@ -19,6 +19,7 @@ from sparkdl.comm.communicator import ProcessGroupCommunicator
 from sparkdl.config import ELASTICITIES, TrainConfig
 from sparkdl.data.plan import Column, Shard, make_plan
 from sparkdl.data.spool.mapped import MappedRows, ShardData
+from sparkdl.inference.classification import CLASSIFICATION
 from sparkdl.train.callbacks import NullObserver
 from sparkdl.train.loop import train
 
@@ -64,7 +65,7 @@ def step_seconds(comm: ProcessGroupCommunicator, module: nn.Module, elasticity: 
         for number in range(SHARDS)
     ]
     config = TrainConfig(
-        task="classification",
+        task=CLASSIFICATION,
         loss="cross_entropy",
         optimizer="sgd",
         optimizer_params={"momentum": 0.9},

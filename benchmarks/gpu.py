@@ -38,6 +38,7 @@ from sparkdl.data.spool.mapped import MappedRows, ShardData
 from sparkdl.data.spool.spool_source import open_spool
 from sparkdl.data.spool.writer import column_path
 from sparkdl.errors import SparkDLError
+from sparkdl.inference.classification import CLASSIFICATION
 from sparkdl.models import LanguageModel, ResNet50
 from sparkdl.runtime.hardware import choose_device, hardware
 from sparkdl.runtime.process import torch_threads, tuned_allocator
@@ -94,7 +95,7 @@ class Task:
         self.make, self.columns, self.batch = make, columns, batch
         self.num_rows = batch * steps
         self.directory = Path(tempfile.mkdtemp(prefix="sparkdl-gpu-"))
-        self.config = {"task": "classification", "loss": "cross_entropy", **config}
+        self.config = {"task": CLASSIFICATION, "loss": "cross_entropy", **config}
         generator = np.random.default_rng(0)
         for number, (column, high) in enumerate(zip(columns, values, strict=True)):
             with column_path(self.directory, "train", number).open("wb") as file:

@@ -22,6 +22,7 @@ from sparkdl.comm.communicator import LocalCommunicator
 from sparkdl.config import TrainConfig
 from sparkdl.data.plan import Column, Shard, make_plan
 from sparkdl.data.spool.mapped import MappedRows, ShardData
+from sparkdl.inference.classification import CLASSIFICATION
 from sparkdl.runtime.process import torch_threads, tuned_allocator
 from sparkdl.train.callbacks import NullObserver
 from sparkdl.train.loop import train
@@ -80,7 +81,7 @@ def train_apart(
         pixels, labels = read_images(folder, rank, WORLD_SIZE)
         shard = ShardData(str(rank), {"feature image": pixels, "label label": labels})
         config = TrainConfig(
-            task="classification",
+            task=CLASSIFICATION,
             loss="cross_entropy",
             optimizer="sgd",
             optimizer_params={"momentum": 0.9},

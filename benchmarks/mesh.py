@@ -26,7 +26,7 @@ from mesh_plain import LENGTH, RATE, Task, Turns, live_bytes, write
 from networks_ddp import reset_peak_memory
 
 from sparkdl.comm.communicator import ProcessGroupCommunicator
-from sparkdl.config import TrainConfig
+from sparkdl.config import CUSTOM, TrainConfig
 from sparkdl.data.plan import Column, Shard, make_plan
 from sparkdl.data.spool.mapped import MappedRows, ShardData
 from sparkdl.mesh import Mesh
@@ -166,7 +166,7 @@ def train_as_rank(task: Task, folder: str) -> None:
         mesh = Mesh(**task.axes, **pipeline)
         turns = InTurn(Turns(folder, "sparkdl", "plain", comm.rank), task.epochs)
         config = TrainConfig(
-            task="custom",
+            task=CUSTOM,
             loss="cross_entropy",
             optimizer="adamw",
             optimizer_params={"fused": True},

@@ -30,6 +30,7 @@ from sparkdl.comm.process_group import process_group
 from sparkdl.config import TrainConfig
 from sparkdl.data.plan import Column, Shard, make_plan
 from sparkdl.data.spool.mapped import MappedRows, ShardData
+from sparkdl.inference.regression import REGRESSION
 from sparkdl.runtime.process import tuned_allocator
 from sparkdl.serialization.recorded.recording import recorded
 from sparkdl.serialization.travel.packed_module import PackedModule, pack
@@ -117,7 +118,7 @@ def found_by(processes: list[subprocess.Popen[str]]) -> list[dict[str, Any]]:
 def config(steps: int, mesh: Mesh | None) -> TrainConfig:
     """How to train."""
     return TrainConfig(
-        task="regression", loss="mse", optimizer="adam", learning_rate=1e-4, batch_size=4,
+        task=REGRESSION, loss="mse", optimizer="adam", learning_rate=1e-4, batch_size=4,
         epochs=steps, device="cpu", parallelism=mesh, sync_strategy=AllReduce(), seed=1,
     )  # fmt: skip
 

@@ -23,6 +23,7 @@ from sparkdl.comm.process_group import process_group
 from sparkdl.config import TrainConfig
 from sparkdl.data.plan import Column, Shard, make_plan
 from sparkdl.data.spool.mapped import MappedRows, ShardData
+from sparkdl.inference.classification import CLASSIFICATION
 from sparkdl.train.callbacks import NullObserver
 from sparkdl.train.loop import train
 
@@ -121,7 +122,7 @@ def one_run(comm, contender: Contender, device: str, options: dict, seed: int) -
         nn.Linear(64, width), nn.ReLU(), nn.Linear(width, width), nn.ReLU(), nn.Linear(width, 10)
     )
     config = TrainConfig(
-        task="classification",
+        task=CLASSIFICATION,
         loss="cross_entropy",
         batch_size=BATCH,
         epochs=options["epochs"],

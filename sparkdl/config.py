@@ -9,11 +9,13 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal, get_args
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, get_args
 
 from sparkdl.errors import ConfigError, Problems
 
-Task = Literal["classification", "regression", "custom"]
+if TYPE_CHECKING:
+    import torch
+
 Mode = Literal["auto", "min", "max"]
 Precision = Literal["fp32", "bf16", "fp16"]
 MemoryFormat = Literal["contiguous", "channels_last"]
@@ -163,11 +165,80 @@ class Looks:
         )
 
 
+@dataclass(frozen=True)
+class Task:
+    """What a module learns from its labels. Of this one only the loss knows.
+
+    A subclass says more: which values labels have, which losses fit, what metrics compare, how
+    predictions are scored. It has a file of its own in `sparkdl.inference`, and estimator and model
+    name it. Tasks have no state, and travel to workers.
+    """
+
+    name: ClassVar[str] = "custom"
+    has_one_label: ClassVar[bool] = False
+    """True if each row has one label, and one prediction, which are compared."""
+    labels: ClassVar[Literal["any", "classes", "numbers"]] = "any"
+    """Values of the label column: as it has them, class numbers from 0, or floating ones."""
+    gives_logits: ClassVar[bool] = False
+    """True if the module gives a logit for each class, or that of class 1 alone."""
+    default_metrics: ClassVar[tuple[str, ...]] = ()
+    """Names of those that a user gets who names none."""
+    compares: ClassVar[frozenset[str]] = frozenset({"classes", "numbers"})
+    """What metrics by name may compare."""
+
+    def check_loss(self, loss: Any) -> None:
+        """Raise ConfigError for a loss of torch's kind that does not fit the labels."""
+
+    def compared(
+        self, output: torch.Tensor, target: torch.Tensor, predictions: Callable[[Any], Any]
+    ) -> tuple[torch.Tensor, torch.Tensor] | None:
+        """Return what metrics see of a batch; None: output and target as the loss gets them.
+
+        ``predictions`` is the loss's, `LossFunction.predictions`.
+        """
+        return None
+
+    def num_classes(self, output: Any) -> int:
+        """Return how many classes the module tells apart by what it returned for some rows.
+
+        0: it tells none apart. ConfigError if the module cannot learn this task.
+        """
+        return 0
+
+    def add_rows(
+        self,
+        part: Any,
+        predicted: torch.Tensor,
+        target: torch.Tensor,
+        weights: torch.Tensor,
+        ignored: int,
+    ) -> None:
+        """Add to the sums of an evaluation what `scores` needs of a batch.
+
+        Args:
+            part: has the sums, an `evaluate_rows.Part`.
+            predicted: that which becomes the prediction, ``(batch, ...)``.
+            target: the labels, ``(batch,)`` or ``(batch, 1)``.
+            weights: by how much each row counts, ``(batch,)`` in float64 on the CPU.
+            ignored: the class number that the loss does not count; -1 if there is none.
+        """
+
+    def scores(self, part: Any) -> Any:
+        """Return the measures, a `scores.Scores`, by the sums of all rows.
+
+        None: there are no measures, or no row counts.
+        """
+        return None
+
+
+CUSTOM = Task()
+
+
 @dataclass(frozen=True, kw_only=True)
 class TrainConfig:
     """Options of training on every worker. Picklable: they travel to executors with cloudpickle."""
 
-    task: Task = "custom"
+    task: Task = CUSTOM
     loss: Any = "mse"
     """Name, nn.Module with a ``reduction``, or callable ``(output, target)``; see
     `train.objective.loss`. With several labels a mapping by their names, or a callable that gets a

@@ -19,9 +19,11 @@ from pyspark.ml.util import MLReadable, MLReader, MLWriter
 from pyspark.sql import DataFrame
 from torch import nn
 
-from sparkdl.config import ExplainOptions, Task
+from sparkdl.config import CUSTOM, ExplainOptions, Task
 from sparkdl.data.source import Source
 from sparkdl.errors import TrainingFailed
+from sparkdl.inference.classification import CLASSIFICATION
+from sparkdl.inference.regression import REGRESSION
 from sparkdl.model import TorchClassifierModel, TorchModel, TorchRegressorModel
 from sparkdl.runtime.arguments import plain_arguments
 from sparkdl.runtime.tracebacks import plainly
@@ -252,7 +254,7 @@ class TorchEstimator(_TorchEstimator, accessors.LabelsAccessors):
         model = autoencoder.fit(df)
     """
 
-    _task = "custom"
+    _task = CUSTOM
     _model_class = TorchModel
 
     @plainly
@@ -275,7 +277,7 @@ class TorchRegressor(_TorchEstimator, HasLabelCol, accessors.RegressorAccessors)
         model = TorchRegressor(module=lambda: nn.Linear(3, 1), epochs=10).fit(df)
     """
 
-    _task = "regression"
+    _task = REGRESSION
     _model_class = TorchRegressorModel
 
     @plainly
@@ -304,7 +306,7 @@ class TorchClassifier(
         predictions = classifier.fit(train).transform(test)
     """
 
-    _task = "classification"
+    _task = CLASSIFICATION
     _model_class = TorchClassifierModel
 
     @plainly

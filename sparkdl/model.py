@@ -16,13 +16,15 @@ from pyspark.sql import Column as SparkColumn
 from pyspark.sql import DataFrame, SparkSession
 from torch import nn
 
-from sparkdl.config import DEVICES, Task
+from sparkdl.config import CUSTOM, DEVICES, Task
 from sparkdl.data.collate import Arguments, example_arguments
 from sparkdl.data.plan import Column
 from sparkdl.errors import ConfigError, DataError, SparkDLError
 from sparkdl.inference import predict
+from sparkdl.inference.classification import CLASSIFICATION
 from sparkdl.inference.evaluate_rows import Measures, chosen_curves
 from sparkdl.inference.outputs import Forward, Output
+from sparkdl.inference.regression import REGRESSION
 from sparkdl.inference.scores import Evaluation
 from sparkdl.inputs import Named, Tensor
 from sparkdl.mesh import Mesh
@@ -71,7 +73,7 @@ class TorchModel(Model, CheckedParams, Saved, MLReadable["TorchModel"], ModelAcc
     and integer outputs keep their dtype.
     """
 
-    _task: ClassVar[Task] = "custom"
+    _task: ClassVar[Task] = CUSTOM
     _loss: ClassVar[str] = "mse"
 
     module_factory: Any = None
@@ -94,7 +96,7 @@ class TorchModel(Model, CheckedParams, Saved, MLReadable["TorchModel"], ModelAcc
         self._summary = summary
         self._sender = Sender()
         self._setDefault(loss=self._loss)
-        if self._task != "custom":
+        if self._task.has_one_label:
             self._setDefault(labelCol="label")
         names = [column.name for column in self._columns]
         if any(column.specification for column in self._columns):
@@ -401,9 +403,11 @@ class TorchModel(Model, CheckedParams, Saved, MLReadable["TorchModel"], ModelAcc
             self.value("labelCol"),
             param_table.loss_of_labels(self),
         )
-        if labels and self._task != "custom":
-            raise ConfigError(f"a model for {self._task} has one label; set labelCol, not labels")
-        if label_col is None and self._task != "custom":
+        if labels and self._task.has_one_label:
+            raise ConfigError(
+                f"a model for {self._task.name} has one label; set labelCol, not labels"
+            )
+        if label_col is None and self._task.has_one_label:
             raise ConfigError("labelCol is not set; name the column to compare predictions with")
         module = self._module.blank if isinstance(self._module, StoredModule) else self._module
         prepared = prepare_labels(
@@ -465,7 +469,7 @@ class TorchModel(Model, CheckedParams, Saved, MLReadable["TorchModel"], ModelAcc
 class TorchRegressorModel(TorchModel):
     """A trained module that predicts one number per row; ``predictionCol`` is a double."""
 
-    _task = "regression"
+    _task = REGRESSION
 
     def _predictions(self) -> list[WantedColumn]:
         column = self.getOrDefault("predictionCol")
@@ -483,7 +487,7 @@ class TorchClassifierModel(TorchModel, ClassOutputParams, ClassifierModelAccesso
     empty name turns a column off.
     """
 
-    _task = "classification"
+    _task = CLASSIFICATION
     _loss = "cross_entropy"
 
     @property

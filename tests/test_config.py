@@ -10,6 +10,7 @@ import pytest
 
 from sparkdl.config import CheckpointConfig, EarlyStopping, TrainConfig, direction
 from sparkdl.errors import ConfigError
+from sparkdl.inference.regression import REGRESSION
 
 
 @pytest.mark.parametrize(
@@ -76,7 +77,7 @@ def test_limits_are_allowed() -> None:
 
 
 def test_a_configuration_is_frozen_and_travels() -> None:
-    config = TrainConfig(task="regression", optimizer_params={"momentum": 0.9})
+    config = TrainConfig(task=REGRESSION, optimizer_params={"momentum": 0.9})
     assert pickle.loads(pickle.dumps(config)) == config
     with pytest.raises(FrozenInstanceError):
         config.epochs = 2  # type: ignore[misc]

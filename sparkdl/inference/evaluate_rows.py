@@ -9,7 +9,6 @@ are united by their own rules (`train.objective.metrics`).
 from __future__ import annotations
 
 import io
-import logging
 import math
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -26,14 +25,7 @@ from sparkdl.data.column_rules import refuse_bad, stored_dtype
 from sparkdl.data.plan import Column, SpoolColumn
 from sparkdl.data.ragged import Ragged
 from sparkdl.errors import ConfigError, DataError
-from sparkdl.inference.predict import class_probabilities, predicted_class
-from sparkdl.inference.scores import (
-    NO_CLASS,
-    ClassificationScores,
-    Evaluation,
-    RegressionScores,
-    classification_scores,
-)
+from sparkdl.inference.scores import Evaluation
 from sparkdl.inputs import Tensor
 from sparkdl.train.objective.label_losses import LossSum, loss_of
 from sparkdl.train.objective.loss import ClassLoss, LossFunction
@@ -42,14 +34,9 @@ from sparkdl.train.objective.metrics import Metrics
 from sparkdl.train.objective.roc_curves import ScoreTable, limit_for
 from sparkdl.train.objective.training_step import taken
 
-logger = logging.getLogger(__name__)
-
 MOST_LISTED_BYTES = 64 << 20
 """Largest size of all states of torchmetrics that grow by the row, over all rows."""
-_SMALLEST_PROBABILITY = 1e-15
-"""A probability of 0 would make the log loss infinite; scikit-learn and Spark clip as well."""
 _CPU = torch.device("cpu")
-_UNKNOWN = "rows without a class"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -113,7 +100,7 @@ class Part:
         """Add another part, whose rows come after this one's; see also `united`."""
         for name, value in other.sums.items():
             self.add(name, value)
-        self.labels = _moments_of_both(self.labels, other.labels)
+        self.labels = united_moments(self.labels, other.labels)
         for metric, states in other.metrics.items():
             self.metrics.setdefault(metric, []).extend(states)
         for number, table in other.curves.items():
@@ -143,7 +130,7 @@ class Part:
         return cls(**{**found, "curves": tables})
 
 
-def _moments_of_both(
+def united_moments(
     one: tuple[float, float, float], other: tuple[float, float, float]
 ) -> tuple[float, float, float]:
     """Unite weighted moments (Chan, Golub, LeVeque: "Updating formulae ...", 1979)."""
@@ -187,28 +174,11 @@ def evaluation(part: Part, measures: Measures) -> Evaluation:
     total = sum(w * sums[f"loss {n}"] for n, w in weights.items()) if weights else sums["loss"]
     divisor = sums["loss_weight"] or math.nan
     metrics = measures.make_metrics(loss)
-    pairs = {pair: weight for pair, weight in sums.items() if isinstance(pair, tuple)}
-    counted = sum(pairs.values()) + part.labels[0]
-    if measures.task != "custom" and not counted:
+    scores = measures.task.scores(part)
+    if measures.task.has_one_label and scores is None:
         raise DataError(
             "no row counts: all have weight 0 or a class that the loss ignores; check the "
             "weights, and filters"
-        )
-    scores: ClassificationScores | RegressionScores | None = None
-    if measures.task == "classification":
-        scores = classification_scores(pairs, sums["log_loss"])
-        if sums[_UNKNOWN]:
-            logger.warning(
-                "the module gives NaN for %d of the %d rows, which are taken for no class; see "
-                "whether features are NaN",
-                *(sums[_UNKNOWN], sums["rows"]),
-            )
-    elif measures.task == "regression":
-        squares = part.labels[2]
-        scores = RegressionScores(
-            rmse=math.sqrt(sums["squared_error"] / counted),
-            mae=sums["absolute_error"] / counted,
-            r2=1 - sums["squared_error"] / squares if squares > 0 else math.nan,
         )
     return Evaluation(
         rows=int(sums["rows"]),
@@ -249,10 +219,9 @@ class Evaluator:
             self._part.add(label.name, total)
         self._part.add("loss_weight", count)
         self._metrics.update(meant, target, weight)
-        if self._measures.task == "classification":
-            self._add_classes(predicted, target, weights)
-        elif self._measures.task == "regression":
-            self._add_numbers(predicted, target, weights)
+        if self._measures.task.has_one_label:
+            ignored = _ignored(self._loss)
+            self._measures.task.add_rows(self._part, predicted, target, weights, ignored)
 
     def check(self) -> None:
         """Raise ConfigError if metrics keep too much; called from time to time."""
@@ -263,40 +232,6 @@ class Evaluator:
         seen = self._metrics.state_dict()
         self._part.metrics = {name: [state] for name, state in seen.items()}
         return self._part
-
-    def _add_classes(self, predicted: Any, target: torch.Tensor, weights: torch.Tensor) -> None:
-        labels = target.cpu().long()
-        counted = (labels != _ignored(self._loss)) & (weights > 0)
-        labels, weights = labels[counted], weights[counted]
-        classes = predicted_class(predicted).nan_to_num(nan=NO_CLASS).long().cpu()[counted]
-        chances = class_probabilities(predicted).cpu()[counted]
-        part, num_classes = self._part, chances.shape[1]
-        different, place = torch.unique(labels, return_inverse=True)
-        part.add(_UNKNOWN, int((classes == NO_CLASS).sum()))
-        width = num_classes + 1  # with `NO_CLASS`
-        places = place * width + classes - NO_CLASS
-        pairs, place = torch.unique(places, return_inverse=True)
-        totals = torch.bincount(place, weights=weights, minlength=len(pairs))
-        for pair, total in zip(pairs.tolist(), totals.tolist(), strict=True):
-            both = (int(different[pair // width]), pair % width + NO_CLASS)
-            part.sums[both] = part.sums.get(both, 0.0) + total
-        chance = chances.gather(1, labels.clamp(0, num_classes - 1)[:, None])[:, 0]
-        chance = torch.where(labels < num_classes, chance, 0.0).clamp(min=_SMALLEST_PROBABILITY)
-        part.add("log_loss", float((-chance.log() * weights).sum()))
-        for number, table in part.curves.items():
-            table.add(chances[:, number].numpy(), (labels == number).numpy(), weights.numpy())
-
-    def _add_numbers(self, predicted: Any, target: torch.Tensor, weights: torch.Tensor) -> None:
-        counted = weights > 0
-        weights = weights[counted]
-        labels = target.double().cpu().reshape(-1)[counted]
-        errors = predicted.double().cpu().reshape(-1)[counted] - labels
-        part, weight = self._part, float(weights.sum())
-        part.add("squared_error", float((weights * errors**2).sum()))
-        part.add("absolute_error", float((weights * errors.abs()).sum()))
-        mean = float((weights * labels).sum()) / weight if weight else 0.0
-        moments = weight, mean, float((weights * (labels - mean) ** 2).sum())
-        part.labels = _moments_of_both(part.labels, moments)
 
 
 @dataclass(frozen=True)
@@ -346,8 +281,8 @@ def _label_losses(
             known = _known(part, seen, target[name])
             yield _LabelLoss(f"loss {name}", loss.weights[name], part, seen, *known)
     else:
-        num_classes = measures.num_classes if measures.task == "classification" else 0
-        yield _LabelLoss("loss", None, loss, output, *_known(loss, output, target, num_classes))
+        known = _known(loss, output, target, measures.num_classes)
+        yield _LabelLoss("loss", None, loss, output, *known)
 
 
 def row_losses(loss: LossFunction, output: Any, target: Any, measures: Measures) -> pa.Array:

@@ -9,7 +9,7 @@ import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 from sparkdl.errors import SparkDLError, import_or
 from sparkdl.runtime.json_values import finite
@@ -21,6 +21,19 @@ if TYPE_CHECKING:
 
 _NAME_COLUMNS = 9
 """Least width of the measures' names in text."""
+
+
+class Scores(Protocol):
+    """The measures of predictions of one kind."""
+
+    def measures(self) -> dict[str, float]:
+        """Return the numbers by name."""
+
+    def tables(self) -> dict[str, Any]:
+        """Return what else there is, for JSON: keys are strings."""
+
+    def lines(self, loss: float = math.nan, *, width: int = _NAME_COLUMNS) -> list[str]:
+        """Return text for a terminal, without what is equal to the ``loss`` that stands above."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,11 +57,23 @@ class ClassificationScores:
     confusion: Mapping[int, Mapping[int, float]]
     """label -> prediction -> rows (or sum of weights), 0 for what was never predicted for it."""
 
-    def lines(self, *, with_log_loss: bool = True, width: int = _NAME_COLUMNS) -> list[str]:
-        """For a terminal; without the log loss where the loss is the same."""
+    def measures(self) -> dict[str, float]:
+        return {"accuracy": self.accuracy, "log_loss": self.log_loss}
+
+    def tables(self) -> dict[str, Any]:
+        return {
+            "per_class": {str(label): vars(scores) for label, scores in self.per_class.items()},
+            "confusion": {
+                str(label): {str(predicted): rows for predicted, rows in row.items()}
+                for label, row in self.confusion.items()
+            },
+        }
+
+    def lines(self, loss: float = math.nan, *, width: int = _NAME_COLUMNS) -> list[str]:
+        is_loss = math.isclose(self.log_loss, loss, rel_tol=1e-4)
         return [
             f"{'accuracy':<{width}} {self.accuracy:.4f}",
-            *([f"{'log loss':<{width}} {self.log_loss:.4f}"] if with_log_loss else []),
+            *([] if is_loss else [f"{'log loss':<{width}} {self.log_loss:.4f}"]),
             "",
             f"{'class':>8} {'precision':>10} {'recall':>8} {'f1':>8} {'rows':>10}",
             *(
@@ -68,8 +93,13 @@ class RegressionScores:
     r2: float
     """Share of the labels' variance that is explained; NaN if all labels are equal."""
 
-    def lines(self, *, width: int = _NAME_COLUMNS) -> list[str]:
-        """For a terminal."""
+    def measures(self) -> dict[str, float]:
+        return dict(vars(self))
+
+    def tables(self) -> dict[str, Any]:
+        return {}
+
+    def lines(self, loss: float = math.nan, *, width: int = _NAME_COLUMNS) -> list[str]:
         return [f"{name:<{width}} {value:.6g}" for name, value in vars(self).items()]
 
 
@@ -89,7 +119,7 @@ class Evaluation(Mapping[str, Any]):
     """Mean of the rows' losses, weighted as in training."""
     loss_by_label: Mapping[str, float] = field(default_factory=dict)
     """With several labels the mean of each one's losses, without its weight in the sum."""
-    scores: ClassificationScores | RegressionScores | None = None
+    scores: Scores | None = None
     """What classifiers and regressors are measured by, with ``confusion`` and ``per_class``."""
     metrics: Mapping[str, Any] = field(default_factory=dict)
     """What was asked for: numbers, or lists of numbers. Only those by name know weights."""
@@ -121,10 +151,8 @@ class Evaluation(Mapping[str, Any]):
     def _values(self) -> dict[str, Any]:
         values: dict[str, Any] = {"loss": self.loss}
         values |= {f"loss_{label}": loss for label, loss in self.loss_by_label.items()}
-        if isinstance(self.scores, ClassificationScores):
-            values |= {"accuracy": self.scores.accuracy, "log_loss": self.scores.log_loss}
-        elif self.scores is not None:
-            values |= vars(self.scores)
+        if self.scores is not None:
+            values |= self.scores.measures()
         if self.num_classes == 2 and 1 in self.curves:
             curve = self.curves[1]
             values |= {"roc_auc": curve.roc_auc, "average_precision": curve.average_precision}
@@ -133,13 +161,8 @@ class Evaluation(Mapping[str, Any]):
     def to_dict(self) -> dict[str, Any]:
         """As plain values for JSON, whose keys are strings and which has no NaN."""
         values = {"rows": self.rows, **self._values()}
-        if isinstance(self.scores, ClassificationScores):
-            per_class, confusion = self.scores.per_class, self.scores.confusion
-            values["per_class"] = {str(label): vars(s) for label, s in per_class.items()}
-            values["confusion"] = {
-                str(label): {str(predicted): rows for predicted, rows in row.items()}
-                for label, row in confusion.items()
-            }
+        if self.scores is not None:
+            values |= self.scores.tables()
         if self.curves:
             values["curves"] = {str(number): c.to_dict() for number, c in self.curves.items()}
         return dict(finite(values))
@@ -147,17 +170,14 @@ class Evaluation(Mapping[str, Any]):
     def lines(self) -> list[str]:
         """For a terminal."""
         values = {"rows": f"{self.rows:,}", "loss": f"{self.loss:.6g}"}
-        own = set(self._values()) - set(self.metrics) - {"loss", "accuracy", "log_loss"}
-        own -= set(vars(self.scores)) if self.scores is not None else set()
+        own = set(self._values()) - set(self.metrics) - {"loss"}
+        own -= set(self.scores.measures()) if self.scores is not None else set()
         for name in (*sorted(own), *self.metrics):
             value = self[name]
             values[name] = f"{value:.6g}" if isinstance(value, float) else str(value)
         width = max(_NAME_COLUMNS, *map(len, values))
         text = [f"{name:<{width}} {value}" for name, value in values.items()]
-        if isinstance(self.scores, ClassificationScores):
-            is_loss = math.isclose(self.scores.log_loss, self.loss, rel_tol=1e-4)
-            return text + self.scores.lines(with_log_loss=not is_loss, width=width)
-        return text + (self.scores.lines(width=width) if self.scores is not None else [])
+        return text + (self.scores.lines(self.loss, width=width) if self.scores is not None else [])
 
     def __repr__(self) -> str:
         return "\n".join(self.lines())

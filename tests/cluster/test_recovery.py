@@ -15,6 +15,7 @@ import pytest
 
 from sparkdl.config import CheckpointConfig, EarlyStopping, TrainConfig
 from sparkdl.errors import ClusterError, TrainingFailed, WorkerError
+from sparkdl.inference.classification import CLASSIFICATION
 from tests.cluster import faults
 from tests.cluster.processes import descendants, state_of, threads_left
 
@@ -52,7 +53,7 @@ def request(*callbacks: Any, **changes: Any) -> FitRequest:
     from sparkdl.spark.run.run import FitRequest
 
     config = TrainConfig(
-        task="classification",
+        task=CLASSIFICATION,
         loss="cross_entropy",
         optimizer="adam",
         learning_rate=0.01,

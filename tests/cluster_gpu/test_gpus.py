@@ -14,6 +14,7 @@ from sparkdl.comm.channel import ChannelClient, ChannelServer, Hub
 from sparkdl.comm.worker_environment import WorkerEnvironment, local_rank, numbered
 from sparkdl.config import TrainConfig
 from sparkdl.errors import ClusterError
+from sparkdl.inference.classification import CLASSIFICATION
 from sparkdl.spark.cluster.cluster_info import (
     choose_num_workers,
     inspect_cluster,
@@ -132,7 +133,7 @@ def df(gpu_cluster: SparkSession) -> DataFrame:
 
 
 def request(device: str, **changes: Any) -> FitRequest:
-    config = TrainConfig(task="classification", loss="cross_entropy", batch_size=8, device=device)
+    config = TrainConfig(task=CLASSIFICATION, loss="cross_entropy", batch_size=8, device=device)
     values: dict[str, Any] = {
         "module": make_net, "config": config, "feature_cols": ("x",), "input_shapes": ((1,),),
         "label_col": "label", "weight_col": None, "validation_col": None, "num_workers": None,

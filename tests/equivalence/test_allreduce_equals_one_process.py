@@ -8,9 +8,11 @@ import pytest
 import torch
 from torch import nn
 
-from sparkdl.config import TrainConfig
+from sparkdl.config import Task, TrainConfig
 from sparkdl.data.batches import Batches
 from sparkdl.data.spool.mapped import MappedRows
+from sparkdl.inference.classification import CLASSIFICATION
+from sparkdl.inference.regression import REGRESSION
 from sparkdl.sync.gradients.allreduce import AllReduce
 from tests.gang import Gang
 from tests.train.runs import NUM_FEATURES, make_data, plan_for, run, seeded, weights
@@ -40,22 +42,22 @@ def make_net(outputs: int) -> nn.Module:
 
 
 def train_on_rank(
-    comm: Any, options: dict[str, Any], rows: list[int], task: str, weighted: bool
+    comm: Any, options: dict[str, Any], rows: list[int], task: Task, weighted: bool
 ) -> tuple[torch.Tensor, float]:
     config = TrainConfig(**options, task=task)  # type: ignore[arg-type]
-    net = make_net(1 if task == "regression" else 3)
+    net = make_net(1 if task == REGRESSION else 3)
     outcome = run(net, config, make_data(rows, task=task), comm=comm, weighted=weighted)
     return weights(net), outcome.history[-1]["loss"]
 
 
 def united_reference(
-    options: dict[str, Any], rows: list[int], task: str, weighted: bool, class_weight: Any
+    options: dict[str, Any], rows: list[int], task: Task, weighted: bool, class_weight: Any
 ) -> tuple[torch.Tensor, float]:
     """A plain loop over the two ranks' batches, joined."""
     config = TrainConfig(**options, task=task)  # type: ignore[arg-type]
     shards = make_data(rows, task=task)
     plan = plan_for(shards, config, world_size=2, weighted=True)
-    net = make_net(1 if task == "regression" else 3)
+    net = make_net(1 if task == REGRESSION else 3)
     kind = torch.optim.AdamW if config.optimizer == "adamw" else torch.optim.SGD
     trained = [p for p in net.parameters() if p.requires_grad]
     optimizer = kind(trained, lr=config.learning_rate, **config.optimizer_params)
@@ -71,7 +73,7 @@ def united_reference(
             w = torch.cat([part.weight for part in parts])
             w = w if weighted else torch.ones_like(w)
             output = net(x)
-            if task == "regression":
+            if task == REGRESSION:
                 losses = (output.squeeze(1) - y) ** 2
             else:
                 losses = nn.functional.cross_entropy(output, y, class_weight, reduction="none")
@@ -89,29 +91,29 @@ def united_reference(
 
 
 CASES: dict[str, tuple[dict[str, Any], list[int], str, bool, Any]] = {
-    "even": ({**ADAM, "epochs": 3, "batch_size": 4}, [12, 12], "regression", False, None),
-    "uneven weighted": ({**ADAM, "epochs": 3, "batch_size": 4}, [23, 7], "regression", True, None),
-    "one row": ({**MOMENTUM, "epochs": 3, "batch_size": 5}, [11, 1], "regression", False, None),
-    "empty first": ({**MOMENTUM, "epochs": 2, "batch_size": 4}, [0, 9], "regression", True, None),
-    "one row alone": ({**ADAM, "epochs": 2, "batch_size": 4}, [0, 1], "regression", False, None),
+    "even": ({**ADAM, "epochs": 3, "batch_size": 4}, [12, 12], REGRESSION, False, None),
+    "uneven weighted": ({**ADAM, "epochs": 3, "batch_size": 4}, [23, 7], REGRESSION, True, None),
+    "one row": ({**MOMENTUM, "epochs": 3, "batch_size": 5}, [11, 1], REGRESSION, False, None),
+    "empty first": ({**MOMENTUM, "epochs": 2, "batch_size": 4}, [0, 9], REGRESSION, True, None),
+    "one row alone": ({**ADAM, "epochs": 2, "batch_size": 4}, [0, 1], REGRESSION, False, None),
     "accumulated": (
         {**ADAM, "epochs": 2, "batch_size": 6, "gradient_accumulation_steps": 4},
         [14, 9],
-        "regression",
+        REGRESSION,
         True,
         None,
     ),
     "clipped": (
         {**MOMENTUM, "epochs": 2, "batch_size": 4, "gradient_clip_norm": 0.2},
         [9, 6],
-        "regression",
+        REGRESSION,
         False,
         None,
     ),
     "many buckets": (
         {**ADAM, "epochs": 2, "batch_size": 4, "sync_strategy": AllReduce(bucket_bytes=64)},
         [10, 3],
-        "regression",
+        REGRESSION,
         False,
         None,
     ),
@@ -123,14 +125,14 @@ CASES: dict[str, tuple[dict[str, Any], list[int], str, bool, Any]] = {
             "loss": nn.CrossEntropyLoss(torch.tensor([0.2, 1.0, 3.0], dtype=torch.float64)),
         },
         [10, 5],
-        "classification",
+        CLASSIFICATION,
         True,
         torch.tensor([0.2, 1.0, 3.0], dtype=torch.float64),
     ),
     "cross entropy": (
         {**MOMENTUM, "epochs": 2, "batch_size": 4, "loss": "cross_entropy"},
         [10, 5],
-        "classification",
+        CLASSIFICATION,
         False,
         None,
     ),
@@ -149,12 +151,12 @@ def test_equals_one_process(gang: Gang, name: str) -> None:
     assert first_loss == second_loss
     torch.testing.assert_close(first, expected, rtol=0, atol=1e-12)
     assert first_loss == pytest.approx(expected_loss, abs=1e-12)
-    assert not torch.equal(expected, weights(make_net(1 if task == "regression" else 3)))
+    assert not torch.equal(expected, weights(make_net(1 if task == REGRESSION else 3)))
 
 
 def test_same_seed_gives_the_same_bits(gang: Gang) -> None:
     options = {**ADAM, "epochs": 2, "batch_size": 4}
-    arguments = (options, [13, 6], "regression", True)
+    arguments = (options, [13, 6], REGRESSION, True)
     once = gang.run(train_on_rank, *arguments)
     again = gang.run(train_on_rank, *arguments)
     other = gang.run(train_on_rank, {**options, "seed": 1}, *arguments[1:])

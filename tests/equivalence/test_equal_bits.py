@@ -13,6 +13,8 @@ from torch import nn
 
 from sparkdl.comm.communicator import LocalCommunicator
 from sparkdl.config import EarlyStopping, TrainConfig
+from sparkdl.inference.classification import CLASSIFICATION
+from sparkdl.inference.regression import REGRESSION
 from sparkdl.train.rank_state import ResumePoint, united
 from tests.gang import Gang
 from tests.train.runs import Keeper, but, make_data, plan_for, run, seeded
@@ -60,7 +62,7 @@ CASES: dict[str, dict[str, Any]] = {
         ),
     },
     "classes": {
-        "task": "classification", "loss": "cross_entropy", "optimizer": "adam",
+        "task": CLASSIFICATION, "loss": "cross_entropy", "optimizer": "adam",
         "learning_rate": 0.02, "training_metrics": True,
     },
     "fp16": {"precision": "fp16", "learning_rate": 0.05, "optimizer": "adam"},
@@ -69,7 +71,7 @@ CASES: dict[str, dict[str, Any]] = {
 
 def config_of(case: str) -> TrainConfig:
     # Batches of shards of one row would end in BatchNorm.
-    options = {"task": "regression", **CASES[case]}
+    options = {"task": REGRESSION, **CASES[case]}
     return TrainConfig(epochs=4, batch_size=6, elasticity="bits", seed=5, **options)
 
 
@@ -81,7 +83,7 @@ def train_on_rank(
     before: Sequence[ResumePoint] = (),
 ) -> tuple[dict[str, torch.Tensor], list[dict[str, float]], ResumePoint | None, int]:
     """Train this rank's shards, from where the ranks of another gang have stopped."""
-    task = "classification" if config.task == "classification" else "regression"
+    task = CLASSIFICATION if config.task == CLASSIFICATION else REGRESSION
     data = make_data(ROWS, task=task, dtype=torch.float32)
     validation = make_data(VALIDATION, task=task, dtype=torch.float32)
     plan = plan_for(data, config, validation=validation, world_size=comm.world_size, weighted=True)
@@ -93,7 +95,7 @@ def train_on_rank(
     if stop is not None:
         sink, config = Keeper((stop,)), but(config, max_steps=stop + 1)
         plan = replace(plan, max_steps=config.max_steps)
-    module = seeded(lambda: net(3 if task == "classification" else 1))
+    module = seeded(lambda: net(3 if task == CLASSIFICATION else 1))
     outcome = run(
         module, config, data, validation=validation, comm=comm, plan=plan, sink=sink, resume=resume
     )

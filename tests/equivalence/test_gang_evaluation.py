@@ -8,8 +8,10 @@ import pytest
 import torch
 from torch import nn
 
-from sparkdl.config import EarlyStopping, TrainConfig
+from sparkdl.config import EarlyStopping, Task, TrainConfig
 from sparkdl.errors import TrainingDiverged
+from sparkdl.inference.classification import CLASSIFICATION
+from sparkdl.inference.regression import REGRESSION
 from sparkdl.train.validation import sync_buffers
 from tests.gang import Gang
 from tests.train.runs import NUM_FEATURES, Keeper, make_data, run, seeded, weights
@@ -24,13 +26,13 @@ def linear(outputs: int) -> nn.Module:
 
 
 def history_on_rank(
-    comm: Any, options: dict[str, Any], rows: list[int], validation_rows: list[int], task: str
+    comm: Any, options: dict[str, Any], rows: list[int], validation_rows: list[int], task: Task
 ) -> list[dict[str, float]]:
     config = TrainConfig(  # type: ignore[arg-type]
         **options, task=task, metrics=metrics_for(task), training_metrics=True
     )
     outcome = run(
-        linear(3 if task == "classification" else 1),
+        linear(3 if task == CLASSIFICATION else 1),
         config,
         make_data(rows, task=task),
         validation=make_data(validation_rows, task=task),
@@ -39,11 +41,11 @@ def history_on_rank(
     return without_seconds(outcome.history)
 
 
-def metrics_for(task: str) -> dict[str, Any]:
+def metrics_for(task: Task) -> dict[str, Any]:
     import torchmetrics
     from torchmetrics import classification
 
-    if task == "regression":
+    if task == REGRESSION:
         return {
             "mse": torchmetrics.MeanSquaredError,
             "pearson": torchmetrics.PearsonCorrCoef,
@@ -61,11 +63,11 @@ def without_seconds(history: list[dict[str, float]]) -> list[dict[str, float]]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("task", ["classification", "regression"])
+@pytest.mark.parametrize("task", [CLASSIFICATION, REGRESSION])
 @pytest.mark.parametrize("validation_rows", [[0, 40], [33, 7], [40, 0]])
 @pytest.mark.filterwarnings("ignore:Metric `SpearmanCorrcoef` will save all targets")
-def test_metrics_are_exact(gang: Gang, task: str, validation_rows: list[int]) -> None:
-    loss = "cross_entropy" if task == "classification" else "mse"
+def test_metrics_are_exact(gang: Gang, task: Task, validation_rows: list[int]) -> None:
+    loss = "cross_entropy" if task == CLASSIFICATION else "mse"
     options = {**FINE, "loss": loss}
     ranks = gang.run(history_on_rank, options, [16, 5], validation_rows, task)
     assert ranks[0] == ranks[1]
@@ -74,26 +76,28 @@ def test_metrics_are_exact(gang: Gang, task: str, validation_rows: list[int]) ->
     joined = [{**shard.columns} for shard in make_data(validation_rows, task=task)]
     x = torch.cat([columns["feature x"] for columns in joined])
     y = torch.cat([columns["label y"] for columns in joined])
-    net = linear(3 if task == "classification" else 1)
+    net = linear(3 if task == CLASSIFICATION else 1)
     final = gang.run(weights_on_rank, options, [16, 5], task)[0]
     nn.utils.vector_to_parameters(final, net.parameters())
     output = net(x).detach()
     for name, make in metrics_for(task).items():
         metric = make if isinstance(make, nn.Module) else make()
-        seen = torch.softmax(output, 1) if task == "classification" else output.squeeze(1)
+        seen = torch.softmax(output, 1) if task == CLASSIFICATION else output.squeeze(1)
         metric.update(seen, y)
         assert ranks[0][-1][f"val_{name}"] == pytest.approx(float(metric.compute()), abs=1e-6)
     expected = (
         nn.functional.cross_entropy(output, y)
-        if task == "classification"
+        if task == CLASSIFICATION
         else nn.functional.mse_loss(output.squeeze(1), y)
     )
     assert set(metrics_for(task)) < set(ranks[0][-1])  # those of training batches
     assert ranks[0][-1]["val_loss"] == pytest.approx(expected.item(), abs=1e-12)
 
 
-def weights_on_rank(comm: Any, options: dict[str, Any], rows: list[int], task: str) -> torch.Tensor:
-    net = linear(3 if task == "classification" else 1)
+def weights_on_rank(
+    comm: Any, options: dict[str, Any], rows: list[int], task: Task
+) -> torch.Tensor:
+    net = linear(3 if task == CLASSIFICATION else 1)
     run(net, TrainConfig(**options, task=task), make_data(rows, task=task), comm=comm)  # type: ignore[arg-type]
     return weights(net)
 

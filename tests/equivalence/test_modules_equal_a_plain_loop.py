@@ -22,6 +22,8 @@ from sparkdl.data.batches import Batches
 from sparkdl.data.plan import RoundPart
 from sparkdl.data.spool.mapped import MappedRows
 from sparkdl.errors import ConfigError
+from sparkdl.inference.classification import CLASSIFICATION
+from sparkdl.inference.regression import REGRESSION
 from sparkdl.serialization.travel.attributes import Attributes
 from sparkdl.serialization.travel.packed_module import travelled
 from sparkdl.sync.asynchronous.async_sgd import AsyncSGD
@@ -629,11 +631,11 @@ def pair(output: torch.Tensor, target: torch.Tensor) -> Any:
 
 
 WEIGHED: dict[str, tuple[Any, bool, str]] = {
-    "weight column": ("mse", True, "regression"),
-    "class weights": (nn.CrossEntropyLoss(CLASS_WEIGHTS), False, "classification"),
-    "both": (nn.CrossEntropyLoss(CLASS_WEIGHTS), True, "classification"),
-    "ignored": (nn.CrossEntropyLoss(ignore_index=1), False, "classification"),
-    "a pair": (pair, False, "regression"),
+    "weight column": ("mse", True, REGRESSION),
+    "class weights": (nn.CrossEntropyLoss(CLASS_WEIGHTS), False, CLASSIFICATION),
+    "both": (nn.CrossEntropyLoss(CLASS_WEIGHTS), True, CLASSIFICATION),
+    "ignored": (nn.CrossEntropyLoss(ignore_index=1), False, CLASSIFICATION),
+    "a pair": (pair, False, REGRESSION),
 }
 
 
@@ -652,7 +654,7 @@ def mean_loss(loss: Any, output: torch.Tensor, target: torch.Tensor, weight: Any
 def hooked_run(comm: Any, kind: str, rows: list[int], **changes: Any) -> dict[str, Any]:
     loss, weighted, task = WEIGHED[kind]
     config = but(config_of("sgd", **changes), loss=loss)
-    net = made(lambda: Clipped(3 if task == "classification" else 1))
+    net = made(lambda: Clipped(3 if task == CLASSIFICATION else 1))
     run(net, config, make_data(rows, task=task), comm=comm, weighted=weighted)
     seen = torch.stack(net.seen) if net.seen else torch.zeros(0)
     return {**copy.deepcopy(tensors_of(net)), "seen": seen}
@@ -663,7 +665,7 @@ def hooked_run(comm: Any, kind: str, rows: list[int], **changes: Any) -> dict[st
 def test_hooks_see_the_gradient_of_the_weighted_mean(kind: str, strategy: Any) -> None:
     loss, weighted, task = WEIGHED[kind]
     config = config_of("sgd")
-    net = made(lambda: Clipped(3 if task == "classification" else 1))
+    net = made(lambda: Clipped(3 if task == CLASSIFICATION else 1))
     shards = make_data([23], task=task)
     plan = plan_for(shards, config, weighted=weighted)
     optimizer = torch.optim.SGD(net.parameters(), **OPTIMIZERS["sgd"][1])
@@ -689,7 +691,7 @@ def test_hooks_of_several_workers_see_what_adds_up(gang: Gang, kind: str) -> Non
         next(iter(Batches([MappedRows(shards[i], plan)], plan, i, seed=config.seed, epoch=0)))
         for i in (0, 1)
     ]
-    net = made(lambda: Clipped(3 if task == "classification" else 1))
+    net = made(lambda: Clipped(3 if task == CLASSIFICATION else 1))
     weight = torch.cat([part.weight for part in parts]) if weighted else None
     output = net(torch.cat([part.inputs[0] for part in parts]))
     mean_loss(loss, output, torch.cat([part.target for part in parts]), weight).backward()

@@ -16,6 +16,7 @@ from torch import nn
 
 from sparkdl.config import TrainConfig
 from sparkdl.data.spool.mapped import ShardData
+from sparkdl.inference.classification import CLASSIFICATION
 from sparkdl.sync.asynchronous.async_sgd import AsyncSGD
 from sparkdl.sync.asynchronous.hogwild import Hogwild
 from sparkdl.sync.averaging.adasum import Adasum
@@ -40,7 +41,7 @@ TOLERANCE = 0.03
 LATE = 0.05
 """Where it is a matter of time how old gradients are."""
 CONFIG = TrainConfig(
-    task="classification",
+    task=CLASSIFICATION,
     loss="cross_entropy",
     optimizer="sgd",
     optimizer_params={"momentum": 0.9},

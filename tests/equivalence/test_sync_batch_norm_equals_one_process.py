@@ -12,6 +12,7 @@ from sparkdl.config import TrainConfig
 from sparkdl.data.batches import Batches
 from sparkdl.data.plan import batch_bounds
 from sparkdl.data.spool.mapped import MappedRows
+from sparkdl.inference.regression import REGRESSION
 from sparkdl.sync.gradients.allreduce import AllReduce
 from tests.gang import Gang
 from tests.train.runs import NUM_FEATURES, Keeper, make_data, plan_for, run, seeded
@@ -19,7 +20,7 @@ from tests.train.runs import NUM_FEATURES, Keeper, make_data, plan_for, run, see
 pytestmark = pytest.mark.gang
 
 BASE = {
-    "task": "regression",
+    "task": REGRESSION,
     "optimizer": "sgd",
     "learning_rate": 0.05,
     "optimizer_params": {"momentum": 0.9},

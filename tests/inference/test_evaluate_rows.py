@@ -14,9 +14,11 @@ from sklearn import metrics as sklearn_metrics
 from torch import nn
 from torchmetrics import classification
 
+from sparkdl.config import CUSTOM
 from sparkdl.data.plan import SpoolColumn
 from sparkdl.errors import ConfigError, DataError
 from sparkdl.inference import evaluate_rows
+from sparkdl.inference.classification import CLASSIFICATION
 from sparkdl.inference.evaluate_rows import (
     Evaluator,
     Measures,
@@ -28,6 +30,7 @@ from sparkdl.inference.evaluate_rows import (
     united,
 )
 from sparkdl.inference.predict import predicted_class
+from sparkdl.inference.regression import REGRESSION
 from sparkdl.inference.scores import Evaluation
 from sparkdl.inputs import Tensor
 
@@ -78,7 +81,7 @@ def local(metric: torchmetrics.Metric, *arguments: torch.Tensor) -> Any:
 def test_rows_with_nan_are_taken_for_no_class(width: int, caplog: pytest.LogCaptureFixture) -> None:
     """As by the evaluators of Spark and scikit-learn, given the column that transform makes."""
     loss = "cross_entropy" if width == 3 else "bce_with_logits"
-    measures = Measures(task="classification", loss=loss, num_classes=max(2, width))
+    measures = Measures(task=CLASSIFICATION, loss=loss, num_classes=max(2, width))
     logits, labels = LOGITS[:, :width].clone(), LABELS % max(2, width)
     logits[:5, 0] = math.nan
     found = evaluated(measures, [ROWS], logits, labels, WEIGHTS)
@@ -103,7 +106,7 @@ def test_any_cut_of_a_classifier_gives_what_one_process_does(
     cut: list[int], weight: torch.Tensor | None
 ) -> None:
     measures = Measures(
-        task="classification",
+        task=CLASSIFICATION,
         loss="cross_entropy",
         metrics={
             "top2": classification.MulticlassAccuracy(3, top_k=2),
@@ -144,7 +147,7 @@ def test_any_cut_of_a_regression_gives_what_one_process_does(
     wanted = {"mae": torchmetrics.MeanAbsoluteError, "r2_score": torchmetrics.R2Score}
     if len(cut) < ROWS:  # torchmetrics' own way of uniting its means fails for single rows
         wanted["pearson"] = torchmetrics.PearsonCorrCoef
-    measures = Measures(task="regression", loss="mse", metrics=wanted)
+    measures = Measures(task=REGRESSION, loss="mse", metrics=wanted)
     output = NUMBERS.reshape(-1, 1)
     found = evaluated(measures, cut, output, target, weight)
     w = None if weight is None else weight.numpy()
@@ -161,7 +164,7 @@ def test_any_cut_of_a_regression_gives_what_one_process_does(
 
 
 def test_batches_do_not_matter() -> None:
-    measures = Measures(task="classification", loss="cross_entropy", num_classes=3, curves=(1,))
+    measures = Measures(task=CLASSIFICATION, loss="cross_entropy", num_classes=3, curves=(1,))
     values = {
         size: evaluated(measures, [ROWS], LOGITS, LABELS, WEIGHTS, batch_size=size)["loss"]
         for size in (1, 7, ROWS)
@@ -171,14 +174,14 @@ def test_batches_do_not_matter() -> None:
 
 def test_class_weights_and_ignored_classes_count_as_in_torchs_mean() -> None:
     loss = nn.CrossEntropyLoss(weight=torch.tensor([1.0, 2.0, 4.0]).double(), ignore_index=2)
-    measures = Measures(task="classification", loss=loss, num_classes=3)
+    measures = Measures(task=CLASSIFICATION, loss=loss, num_classes=3)
     found = evaluated(measures, [20, 80], LOGITS, LABELS, None)
     assert found["loss"] == pytest.approx(float(loss(LOGITS, LABELS)), abs=1e-12)
     assert sum(sum(row.values()) for row in found.confusion.values()) == (LABELS != 2).sum()
 
 
 def test_a_class_that_the_module_does_not_know_is_wrong_and_costs_infinitely() -> None:
-    measures = Measures(task="classification", loss="cross_entropy", num_classes=3)
+    measures = Measures(task=CLASSIFICATION, loss="cross_entropy", num_classes=3)
     target = LABELS.clone()
     target[7] = 5
     found = evaluated(measures, [ROWS], LOGITS, target, None)
@@ -192,7 +195,7 @@ def test_a_loss_of_sums_is_added_up_and_has_no_rows() -> None:
     def pair(output: torch.Tensor, target: torch.Tensor) -> Any:
         return (output - target).abs().sum(), float(2 * len(output))
 
-    measures = Measures(task="custom", loss=pair)
+    measures = Measures(task=CUSTOM, loss=pair)
     found = evaluated(measures, [40, 60], NUMBERS, NUMBERS + 1, None)
     assert found["loss"] == pytest.approx(0.5, abs=1e-12)
     assert list(found) == ["loss"]
@@ -202,7 +205,7 @@ def test_a_loss_of_sums_is_added_up_and_has_no_rows() -> None:
 
 def test_the_losses_of_rows() -> None:
     loss = nn.CrossEntropyLoss(weight=torch.tensor([1.0, 2.0, 4.0]).double(), ignore_index=2)
-    measures = Measures(task="classification", loss=loss, num_classes=3)
+    measures = Measures(task=CLASSIFICATION, loss=loss, num_classes=3)
     losses = row_losses(measures.make_loss(), LOGITS, LABELS, measures).to_pylist()
     for row in range(20):
         expected = float(loss(LOGITS[row : row + 1], LABELS[row : row + 1]))
@@ -224,14 +227,14 @@ class Means(torchmetrics.Metric):
 
 
 def test_metrics_whose_parts_cannot_be_united_exactly_are_refused() -> None:
-    measures = Measures(task="regression", loss="mse", metrics={"means": Means})
+    measures = Measures(task=REGRESSION, loss="mse", metrics={"means": Means})
     with pytest.raises(ConfigError, match=r"'means' \(Means\) takes means over ranks"):
         evaluated(measures, [40, 60], NUMBERS, NUMBERS, None)
 
 
 def test_metrics_that_keep_every_row_have_a_limit(monkeypatch: pytest.MonkeyPatch) -> None:
     measures = Measures(
-        task="classification", loss="cross_entropy", num_classes=3,
+        task=CLASSIFICATION, loss="cross_entropy", num_classes=3,
         metrics={"auroc": classification.MulticlassAUROC(3)},
     )  # fmt: skip
     size = ROWS * 4 * 8
@@ -253,27 +256,27 @@ def test_metrics_with_weights_of_their_own_keep_their_dtype() -> None:
         def update(self, output: torch.Tensor, target: torch.Tensor) -> None:
             super().update(self.layer(output))
 
-    measures = Measures(task="custom", loss="mse", metrics={"learnt": Learnt()})
+    measures = Measures(task=CUSTOM, loss="mse", metrics={"learnt": Learnt()})
     output = NUMBERS.float().reshape(-1, 1)
     assert isinstance(evaluated(measures, [ROWS], output, output, None)["learnt"], float)
 
 
 def test_no_rows_are_an_error() -> None:
-    measures = Measures(task="regression", loss="mse")
+    measures = Measures(task=REGRESSION, loss="mse")
     with pytest.raises(DataError, match="no rows to evaluate"):
         evaluation(united([], measures), measures)
 
 
 def test_without_weight_there_is_no_loss() -> None:
-    measures = Measures(task="custom", loss="mse")
+    measures = Measures(task=CUSTOM, loss="mse")
     found = evaluated(measures, [ROWS], NUMBERS, NUMBERS, torch.zeros(ROWS))
     assert math.isnan(found["loss"])
     with pytest.raises(DataError, match="no row counts: all have weight 0"):
-        evaluated(Measures(task="regression", loss="mse"), [9], NUMBERS, NUMBERS, torch.zeros(ROWS))
+        evaluated(Measures(task=REGRESSION, loss="mse"), [9], NUMBERS, NUMBERS, torch.zeros(ROWS))
 
 
 def test_equal_labels_have_no_variance_to_explain() -> None:
-    measures = Measures(task="regression", loss="mse")
+    measures = Measures(task=REGRESSION, loss="mse")
     found = evaluated(measures, [20, 80], NUMBERS, torch.ones(ROWS), None)
     assert math.isnan(found["r2"])
     assert found.to_dict()["r2"] is None
@@ -283,7 +286,7 @@ def test_a_row_without_weight_may_be_anything() -> None:
     some = slice(0, 50)
     weight, target = torch.ones(50), LABELS[some].clone()
     target[7], weight[7] = 5, 0  # a class that the module does not know
-    measures = Measures(task="classification", loss="cross_entropy", num_classes=3)
+    measures = Measures(task=CLASSIFICATION, loss="cross_entropy", num_classes=3)
     others = torch.arange(50) != 7
     expected = nn.functional.cross_entropy(LOGITS[some][others], target[others])
     found = evaluated(measures, [50], LOGITS[some], target, weight)
@@ -293,7 +296,7 @@ def test_a_row_without_weight_may_be_anything() -> None:
     predicted = NUMBERS[some].clone()
     predicted[7] = math.nan
     truth = NUMBERS[some] + 1
-    found = evaluated(Measures(task="regression", loss="mse"), [50], predicted, truth, weight)
+    found = evaluated(Measures(task=REGRESSION, loss="mse"), [50], predicted, truth, weight)
     assert [found[name] for name in ("loss", "mae", "rmse")] == [1, 1, 1]
     assert math.isfinite(found["r2"])
 
@@ -367,7 +370,7 @@ def test_classes_that_the_module_does_not_know_have_an_infinite_loss(has_rows: b
         return (output[:, 0] - target).abs().sum()
 
     losses = {"kind": "cross_entropy", "other": "cross_entropy", "price": "l1"}
-    several = Measures(task="custom", loss=losses if has_rows else {**losses, "price": in_one})
+    several = Measures(task=CUSTOM, loss=losses if has_rows else {**losses, "price": in_one})
     kinds, prices = torch.tensor([0, 3, -100, 2]), torch.zeros(4, dtype=torch.float64)
     target = {"kind": kinds, "other": torch.tensor([0, 1, 2, -100]), "price": prices}
     logits = LOGITS[:4]
@@ -386,7 +389,7 @@ def test_classes_that_the_module_does_not_know_have_an_infinite_loss(has_rows: b
 
 
 def test_nor_does_one_label_of_a_module_of_any_kind_fail_on_them() -> None:
-    measures = Measures(task="custom", loss="cross_entropy")
+    measures = Measures(task=CUSTOM, loss="cross_entropy")
     tags = torch.tensor([[0, 1], [0, 2], [-100, 1]])  # (batch, length), two classes
     found = row_losses(measures.make_loss(), torch.zeros(3, 2, 2), tags, measures).to_pylist()
     assert [math.isinf(loss) for loss in found] == [False, True, False]

@@ -12,9 +12,10 @@ import torch
 from torch import nn
 
 from sparkdl.comm.communicator import Communicator, LocalCommunicator
-from sparkdl.config import Looks, TrainConfig
+from sparkdl.config import Looks, Task, TrainConfig
 from sparkdl.data.plan import Column, Shard, TrainPlan, make_plan
 from sparkdl.data.spool.mapped import MappedRows, ShardData
+from sparkdl.inference.regression import REGRESSION
 from sparkdl.serialization.travel.attributes import Attributes
 from sparkdl.train.callbacks import NullObserver
 from sparkdl.train.loop import TrainOutcome, train
@@ -24,7 +25,7 @@ NUM_FEATURES = 4
 
 
 def make_data(
-    rows: Sequence[int], *, task: str = "regression", dtype: torch.dtype = torch.float64
+    rows: Sequence[int], *, task: Task = REGRESSION, dtype: torch.dtype = torch.float64
 ) -> list[ShardData]:
     """One shard per entry of ``rows``, with columns x, y and w; equal in every process."""
     generator = torch.Generator().manual_seed(17)
@@ -32,7 +33,7 @@ def make_data(
     for shard_id, num_rows in enumerate(rows):
         x = torch.randn(num_rows, NUM_FEATURES, generator=generator, dtype=dtype)
         noise = torch.randn(num_rows, generator=generator, dtype=dtype)
-        y = x.sum(1) + noise if task == "regression" else (x[:, :3].argmax(1))
+        y = x.sum(1) + noise if task == REGRESSION else (x[:, :3].argmax(1))
         w = torch.rand(num_rows, generator=generator, dtype=dtype) + 0.25
         shards.append(ShardData(f"shard {shard_id}", {"feature x": x, "label y": y, "weight w": w}))
     return shards

@@ -14,6 +14,7 @@ from torch import nn
 from sparkdl.config import EarlyStopping, TrainConfig
 from sparkdl.data.spool.mapped import MappedRows
 from sparkdl.errors import ConfigError, DataError, TrainingDiverged
+from sparkdl.inference.classification import CLASSIFICATION
 from sparkdl.sync.averaging.parameter_averaging import ParameterAveraging
 from sparkdl.sync.gradients.allreduce import AllReduce
 from sparkdl.sync.gradients.gradient_sums import AllReduceSynchronizer
@@ -548,7 +549,7 @@ def make_line() -> nn.Module:
 
 
 CLASSES: dict[str, Any] = {
-    "task": "classification", "loss": "cross_entropy", "training_metrics": True,
+    "task": CLASSIFICATION, "loss": "cross_entropy", "training_metrics": True,
     "metrics": {
         "accuracy": NamedMetric(name="accuracy", num_classes=3),
         "auroc": NamedMetric(name="auroc", num_classes=3),
@@ -561,7 +562,7 @@ def make_classes() -> nn.Module:
 
 
 def test_training_metrics_are_those_of_the_batches_of_the_epoch() -> None:
-    shards = make_data([20], task="classification", dtype=torch.float32)
+    shards = make_data([20], task=CLASSIFICATION, dtype=torch.float32)
     config = TrainConfig(
         epochs=2, batch_size=6, gradient_accumulation_steps=2, learning_rate=1e-30, **CLASSES
     )
@@ -580,7 +581,7 @@ def test_training_metrics_are_those_of_the_batches_of_the_epoch() -> None:
 
 @pytest.mark.parametrize("step", [1, 3, 5])
 def test_training_metrics_resume(step: int) -> None:
-    shards = make_data([20], task="classification", dtype=torch.float32)
+    shards = make_data([20], task=CLASSIFICATION, dtype=torch.float32)
     config = TrainConfig(epochs=2, batch_size=5, learning_rate=0.1, **CLASSES)
     sink = Keeper(steps=tuple(range(1, 9)))
     expected = run(make_classes(), config, shards, sink=sink).history

@@ -16,6 +16,7 @@ from sparkdl.config import TrainConfig
 from sparkdl.data.batches import Batches
 from sparkdl.data.plan import RoundPart, TrainPlan
 from sparkdl.data.spool.mapped import MappedRows
+from sparkdl.inference.classification import CLASSIFICATION
 from sparkdl.serialization.travel.attributes import Attributes
 from sparkdl.sync.apart import ApartSynchronizer
 from sparkdl.sync.frozen_layers import freeze
@@ -93,10 +94,10 @@ def test_training_metrics_of_rounds_are_those_of_all_rows() -> None:
         "accuracy": NamedMetric(name="accuracy", num_classes=3),
     }
     config = TrainConfig(
-        task="classification", loss="cross_entropy", training_metrics=True, learning_rate=1e-30,
+        task=CLASSIFICATION, loss="cross_entropy", training_metrics=True, learning_rate=1e-30,
         batch_size=4, optimizer="sgd", metrics=metrics,
     )  # fmt: skip
-    shards = make_data([14, 9], task="classification", dtype=torch.float32)
+    shards = make_data([14, 9], task=CLASSIFICATION, dtype=torch.float32)
     plan = plan_for(shards, config, world_size=2)
     make = partial(seeded, lambda: nn.Linear(4, 3))
     replica, over_all = RoundReplica(make(), config, plan, CPU), b""
@@ -109,7 +110,7 @@ def test_training_metrics_of_rounds_are_those_of_all_rows() -> None:
             )
             new = from_text(outcome.logs or "")
             over_all = added([over_all, new] if over_all else [new], driver.metric)
-    alone = run(make(), config, make_data([14, 9], task="classification", dtype=torch.float32))
+    alone = run(make(), config, make_data([14, 9], task=CLASSIFICATION, dtype=torch.float32))
     found = driver.compute_over([over_all])
     assert found == {name: pytest.approx(alone.history[0][name]) for name in ("f1", "accuracy")}
 

@@ -11,6 +11,7 @@ from sparkdl.comm.communicator import LocalCommunicator
 from sparkdl.config import TrainConfig
 from sparkdl.data.batches import sequential_batches
 from sparkdl.data.spool.mapped import MappedRows, ShardData
+from sparkdl.inference.regression import REGRESSION
 from sparkdl.sync.frozen_layers import evaluation_mode
 from sparkdl.sync.gradients.allreduce import AllReduce
 from sparkdl.train.replica import make_replica
@@ -22,7 +23,7 @@ CPU = torch.device("cpu")
 
 
 def evaluated(net: nn.Module, shards: list[ShardData], batch_size: int, weighted: bool) -> float:
-    config = TrainConfig(batch_size=batch_size, loss="mse", task="regression")
+    config = TrainConfig(batch_size=batch_size, loss="mse", task=REGRESSION)
     plan = plan_for(shards, config, weighted=weighted)
     comm = LocalCommunicator()
     replica = make_replica(net, config, plan, CPU, lambda *made: AllReduce().setup(*made, comm))

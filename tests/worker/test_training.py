@@ -29,6 +29,7 @@ from sparkdl.data.plan import Column, SpoolColumn, TrainPlan, make_plan
 from sparkdl.data.shuffle_windows import WINDOWS, Windows
 from sparkdl.data.spool.writer import SpoolWriter
 from sparkdl.errors import CheckpointLost, CommunicationError, ConfigError, StorageError
+from sparkdl.inference.classification import CLASSIFICATION
 from sparkdl.runtime.versions import versions
 from sparkdl.serialization.travel.packed_module import PackedModule, pack
 from sparkdl.storage.checkpoint_format import decode, latest
@@ -42,7 +43,7 @@ COLUMNS = (
     Column(name="y", role="label", dtype="int64", shape=()),
 )
 CONFIG = TrainConfig(
-    task="classification", loss="cross_entropy", optimizer="adam", learning_rate=0.05, epochs=3,
+    task=CLASSIFICATION, loss="cross_entropy", optimizer="adam", learning_rate=0.05, epochs=3,
     batch_size=8, seed=5, checkpoint=CheckpointConfig(interval=4),
 )  # fmt: skip
 

@@ -227,12 +227,12 @@ def _judged(checked: CheckedValues, output: Any, example: Example) -> Trial:
 
     request, objective, config = checked.request, checked.objective, checked.request.config
     meant = taken(objective.shown if isinstance(objective, StepLoss) else objective, output)
-    num_classes = _num_classes(meant) if config.task == "classification" else None
+    num_classes = config.task.num_classes(meant) or None
     if isinstance(objective, CallableLoss):
         _check_order(config.loss, meant, example)
         if num_classes is not None:
             _warn_of_probabilities(checked.module, meant)
-    if not isinstance(objective, StepLoss) and (config.task != "custom" or request.labels):
+    if not isinstance(objective, StepLoss) and (config.task.has_one_label or request.labels):
         _try_loss(objective, meant, example)
     metrics = resolved(config.metrics, objective, meant)
     unweighted = [n for n, _, m in flat(metrics or {}) if not isinstance(m, NamedMetric)]
@@ -497,29 +497,6 @@ def _warn_of_probabilities(module: nn.Module, output: torch.Tensor) -> None:
             "for logits: every row may get the same class; leave it out, and let the loss apply it",
             type(last).__name__,
         )
-
-
-def _num_classes(output: Any) -> int:
-    import numpy as np
-    import torch
-
-    if not isinstance(output, torch.Tensor):
-        remedy = "return the logits alone, or use TorchEstimator for other outputs"
-        if output is None:
-            remedy = "let forward return the logits"
-        elif isinstance(output, np.ndarray):
-            remedy = "let forward return the tensor itself, without numpy()"
-        raise ConfigError(
-            f"a classifier's module must return a tensor (batch, classes); it returned "
-            f"{type(output).__name__}; {remedy}"
-        )
-    if not output.is_floating_point():
-        raise ConfigError(
-            "a classifier's module must return logits (batch, classes), of which a gradient can be "
-            f"taken; it returned {str(output.dtype).removeprefix('torch.')}; leave argmax out: "
-            "transform adds the class"
-        )
-    return 2 if output.ndim == 1 or output.shape[1] == 1 else int(output.shape[1])
 
 
 @dataclass(frozen=True)

@@ -151,8 +151,8 @@ def prepare_labels(
     classes = class_labels(loss) if labels else set()
     prepared = [prepare_label(entry, as_classes=entry.argument in classes) for entry in labels]
     if label_col is not None:
-        label = prepare_label(label_col, as_classes=task == "classification")
-        if task == "regression" and label.dtype == "int64":
+        label = prepare_label(label_col, as_classes=task.labels == "classes")
+        if task.labels == "numbers" and label.dtype == "int64":
             values = label.expression.cast(_SQL_TYPES[float_dtype][0])
             label = replace(label, expression=values, dtype=float_dtype)
         prepared.append(label)

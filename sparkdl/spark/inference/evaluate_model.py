@@ -17,7 +17,6 @@ from sparkdl.data.collate import Arguments
 from sparkdl.errors import ClusterError, ConfigError
 from sparkdl.inference.evaluate_rows import Measures, Part, evaluation, united
 from sparkdl.inference.outputs import Forward, pick
-from sparkdl.inference.predict import class_logits
 from sparkdl.inference.scores import BUILT_IN, Evaluation
 from sparkdl.spark.inference.arrow_udf import with_columns
 from sparkdl.spark.inference.evaluate_task import AddTask, EvaluateTask, losses
@@ -92,14 +91,11 @@ def classes_and_metrics(
         with torch.no_grad(), evaluation_mode(module):
             output = forward.module_output(module, inputs)
         metrics = resolved(metrics, loss, taken(loss, output)) or {}
-    if task == "custom":
+    if not task.has_one_label:
         return 0, metrics
     if predicted.output.layer is not None:
         raise ConfigError(
             "evaluate needs a predictionOutput of what the module returns; set it without layer"
         )
     found = plan_outputs(module, inputs, forward, [predicted]).found[None]
-    if task == "regression":
-        return 0, metrics
-    logits = class_logits(pick(found, predicted.output.path, predicted.output))
-    return logits.shape[1], metrics
+    return task.num_classes(pick(found, predicted.output.path, predicted.output)), metrics

@@ -81,7 +81,7 @@ class EvaluateTask(ModuleTask):
             yield run, output, target.packed(), weight
 
     def _predicted(self, output: Any, num_rows: int) -> Any:
-        if self.measures.task == "custom":
+        if not self.measures.task.has_one_label:
             return None
         after = self.forward.postprocessing
         found = pick(after(output) if after else output, self.predicted.path, self.predicted)

@@ -83,8 +83,7 @@ class Competition(PopulationStrategy):
 
     def check(self, config: TrainConfig, world_size: int) -> None:
         super().check(config, world_size)
-        default = ["accuracy"] if config.task == "classification" else []
-        names = default if config.metrics is None else config.metrics
+        names = config.task.default_metrics if config.metrics is None else config.metrics
         known = ["val_loss", *(f"val_{name}" for name in names)]
         if not any(f"{self.monitor}_".startswith(f"{name}_") for name in known):  # or of a label
             raise ConfigError(

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from sparkdl.config import Task
+from sparkdl.config import CUSTOM, Task
 from sparkdl.errors import ConfigError
 from sparkdl.train.objective.loss import ClassLoss, LossFunction, Rows, Sums, resolve_loss, rows_of
 
@@ -52,7 +52,7 @@ def class_labels(loss: Any) -> set[str]:
     if not isinstance(loss, Mapping):
         return set()
     return {
-        name for name, part in loss.items() if isinstance(resolve_loss(part, "custom"), ClassLoss)
+        name for name, part in loss.items() if isinstance(resolve_loss(part, CUSTOM), ClassLoss)
     }
 
 

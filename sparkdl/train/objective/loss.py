@@ -35,8 +35,8 @@ LOSSES: dict[str, type[nn.Module]] = {
 }
 """Names that ``loss`` accepts. Instances of other classes with a ``reduction`` work too."""
 
-_CLASSES = (nn.CrossEntropyLoss, nn.NLLLoss)
-_ELEMENTWISE = (*(set(LOSSES.values()) - set(_CLASSES)), nn.MultiLabelSoftMarginLoss)
+CLASS_LOSSES = (nn.CrossEntropyLoss, nn.NLLLoss)
+ELEMENTWISE_LOSSES = (*(set(LOSSES.values()) - set(CLASS_LOSSES)), nn.MultiLabelSoftMarginLoss)
 """Those that compare each number of the output with one of the target."""
 
 
@@ -82,8 +82,7 @@ def resolve_loss(loss: Any, task: Task) -> LossFunction:
               the losses of the samples, ``(batch, ...)``; or a pair (sum of losses, sum of
               weights); or a scalar, which is taken as the mean over the batch. A column of
               weights needs the first kind.
-        task: what is learnt; a loss of class numbers does not fit a regression, nor one of
-            numbers a classification.
+        task: what is learnt, which says whether the loss fits.
 
     Raises:
         ConfigError: the name is unknown, or the loss cannot be used.
@@ -94,22 +93,11 @@ def resolve_loss(loss: Any, task: Task) -> LossFunction:
         loss = LOSSES[loss.lower()]
     if isinstance(loss, type) and issubclass(loss, nn.Module):
         loss = loss()
-    if isinstance(loss, _CLASSES) and task == "regression":
-        raise ConfigError(
-            f"{type(loss).__name__} compares class numbers, which a regression has not; "
-            "use 'mse' or another loss of numbers"
-        )
-    takes_logits = isinstance(loss, nn.BCEWithLogitsLoss)
-    if isinstance(loss, _ELEMENTWISE) and not takes_logits and task == "classification":
-        raise ConfigError(
-            f"{type(loss).__name__} compares numbers, but a classifier's outputs are taken as "
-            "logits; use 'cross_entropy', or for one output 'bce_with_logits' on a module without "
-            "a final Sigmoid"
-        )
+    task.check_loss(loss)
     if isinstance(loss, nn.Module) and hasattr(loss, "reduction"):
-        return ClassLoss(loss) if isinstance(loss, _CLASSES) else ModuleLoss(loss)
+        return ClassLoss(loss) if isinstance(loss, CLASS_LOSSES) else ModuleLoss(loss)
     if callable(loss):
-        return CallableLoss(loss, gives_logits=task == "classification")
+        return CallableLoss(loss, gives_logits=task.gives_logits)
     raise ConfigError(f"loss must be a name, an nn.Module or a callable; received {loss!r}")
 
 
@@ -143,7 +131,7 @@ class ModuleLoss:
 
     def rows(self, output: Any, target: Any) -> Rows:
         output = _full_precision(output)
-        if isinstance(self._module, _ELEMENTWISE):
+        if isinstance(self._module, ELEMENTWISE_LOSSES):
             output, target = match_shapes(output, target)
             target = target.to(output.dtype)
         losses = self._checked(self._module(output, target), target)

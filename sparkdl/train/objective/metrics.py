@@ -142,7 +142,7 @@ class Metrics:
         made = {name: metric for name, _, metric in flat(metrics)}
         self._labels = {name: label for name, label, _ in flat(metrics) if label is not None}
         self._named = {n: m for n, m in made.items() if isinstance(m, NamedMetric)}
-        counts_classes = counts_classes and task == "classification"
+        counts_classes = counts_classes and task.gives_logits
         self._names = tuple(made)
         self._metrics: dict[str, Any] = {
             name: metric.make(device)
@@ -271,24 +271,21 @@ class Metrics:
         label, named = self._labels.get(name), self._named.get(name)
         if label is not None:
             seen = _matched(self._predictions(_full_precision(output))[label], target[label])
-        elif named is not None and self._task == "custom":
-            seen = _matched(self._predictions(_full_precision(output)), target)
         else:
-            seen = self._for_task(output, target)
+            seen = self._for_task(output, target, is_named=named is not None)
         is_of_classes = named is not None and named.num_classes is not None
         return named.sees(*seen) if named is not None and is_of_classes else seen
 
-    def _for_task(self, output: Any, target: Any) -> tuple[Any, Any]:
+    def _for_task(self, output: Any, target: Any, *, is_named: bool) -> tuple[Any, Any]:
         if isinstance(output, torch.Tensor):
             output = _full_precision(output)
-        is_plain = isinstance(output, torch.Tensor) and isinstance(target, torch.Tensor)
-        if self._task == "custom" or not is_plain:
-            return output, target
-        if self._task == "classification":
-            output = self._predictions(output)
-            if target.is_floating_point() and bool((target == target.long()).all()):
-                target = target.long()
-        return _matched(output, target)
+        if isinstance(output, torch.Tensor) and isinstance(target, torch.Tensor):
+            compared = self._task.compared(output, target, self._predictions)
+            if compared is not None:
+                return _matched(*compared)
+        if is_named and not self._task.has_one_label:
+            return _matched(self._predictions(_full_precision(output)), target)
+        return output, target
 
 
 def detached(output: Any) -> Any:

@@ -82,18 +82,18 @@ def flat(metrics: Mapping[str, Any]) -> Iterator[tuple[str, str | None, Any]]:
 
 
 def default_metrics(task: Task, loss: LossFunction) -> dict[str, NamedMetric]:
-    """Return the metrics of a user who named none: accuracy where classes are predicted.
+    """Return the metrics of a user who named none.
 
-    Not if a training step computes the loss, since a metric would run the module once more.
+    None if a training step computes the loss, since a metric would run the module once more.
     """
-    has_accuracy = task == "classification" and not isinstance(loss, StepLoss)
-    return {ACCURACY: NamedMetric(name=ACCURACY)} if has_accuracy else {}
+    names = () if isinstance(loss, StepLoss) else task.default_metrics
+    return {name: NamedMetric(name=name) for name in names}
 
 
 def metric_names(metrics: Mapping[str, Any] | None, task: Task) -> list[str]:
     """The names that the history will have, without ``val_``."""
     if metrics is None:
-        return [ACCURACY] if task == "classification" else []
+        return [*task.default_metrics]
     return [name for name, _, _ in flat(metrics)]
 
 
@@ -104,9 +104,8 @@ def check_names(metrics: Mapping[str, Any] | None, task: Task, loss: LossFunctio
             continue
         name, of_classes = name.lower(), name.lower() in OF_CLASSES
         part = _loss_of(loss, key, label)
-        known = [*OF_CLASSES] * (task != "regression")
-        if task == "regression" or (task == "custom" and not isinstance(part, ClassLoss)):
-            known += OF_NUMBERS
+        compares = task.compares - ({"numbers"} if isinstance(part, ClassLoss) else set())
+        known = [*OF_CLASSES] * ("classes" in compares) + [*OF_NUMBERS] * ("numbers" in compares)
         if name in known:
             continue
         if of_classes or name in OF_NUMBERS:

@@ -18,6 +18,7 @@ from torch import nn
 
 from sparkdl.config import CheckpointConfig, EarlyStopping, ExplainOptions, TrainConfig
 from sparkdl.errors import ClusterError, ConfigError, DataError, WorkerError
+from sparkdl.inference.classification import CLASSIFICATION
 from sparkdl.mesh import Mesh
 from sparkdl.runtime.activity import shown_by
 from sparkdl.spark.cluster import slots
@@ -68,7 +69,7 @@ def df(spark: SparkSession) -> DataFrame:
 
 def request(**changes: Any) -> FitRequest:
     config = TrainConfig(
-        task="classification", loss="cross_entropy", optimizer="adam", learning_rate=0.01,
+        task=CLASSIFICATION, loss="cross_entropy", optimizer="adam", learning_rate=0.01,
         epochs=changes.pop("epochs", 2), batch_size=changes.pop("batch_size", 16), seed=7,
         sync_strategy=changes.pop("strategy", None), callbacks=changes.pop("callbacks", ()),
         checkpoint=CheckpointConfig(interval=5),

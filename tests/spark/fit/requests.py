@@ -8,6 +8,7 @@ from typing import Any
 from torch import nn
 
 from sparkdl.config import TrainConfig
+from sparkdl.inference.classification import CLASSIFICATION
 from sparkdl.spark.run.run import FitRequest
 from sparkdl.sync.gradients.allreduce import AllReduce
 
@@ -15,10 +16,10 @@ CONFIG = {field.name for field in fields(TrainConfig)}
 
 
 def config(**options: Any) -> TrainConfig:
-    task = options.setdefault("task", "classification")
+    task = options.setdefault("task", CLASSIFICATION)
     return TrainConfig(
         **{
-            "loss": "cross_entropy" if task == "classification" else "mse",
+            "loss": "cross_entropy" if task == CLASSIFICATION else "mse",
             "seed": 3,
             "sync_strategy": AllReduce(),
             **options,

@@ -17,6 +17,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from torchmetrics.classification import MulticlassAccuracy
 
 from sparkdl import Callback, ParquetSource, TorchClassifier, TorchRunner
+from sparkdl.config import CUSTOM
 from sparkdl.data.plan import Column
 from sparkdl.errors import ConfigError
 from sparkdl.spark.cluster.probe import Needs
@@ -212,7 +213,7 @@ MISTAKES: dict[str, tuple[Callable[[], Any], str]] = {
         "function(label, output)",
     ),
     "a loss that gives another value": (
-        lambda: shown(nn.Linear(4, 3), task="custom", loss=unlike),
+        lambda: shown(nn.Linear(4, 3), task=CUSTOM, loss=unlike),
         "the loss function takes (target, output), and is called with the module's output "
         "first, then the label; change the order of its parameters, or pass lambda output, label: "
         "function(label, output)",
@@ -331,7 +332,7 @@ def test_all_that_is_said_of_a_mistake(mistake: str) -> None:
 
 def test_a_loss_that_is_the_same_both_ways_may_have_its_parameters_in_any_order() -> None:
     number = Column(name="y", role="label", dtype="float32", shape=())
-    shown(nn.Linear(4, 1), (X, number), task="custom", loss=keras_error)
+    shown(nn.Linear(4, 1), (X, number), task=CUSTOM, loss=keras_error)
     shown(nn.Linear(4, 3), loss=lambda labels, logits: F.cross_entropy(labels, logits))
 
 

@@ -12,8 +12,9 @@ import pytest
 import torch
 from torch import nn
 
-from sparkdl.config import TrainConfig
+from sparkdl.config import CUSTOM, TrainConfig
 from sparkdl.errors import ConfigError
+from sparkdl.inference.regression import REGRESSION
 from sparkdl.spark.fit.check_request import (
     check_max_norm,
     check_sync_batch_norm,
@@ -185,9 +186,9 @@ def test_columns_are_cast_for_module_and_task(spark: SparkSession) -> None:
         ("y", "label", "int64", True),
         ("w", "weight", "float32", False),
     ]
-    assert kinds(task="regression")[1] == ("y", "label", "float32", False)
-    assert kinds(task="custom")[1] == ("y", "label", "int64", False)
-    assert kinds(label_col="x", task="custom")[1] == ("x", "label", "float32", False)
+    assert kinds(task=REGRESSION)[1] == ("y", "label", "float32", False)
+    assert kinds(task=CUSTOM)[1] == ("y", "label", "int64", False)
+    assert kinds(label_col="x", task=CUSTOM)[1] == ("x", "label", "float32", False)
     assert len(kinds(validation_col=None, validation_fraction=0.1)) == 3
     with pytest.raises(ConfigError, match='column "x" is an input twice'):
         kinds(feature_cols=("x", "x"), input_shapes=((2,), (1, 2)))

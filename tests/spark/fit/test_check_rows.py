@@ -11,10 +11,12 @@ import torch
 from torch import nn
 from torchmetrics import classification
 
-from sparkdl.config import EarlyStopping, TrainConfig
+from sparkdl.config import CUSTOM, EarlyStopping, Task, TrainConfig
 from sparkdl.data.column_stats import ColumnStats, SpooledShard
 from sparkdl.data.plan import Column, Shard, TrainPlan, make_plan
 from sparkdl.errors import ConfigError, DataError
+from sparkdl.inference.classification import CLASSIFICATION
+from sparkdl.inference.regression import REGRESSION
 from sparkdl.inputs import Sequence
 from sparkdl.mesh import Mesh
 from sparkdl.spark.fit.check_rows import (
@@ -116,7 +118,7 @@ def test_dry_run_counts_the_classes() -> None:
     one = request(loss="bce_with_logits")
     assert num_classes(nn.Linear(4, 1), [X, Y], one) == 2
     assert num_classes(nn.Sequential(nn.Linear(4, 1), nn.Flatten(0)), [X, Y], one) == 2
-    assert num_classes(nn.Linear(4, 1), [X, Y], request(task="regression")) is None
+    assert num_classes(nn.Linear(4, 1), [X, Y], request(task=REGRESSION)) is None
 
 
 @pytest.mark.parametrize("module", [nn.Linear(4, 1), nn.Sequential(nn.Linear(4, 1), nn.Flatten(0))])
@@ -206,22 +208,22 @@ class ByClass(nn.CrossEntropyLoss):
 @pytest.mark.parametrize(
     ("loss", "task", "said"),
     [
-        (Focal(weight=WEIGHTS), "classification", "the loss Focal gives"),
-        (Focal(), "classification", None),
-        (RootMean(), "regression", "the loss RootMean gives"),
-        (Halved(), "regression", None),
-        (ByClass(), "classification", r"ByClass\(reduction='none'\) returned \(3,\) for 2 samples"),
+        (Focal(weight=WEIGHTS), CLASSIFICATION, "the loss Focal gives"),
+        (Focal(), CLASSIFICATION, None),
+        (RootMean(), REGRESSION, "the loss RootMean gives"),
+        (Halved(), REGRESSION, None),
+        (ByClass(), CLASSIFICATION, r"ByClass\(reduction='none'\) returned \(3,\) for 2 samples"),
     ],
 )
 def test_a_loss_module_means_what_its_rows_add_up_to(
-    loss: nn.Module, task: str, said: str | None
+    loss: nn.Module, task: Task, said: str | None
 ) -> None:
-    label = Y if task == "classification" else replace(Y, dtype="float32")
+    label = Y if task == CLASSIFICATION else replace(Y, dtype="float32")
     rows = {"feature x": torch.arange(32.0).reshape(8, 4), "label y": torch.arange(8) // 3}
-    if task == "regression":
+    if task == REGRESSION:
         rows["label y"] = rows["label y"].float().unsqueeze(1)
         label = replace(label, shape=(1,))
-    net = nn.Linear(4, 3 if task == "classification" else 1)
+    net = nn.Linear(4, 3 if task == CLASSIFICATION else 1)
     asked = request(loss=loss, task=task)
     if said is None:
         num_classes(net, [X, label], asked, rows=rows)
@@ -260,9 +262,9 @@ def test_metrics_that_ignore_a_weight_column_are_warned_of(
             {"loss": "bce_with_logits"},
             r"output has shape \(batch, 3\) but the target has shape \(batch,\)",
         ),
-        ({"task": "regression", "loss": "mse"}, "so that they are equal"),
+        ({"task": REGRESSION, "loss": "mse"}, "so that they are equal"),
         (
-            {"task": "regression", "loss": nn.GaussianNLLLoss()},
+            {"task": REGRESSION, "loss": nn.GaussianNLLLoss()},
             r"cannot compare the module's output with \"y\" int64 \(batch,\): TypeError: ",
         ),
     ],
@@ -410,7 +412,7 @@ class Squeezed(nn.Module):
 
 
 def test_one_row_keeps_its_dimension() -> None:
-    asked = request(task="regression")
+    asked = request(task=REGRESSION)
     with pytest.raises(ConfigError, match=r"one row \(\): .* use squeeze\(-1\) in place"):
         num_classes(Squeezed(), [X, Y], asked)
     assert num_classes(Squeezed(-1), [X, Y], asked) is None
@@ -443,7 +445,7 @@ def test_the_rows_of_zeros_are_not_told() -> None:
     assert "got input of size: [batch, 16]" in str(caught.value)
     pair = nn.Linear(4, 2)
     with pytest.raises(ConfigError, match=r"has shape \(batch, 2\) but the target has shape"):
-        num_classes(pair, [X, Y], request(task="regression", loss="mse"))
+        num_classes(pair, [X, Y], request(task=REGRESSION, loss="mse"))
 
 
 def test_a_classifier_returns_a_tensor() -> None:
@@ -453,7 +455,7 @@ def test_a_classifier_returns_a_tensor() -> None:
 
     with pytest.raises(ConfigError, match="it returned tuple; return the logits alone, or use T"):
         num_classes(Two(), [X], request())
-    assert num_classes(Two(), [X], request(task="custom")) is None
+    assert num_classes(Two(), [X], request(task=CUSTOM)) is None
 
 
 class Viewing(nn.Module):

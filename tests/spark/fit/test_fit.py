@@ -23,6 +23,7 @@ from torchmetrics.classification import BinaryAccuracy
 from sparkdl.config import CheckpointConfig, EarlyStopping, TrainConfig
 from sparkdl.data.shuffle_windows import HostLoad
 from sparkdl.errors import ClusterError, ConfigError, DataError, StorageError, WorkerError
+from sparkdl.inference.classification import CLASSIFICATION
 from sparkdl.spark.cluster import cluster_info, probe, slots
 from sparkdl.spark.fit.check_request import check_request
 from sparkdl.spark.fit.fit import fit
@@ -62,7 +63,7 @@ def df(spark: SparkSession) -> DataFrame:
 
 def request(*callbacks: Any, **changes: Any) -> FitRequest:
     config = TrainConfig(
-        task="classification", loss="cross_entropy", optimizer="adam", learning_rate=0.01,
+        task=CLASSIFICATION, loss="cross_entropy", optimizer="adam", learning_rate=0.01,
         epochs=changes.pop("epochs", 2), batch_size=16, seed=7, callbacks=callbacks,
         checkpoint=CheckpointConfig(directory=changes.pop("directory", None), interval=5),
     )  # fmt: skip

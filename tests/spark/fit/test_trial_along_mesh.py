@@ -15,6 +15,7 @@ from torch import nn
 
 from sparkdl.data.plan import Column
 from sparkdl.errors import ConfigError
+from sparkdl.inference.regression import REGRESSION
 from sparkdl.mesh import Mesh
 from sparkdl.spark.fit.check_request import begin_module
 from sparkdl.spark.fit.trial import Example, try_module
@@ -32,7 +33,7 @@ Between = Callable[[torch.Tensor], torch.Tensor]
 def tried(module: nn.Module | Callable[[], nn.Module], mesh: Mesh, **changes: Any) -> None:
     """Try a module, or what a factory makes on the meta device."""
     torch.manual_seed(2)
-    asked = request(module, parallelism=mesh, loss="mse", task="regression", **changes)
+    asked = request(module, parallelism=mesh, loss="mse", task=REGRESSION, **changes)
     module, weights, _ = begin_module(asked)
     assert weights is None or all(parameter.is_meta for parameter in module.parameters())
     assert (weights is None) == isinstance(asked.module, nn.Module)

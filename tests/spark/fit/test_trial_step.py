@@ -13,6 +13,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
+from sparkdl.config import CUSTOM
 from sparkdl.data.plan import Column
 from sparkdl.errors import ConfigError
 from sparkdl.mesh import Mesh
@@ -360,7 +361,7 @@ class Kernel(nn.Linear):
 @pytest.mark.parametrize(
     "options",
     [
-        *({"loss": loss, "task": "custom"} for loss in (
+        *({"loss": loss, "task": CUSTOM} for loss in (
             farthest_and_nearest, all_classes, no_duplicates, hardest, of_rare_pairs
         )),
         {"module": Whitening(4, 3)},

@@ -21,6 +21,7 @@ from torchmetrics import classification
 from sparkdl.data.plan import Column
 from sparkdl.errors import ClusterError, ConfigError, DataError
 from sparkdl.inference import evaluate_rows
+from sparkdl.inference.classification import CLASSIFICATION
 from sparkdl.inference.evaluate_rows import Evaluator, Measures, Part
 from sparkdl.inference.outputs import Output
 from sparkdl.inference.scores import ClassificationScores, RegressionScores
@@ -295,7 +296,7 @@ def test_tasks_that_add_up_refuse_states_that_are_too_large_in_all(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     measures = Measures(
-        task="classification", loss="cross_entropy", num_classes=2,
+        task=CLASSIFICATION, loss="cross_entropy", num_classes=2,
         metrics={"auroc": classification.MulticlassAUROC(2)}, curves=(1,),
     )  # fmt: skip
     rows, sizes = [], set()

@@ -10,6 +10,7 @@ from torch import nn
 from sparkdl.cli.job_files.job_file import key_type
 from sparkdl.errors import ConfigError
 from sparkdl.estimator import TorchRegressor
+from sparkdl.inference.regression import REGRESSION
 from sparkdl.spark.params.param_table import Option, RegressorArguments, options
 from sparkdl.spark.params.params import training_values, with_params
 
@@ -40,12 +41,12 @@ def test_a_row_is_a_param_with_setter_getter_default_and_documentation() -> None
 
 def test_a_row_fills_its_field_which_checks_it() -> None:
     estimator = Regressor(module=nn.Identity)
-    assert training_values(estimator, "regression")[0].checkpoint.keep == 2
+    assert training_values(estimator, REGRESSION)[0].checkpoint.keep == 2
     estimator.setCheckpointsKept(7)
-    assert training_values(estimator, "regression")[0].checkpoint.keep == 7
+    assert training_values(estimator, REGRESSION)[0].checkpoint.keep == 7
     estimator.setCheckpointsKept(0)
     with pytest.raises(ConfigError, match="keep must be at least 1; received 0"):
-        training_values(estimator, "regression")
+        training_values(estimator, REGRESSION)
 
 
 def test_a_row_is_a_key_of_job_files_and_says_how_it_is_saved() -> None:

@@ -21,6 +21,7 @@ from sparkdl.config import EarlyStopping
 from sparkdl.data.plan import Column
 from sparkdl.errors import ConfigError, ConfigErrors, ParamError
 from sparkdl.estimator import TorchClassifier, TorchEstimator, TorchRegressor
+from sparkdl.inference.classification import CLASSIFICATION
 from sparkdl.model import TorchClassifierModel, TorchModel, TorchRegressorModel
 from sparkdl.runner import TorchRunner
 from sparkdl.spark.params.params import training_values
@@ -122,7 +123,7 @@ def test_all_that_is_wrong_is_told_at_once() -> None:
     with pytest.raises(ConfigErrors) as several:
         training_values(
             TorchClassifier(epochs=0, batchSize=0, precision="x", numWorkers=0, inputCols=[]),
-            "classification",
+            CLASSIFICATION,
         )
     text = str(several.value)
     for part in ("module is not set", "epochs must", "batchSize must", "precision must",
@@ -276,4 +277,4 @@ def test_params_take_numpys_numbers_and_paths_and_keep_plain_ones() -> None:
 def test_a_tilde_is_the_home(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOME", "/home/me")
     made = TorchClassifier(module=nn.Identity, cacheDir="~/kept")
-    assert training_values(made, "classification")[1]["cache_dir"] == "/home/me/kept"
+    assert training_values(made, CLASSIFICATION)[1]["cache_dir"] == "/home/me/kept"

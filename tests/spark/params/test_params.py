@@ -13,9 +13,11 @@ import torchmetrics
 from pyspark.ml.param import Param
 from torch import nn
 
-from sparkdl.config import CheckpointConfig, EarlyStopping, TrainConfig
+from sparkdl.config import CUSTOM, CheckpointConfig, EarlyStopping, TrainConfig
 from sparkdl.errors import ConfigError, ParamError
 from sparkdl.estimator import TorchClassifier, TorchEstimator, TorchRegressor
+from sparkdl.inference.classification import CLASSIFICATION
+from sparkdl.inference.regression import REGRESSION
 from sparkdl.inputs import Named, Sequence, Specification, Tensor
 from sparkdl.mesh import Mesh
 from sparkdl.model import TorchClassifierModel, TorchModel, TorchRegressorModel
@@ -118,7 +120,7 @@ def param_names(cls: type) -> set[str]:
 
 
 def field_value(estimator: Any, name: str) -> Any:
-    config, request = training_values(estimator, "custom")
+    config, request = training_values(estimator, CUSTOM)
     owners = {"config": config, "checkpoint": config.checkpoint}
     row = ROWS[name]
     if row.fills == "request":
@@ -221,7 +223,7 @@ def test_wrong_types_are_refused_when_set() -> None:
 def test_none_is_a_value_where_the_type_has_it() -> None:
     estimator = TorchClassifier(module=nn.Identity, divergenceFactor=None)
     assert estimator.getDivergenceFactor() is None
-    assert training_values(estimator, "classification")[0].divergence_factor is None
+    assert training_values(estimator, CLASSIFICATION)[0].divergence_factor is None
     assert estimator.copy().getDivergenceFactor() is None
 
 
@@ -262,12 +264,12 @@ def test_wrong_values_are_refused_at_fit() -> None:
     for params, message in wrong:
         estimator = TorchClassifier(module=nn.Identity, **params)  # type: ignore[typeddict-item]
         with pytest.raises(ConfigError, match=message):
-            training_values(estimator, "classification")
+            training_values(estimator, CLASSIFICATION)
 
 
 def test_module_is_needed() -> None:
     with pytest.raises(ConfigError, match="module is not set"):
-        training_values(TorchRegressor(), "regression")
+        training_values(TorchRegressor(), REGRESSION)
 
 
 def test_unknown_params_are_refused_with_a_hint() -> None:

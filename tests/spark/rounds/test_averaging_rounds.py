@@ -12,8 +12,10 @@ import torchmetrics
 from pyspark import TaskContext
 from torch import nn
 
-from sparkdl.config import CheckpointConfig, EarlyStopping, TrainConfig
+from sparkdl.config import CUSTOM, CheckpointConfig, EarlyStopping, TrainConfig
 from sparkdl.errors import ConfigError, TrainingDiverged, WorkerError
+from sparkdl.inference.classification import CLASSIFICATION
+from sparkdl.inference.regression import REGRESSION
 from sparkdl.inputs import Tensor, named
 from sparkdl.spark.fit.check_request import choose_mode
 from sparkdl.spark.fit.fit import fit
@@ -58,7 +60,7 @@ def df(spark: SparkSession) -> DataFrame:
 
 def request(**changes: Any) -> FitRequest:
     config: dict[str, Any] = {
-        "task": "classification",
+        "task": CLASSIFICATION,
         "loss": "cross_entropy",
         "optimizer": "adam",
         "learning_rate": 0.01,
@@ -191,7 +193,7 @@ def test_a_run_goes_on_where_the_last_one_stopped(
 
 
 SEVERAL_LABELS: dict[str, Any] = {
-    "task": "custom", "label_col": None, "loss": {"a": "cross_entropy", "b": "cross_entropy"},
+    "task": CUSTOM, "label_col": None, "loss": {"a": "cross_entropy", "b": "cross_entropy"},
     "labels": named({"a": Tensor("label"), "b": Tensor("label")}),
 }  # fmt: skip
 
@@ -279,7 +281,7 @@ def test_divergence_ends_the_fit(df: DataFrame) -> None:
         fit(
             df,
             request(
-                optimizer="sgd", learning_rate=1e9, loss="mse", task="regression",
+                optimizer="sgd", learning_rate=1e9, loss="mse", task=REGRESSION,
                 module=lambda: nn.Linear(3, 1).double(), epochs=20,
             ),
         )  # fmt: skip

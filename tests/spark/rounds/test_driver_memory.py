@@ -9,6 +9,7 @@ from torch import nn
 
 from sparkdl.config import TrainConfig
 from sparkdl.errors import ClusterError
+from sparkdl.inference.regression import REGRESSION
 from sparkdl.spark.rounds.driver_memory import check_driver_memory, round_state_bytes
 
 MIB = 2**20
@@ -38,7 +39,7 @@ def check(
 def test_what_a_replica_sends(optimizer: Any, options: dict[str, Any], kept: int) -> None:
     module = nn.Sequential(nn.Linear(10, 100), nn.BatchNorm1d(100))
     config = TrainConfig(
-        task="regression", loss="mse", optimizer=optimizer, learning_rate=0.1,
+        task=REGRESSION, loss="mse", optimizer=optimizer, learning_rate=0.1,
         optimizer_params=options,
     )  # fmt: skip
     trained, buffers = 4 * (1000 + 100 + 200), 4 * 200 + 8

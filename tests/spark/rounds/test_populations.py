@@ -13,6 +13,7 @@ from torch import nn
 
 from sparkdl.config import CheckpointConfig, EarlyStopping
 from sparkdl.errors import CheckpointError, ConfigError, DataError, TrainingDiverged
+from sparkdl.inference.regression import REGRESSION
 from sparkdl.spark.fit.check_request import choose_mode
 from sparkdl.spark.fit.fit import fit
 from sparkdl.spark.run.run import FitRequest, FitResult
@@ -141,7 +142,7 @@ def make_line() -> nn.Module:
 
 def regression(strategy: PopulationStrategy, **changes: Any) -> FitRequest:
     values = {
-        "task": "regression", "loss": "mse", "optimizer": "sgd", "module": make_line,
+        "task": REGRESSION, "loss": "mse", "optimizer": "sgd", "module": make_line,
         "sync_strategy": strategy, "num_workers": 4, "batch_size": 5, "epochs": 3,
     }  # fmt: skip
     return request(**{**values, **changes})

@@ -14,6 +14,7 @@ from torch import nn
 from sparkdl.comm.communicator import Communicator
 from sparkdl.config import TrainConfig
 from sparkdl.errors import ConfigError
+from sparkdl.inference.regression import REGRESSION
 from sparkdl.mesh import Mesh
 from tests.gang import Gang
 from tests.sync.divided.test_mesh_training import train_on_rank
@@ -39,7 +40,7 @@ def adamw(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
 def config_for(mesh: Mesh | None, optimizer: MakeOptimizer, **other: Any) -> TrainConfig:
     """All rows in one batch."""
     return TrainConfig(
-        loss="mse", task="regression", epochs=3, batch_size=64, optimizer=optimizer,
+        loss="mse", task=REGRESSION, epochs=3, batch_size=64, optimizer=optimizer,
         learning_rate=None, parallelism=mesh, **other,
     )  # fmt: skip
 

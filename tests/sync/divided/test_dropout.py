@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from sparkdl.comm.communicator import Communicator, LocalCommunicator
-from sparkdl.config import TrainConfig
+from sparkdl.config import CUSTOM, TrainConfig
 from sparkdl.errors import ConfigError
 from sparkdl.mesh import Mesh
 from sparkdl.models import LanguageModel
@@ -74,7 +74,7 @@ def test_masks_along_tensor_are_those_of_one_process(gang: Gang, again: bool) ->
 
 
 def test_a_language_model_drops_the_same_along_tensor(gang: Gang) -> None:
-    config = TrainConfig(**{**BASE, "loss": "cross_entropy", "task": "custom", "epochs": 2})
+    config = TrainConfig(**{**BASE, "loss": "cross_entropy", "task": CUSTOM, "epochs": 2})
     expected = train_writing(LocalCommunicator(), config)
     along = dataclasses.replace(config, parallelism=Mesh(tensor=2))
     for found in gang.run(train_writing, along):

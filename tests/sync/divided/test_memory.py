@@ -16,6 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from sparkdl.comm.communicator import Communicator
 from sparkdl.config import TrainConfig
 from sparkdl.data.spool.mapped import MappedRows
+from sparkdl.inference.regression import REGRESSION
 from sparkdl.mesh import Mesh
 from sparkdl.train.callbacks import Callback, CallbackState, NullObserver
 from sparkdl.train.loop import train
@@ -117,7 +118,7 @@ def peak_of_a_step(comm: Communicator, mesh: Mesh) -> int:
     before.look()
     seen = Track()
     config = TrainConfig(
-        task="regression", loss="mse", optimizer="adamw", optimizer_params={"fused": True},
+        task=REGRESSION, loss="mse", optimizer="adamw", optimizer_params={"fused": True},
         learning_rate=1e-3, batch_size=2, epochs=1, parallelism=mesh, callbacks=(seen,),
     )  # fmt: skip
     data = make_data([8] * mesh.num_readers, dtype=torch.float32)

@@ -13,9 +13,10 @@ import torch
 from torch import nn
 
 from sparkdl.comm.communicator import Communicator, LocalCommunicator
-from sparkdl.config import EarlyStopping, TrainConfig
+from sparkdl.config import CUSTOM, EarlyStopping, TrainConfig
 from sparkdl.data.spool.mapped import MappedRows, ShardData
 from sparkdl.errors import ConfigError
+from sparkdl.inference.regression import REGRESSION
 from sparkdl.mesh import Mesh
 from sparkdl.models import LanguageModel
 from sparkdl.storage.checkpoint_format import decode
@@ -140,7 +141,7 @@ def text(rows: Sequence[int]) -> list[ShardData]:
 
 
 BASE: dict[str, Any] = {
-    "loss": "mse", "task": "regression", "epochs": 3, "batch_size": 8, "optimizer": "adamw",
+    "loss": "mse", "task": REGRESSION, "epochs": 3, "batch_size": 8, "optimizer": "adamw",
     "learning_rate": 0.01,
 }  # fmt: skip
 CASES: dict[str, dict[str, Any]] = {
@@ -209,7 +210,7 @@ def test_a_language_model_has_the_same_curve_along_each_mesh(gang: Gang) -> None
     tensor = Mesh(tensor=2, layout={**layout, "embedding": "rows", "head": "gathered"})
     meshes = (Mesh(shard=2, smallest_unit=1), tensor, MESHES["optimizer"], Mesh(pipeline=2))
     text: dict[str, Any] = {
-        **BASE, "loss": "cross_entropy", "task": "custom", "epochs": 6, "learning_rate": 0.05,
+        **BASE, "loss": "cross_entropy", "task": CUSTOM, "epochs": 6, "learning_rate": 0.05,
     }  # fmt: skip
     alone = one_process(TrainConfig(**text))
     assert alone[1][-1]["val_loss"] < 0.75 < 1.5 < alone[1][0]["val_loss"]
@@ -246,7 +247,7 @@ def test_layers_of_torchs_own_go_through_stages(gang: Gang, stages: Any) -> None
     # The gradient of a bias of attention's keys is nothing but rounding, which Adam makes large.
     values = {**BASE, "optimizer": "sgd", "learning_rate": 0.1, "loss": "cross_entropy"}
     mesh = Mesh(pipeline=2, stages=stages, micro_batches=2)
-    config = TrainConfig(**{**values, "task": "custom", "epochs": 2}, parallelism=mesh)
+    config = TrainConfig(**{**values, "task": CUSTOM, "epochs": 2}, parallelism=mesh)
     alone = alone_with(config, Mixed)
     for found in gang.run(train_made, config, Mixed):
         assert_equal(found, alone)

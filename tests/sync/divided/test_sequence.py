@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from sparkdl.comm.communicator import Communicator
-from sparkdl.config import TrainConfig
+from sparkdl.config import CUSTOM, TrainConfig
 from sparkdl.errors import ConfigError
 from sparkdl.mesh import Mesh
 from sparkdl.models import LanguageModel
@@ -29,7 +29,7 @@ LAYOUT = {
 SEQUENCE = {**LAYOUT, "blocks": "sequence"}
 MESH = Mesh(tensor=2, layout=SEQUENCE)
 TEXT = {
-    **BASE, "loss": "cross_entropy", "task": "custom", "gradient_clip_norm": 0.5, "epochs": 2,
+    **BASE, "loss": "cross_entropy", "task": CUSTOM, "gradient_clip_norm": 0.5, "epochs": 2,
 }  # fmt: skip
 
 

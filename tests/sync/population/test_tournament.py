@@ -11,6 +11,7 @@ import torch
 
 from sparkdl.config import TrainConfig
 from sparkdl.errors import ConfigError, DataError
+from sparkdl.inference.classification import CLASSIFICATION
 from sparkdl.sync.population.ranges import Around
 from sparkdl.sync.population.tournament import Tournament, has_won
 from tests.sync.population.test_population import plan_of
@@ -92,7 +93,7 @@ def test_trainers_draw_hyperparameters_of_their_own() -> None:
 
 
 def test_any_metric_may_judge_if_it_is_measured() -> None:
-    config = TrainConfig(task="classification", metrics={"accuracy": lambda: None})
+    config = TrainConfig(task=CLASSIFICATION, metrics={"accuracy": lambda: None})
     strategy = Tournament(monitor="val_accuracy", mode="max")
     strategy.check(config, 2)
     assert strategy.cost({"val_accuracy": 0.75, "val_loss": 3.0}) == -0.75

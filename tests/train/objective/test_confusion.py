@@ -7,6 +7,8 @@ import torch
 from sklearn.metrics import accuracy_score
 
 from sparkdl.comm.communicator import LocalCommunicator
+from sparkdl.inference.classification import CLASSIFICATION
+from sparkdl.inference.regression import REGRESSION
 from sparkdl.train.objective.metric_states import added
 from sparkdl.train.objective.metrics import ClassCounts, Metrics
 from sparkdl.train.objective.named_metrics import NamedMetric
@@ -95,14 +97,14 @@ def count_over_ranks(comm: Any) -> Any:
 
 def make_metrics(*, counts_classes: bool = True, **named: NamedMetric) -> Metrics:
     return Metrics(
-        named, "classification", lambda output: output.softmax(1), torch.device("cpu"),
+        named, CLASSIFICATION, lambda output: output.softmax(1), torch.device("cpu"),
         counts_classes=counts_classes,
     )  # fmt: skip
 
 
 def test_nothing_is_counted_unless_asked_for() -> None:
     assert not make_metrics(counts_classes=False)
-    plain = Metrics({}, "regression", lambda x: x, torch.device("cpu"), counts_classes=True)
+    plain = Metrics({}, REGRESSION, lambda x: x, torch.device("cpu"), counts_classes=True)
     assert not plain
     assert plain.compute(LocalCommunicator()) == {}
     assert plain.confusion is None

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
+from sparkdl.config import CUSTOM
 from sparkdl.errors import ConfigError
 from sparkdl.train.objective.label_losses import (
     LossSum,
@@ -28,7 +29,7 @@ WEIGHT = torch.tensor([1.0, 2.0, 3.0, 4.0, 5.0, 6.0])
 
 
 def make(**weights: float) -> LossSum:
-    loss = loss_of({"digit": "cross_entropy", "size": "mse"}, "custom", weights)
+    loss = loss_of({"digit": "cross_entropy", "size": "mse"}, CUSTOM, weights)
     assert isinstance(loss, LossSum)
     return loss
 
@@ -57,13 +58,13 @@ def test_sample_weights_weigh_all_labels_and_parts_add_up() -> None:
 
 
 def test_one_tensor_goes_to_every_loss() -> None:
-    loss = loss_of({"a": "mse", "b": "mse"}, "custom", {})
+    loss = loss_of({"a": "mse", "b": "mse"}, CUSTOM, {})
     target = {"a": torch.zeros(4), "b": torch.ones(4)}
     assert float(loss(torch.zeros(4), target, None)[0]) == 4.0
 
 
 def test_a_padded_label_counts_by_its_own_places_only() -> None:
-    loss = loss_of({"tags": "cross_entropy"}, "custom", {})
+    loss = loss_of({"tags": "cross_entropy"}, CUSTOM, {})
     logits = torch.randn(2, 3, 4, generator=generator)
     tags = torch.tensor([[0, 1, -100, -100], [2, 1, 0, -100]])
     shorter = loss(logits[:, :, :3], {"tags": tags[:, :3]}, None)

@@ -6,23 +6,25 @@ import pytest
 import torch
 from torch import nn
 
-from sparkdl.config import Task
+from sparkdl.config import CUSTOM, Task
 from sparkdl.errors import ConfigError
+from sparkdl.inference.classification import CLASSIFICATION
+from sparkdl.inference.regression import REGRESSION
 from sparkdl.train.objective.loss import LOSSES, match_shapes, resolve_loss
 
 
-def mean_of(loss: Any, output: Any, target: Any, task: Task = "custom") -> float:
+def mean_of(loss: Any, output: Any, target: Any, task: Task = CUSTOM) -> float:
     loss_sum, weight_sum = resolve_loss(loss, task)(output, target, None)
     return float(loss_sum) / float(weight_sum)
 
 
 def weighted_mean(loss: Any, output: Any, target: Any, weight: torch.Tensor) -> float:
-    loss_sum, weight_sum = resolve_loss(loss, "custom")(output, target, weight)
+    loss_sum, weight_sum = resolve_loss(loss, CUSTOM)(output, target, weight)
     return float(loss_sum) / float(weight_sum)
 
 
 def in_parts(loss: Any, output: torch.Tensor, target: torch.Tensor) -> float:
-    function = resolve_loss(loss, "custom")
+    function = resolve_loss(loss, CUSTOM)
     parts = [function(output[a:b], target[a:b], None) for a, b in ((0, 1), (1, 6))]
     return sum(float(s) for s, _ in parts) / sum(float(w) for _, w in parts)
 
@@ -111,11 +113,11 @@ def test_of_a_classifier_metrics_see_probabilities_whatever_the_loss_is() -> Non
         return nn.functional.cross_entropy(output, target)
 
     two, one = torch.randn(5, 2), torch.randn(5, 1)
-    loss = resolve_loss(function, "classification")
+    loss = resolve_loss(function, CLASSIFICATION)
     assert torch.equal(loss.predictions(two), two.softmax(1))
     assert torch.equal(loss.predictions(one), one.sigmoid())
     assert torch.equal(loss.predictions(one[:, 0]), one[:, 0].sigmoid())
-    assert resolve_loss(function, "regression").predictions(two) is two
+    assert resolve_loss(function, REGRESSION).predictions(two) is two
 
 
 @pytest.mark.parametrize(
@@ -144,11 +146,11 @@ class OwnLoss(nn.Module):
 def test_module_without_reduction_is_a_callable_that_is_not_trained() -> None:
     own = OwnLoss()
     with pytest.raises(ConfigError, match=r"'scale'.*requires_grad_\(False\) on the loss"):
-        resolve_loss(own, "custom")
+        resolve_loss(own, CUSTOM)
     own.requires_grad_(False)
     output, target = data_for("mse")
     output.requires_grad_()
-    loss_sum, _ = resolve_loss(own, "custom")(output, target, None)
+    loss_sum, _ = resolve_loss(own, CUSTOM)(output, target, None)
     loss_sum.backward()
     assert loss_sum.item() == pytest.approx(2 * 6 * mean_of("mse", output.detach(), target))
     assert own.scale.grad is None
@@ -187,15 +189,13 @@ def test_class_targets_may_be_a_column() -> None:
 
 def test_predictions() -> None:
     logits = torch.randn(4, 3)
+    assert torch.equal(resolve_loss("cross_entropy", CUSTOM).predictions(logits), logits.softmax(1))
+    assert torch.equal(resolve_loss("nll", CUSTOM).predictions(logits), logits.exp())
     assert torch.equal(
-        resolve_loss("cross_entropy", "custom").predictions(logits), logits.softmax(1)
+        resolve_loss("bce_with_logits", CUSTOM).predictions(logits), logits.sigmoid()
     )
-    assert torch.equal(resolve_loss("nll", "custom").predictions(logits), logits.exp())
-    assert torch.equal(
-        resolve_loss("bce_with_logits", "custom").predictions(logits), logits.sigmoid()
-    )
-    assert resolve_loss("mse", "custom").predictions(logits) is logits
-    assert resolve_loss(lambda o, t: o, "custom").predictions(logits) is logits
+    assert resolve_loss("mse", CUSTOM).predictions(logits) is logits
+    assert resolve_loss(lambda o, t: o, CUSTOM).predictions(logits) is logits
 
 
 class Scalar(nn.Module):
@@ -228,29 +228,29 @@ def test_what_cannot_be_used_is_refused(
     loss: Any, output: Any, target: Any, weight: Any, message: str
 ) -> None:
     with pytest.raises(ConfigError, match=message):
-        resolve_loss(loss, "custom")(output, target, weight)
+        resolve_loss(loss, CUSTOM)(output, target, weight)
 
 
 def test_class_loss_does_not_fit_a_regression() -> None:
     with pytest.raises(ConfigError, match="regression"):
-        resolve_loss("cross_entropy", "regression")
+        resolve_loss("cross_entropy", REGRESSION)
 
 
 @pytest.mark.parametrize("name", sorted(set(ELEMENTWISE) - {"bce_with_logits"}))
 def test_a_classifiers_loss_takes_logits(name: str) -> None:
     """Its outputs are taken as logits: a Sigmoid's are never negative, so all rows are class 1."""
     with pytest.raises(ConfigError, match=r"'bce_with_logits' .* without a final Sigmoid"):
-        resolve_loss(name, "classification")
-    resolve_loss("bce_with_logits", "classification")
+        resolve_loss(name, CLASSIFICATION)
+    resolve_loss("bce_with_logits", CLASSIFICATION)
 
 
 @pytest.mark.parametrize(
     ("loss", "task"),
     [
-        ("mse", "regression"),
-        (nn.KLDivLoss(reduction="batchmean"), "regression"),
-        (nn.CrossEntropyLoss(weight=torch.tensor([1.0, 2.0, 0.5]), ignore_index=1), "custom"),
-        (lambda output, target: (output - target).abs(), "custom"),
+        ("mse", REGRESSION),
+        (nn.KLDivLoss(reduction="batchmean"), REGRESSION),
+        (nn.CrossEntropyLoss(weight=torch.tensor([1.0, 2.0, 0.5]), ignore_index=1), CUSTOM),
+        (lambda output, target: (output - target).abs(), CUSTOM),
     ],
 )
 def test_rows_add_up_to_the_sums(loss: Any, task: Any) -> None:
@@ -273,5 +273,5 @@ def test_rows_add_up_to_the_sums(loss: Any, task: Any) -> None:
 
 @pytest.mark.parametrize("reduce", [torch.mean, lambda values: (values.sum(), 6.0)])
 def test_a_loss_of_sums_has_no_rows(reduce: Any) -> None:
-    function = resolve_loss(lambda output, target: reduce(output - target), "custom")
+    function = resolve_loss(lambda output, target: reduce(output - target), CUSTOM)
     assert function.rows(torch.zeros(6), torch.ones(6)) is None

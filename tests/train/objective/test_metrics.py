@@ -8,12 +8,14 @@ import torchmetrics
 from torchmetrics import classification
 
 from sparkdl.comm.communicator import LocalCommunicator
-from sparkdl.config import Task
+from sparkdl.config import CUSTOM, Task
 from sparkdl.errors import ConfigError
+from sparkdl.inference.classification import CLASSIFICATION
+from sparkdl.inference.regression import REGRESSION
 from sparkdl.train.objective.metrics import Metrics
 
 
-def make(metrics: dict[str, Any], task: Task = "regression", predictions: Any = None) -> Metrics:
+def make(metrics: dict[str, Any], task: Task = REGRESSION, predictions: Any = None) -> Metrics:
     return Metrics(metrics, task, predictions or (lambda o: o), torch.device("cpu"))
 
 
@@ -34,7 +36,7 @@ def test_users_own_metric_is_not_touched() -> None:
 
 
 def test_logits_inside_zero_and_one_are_still_logits() -> None:
-    metrics = make({"auc": classification.BinaryAccuracy}, "classification", torch.sigmoid)
+    metrics = make({"auc": classification.BinaryAccuracy}, CLASSIFICATION, torch.sigmoid)
     metrics.update(torch.tensor([[0.1], [0.4]]), torch.tensor([1.0, 1.0]))
     assert metrics.compute(LocalCommunicator()) == {"auc": 1.0}
 
@@ -48,7 +50,7 @@ def test_custom_task_passes_everything_on() -> None:
             super().update(1.0)
 
     output, target = torch.zeros(2, 1), torch.zeros(2)
-    metrics = make({"seen": Seen}, "custom", torch.sigmoid)
+    metrics = make({"seen": Seen}, CUSTOM, torch.sigmoid)
     metrics.update(output, target)
     assert seen[0][0] is output
     assert seen[0][1] is target
@@ -78,7 +80,7 @@ def test_what_is_no_metric_is_refused(metrics: dict[str, Any], message: str) -> 
 
 
 def test_metric_of_several_numbers_is_refused() -> None:
-    metrics = make({"per_class": classification.MulticlassAccuracy(3, average=None)}, "custom")
+    metrics = make({"per_class": classification.MulticlassAccuracy(3, average=None)}, CUSTOM)
     metrics.update(torch.rand(4, 3), torch.tensor([0, 1, 2, 0]))
     with pytest.raises(ConfigError, match=r"'per_class' must compute one number.*\(3,\)"):
         metrics.compute(LocalCommunicator())

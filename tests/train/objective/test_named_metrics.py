@@ -9,8 +9,10 @@ from sklearn import metrics as judge
 from torch import nn
 
 from sparkdl.comm.communicator import LocalCommunicator
-from sparkdl.config import Task, TrainConfig
+from sparkdl.config import CUSTOM, Task, TrainConfig
 from sparkdl.errors import ConfigError
+from sparkdl.inference.classification import CLASSIFICATION
+from sparkdl.inference.regression import REGRESSION
 from sparkdl.train.objective.label_losses import loss_of
 from sparkdl.train.objective.loss import LossFunction
 from sparkdl.train.objective.metrics import Metrics, check_metrics
@@ -94,7 +96,7 @@ WEIGHTS = [None, torch.tensor([0.25, 1.0, 3.0, 0.5, 2.0]).repeat(12)]
 def test_those_of_classes_are_scikit_learns(num_classes: int, weight: Any) -> None:
     logits, target = drawn(num_classes)
     want = expected(logits.softmax(1), target, weight)
-    for task in ("classification", "custom"):
+    for task in (CLASSIFICATION, CUSTOM):
         got = values(CLASSES, task, "cross_entropy", logits, target, weight)  # type: ignore[arg-type]
         assert list(got) == [name.lower() for name in CLASSES]
         assert got == pytest.approx(want, abs=1e-12)
@@ -115,21 +117,21 @@ def no_words_of_one(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
 def test_logits_of_a_function_are_those_of_a_loss(num_classes: int) -> None:
     logits, target = drawn(num_classes)
     want = expected(logits.softmax(1), target, None)
-    got = values(CLASSES, "custom", no_words, logits, target)
+    got = values(CLASSES, CUSTOM, no_words, logits, target)
     assert got == pytest.approx(want, abs=1e-12)
 
 
 def test_one_batch_does_not_decide_what_is_a_logit() -> None:
     output = torch.tensor([0.2, 0.3, 0.4, 0.1, 0.2, 0.3, 0.4, -3.0, 2.0, -1.0]).unsqueeze(1)
     target = (output.squeeze(1) > 0).long()
-    got = values(["accuracy", "f1"], "custom", no_words_of_one, output, target)
+    got = values(["accuracy", "f1"], CUSTOM, no_words_of_one, output, target)
     assert got == {"accuracy": 1.0, "f1": 1.0}
 
 
 def test_those_of_positions_count_by_the_weight_of_their_row() -> None:
     logits, target = drawn(4)
     rows, weight = logits.view(20, 3, 4).movedim(2, 1), torch.linspace(0.1, 2, 20)
-    got = values(CLASSES, "custom", "cross_entropy", rows, target.view(20, 3), weight)
+    got = values(CLASSES, CUSTOM, "cross_entropy", rows, target.view(20, 3), weight)
     want = expected(logits.softmax(1), target, weight.repeat_interleave(3))
     assert got == pytest.approx(want, abs=1e-7)
 
@@ -138,7 +140,7 @@ def test_classes_that_no_row_has_do_not_count() -> None:
     logits, target = drawn(4)
     few = target % 3  # and the last one is never predicted
     logits[:, 3] = -10
-    got = values(["f1", "AUROC", "mcc"], "classification", "cross_entropy", logits, few)
+    got = values(["f1", "AUROC", "mcc"], CLASSIFICATION, "cross_entropy", logits, few)
     one_hot, chances = nn.functional.one_hot(few, 3), logits.softmax(1)[:, :3]
     assert got == pytest.approx(
         {
@@ -150,11 +152,11 @@ def test_classes_that_no_row_has_do_not_count() -> None:
     )
 
 
-@pytest.mark.parametrize("task", ["classification", "custom"])
+@pytest.mark.parametrize("task", [CLASSIFICATION, CUSTOM])
 def test_one_output_is_of_two_classes(task: Task) -> None:
     logits, target = drawn(2)
     single = logits[:, 1:] - logits[:, :1]
-    labels = target.float() if task == "custom" else target
+    labels = target.float() if task == CUSTOM else target
     got = values(CLASSES, task, "bce_with_logits", single, labels)
     assert got == pytest.approx(values(CLASSES, task, "cross_entropy", logits, target), abs=1e-5)
 
@@ -165,7 +167,7 @@ def test_those_of_numbers_are_scikit_learns(columns: int, weight: Any) -> None:
     target = torch.linspace(1, 5, 20)[:, None] ** torch.arange(1, columns + 1)
     output = target + torch.sin(target) + 0.3
     names = ["mae", "mse", "RMSE", "mape", "r2", "explained_variance"]
-    got = values(names, "regression", "mse", output, target, weight)
+    got = values(names, REGRESSION, "mse", output, target, weight)
     kept: dict[str, Any] = {"sample_weight": weight}
     pair = target.double(), output.double()
     assert got == pytest.approx(
@@ -186,7 +188,7 @@ def test_labels_far_from_zero_lose_no_digits() -> None:
     output, weight = label + 3 * torch.cos(label), torch.linspace(0.2, 4, 40)
     names = ["r2", "explained_variance"]
     for kept in (None, weight):
-        got = values(names, "regression", "mse", output, label, kept)
+        got = values(names, REGRESSION, "mse", output, label, kept)
         pair = label, output
         want = judge.r2_score(*pair, sample_weight=kept)
         other = judge.explained_variance_score(*pair, sample_weight=kept)
@@ -196,7 +198,7 @@ def test_labels_far_from_zero_lose_no_digits() -> None:
 def test_labels_that_are_all_alike_explain_all_or_nothing() -> None:
     label = torch.full((20,), 0.1)
     for output, share in ((label, 1.0), (label + torch.linspace(0, 1, 20), 0.0)):
-        got = values(["r2", "explained_variance"], "regression", "mse", output, label)
+        got = values(["r2", "explained_variance"], REGRESSION, "mse", output, label)
         assert got == {
             "r2": judge.r2_score(label, output),
             "explained_variance": judge.explained_variance_score(label, output),
@@ -210,7 +212,7 @@ def test_each_label_has_its_own() -> None:
     labels = {"kind": target, "good": (target == 0).float(), "price": logits[:, 1] + 0.5}
     names = {"kind": {"f1": "f1"}, "good": {"acc": "accuracy"}, "price": {"mae": "mae"}}
     losses = {"kind": "cross_entropy", "good": "bce_with_logits", "price": "mse"}
-    got = values(names, "custom", losses, output, labels)
+    got = values(names, CUSTOM, losses, output, labels)
     assert got == pytest.approx(
         {
             "kind_f1": judge.f1_score(target, logits.argmax(1), average="macro"),
@@ -219,13 +221,13 @@ def test_each_label_has_its_own() -> None:
         },
         abs=1e-6,
     )
-    assert metric_names(names, "custom") == list(got)
+    assert metric_names(names, CUSTOM) == list(got)
 
 
 def test_targets_that_the_loss_ignores_do_not_count() -> None:
     logits, target = drawn(3)
     names = {"f1": "f1", "hits": "accuracy"}
-    for task in ("classification", "custom"):
+    for task in (CLASSIFICATION, CUSTOM):
         some = torch.where(torch.arange(60) < 20, -100, target)
         got = values(names, task, "cross_entropy", logits, some)  # type: ignore[arg-type]
         assert got["hits"] == pytest.approx(
@@ -234,14 +236,14 @@ def test_targets_that_the_loss_ignores_do_not_count() -> None:
 
 
 def test_a_classifier_has_its_accuracy_unless_the_user_says_otherwise() -> None:
-    loss = loss_of("cross_entropy", "classification", {})
+    loss = loss_of("cross_entropy", CLASSIFICATION, {})
     logits, target = drawn(3)
-    assert list(values(None, "classification", "cross_entropy", logits, target)) == ["accuracy"]
-    assert values({}, "classification", "cross_entropy", logits, target) == {}
-    assert default_metrics("custom", loss) == {}
-    assert default_metrics("classification", StepLoss(lambda *_: 0, loss)) == {}
-    assert metric_names(None, "classification") == ["accuracy"]
-    assert metric_names(None, "custom") == []
+    assert list(values(None, CLASSIFICATION, "cross_entropy", logits, target)) == ["accuracy"]
+    assert values({}, CLASSIFICATION, "cross_entropy", logits, target) == {}
+    assert default_metrics(CUSTOM, loss) == {}
+    assert default_metrics(CLASSIFICATION, StepLoss(lambda *_: 0, loss)) == {}
+    assert metric_names(None, CLASSIFICATION) == ["accuracy"]
+    assert metric_names(None, CUSTOM) == []
 
 
 BY_LABEL = {"kind": "cross_entropy", "price": "mse"}
@@ -250,13 +252,13 @@ BY_LABEL = {"kind": "cross_entropy", "price": "mse"}
 @pytest.mark.parametrize(
     ("metrics", "task", "loss", "message"),
     [
-        ({"m": "acuracy"}, "classification", "cross_entropy", "did you mean 'accuracy'.*known: "),
-        ({"m": "mae"}, "classification", "cross_entropy", "compares numbers.*known here: acc"),
-        ({"m": "f1"}, "regression", "mse", "compares classes.*known here: explained_variance"),
-        ({"m": "rmse"}, "custom", "cross_entropy", "compares numbers"),
-        ({"kind": {"m": "rmse"}}, "custom", BY_LABEL, "'kind_m': 'rmse' compares numbers"),
-        ({"f1": "f1"}, "custom", BY_LABEL, r"must be of one of the labels.*\{'kind': \['f1'\]\}"),
-        ({"other": {"f1": "f1"}}, "custom", BY_LABEL, "must be of one of the labels"),
+        ({"m": "acuracy"}, CLASSIFICATION, "cross_entropy", "did you mean 'accuracy'.*known: "),
+        ({"m": "mae"}, CLASSIFICATION, "cross_entropy", "compares numbers.*known here: acc"),
+        ({"m": "f1"}, REGRESSION, "mse", "compares classes.*known here: explained_variance"),
+        ({"m": "rmse"}, CUSTOM, "cross_entropy", "compares numbers"),
+        ({"kind": {"m": "rmse"}}, CUSTOM, BY_LABEL, "'kind_m': 'rmse' compares numbers"),
+        ({"f1": "f1"}, CUSTOM, BY_LABEL, r"must be of one of the labels.*\{'kind': \['f1'\]\}"),
+        ({"other": {"f1": "f1"}}, CUSTOM, BY_LABEL, "must be of one of the labels"),
     ],
 )
 def test_names_that_do_not_fit_are_refused_on_the_driver(
@@ -268,7 +270,7 @@ def test_names_that_do_not_fit_are_refused_on_the_driver(
 
 
 def test_an_output_of_several_tensors_is_refused() -> None:
-    loss = loss_of(lambda output, target: output["a"].sum(), "custom", {})
+    loss = loss_of(lambda output, target: output["a"].sum(), CUSTOM, {})
     with pytest.raises(ConfigError, match="needs one tensor, and the module returns dict"):
         resolved({"f1": "f1"}, loss, {"a": torch.zeros(2)})
 
@@ -277,8 +279,8 @@ def test_an_output_of_several_tensors_is_refused() -> None:
 def test_what_no_row_tells_is_not_a_number(num_classes: int) -> None:
     logits, target = drawn(num_classes)
     none = torch.full_like(target, -100)
-    got = values(["auroc", "average_precision"], "classification", "cross_entropy", logits, none)
+    got = values(["auroc", "average_precision"], CLASSIFICATION, "cross_entropy", logits, none)
     assert all(map(math.isnan, got.values()))
-    one = values(["r2", "mae"], "regression", "mse", torch.ones(1), torch.zeros(1))
+    one = values(["r2", "mae"], REGRESSION, "mse", torch.ones(1), torch.zeros(1))
     assert math.isnan(one["r2"])
     assert one["mae"] == 1

@@ -9,8 +9,9 @@ import torch
 import torchmetrics
 from torch import nn
 
-from sparkdl.config import TrainConfig
+from sparkdl.config import CUSTOM, TrainConfig
 from sparkdl.errors import ConfigError
+from sparkdl.inference.regression import REGRESSION
 from sparkdl.models import GAN, gan_step
 from sparkdl.train.objective.lightning import OwnOptimizer
 from sparkdl.train.objective.loss import resolve_loss
@@ -48,7 +49,7 @@ def test_a_step_that_computes_the_loss_trains_as_the_loss_does(step: Any) -> Non
     plain, own = make_net(), make_net()
     metrics = {"mae": torchmetrics.MeanAbsoluteError}
     validation = make_data([6])
-    config = but(CONFIG, task="regression", metrics=metrics)
+    config = but(CONFIG, task=REGRESSION, metrics=metrics)
     expected = run(plain, config, data(), validation=validation)
     got = run(own, but(config, training_step=step), data(), validation=validation)
     torch.testing.assert_close(weights(own), weights(plain), rtol=1e-12, atol=1e-12)
@@ -290,7 +291,7 @@ def test_a_step_without_loss_is_refused() -> None:
 
 def test_losses_of_torchs_kind_take_the_logits_of_several_outputs() -> None:
     output = {"logits": torch.ones(2), "hidden": torch.zeros(2, 3)}
-    assert taken(resolve_loss("cross_entropy", "custom"), output) is output["logits"]
-    assert taken(resolve_loss(lambda o, t: o["hidden"], "custom"), output) is output
-    assert taken(resolve_loss("mse", "custom"), output["hidden"]) is output["hidden"]
-    assert taken(resolve_loss("mse", "custom"), {"hidden": 1}) == {"hidden": 1}
+    assert taken(resolve_loss("cross_entropy", CUSTOM), output) is output["logits"]
+    assert taken(resolve_loss(lambda o, t: o["hidden"], CUSTOM), output) is output
+    assert taken(resolve_loss("mse", CUSTOM), output["hidden"]) is output["hidden"]
+    assert taken(resolve_loss("mse", CUSTOM), {"hidden": 1}) == {"hidden": 1}

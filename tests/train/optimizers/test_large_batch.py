@@ -12,6 +12,7 @@ from torch import nn
 from sparkdl.config import TrainConfig
 from sparkdl.data.spool.mapped import ShardData
 from sparkdl.errors import ConfigError
+from sparkdl.inference.classification import CLASSIFICATION
 from sparkdl.train.optimizers.large_batch import LAMB, LARS
 from sparkdl.train.optimizers.warmup import warmup
 from tests.train.runs import run, seeded
@@ -248,7 +249,7 @@ def digits_accuracy(name: str, rate: float, options: dict[str, float]) -> float:
     x = torch.tensor(images, dtype=torch.float32)[order] / 16
     y = torch.tensor(labels)[order]
     config = TrainConfig(
-        task="classification",
+        task=CLASSIFICATION,
         loss="cross_entropy",
         optimizer=name,
         optimizer_params=options,

@@ -13,6 +13,7 @@ from torch.optim import lr_scheduler
 import sparkdl
 from sparkdl.config import TrainConfig
 from sparkdl.errors import ConfigError
+from sparkdl.inference.regression import REGRESSION
 from sparkdl.serialization.json_objects import describe, restore
 from tests.train.runs import NUM_FEATURES, Keeper, make_data, run, seeded, weights
 
@@ -102,7 +103,7 @@ def test_goes_on_from_its_state_dict(stop: int, then: Any) -> None:
 @pytest.mark.parametrize("stop", [3, 7])
 def test_a_resumed_run_ends_with_the_bits_of_the_uninterrupted_one(stop: int) -> None:
     config = TrainConfig(
-        task="regression",
+        task=REGRESSION,
         optimizer="lamb",
         learning_rate=0.1,
         scheduler=sparkdl.warmup(steps=5, then=COSINE),

@@ -16,6 +16,7 @@ import torch
 from torch import nn
 
 from sparkdl.comm.communicator import Communicator
+from sparkdl.config import CUSTOM
 from sparkdl.data.plan import Column
 from sparkdl.mesh import Mesh
 from sparkdl.serialization.travel.packed_module import PackedModule, pack
@@ -73,7 +74,7 @@ def packed_by_driver(comm: Communicator, factories: list[Any]) -> tuple[PackedMo
     before = 0
     for factory in factories:
         before = kib("VmRSS")
-        values = check_values(request(factory, parallelism=Mesh(shard=2), task="custom"))
+        values = check_values(request(factory, parallelism=Mesh(shard=2), task=CUSTOM))
         width = values.module[0].in_features  # type: ignore[index, union-attr]
         columns = (Column(name="x", role="feature", dtype="float32", shape=(int(width),)),)
         cluster = ClusterInfo(master="local[2]", num_executors=1, cores_per_executor=2)
