@@ -673,7 +673,7 @@ def check_training(
     from sparkdl.train.objective.metrics import check_metrics
     from sparkdl.train.objective.training_step import objective_of
     from sparkdl.train.optimizers import optimizers
-    from sparkdl.train.optimizers.stepping import check_length, check_schedule, check_steps
+    from sparkdl.train.optimizers.check_optimizer import check_length, check_schedule, check_steps
 
     config = request.config
     strategy: SyncStrategy = config.sync_strategy
@@ -727,7 +727,7 @@ def _new_optimizer(module: nn.Module, config: TrainConfig) -> torch.optim.Optimi
 def stepped_schedule(module: nn.Module, config: TrainConfig, steps_per_epoch: int = 1) -> Schedule:
     """The schedule of an optimizer that has taken a step, on a copy of the module."""
     from sparkdl.train.optimizers import optimizers
-    from sparkdl.train.optimizers.stepping import step_once
+    from sparkdl.train.optimizers.check_optimizer import step_once
 
     own = travelled(module, copies=True)
     make = optimizers.resolve_optimizer(config, own)

@@ -248,7 +248,7 @@ def check_schedule(checked: CheckedRequest, plan: TrainPlan) -> None:
     LightningModule may ask for the number of steps.
     """
     from sparkdl.train.optimizers import optimizers
-    from sparkdl.train.optimizers.stepping import check_length
+    from sparkdl.train.optimizers.check_optimizer import check_length
 
     config, module = checked.config, checked.module
     if config.scheduler is None or config.device == "cuda" or checked.weights is not None:

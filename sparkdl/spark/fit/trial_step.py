@@ -187,7 +187,7 @@ def _step(
     from sparkdl.comm.communicator import LocalCommunicator
     from sparkdl.sync.frozen_layers import training_mode
     from sparkdl.sync.gradients.allreduce import AllReduce
-    from sparkdl.train.optimizers import optimizers, stepping
+    from sparkdl.train.optimizers import check_optimizer, optimizers, stepping
     from sparkdl.train.optimizers.nested_states import is_known
     from sparkdl.train.replica import make_replica
     from sparkdl.train.step import TrainStep
@@ -231,7 +231,7 @@ def _step(
     stepping.set_mode(optimizer, trains=False)
     with optimizers.without_compiler():
         for what, owner in (("optimizer", optimizer), ("scheduler", replica.scheduler)):
-            stepping.check_kept(what, owner)
+            check_optimizer.check_kept(what, owner)
 
 
 def _leave_out_plain_steps(optimizer: torch.optim.Optimizer) -> None:

@@ -21,7 +21,7 @@ from sparkdl.errors import ConfigError
 from sparkdl.sync.averaging.averaging import AveragingStrategy
 from sparkdl.sync.averaging.mean import by_kind, fill, flat_of
 from sparkdl.sync.gradients.allreduce import AllReduce
-from sparkdl.sync.optimizer_attributes import same_objects
+from sparkdl.sync.own_attributes import same_objects
 from sparkdl.sync.sparse_gradients import sparse_parameters, sum_gradients
 
 if TYPE_CHECKING:

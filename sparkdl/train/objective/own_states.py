@@ -15,7 +15,7 @@ from torch import nn
 from sparkdl.config import TrainConfig
 from sparkdl.storage.tensor_tree import snapshot, unpack
 from sparkdl.sync.module_tensors import give_tensors, tensors_of
-from sparkdl.sync.optimizer_attributes import is_of_user, read, written
+from sparkdl.sync.own_attributes import is_of_user, read, written
 from sparkdl.train.objective.label_losses import LossSum
 from sparkdl.train.objective.loss import LossFunction
 from sparkdl.train.objective.training_step import StepLoss

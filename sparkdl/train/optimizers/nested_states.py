@@ -2,7 +2,7 @@
 
 A schedule may have another schedule as an attribute, and torch's ``state_dict()`` then holds the
 object itself. An optimizer may keep more than its ``state_dict()`` tells; see
-`sync.optimizer_attributes`.
+`sync.own_attributes`.
 """
 
 from __future__ import annotations
@@ -13,9 +13,9 @@ from typing import Any
 
 import torch
 
-from sparkdl.storage.tensor_tree import pack
+from sparkdl.storage.tensor_tree import pack, snapshot, unpack
 from sparkdl.sync.module_tensors import fingerprint
-from sparkdl.sync.optimizer_attributes import (
+from sparkdl.sync.own_attributes import (
     HOOKS,
     attributes,
     give_attributes,
@@ -103,6 +103,12 @@ def own_parts(owner: Any) -> list[torch.optim.Optimizer]:
     """The optimizers in it that are the user's own: they may keep more than their state dict."""
     parts = owner.parts if isinstance(owner, SeveralOptimizers) else [owner]
     return [one for one in parts if isinstance(one, torch.optim.Optimizer) and not is_known(one)]
+
+
+def copied(state: Any) -> Any:
+    """Return a copy of a state that `plain_state` gave."""
+    taken = snapshot(state)
+    return unpack(taken.value, taken.tensors)
 
 
 def _plain(value: Any) -> Any:

@@ -21,9 +21,9 @@ from sparkdl.storage.checkpoint_format import decode, encode
 from sparkdl.storage.tensor_tree import snapshot
 from sparkdl.sync.asynchronous.async_sgd import AsyncSGD
 from sparkdl.train.callbacks import NullObserver
+from sparkdl.train.optimizers.check_optimizer import check_steps
 from sparkdl.train.optimizers.nested_states import BESIDES, begin_states, give_state, plain_state
 from sparkdl.train.optimizers.optimizers import resolve_optimizer
-from sparkdl.train.optimizers.stepping import check_steps
 from sparkdl.train.round_replica import RoundReplica
 from tests.sync.apart import assert_equal_bits
 from tests.train.optimizers.test_stepping import config_of

@@ -22,7 +22,6 @@ from torch.optim.lr_scheduler import (
 )
 from torch.optim.swa_utils import SWALR
 
-from sparkdl.data.batches import Batches
 from sparkdl.data.plan import RoundPart
 from sparkdl.data.spool.mapped import MappedRows
 from sparkdl.errors import ConfigError
@@ -32,13 +31,13 @@ from sparkdl.storage.tensor_tree import snapshot
 from sparkdl.sync.averaging.block_momentum import BlockMomentum
 from sparkdl.sync.module_tensors import tensors_of
 from sparkdl.train.callbacks import Callback, CallbackState, NullObserver
+from sparkdl.train.optimizers.check_optimizer import check_schedule, check_steps
 from sparkdl.train.optimizers.nested_states import give_state, plain_state
 from sparkdl.train.optimizers.optimizers import resolve_optimizer
-from sparkdl.train.optimizers.stepping import check_schedule, check_steps
 from sparkdl.train.round_replica import RoundReplica
 from sparkdl.train.training_state import method_of
 from tests.gang import Gang
-from tests.train.optimizers.test_stepping import config_of, make_net
+from tests.train.optimizers.test_stepping import config_of, make_net, plain_loop
 from tests.train.runs import make_data, plan_for, run, weights
 
 ROWS = [23, 14]
@@ -206,30 +205,12 @@ def noisy(params: Any) -> torch.optim.Optimizer:
 KINDS = [keeps_gradients, beginning, CountsFirst, SlowWeights, Anchored, Flat, hooked, NoGroups]
 
 
-def plain_loop(make: Any, rows: list[int]) -> torch.Tensor:
-    """A user's own loop over the rows of all ranks."""
-    net, shards, config = make_net(), make_data(rows), config_of(make)
-    plan = plan_for(shards, config, world_size=len(rows))
-    optimizer = make(net.parameters())
-    for epoch in range(config.epochs):
-        ranks = [
-            Batches([MappedRows(s, plan)], plan, r, seed=config.seed, epoch=epoch)
-            for r, s in enumerate(shards)
-        ]
-        for parts in zip(*ranks, strict=True):
-            x = torch.cat([part.inputs[0] for part in parts])
-            y = torch.cat([part.target for part in parts])
-
-            def closure(x: torch.Tensor = x, y: torch.Tensor = y) -> torch.Tensor:
-                net.zero_grad()
-                loss = (net(x).squeeze(1) - y).square().mean()
-                loss.backward()
-                return loss
-
-            if not isinstance(optimizer, CountsFirst):
-                closure()
-            optimizer.step(closure if isinstance(optimizer, CountsFirst) else None)
-    return weights(net)
+def step_once(optimizer: Any, closure: Callable[[], torch.Tensor]) -> None:
+    if isinstance(optimizer, CountsFirst):
+        optimizer.step(closure)
+    else:
+        closure()
+        optimizer.step()
 
 
 def train_on_rank(comm: Any, make: Any) -> torch.Tensor:
@@ -240,7 +221,7 @@ def train_on_rank(comm: Any, make: Any) -> torch.Tensor:
 
 @pytest.mark.parametrize("make", KINDS)
 def test_alone_and_in_rounds(make: Any) -> None:
-    expected, net = plain_loop(make, [23]), make_net()
+    expected, net = plain_loop(config_of(make), [23], step_once), make_net()
     run(net, config_of(make), make_data([23]))
     torch.testing.assert_close(weights(net), expected, rtol=0, atol=1e-10)
     torch.testing.assert_close(in_rounds(make), expected, rtol=0, atol=1e-10)
@@ -267,7 +248,9 @@ def in_rounds(make: Any) -> torch.Tensor:
 @pytest.mark.parametrize("make", KINDS)
 def test_in_a_gang(gang: Gang, make: Any) -> None:
     first, second = gang.run(train_on_rank, make)
-    torch.testing.assert_close(first, plain_loop(make, ROWS), rtol=0, atol=1e-10)
+    torch.testing.assert_close(
+        first, plain_loop(config_of(make), ROWS, step_once), rtol=0, atol=1e-10
+    )
     assert torch.equal(first, second)
 
 

@@ -24,9 +24,10 @@ from sparkdl.sync.asynchronous.async_sgd import AsyncSGD
 from sparkdl.sync.averaging.parameter_averaging import ParameterAveraging
 from sparkdl.sync.gradients.allreduce import AllReduce
 from sparkdl.train.callbacks import NullObserver
+from sparkdl.train.optimizers.check_optimizer import check_length, check_steps, step_once
 from sparkdl.train.optimizers.nested_states import give_state, plain_state
 from sparkdl.train.optimizers.optimizers import Schedule
-from sparkdl.train.optimizers.stepping import Stepper, check_length, check_steps, step_once
+from sparkdl.train.optimizers.stepping import Stepper
 from sparkdl.train.round_replica import RoundReplica
 from tests.gang import Gang
 from tests.sync.apart import assert_equal_bits
@@ -183,10 +184,17 @@ def config_of(optimizer: Any, **changes: Any) -> TrainConfig:
     return TrainConfig(optimizer=optimizer, epochs=2, batch_size=5, loss="mse", seed=4, **changes)
 
 
-def plain_loop(config: TrainConfig, rows: list[int], world_size: int) -> torch.Tensor:
-    """A user's own loop, which gives a closure to the optimizers that want one."""
+def step_as_wanted(optimizer: Any, closure: Callable[[], torch.Tensor]) -> None:
+    """Give a closure to the optimizers that want one."""
+    if isinstance(optimizer, SAM | ScheduleFree | Lookahead):
+        closure()
+    optimizer.step(None if isinstance(optimizer, ScheduleFree) else closure)
+
+
+def plain_loop(config: TrainConfig, rows: list[int], step: Any = step_as_wanted) -> torch.Tensor:
+    """A user's own loop over the rows of all ranks."""
     net, shards = make_net(), make_data(rows)
-    plan = plan_for(shards, config, world_size=world_size)
+    plan = plan_for(shards, config, world_size=len(rows))
     optimizer: Any = config.optimizer(net.parameters())  # type: ignore[operator]
     for epoch in range(config.epochs):
         if hasattr(optimizer, "train"):
@@ -200,14 +208,12 @@ def plain_loop(config: TrainConfig, rows: list[int], world_size: int) -> torch.T
             y = torch.cat([part.target for part in parts])
 
             def closure(x: torch.Tensor = x, y: torch.Tensor = y) -> torch.Tensor:
-                optimizer.zero_grad()
+                net.zero_grad()
                 loss = (net(x).squeeze(1) - y).square().mean()
                 loss.backward()
                 return loss
 
-            if isinstance(optimizer, SAM | ScheduleFree | Lookahead):
-                closure()
-            optimizer.step(None if isinstance(optimizer, ScheduleFree) else closure)
+            step(optimizer, closure)
         if hasattr(optimizer, "eval"):
             optimizer.eval()
     return weights(net)
@@ -221,7 +227,7 @@ def train_on_rank(comm: Any, config: TrainConfig) -> torch.Tensor:
 
 @pytest.mark.parametrize("optimizer", [*CLOSURES, ScheduleFree, lookahead])
 def test_alone_they_train_as_in_a_plain_loop(optimizer: Any) -> None:
-    expected = plain_loop(config_of(optimizer), [23], 1)
+    expected = plain_loop(config_of(optimizer), [23])
     for strategy in (AllReduce(), ParameterAveraging(averaging_period=2)):
         net = make_net()
         validation = make_data([8])
@@ -235,7 +241,7 @@ def test_alone_they_train_as_in_a_plain_loop(optimizer: Any) -> None:
 def test_in_a_gang_they_do_so_too(gang: Gang, optimizer: Any, elasticity: Any) -> None:
     config = config_of(optimizer, sync_strategy=AllReduce(), elasticity=elasticity)
     first, second = gang.run(train_on_rank, config)
-    torch.testing.assert_close(first, plain_loop(config, ROWS, 2), rtol=0, atol=1e-8)
+    torch.testing.assert_close(first, plain_loop(config, ROWS), rtol=0, atol=1e-8)
     assert torch.equal(first, second)
 
 
@@ -261,7 +267,7 @@ def test_rounds_evaluate_what_is_to_be_evaluated() -> None:
     part = RoundPart(epoch=0, step_in_epoch=0, step=0, num_steps=5)
     rows = MappedRows(shards[0], plan)
     state = replica.train({"model": make_net().state_dict()}, 0, rows, part, NullObserver()).state
-    expected = plain_loop(but(config, epochs=1), [23], 1)
+    expected = plain_loop(but(config, epochs=1), [23])
     found = torch.cat([value.flatten() for value in state["model"].values()])
     torch.testing.assert_close(found, expected, rtol=0, atol=1e-9)
 
