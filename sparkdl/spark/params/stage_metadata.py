@@ -150,8 +150,8 @@ def write_metadata(
 def read_metadata(path: str, spark: SparkSession) -> dict[str, Any]:
     """Read ``<path>/metadata``; raises StorageError if it is not what was written."""
     try:
-        if not is_connect(spark) and not is_there(path, spark):
-            raise StorageError(f"nothing is saved at {without_password(path)}; check the path")
+        if not is_connect(spark):
+            _require_saved(path, spark)
         if _is_ours(path, spark):
             text = open_storage(path).read(_METADATA).decode()
             metadata = DefaultParamsReader._parseMetaData(text)
@@ -182,6 +182,16 @@ def read_metadata(path: str, spark: SparkSession) -> dict[str, Any]:
     if written["format"] > 1 and written.get("sha256") != sum_of(metadata):
         raise damaged(path, "it is not what was written")
     return metadata
+
+
+def _require_saved(path: str, spark: SparkSession) -> None:
+    if not is_there(path, spark):
+        raise StorageError(f"nothing is saved at {without_password(path)}; check the path")
+    if not is_there(f"{path}/metadata", spark):
+        raise StorageError(
+            f"{without_password(path)} holds no saved model, estimator or pipeline: it has no "
+            "folder metadata; name the folder that save() has written"
+        )
 
 
 def sum_of(metadata: Mapping[str, Any]) -> str:

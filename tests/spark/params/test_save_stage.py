@@ -445,7 +445,10 @@ def test_metadata_that_spark_finds_damaged_or_absent_is_our_error(
     TorchRegressor(module=make_custom).save(str(tmp_path / "e"))
     (part,) = (tmp_path / "e" / "metadata").glob("part-*")  # its checksum is still there
     part.write_bytes(part.read_bytes().replace(b"Torch", b"Tprch"))
-    for path, message in (("e", "e/metadata"), ("absent", "nothing is saved at .*/absent")):
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other" / "weights.bin").touch()
+    for path, message in (("e", "e/metadata"), ("absent", "nothing is saved at .*/absent"),
+                          ("other", "other holds no saved model.*save")):  # fmt: skip
         with pytest.raises(StorageError, match=message):
             TorchRegressor.load(str(tmp_path / path))
 
