@@ -18,7 +18,7 @@ class CollectiveStrategy(SyncStrategy):
     """A strategy whose exchange is a sum over ranks; how the sum is formed is a choice apart."""
 
     compression: Compression | str | None = None
-    """How that which travels is made smaller: a `Compression`, its name, or None."""
+    """Compression of what travels: a `Compression`, its name, or None."""
     topology: str = "auto"
     """Along which ways sums are formed, one of `topology.TOPOLOGIES`: ``auto``, ``ring``, ``tree``,
     ``hierarchical`` or ``shared`` (memory)."""

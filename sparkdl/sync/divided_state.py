@@ -17,7 +17,7 @@ from sparkdl.errors import CheckpointError
 from sparkdl.sync.regions import Region
 
 Part = Mapping[str, Any]
-"""What `DividedState.part` gives."""
+"""The result of `DividedState.part`."""
 
 
 class DividedState:

@@ -12,9 +12,9 @@ class ModelSize:
     """The memory that a module's tensors take; all sizes in bytes."""
 
     shapes: tuple[tuple[int, ...], ...]
-    """Of the trained parameters."""
+    """Shapes of the trained parameters."""
     element_size: int
-    """Of one number of them."""
+    """Size of one number of them."""
     replica_bytes: int
     """All parameters and buffers."""
     buffer_bytes: int
@@ -56,10 +56,10 @@ class Pattern:
     target_share: float | None = None
     """Part of the time that exchanges take, which sets the period; None: the period holds."""
     copies: float = 0.0
-    """How often ``num_bytes`` are copied for an exchange, besides what travels."""
+    """Number of times that ``num_bytes`` are copied for an exchange, besides what travels."""
 
     topology: str = "ring"
-    """Of a sum, as the user writes it."""
+    """Topology of a sum, as the user writes it."""
     between_nodes: bool = False
     """True if the sum is over machines, whose workers share what is summed."""
     in_place: bool = False
@@ -77,7 +77,7 @@ class Pattern:
     exchanged_bytes: float = 0.0
     """Through a rank's link, one after the other, per exchange by messages."""
     sent_bytes: float = 0.0
-    """Those of them that the rank sends, on the average over ranks."""
+    """Part of these bytes that the rank sends, on the average over ranks."""
 
     in_pairs: bool = False
     """True if a rank waits for one other rank, not for all of them."""

@@ -127,7 +127,7 @@ class BucketSums(Stateful):
             self._compressors = [compression.make(bucket.gradients, comm) for bucket in buckets]
         self._sizes = [len(bucket.values) for bucket in buckets]
         self.pending: list[Pending] = []
-        """What is under way."""
+        """Messages that are under way."""
 
     @property
     def are_compressed(self) -> bool:

@@ -265,7 +265,7 @@ class Agreement:
         self._described = json.dumps([_described(place) for place in self._buffers])
         numbers = fingerprint_of_all([place.value for place in self._still])
         self.digest = zlib.crc32(numbers.encode(), zlib.crc32(self._described.encode()))
-        """Of what this rank has; less than 2**32."""
+        """Digest of what this rank has; less than 2**32."""
 
     def places(
         self, comm: Communicator, digests: Sequence[int], counts: Sequence[bool]

@@ -26,9 +26,9 @@ _FIRST = "_sparkdl_first"
 """Attribute that has what the others were when the optimizer was made."""
 _TORCHS = ("defaults", "state", "param_groups", "grad_scale", "found_inf", _FIRST)
 _TORCHS_BEGIN = ("_optimizer_", "_zero_grad_profile", "_warned_capturable", "_opt_called")
-"""What torch's optimizers and schedules keep in attributes themselves."""
+"""Beginnings of the names of attributes that torch's optimizers and schedules keep themselves."""
 HOOKS = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
-"""Of these the hooks themselves may keep something; their keys differ between processes."""
+"""Attributes with hooks, which may keep something; their keys differ between processes."""
 _SEQUENCES = (list, deque)
 _MAPPINGS = (dict, OrderedDict, defaultdict, Counter)
 
@@ -181,7 +181,7 @@ class _Writer:
         self._state = state
         self._inside = list(inside)
         self.left: dict[str, Any] = {}
-        """What no checkpoint holds, by its path."""
+        """Path -> the value there, which no checkpoint holds."""
 
     def written(self, value: Any, path: str = "") -> Written:
         """A kind, and what makes the value."""

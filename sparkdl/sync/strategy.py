@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 MakeOptimizer = Callable[[Iterable["nn.Parameter"]], "torch.optim.Optimizer"]
 Autocast = Callable[[], AbstractContextManager[object]]
 SetupArguments: TypeAlias = "tuple[nn.Module, MakeOptimizer, Communicator]"
-"""What `SyncStrategy.setup` gets, and every synchronizer that it makes."""
+"""Arguments of `SyncStrategy.setup`, and of every synchronizer that it makes."""
 
 
 TAKES_FROZEN = "takes_frozen"
@@ -61,7 +61,7 @@ class SyncStrategy(ABC):
     """
 
     prefers_rounds: ClassVar[bool] = False
-    """Whether ``executionMode="auto"`` means plain Spark stages rather than a gang."""
+    """True if ``executionMode="auto"`` means plain Spark stages rather than a gang."""
 
     def why_not_rounds(self) -> str | None:
         """Why this cannot run on plain Spark stages; None if it can."""
@@ -157,10 +157,10 @@ class Reduced(NamedTuple):
     sums: torch.Tensor
     """Numbers that add up over samples, over all samples that the gradients are of."""
     divisor: float
-    """What the losses behind these gradients were divided by; 0 if no gradients have come yet, so
-    that the optimizer must be left out."""
+    """Number by which the losses behind these gradients were divided; 0 if no gradients have come
+    yet, so that the optimizer must be left out."""
     ranks: tuple[int, ...] | None = None
-    """Whose samples these are, where a rank's may be left out; None: everyone's."""
+    """Ranks whose samples these are, where a rank's may be left out; None: everyone's."""
 
 
 class Pipelined(Protocol):
@@ -170,7 +170,7 @@ class Pipelined(Protocol):
     """
 
     comm: Communicator
-    """Those ranks, in the order of the stages."""
+    """Ranks that compute the stages of the same rows, in the order of the stages."""
     skeleton: nn.Module
     """A copy of the whole module, whose parameters have no values."""
 
@@ -222,13 +222,13 @@ class Synchronizer(Stateful, ABC):
     model: nn.Module
     optimizer: torch.optim.Optimizer
     trains_apart: bool = False
-    """Whether gradients are those of the rank's own batch only, in the present step."""
+    """True if gradients are those of the rank's own batch only, in the present step."""
     keeps_optimizer: bool = False
-    """Whether each rank's optimizer has a state of its own when a round is closed."""
+    """True if each rank's optimizer has a state of its own when a round is closed."""
     is_late: bool = False
-    """Whether the present step was concluded without this rank, whose batch is of no use then."""
+    """True if the present step was concluded without this rank, whose batch is of no use then."""
     buffers_agree: bool = False
-    """Whether `close_round` makes buffers equal as well; otherwise the loop does, each epoch."""
+    """True if `close_round` makes buffers equal as well; otherwise the loop does, each epoch."""
     divided: DividedState | None = None
     """The state of this rank where parameters are divided among ranks; None: it has them whole."""
     pipeline: Pipelined | None = None

@@ -20,12 +20,13 @@ from sparkdl.spark.session.failures import (
 Rows = list[tuple[int, str, bytes]]
 """(rank, kind, payload) of everything that the workers gave back."""
 _CONSEQUENCES = (CommunicationError.__name__, CollectiveError.__name__)
-"""What the peers of a rank report that fell away."""
+"""Types of the errors that ranks report because a peer fell away."""
 
 
 Silence = Literal["hung", "done", "lost", "starting", "stuck"]
-"""Of a rank: its process stands still; it has ended, and its last report was lost; Spark has lost
-its task, and not started it again; its new process has not said a word yet, or not in time."""
+"""State of a silent rank: its process stands still; it has ended, and its last report was lost;
+Spark has lost its task, and not started it again; its new process has not said a word yet, or not
+in time."""
 
 
 @dataclass(kw_only=True)
@@ -36,20 +37,20 @@ class Attempt:
     world_size: int
     submitted: float
     restarts_left: int = 0
-    """How often the gang may start again after this attempt, if it makes no progress."""
+    """Restarts of the gang that are left after this attempt, if it makes no progress."""
     start: int = -1
     """Steps (or checkpoints) done when it begins; set by who submits it; -1: not known yet."""
     needs_all: bool = True
     """True if its workers need each other, as those of a gang do. The tasks of a round may run one
     after the other, and Spark alone runs a lost one again."""
     once_there: str = ""
-    """What is shown when all workers are there, until they say how far they are."""
+    """Status that is shown when all workers are there, until they say how far they are."""
     first_event: float = 0.0
-    """When the first event of a worker arrived."""
+    """Time at which the first event of a worker arrived."""
     last_event: dict[int, float] = field(default_factory=dict)
-    """When the last event of each rank arrived, by the driver's clock."""
+    """Rank -> the time at which its last event arrived, by the driver's clock."""
     tasks: dict[int, SparkTask] = field(default_factory=dict)
-    """Of each rank the task of the newest process that has said a word."""
+    """Rank -> the task of its newest process that has said a word."""
     done: set[int] = field(default_factory=set)
     failures: list[Mapping[str, Any]] = field(default_factory=list)
     """Failures in the order of their arrival."""
@@ -62,7 +63,7 @@ class Attempt:
     saved: tuple[int, float] | None = None
     """The step (or number) of the newest checkpoint of this attempt, and when it was there."""
     hosts: dict[int, str] = field(default_factory=dict)
-    """Where each rank computes on CPUs, as it calls its host."""
+    """Rank -> the host on whose CPUs it computes, by the name that the rank gives it."""
     speeds: dict[int, float] = field(default_factory=dict)
     """Rows per second of each rank, by the time that it has spent on reading and computing; it
     means nothing of a GPU, which computes on while its process waits for others."""
@@ -71,8 +72,8 @@ class Attempt:
     resized: str | None = None
     """Why it was ended to start again with more workers, or other shards; None: it was not."""
     crashes: dict[int, str] = field(default_factory=dict)
-    """Of ranks whose process is gone: where it has crashed, as Python's faulthandler says it;
-    empty: it does not."""
+    """Rank whose process is gone -> where it has crashed, as Python's faulthandler says; empty: it
+    does not say."""
     on_gpus: bool = False
     """True if workers may talk by NCCL, whose watchdog aborts ranks whose peers are lost."""
     cancelled: bool = False

@@ -27,7 +27,7 @@ from sparkdl.spark.session.settings import Settings
 logger = logging.getLogger(__name__)
 
 _SAY_SECONDS = 60.0
-"""How often a wait for slots is mentioned."""
+"""Seconds between two messages about a wait for slots."""
 
 Get = Callable[[str], str | None]
 

@@ -28,8 +28,8 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 _HOLD = 2.0
-"""How many times ``spark.sparkdl.startTimeout`` slots are kept after the newest worker has come: a
-cluster that grows by machines needs some minutes for each."""
+"""Multiple of ``spark.sparkdl.startTimeout`` for which slots are kept after the newest worker has
+come: a cluster that grows by machines needs some minutes for each."""
 _PAUSE = (0.25, 1.0)
 """Least and most parts of it after which they are asked for again; the part is a random one, so
 that of two applications one asks first."""
@@ -49,11 +49,11 @@ class LetGo:
         """Store the session and the settings of a run."""
         self._spark, self._settings = spark, settings
         self._since: float | None = None
-        """When the first attempt was submitted that has not had all its workers; None: it had."""
+        """Submission time of the first attempt without all its workers; None: there is none."""
         self._newest: tuple[int, float] = (0, 0.0)
-        """How many workers are there, and since when."""
+        """Number of workers that are there, and the time since when."""
         self._pause: float | None = None
-        """How long to wait once the present attempt has ended; None: not at all."""
+        """Seconds to wait once the present attempt has ended; None: there is no wait."""
 
     @classmethod
     def of(cls, spark: SparkSession, slots: Slots, settings: Settings) -> list[LetGo]:

@@ -54,8 +54,8 @@ class Link:
     relays: bool
     """True if workers reach ``checkpointDir`` by way of the driver's channel only."""
     values: ProgramValues = field(default_factory=ProgramValues)
-    """What the program has changed in modules that workers import from files. In front of all that
-    is pickled for them, so that they have it first."""
+    """Values that the program has changed in modules that workers import from files. They stand in
+    front of all that is pickled for workers, so that these have them first."""
 
     def address(self) -> Address | None:
         """The channel, with what opens it in the present attempt: for tasks launched in that."""

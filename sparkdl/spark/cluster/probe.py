@@ -44,13 +44,13 @@ _PYTHON_REMEDY = (
     "install it there, or ship one with --archives env.tar.gz#env and "
     "PYSPARK_PYTHON=./env/bin/python; where they were lost, their logs say why"
 )
-"""What to do about executors that cannot start a Python worker."""
+"""Remedy for executors that cannot start a Python worker."""
 _DAEMON_REMEDY = (
     "spark.python.daemon.module=sparkdl.spark.daemon has executors import sparkdl before files of "
     "--py-files are there: send it with --archives packages.tar.gz#packages and "
     "spark.executorEnv.PYTHONPATH=packages, install it there, or leave that entry out"
 )
-"""What to do about executors on which the daemon of our own cannot be imported."""
+"""Remedy for executors on which the daemon of our own cannot be imported."""
 _SCHEMA = pa.schema([("answer", pa.string())])
 _NO_DAEMON = re.compile(r"No module named '?sparkdl\b|sparkdl\.spark\.daemon")
 _CONNECT_SECONDS = 5.0
@@ -69,9 +69,9 @@ class Needs:
     values: Mapping[Place, str] = field(default_factory=dict)
     """Digests of what the driver has in its modules, see `imported_values`."""
     code: ProgramValues = field(default_factory=ProgramValues)
-    """What executors have before they are asked: see `program_code`."""
+    """Code that executors have before they are asked: see `program_code`."""
     cuda: bool = False
-    """Whether there must be a GPU."""
+    """True if there must be a GPU."""
 
     def __bool__(self) -> bool:
         return bool(self.names) or self.cuda
@@ -177,7 +177,7 @@ class ProbeFindings:
     storage_failure: str | None
     """Why an executor cannot open the storage; None: all can."""
     values: ProgramValues
-    """What the program has changed in modules that executors import from files."""
+    """Values that the program has changed in modules that executors import from files."""
 
 
 def probe(

@@ -17,7 +17,7 @@ from sparkdl.spark.session.compat import conf, is_connect
 logger = logging.getLogger(__name__)
 
 _PERIOD_SECONDS = 120.0
-"""How long scouts keep slots of which nothing has come, and how long none are sent afterwards."""
+"""Seconds that scouts keep slots of which nothing has come, and that none are sent afterwards."""
 _HOLD_SECONDS = 4 * _PERIOD_SECONDS
 """A scout ends by itself then; the driver has called it back before, if there still is one."""
 
@@ -48,12 +48,12 @@ class Scouts:
         self._run = run
         self._job: BackgroundJob[object] | None = None
         self._leaving: TaskProgress | None = None
-        """Of those that were called back: Spark ends a task of Python's seconds later."""
+        """Progress of the scouts called back: Spark ends a task of Python's seconds later."""
         self._times_sent = 0
         self._next = 0.0
-        """When to decide again."""
+        """Time at which to decide again."""
         self._before = 0
-        """How many had found a slot then."""
+        """Number of scouts that had found a slot at the last decision."""
 
     def num_there(self, world_size: int, missing: int, pays: Callable[[], object]) -> int:
         """Return how many scouts have found a slot; called once a second while a gang trains.

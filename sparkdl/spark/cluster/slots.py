@@ -33,7 +33,7 @@ from sparkdl.spark.session.settings import Settings
 logger = logging.getLogger(__name__)
 
 _STILL_SECONDS = 3.0
-"""How long no executor may have come before they are taken to be all there."""
+"""Seconds without a new executor after which they are taken to be all there."""
 _STARTING_SECONDS = 30.0
 """Age of an application from which on its executors are there; also Spark's own patience."""
 

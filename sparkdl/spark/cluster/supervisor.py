@@ -122,7 +122,7 @@ _PAUSE_SECONDS = 1.0
 _MEASURED_SECONDS = 5.0
 """After so much of a rank's own work its speed is known."""
 _GRACE_SECONDS = 3.0
-"""How long the other ranks' reports and Spark's own reason may follow the first sign of failure."""
+"""Longest wait after the first sign of failure for other ranks' reports and Spark's own reason."""
 
 
 class Change(Protocol):
@@ -143,7 +143,7 @@ class GangResult:
     restarts: int
     """After losses."""
     sizes: list[tuple[int, int]]
-    """Of each submission the step at which it began, and its workers."""
+    """First step and number of workers of each submission."""
 
 
 def supervise(

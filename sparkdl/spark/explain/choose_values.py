@@ -48,7 +48,7 @@ from sparkdl.sync.strategy import SyncStrategy
 logger = logging.getLogger(__name__)
 
 FIT_OPTIONS = ExplainOptions(count_seconds=86_400.0)
-"""How much a fit measures; it reads all rows anyway, however long that takes."""
+"""Options for what a fit measures; it reads all rows anyway, however long that takes."""
 _ALL_NUMBERS = 16
 """Workers up to which every number is looked at, and not only powers of two."""
 _FOLDER = "chosen"

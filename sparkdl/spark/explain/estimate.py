@@ -36,7 +36,7 @@ class Found:
     num_rows: int
     """Rows for training, before the strategy sets some of them aside."""
     may_validate: bool
-    """Whether there are rows for validation, or whether that is not known."""
+    """True if there are rows for validation, or if that is not known."""
     counted: Counted
 
     def largest_rows(self, num_workers: int) -> int:

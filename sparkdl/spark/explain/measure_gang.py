@@ -71,9 +71,9 @@ logger = logging.getLogger(__name__)
 _STEPS = 6
 """Batches that each rank shall have in the repeated sample."""
 _MOST_ROWS, _MOST_BYTES = 400_000, 128 << 20
-"""Of the repeated sample."""
+"""Largest numbers of rows and bytes of the repeated sample."""
 _MOST_RANKS = 16
-"""Of the gang that measures."""
+"""Largest number of ranks of the gang that measures."""
 _RANKS_IN_THE_DARK = 2
 """Tasks at a time, where the cluster does not tell how many it has room for."""
 _CHOSEN, _COMPARED = ("bf16",), ("bf16", "powersgd")
@@ -365,9 +365,9 @@ class TimedRound:
     seconds: float
     """With the merge on the driver."""
     step_seconds: float
-    """Of the slowest task's steps."""
+    """Seconds that the slowest task's steps took."""
     num_bytes: int
-    """Of the states of all tasks."""
+    """Size of the states of all tasks."""
 
 
 def measure_rounds(run: Run, first_attempt: int) -> StageCosts:

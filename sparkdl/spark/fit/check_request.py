@@ -93,15 +93,15 @@ class CheckedValues:
     """As it was asked for; ``config.sync_strategy`` is an object."""
     mode: Literal["gang", "rounds"]
     module: nn.Module
-    """Of our own, on the CPU; what does not train is frozen."""
+    """A module of our own, on the CPU; what does not train is frozen."""
     weights: RecordedWeights | None
-    """Those of its parameters if they are on the meta device; None: they are there."""
+    """Values of its parameters if these are on the meta device; None: they have their values."""
     float_dtype: str
-    """Of floating features."""
+    """The dtype of floating features."""
     frozen: Items[str]
-    """What `freeze` has frozen, for `thaw`."""
+    """Names of the parameters that `freeze` has frozen, for `thaw`."""
     objective: LossFunction
-    """What the run minimizes; built once on the driver."""
+    """The loss that the run minimizes; built once on the driver."""
     has_logs: bool
     """True if the module may log values for the history."""
 
@@ -129,13 +129,13 @@ class CheckedRequest(CheckedValues):
     """Says which rows are for validation; None: none."""
     slots: Slots
     method: TrainingMethod | None
-    """How the module is trained; None if no other fit goes on from this one, or this from one."""
+    """Settings of the training; None if no other fit goes on from this one, or this from one."""
     begins_from: TrainingState | None
-    """What an earlier fit has left; None: training begins."""
+    """State that an earlier fit has left; None: training begins."""
     shard_choice: ShardChoice
-    """Which rows make a shard of a fit."""
+    """Choice of the rows that make a shard of a fit."""
     keep_choice: KeepChoice | None = None
-    """Whether a fit's spool is kept; None: nobody asks for it."""
+    """Choice to keep a fit's spool or not; None: nobody asks for it."""
 
     @property
     def needs(self) -> Needs:

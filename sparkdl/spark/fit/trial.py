@@ -41,16 +41,16 @@ logger = logging.getLogger(__name__)
 ROWS = 2
 """Rows on which a module runs."""
 _OF_ROWS = re.compile(rf"(\((?=\d+x)|input(?: of size:? ?)?\[|size: \[){ROWS}(?=x|, |\])")
-"""Where torch's messages have the number of rows."""
+"""Pattern of the places in torch's messages that have the number of rows."""
 _TORCHS = (RuntimeError, IndexError, NotImplementedError, TypeError)
-"""What torch raises if it cannot use a tensor; other errors are the module's own."""
+"""Errors that torch raises if it cannot use a tensor; other errors are the module's own."""
 _LABEL_NAMES = frozenset(
     ("y_true", "true", "target", "targets", "label", "labels", "truth", "ground_truth")
 )
 _OUTPUT_NAMES = frozenset(
     ("y_pred", "y_hat", "pred", "preds", "prediction", "predictions", "output", "outputs", "logits")
 )
-"""What the parameters of a loss function are called that takes labels, and outputs of modules."""
+"""Names of parameters of a loss function that take labels, and of those for modules' outputs."""
 Sink = Callable[[Mapping[str, Any]], None]
 """Gets the graph of what a module did, see `report.module_graph`."""
 
@@ -85,13 +85,13 @@ class Trial:
     """The results of a trial."""
 
     num_classes: int | None
-    """Of a classifier."""
+    """Number of classes of a classifier."""
     prediction_key: str | None
-    """Where the module's output has the tensor that loss and prediction mean; None: it is one."""
+    """Key of the output's tensor that loss and prediction mean; None: the output is one tensor."""
     metrics: Mapping[str, Any] | None
-    """Those of the request, with a metric in place of each name, see `named_metrics`."""
+    """Metrics of the request, with a metric in place of each name, see `named_metrics`."""
     output: Any = None
-    """What the loss takes of the module's output for some rows."""
+    """The part of the module's output for some rows that the loss takes."""
 
 
 def try_module(checked: CheckedValues, example: Example, sink: Sink | None = None) -> Trial:

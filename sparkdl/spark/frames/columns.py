@@ -13,7 +13,7 @@ from sparkdl.errors import DataError, did_you_mean
 from sparkdl.spark.session.compat import is_case_sensitive
 
 _RESOLUTION = 1_000_000
-"""Of the position that a hash gives a row among those that may be drawn."""
+"""Number of positions that the hash of a row can have; rows at the first ones are drawn."""
 
 
 class CaseSensitive(T.StructType):

@@ -34,7 +34,7 @@ _ITEMS_PER_TASK = 32
 _TASKS_PER_SLOT = 2
 _UNKNOWN_SLOTS = 16
 _JOB_BYTES = 128 << 20
-"""Of a job's results, far below what ``spark.driver.maxResultSize`` allows by default (1 GiB)."""
+"""Size of a job's results, far below the default of ``spark.driver.maxResultSize`` (1 GiB)."""
 _SCHEMA = pa.schema([("number", pa.int64()), ("answer", pa.binary())])
 
 

@@ -35,7 +35,7 @@ class FirstShards:
         if not is_connect(spark):
             self.told = spark.sparkContext.accumulator([], _Lists())
         self.call: Callable[[list[SpooledShard]], None] | None = None
-        """Who is called, with the shards of which there are rows at hand."""
+        """Function that is called with the shards of which there are rows at hand."""
 
     def look(self) -> bool:
         """Call if some have come, and return True then; raises what is raised."""

@@ -29,10 +29,10 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 _GROWTH = 64
-"""How many times the rows of one look the next one takes: 1, 64, 4,096."""
+"""Rows of one look for each row of the look before: 1, 64, 4,096."""
 _MOST_ROWS = 4096
 _MOST_BYTES = 8 << 20
-"""Of the sample on the driver."""
+"""Largest size of the sample on the driver."""
 _LOOK_SECONDS = 0.2
 _LOOKING = "sparkdl explain: look at some rows"
 
@@ -57,7 +57,7 @@ class Look:
     row_bytes: float
     """Mean size of a row in memory."""
     seconds: float
-    """What reading them took."""
+    """Seconds that reading them took."""
 
     @property
     def num_rows(self) -> int:
@@ -83,7 +83,7 @@ class Sample(Look):
     read_row_seconds: float
     """About what one task takes to read one row of the source, without its start."""
     hashes: tuple[int, ...]
-    """Of each training row that by which Spark spreads rows over shards."""
+    """Hash of each training row, by which Spark spreads rows over shards."""
 
     def repeated(self, times: int) -> DataFrame:
         """A DataFrame of ``times`` as many rows, made by Spark's tasks."""

@@ -34,7 +34,7 @@ _PASSES = 4
 """Tasks per slot that remove what is kept, so that every executor has some."""
 _REMEDY = "write the DataFrame as Parquet, and fit on these files"
 _FORMAT = 2
-"""Of the key and of what it leads to."""
+"""Version of the format of the key and of what it leads to."""
 _PLANS = "org.apache.spark.sql.catalyst.plans.logical."
 _CACHED = "org.apache.spark.sql.execution.columnar.InMemoryRelation"
 _FILES = "org.apache.spark.sql.execution.datasources.LogicalRelation"

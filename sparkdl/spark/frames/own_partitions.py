@@ -35,7 +35,7 @@ class FrameFacts:
     unstable: str | None
     """Why its partitions may not be the same again; None: they are files, row by row."""
     num_bytes: int = 0
-    """Of these files."""
+    """Size of these files."""
     num_partitions: int = 0
 
 

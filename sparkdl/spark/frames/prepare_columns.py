@@ -49,7 +49,7 @@ _IMAGE_FIELDS = ("height", "width", "nChannels", "data")
 _SPARSE_FIELDS = ("size", "indices", "values")
 
 Found = tuple[T.StructField, SparkColumn]
-"""What `columns.resolve` gives."""
+"""The result of `columns.resolve`."""
 Cast = tuple[SparkColumn, str]
 """The expression that makes a column's values, and their dtype in the spool."""
 

@@ -56,18 +56,18 @@ class TableSpec:
     """Shards of each of the DataFrame's own partitions, which are not moved; ``num_places`` is
     their number, or what they are packed to. None: all rows are dealt to shards anew."""
     keep: Keep | None = None
-    """Where later fits find the shards; None: they are removed when the run ends."""
+    """Place where later fits find the shards; None: they are removed when the run ends."""
     seed: int = 0
     """The estimator's, for a source that draws; of a DataFrame 0: fits share its spools."""
     is_gang: bool = True
     """True if all shards are spooled at once, as a gang will hold them; otherwise one after the
     other where slots are few."""
     is_barrier: bool = True
-    """Whether barrier stages are to be had, for what looks for shards."""
+    """True if barrier stages are to be had, for what looks for shards."""
     profile: ResourceProfile | None = None
     """Resources of a task."""
     heartbeat_timeout_seconds: float = 60.0
-    """How long a task that spools may neither run Python nor use the CPU."""
+    """Longest time that a task that spools may neither run Python nor use the CPU."""
     queue_timeout_seconds: float = math.inf
     """Longest wait for the first task that spools, while other jobs hold the slots."""
 

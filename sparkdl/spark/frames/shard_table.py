@@ -68,9 +68,9 @@ logger = logging.getLogger(__name__)
 _PASSES = 4
 """Tasks per shard that look for spools which a first round of tasks has not met."""
 _WAIT_SECONDS = 10.0
-"""How long a result is kept waiting for the cleaning up."""
+"""Longest time that a result is kept waiting for the cleaning up."""
 _LIMIT_SECONDS = 600.0
-"""How long the cleaning up may wait for slots."""
+"""Longest time that the cleaning up may wait for slots."""
 _KILL_SECONDS = 3.0
 """A task that Spark has given up is dead by then (`spark.python.task.killTimeout` is 2 s)."""
 
@@ -107,7 +107,7 @@ class SpoolTable:
         self._begun: BackgroundJob[list[Row]] | None = None
         """The job that `begin` has begun, and nobody waits for yet."""
         self._is_followed = False
-        """Whether the gang that began again last runs where the table's rows are."""
+        """True if the gang that began again last runs where the table's rows are."""
 
     def _describe(self, dealt: Dealt, task: SpoolTask, spec: TableSpec) -> None:
         """Have Spark keep what the task yields of each partition of the rows."""

@@ -72,13 +72,13 @@ class SpoolTask:
     """Shards among which the rows of each partition are dealt as they come; None: rows come with
     their shards."""
     is_numbered: bool = False
-    """Whether the task has several such partitions, one after the other, and the first column is
-    the number of the row's. Those without rows yield no shard."""
+    """True if the task has several such partitions, one after the other, and the first column is
+    the number of the row's partition. Partitions without rows yield no shard."""
     has_validation: bool = False
     keep: Keep | None = None
-    """Where the shards, then of one data set, are kept; None: they go with the run."""
+    """Place where the shards, then of one data set, are kept; None: they go with the run."""
     heartbeat_timeout_seconds: float = 60.0
-    """How long the task may neither run Python nor use the CPU, before its process is ended."""
+    """Time after which the task's process is ended if it neither runs Python nor uses the CPU."""
     told: Accumulator[list[str]] | None = None
     """Tells the driver of the first shards when their task ends, and not when all have ended."""
 
@@ -293,7 +293,7 @@ class CleanTask:
     run_ids: tuple[str, ...]
     paths: tuple[str, ...]
     keep: Keep | None = None
-    """Where shards are kept, and those that could not be lie beside them."""
+    """Place where shards are kept; those that could not be kept lie beside them."""
 
     def __call__(self, batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
         """Remove the paths that the driver knows, and the runs' folders in every directory."""

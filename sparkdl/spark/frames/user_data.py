@@ -44,13 +44,13 @@ if TYPE_CHECKING:
 
 Data = DataFrame | Source
 _ROW_METADATA = b"org.apache.spark.sql.parquet.row.metadata"
-"""Where Spark notes the types of the columns that it writes."""
+"""Key of the metadata in which Spark notes the types of the columns that it writes."""
 _VECTOR = "pyspark.ml.linalg.VectorUDT"
 _WIDER = {
     pa.uint8(): pa.int16(), pa.uint16(): pa.int32(), pa.uint32(): pa.int64(),
     pa.uint64(): pa.int64(), pa.float16(): pa.float32(),
 }  # fmt: skip
-"""What takes the values of a type that Spark does not have."""
+"""Type that Spark does not have -> the type that takes its values."""
 
 
 @dataclass(frozen=True, kw_only=True)

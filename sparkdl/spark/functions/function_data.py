@@ -119,7 +119,7 @@ class DataSets(shard_table.SpoolTable):
         super().__init__(spark, run_id=run_id, num_places=places)
         self._slots = slots
         self.are_found = slots.may_move or places < slots.num_workers
-        """Whether workers must look for their shards, wherever these are."""
+        """True if workers must look for their shards, wherever these are."""
         self._num_shards = num_shards or slots.max_workers or places
         self._windows: dict[str, Windows | None] = {}
         settings = session_settings(spark)

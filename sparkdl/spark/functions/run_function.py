@@ -86,11 +86,11 @@ class FunctionRequest(Request):
     min_workers: int | None = None
     """Fewest workers that run it; None: as many as `num_workers`."""
     parallelism: Mesh | None = None
-    """Of which the workers are; `num_workers` is its size, or 0."""
+    """Mesh that the workers form; `num_workers` is its size, or 0."""
     num_shards: int | None = None
     """Fixed parts of the rows; None: one for each worker."""
     grow_after_seconds: float = 60.0
-    """How long fewer workers than could be had go on at least."""
+    """Least time that fewer workers than could be had go on."""
     keep_checkpoints: int
     results: Literal["first", "all"]
     kind = "run"
@@ -102,7 +102,7 @@ class FunctionResult:
     """The results of a run of a function."""
 
     values: list[Any]
-    """What the function returned: on rank 0, or on all ranks."""
+    """Values that the function returned: on rank 0, or on all ranks."""
     history: list[dict[str, float]]
 
 

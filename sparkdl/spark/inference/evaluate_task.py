@@ -30,12 +30,12 @@ class EvaluateTask(ModuleTask):
 
     measures: evaluate_rows.Measures
     predicted: Output
-    """Of which of the module's outputs ``transform`` makes the prediction."""
+    """The module's output of which ``transform`` makes the prediction."""
     labels: tuple[SpoolColumn, ...]
     """One, several with an argument each, or none: then the loss compares with the inputs."""
     weight: SpoolColumn | None
     heartbeat_timeout_seconds: float = 60.0
-    """How long a task may neither run Python nor use the CPU, before its process is ended."""
+    """Time after which a task's process is ended if it neither runs Python nor uses the CPU."""
 
     def __call__(self, batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
         """Evaluate one partition's rows, in the columns inputs, labels, weight."""

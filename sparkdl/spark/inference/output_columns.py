@@ -48,7 +48,7 @@ class WantedColumn:
     column: str
     output: Output
     make: Make | None = None
-    """What is made of the tensor, where that is no matter of its form: a class, logits ..."""
+    """Kind of value made of the tensor, where that is no matter of its form: a class, logits ..."""
 
 
 Making = Callable[[SparkColumn], SparkColumn]
@@ -62,7 +62,7 @@ class OutputPlan:
     leaves: tuple[Leaf, ...]
     columns: Mapping[str, Making]
     found: Mapping[str | None, Any]
-    """What the module gave; see `Forward.outputs`."""
+    """Outputs of the module; see `Forward.outputs`."""
 
     @property
     def spark_type(self) -> T.StructType:

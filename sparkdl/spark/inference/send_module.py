@@ -42,12 +42,12 @@ class SentModule:
     """The things that tasks need to get a module."""
 
     values: ProgramValues
-    """What the program has changed of modules that workers import; in front of all else."""
+    """Values that the program has changed of modules that workers import; in front of all else."""
     digest: str
     """Names it, with its weights and these values."""
     fetch: Fetch
     weights: WeightsAt | None
-    """Where weights lie that are not sent."""
+    """Place of weights that are not sent."""
 
 
 class Sender:
@@ -55,7 +55,7 @@ class Sender:
 
     def __init__(self) -> None:
         self._reached: dict[tuple[Any, WeightsAt], bool] = {}
-        """Whether executors of a session or context open a place by themselves."""
+        """(Session or context, place) -> True if its executors open the place by themselves."""
         self.sent: dict[str, tuple[Any, Fetch]] = {}
         """Digest -> the session or context that has it, and how workers get it."""
 

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 Metric = str | Callable[..., Any]
 """The name of a metric, a torchmetrics.Metric, or what makes one."""
 Metrics = Mapping[str, Metric | Mapping[str, Metric] | Sequence[Metric]] | Sequence[Metric]
-"""By name in the history, or by label; or named by their classes and names."""
+"""Metrics by name in the history, or by label; or a list, named by their classes and names."""
 
 
 NAMES = {str: "a string", int: "an integer", float: "a number", bool: "true or false"}

@@ -166,15 +166,15 @@ class Option:
     is_called_later: bool = False
     """True if an object that a job file names is a function, which is not called to make it."""
     job_file_doc: str = ""
-    """What the documentation of the key in job files adds."""
+    """Text that the documentation of the key in job files adds."""
     start: Any = None
-    """What stands for `AUTO` in the checks that come before the choice."""
+    """Value that stands for `AUTO` in the checks that come before the choice."""
     name: str = ""
-    """Of the Param; `options` fills this in, and what follows."""
+    """Name of the Param; `options` fills this in, and what follows."""
     key: str = ""
     """The name in snake_case, as job files have it."""
     type: Any = None
-    """Of the value that users give; a None and an `AUTO` in it are left out."""
+    """Type of the value that users give; a None and an `AUTO` in it are left out."""
     accepts_none: bool = False
     """True if its type has a None, which is a value of its own then."""
     accepts_auto: bool = False

@@ -44,7 +44,7 @@ _SPARKS_CONVERTERS: Mapping[Any, Callable[[Any], Any]] = {
 
 
 _COLUMNS = 96
-"""Of what is shown by `help`."""
+"""Width of what is shown by `help`."""
 _SECTION = "Params"
 """Heading of the Params in the docstrings of classes."""
 

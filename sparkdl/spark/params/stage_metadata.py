@@ -239,7 +239,7 @@ def load_instance(path: str, spark: SparkSession) -> Any:
 
 
 _trust: ContextVar[Trust | None] = ContextVar("trust", default=None)
-"""What the parts of an instance may name while `load_instance` reads it."""
+"""Code that the parts of an instance may name while `load_instance` reads it."""
 
 
 @functools.cache

@@ -188,11 +188,11 @@ class _Rounds:
         self.lease: Lease | None = None
         self.requests = Requests(refusal=OUTSIDE)
         self.metrics: Metrics | None = None
-        """What is measured over training batches, if that is wanted."""
+        """Metrics of the training batches, if they are wanted."""
         if run.config.training_metrics:
             self.metrics = Metrics.of(run.config, run.objective, torch.device("cpu"))
         self.logs = b""
-        """What the tasks have seen of the epoch's samples; see `objective.metric_states`."""
+        """Packed states of what tasks saw of the epoch's samples; see `objective.metric_states`."""
 
     def train(self) -> Trained:
         run, book, totals = self.run, self.book, self.totals
@@ -426,7 +426,7 @@ class Totals:
         self.epoch_sums = [0.0] * (2 + len(labels))
         """Weighted losses and weights of the samples of the epoch, and each label's losses."""
         self.began = time.perf_counter()
-        """When training began, by `time.perf_counter`."""
+        """Time at which training began, by `time.perf_counter`."""
         self._report = report
         self._phases = dict.fromkeys(_PHASES, 0.0)
         self._spent: list[dict[str, float]] = [{} for _ in range(num_shards)]

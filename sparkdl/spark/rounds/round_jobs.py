@@ -33,7 +33,7 @@ from sparkdl.worker.round_task import RoundOrder, RoundWork, pack_payload, train
 logger = logging.getLogger(__name__)
 
 _PATIENCE = 3
-"""How many heartbeat time-outs a task may be silent on Spark Connect, which does not say which ones
+"""Heartbeat time-outs that a task may be silent on Spark Connect, which does not say which ones
 Spark has lost: it replaces them meanwhile."""
 
 Stage = Callable[[RoundOrder], Rows]
@@ -66,12 +66,12 @@ class RoundJobs:
     def __init__(self, run: Run, book: EpochBook, *, first_attempt: int = 0) -> None:
         """Prepare the jobs of a run, of which the first has the number ``first_attempt``."""
         self.restarts = 0
-        """How often a job was run again."""
+        """Number of times that a job was run again."""
         self._run = run
         self._book = book
         self._next_attempt = first_attempt
         self.labels = part_names(run.objective)
-        """Those whose losses are kept apart."""
+        """Labels whose losses are kept apart."""
         blank = pack_blank(run.module)
         self._payload = pack_payload(run.config, blank.skeleton, blank.tensors, run.link.values)
 

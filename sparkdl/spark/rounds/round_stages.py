@@ -42,7 +42,7 @@ AT_ONCE_BYTES = 8 << 20
 """States that are not larger than this all together come to the driver as they are: one more stage
 would cost more."""
 _MERGED_BYTES = 64 << 20
-"""What a task that takes means gets, where there are enough shards."""
+"""Size of what a task that takes means gets, where there are enough shards."""
 PATH = "path"
 """Kind of the row that says where a task has found its shard."""
 

@@ -48,11 +48,11 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 _PATIENCE_SECONDS = 300.0
-"""How long a storage that does not answer is asked again while no training is under way."""
+"""Time that a storage that does not answer is asked again while no training is under way."""
 _PAUSES_SECONDS = (1.0, 3.0, 10.0)
 """Between these requests; the last pause is repeated."""
 _LEFT_OUT = ("epochs", "max_steps", "checkpoint", "callbacks", "device", "parallelism")
-"""What changes nothing of what is learnt: how long to train, how to watch it, and where."""
+"""Options that change nothing of what is learnt: how long to train, how to watch it, and where."""
 
 
 def run_key(

@@ -37,14 +37,14 @@ class Run(Launch):
     """The driver's copy; it gets the trained weights."""
     packed: PackedModule
     objective: LossFunction
-    """What is minimized, for what the driver asks of it."""
+    """The loss that is minimized, for what the driver asks of it."""
     table: RowTable
     looks: Looks | None = None
-    """What rank 0 looks at in its layers for reports and listeners; None: nothing."""
+    """Options of what rank 0 looks at in its layers for reports and listeners; None: nothing."""
     begins_from: TrainingState | None = None
-    """What an earlier fit has left; None: training begins."""
+    """State that an earlier fit has left; None: training begins."""
     keeps_state: bool = False
-    """Whether `Trained.left` is wanted."""
+    """True if `Trained.left` is wanted."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,7 +55,7 @@ class Trained:
     was_stopped: bool
     """True if a callback or `EarlyStopping` ended it."""
     left: Mapping[str, Any] | None
-    """What `training_state.left_by` gave; None if it is not kept."""
+    """The result of `training_state.left_by`; None if it is not kept."""
     stored_at: str | None = None
     """Folder of the link's storage that has the weights; None: the module has them."""
     module: nn.Module | None = None
@@ -75,13 +75,13 @@ class Request:
     """Directory or URL in which the run leaves its record; None: nowhere."""
     listeners: tuple[Listener, ...] = ()
     kind: ClassVar[Literal["fit", "run"]] = "fit"
-    """Whether it is a fit, or the run of a function."""
+    """Kind of the run: a fit, or the run of a function."""
     name: str = "fit"
-    """What is run, for its record."""
+    """Name of what is run, for its record."""
     run_name: str | None = None
-    """What the user calls the run."""
+    """The user's name for the run."""
     params: tuple[Mapping[str, Any], ...] = ()
-    """What was asked for, as `RunRecord.params` shows it."""
+    """Params that were asked for, as `RunRecord.params` shows them."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -105,15 +105,15 @@ class FitRequest(Request):
     num_shards: int | None = None
     """Fixed parts of the rows; None: one for each worker."""
     shards: str = "rows"
-    """What makes a shard: ``rows``, ``partitions`` or ``auto``."""
+    """Rule for what makes a shard: ``rows``, ``partitions`` or ``auto``."""
     cache_dir: str | None = None
     """Folder of the executors' local disks in which spools are kept for later fits; None: none."""
     initial_weights: InitialWeights | None = None
-    """Where training starts from; None: the weights that the module has."""
+    """Weights that training starts from; None: the weights that the module has."""
     initial_state: InitialState | None = None
     """The model whose training goes on; None: training begins."""
     keep_training_state: bool = False
-    """Whether the result has what another fit needs to go on."""
+    """True if the result has what another fit needs to go on."""
     execution_mode: str = "auto"
     """``auto``, ``gang`` or ``rounds``."""
     specified: tuple[Named, ...] = ()
@@ -156,7 +156,7 @@ class FitResult:
     """The feature columns, as the module takes them."""
     num_classes: int | None
     prediction_key: str | None
-    """Where the module's output has the prediction; None: it is all of it."""
+    """Key of the prediction in the module's output; None: it is all of it."""
     summary: TrainingSummary
     training_state: TrainingState | None = None
-    """What another fit needs to go on; None if it is not kept."""
+    """State that another fit needs to go on; None if it is not kept."""

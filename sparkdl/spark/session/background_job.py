@@ -29,18 +29,18 @@ T = TypeVar("T")
 
 _LOOK_SECONDS = 0.05
 _ASK_SECONDS = 1.0
-"""How often Spark is asked about the tasks of a job."""
+"""Seconds between two questions to Spark about the tasks of a job."""
 _SUBMIT_SECONDS = 0.02
-"""How often Spark is asked whether it has the job, where somebody waits for that."""
+"""Seconds between two questions whether Spark has the job, where somebody waits for that."""
 _SAY_SECONDS = 60.0
-"""How often a wait for slots is mentioned."""
+"""Seconds between two messages about a wait for slots."""
 _MOST_TASKS = 1000
-"""Of a stage, that are looked at to find the hosts of those that run."""
+"""Largest number of a stage's tasks that are looked at to find the hosts of those that run."""
 _ALL_TASKS = 2**31 - 1
 
 
 _run_name: ContextVar[str] = ContextVar("run_name", default="")
-"""What the user calls the run of this thread."""
+"""The user's name for the run of this thread."""
 
 
 @contextlib.contextmanager
@@ -74,22 +74,22 @@ class BackgroundJob(Generic[T]):
         """Set when the work has ended. To be waited for in place of its thread: up to Python 3.12 a
         ``Thread.join`` that Ctrl-C interrupts takes the thread for ended (bpo-45274)."""
         self.values: list[T] = []
-        """What the work gave, when it has ended well."""
+        """Values that the work gave, when it has ended well."""
         self.error: Exception | None = None
-        """What the work raised."""
+        """The error that the work raised."""
         self.is_cancelled = False
         """True if we ended it, so that Spark's error says nothing new; work that has not begun by
         then never does."""
         self.is_started = False
         """True once `begin` was called."""
         self.progress = TaskProgress(spark, tag)
-        """How its tasks get on."""
+        """Progress of its tasks."""
         self._spark, self._work, self._tag = spark, work, tag
         self._name = f"{name} ({_run_name.get()})" if _run_name.get() else name
         self._cleans_up = cleans_up
         self._has_begun = False
         self._times_said = 0
-        """How often the user was told that none of its tasks has started yet."""
+        """Number of times that the user was told that none of its tasks has started yet."""
 
     def begin(self) -> None:
         """Start the thread; called in a ``try`` that ends in `end`, since users interrupt."""
@@ -266,7 +266,7 @@ class TaskProgress:
         self._spark = spark
         self._tag = tag
         self._told = 0, 0
-        """What Spark Connect said last: tasks that run, and those that have ended."""
+        """Numbers that Spark Connect said last: of tasks that run, and of those that have ended."""
         self.num_begun = 0
         """Tasks that run or have ended, as far as `seconds_without` has asked."""
         self.num_running = 0
@@ -379,10 +379,10 @@ class TaskProgress:
 _AGAIN_SECONDS = 0.5
 _WAIT_SECONDS = 60.0
 _LAST_SECONDS = 10.0
-"""How long what goes on in the background may do so when the session ends."""
+"""Longest time that jobs in the background may go on when the session ends."""
 
 _left: list[tuple[BackgroundJob[Any], Callable[[], None]]] = []
-"""What goes on in the background, and what to call if it is cancelled."""
+"""Jobs that go on in the background, and what to call if they are cancelled."""
 _leaving = threading.Lock()
 
 

@@ -18,7 +18,7 @@ from py4j.protocol import Py4JJavaError
 from sparkdl import errors
 
 Kind = Enum("Kind", ["LOST", "CANCELLED", "CLUSTER", "DATA"])
-"""What failed: a worker, executor or connection, so that the job may end well if it is started
+"""Part that failed: a worker, executor or connection, so that the job may end well if it is started
 again; nothing, somebody cancelled it; what the cluster or its settings give; the query."""
 
 _LOST = frozenset(
@@ -85,7 +85,7 @@ _SPARKS_WORDS = re.compile(
     r"|time[ds]? ?out|acknowledged|killed|shut down|stopped|shuffle",
     re.IGNORECASE,
 )
-"""What Spark says of losses in a plain SparkException, which is also what it raises for rows."""
+"""Words of Spark about losses in a plain SparkException, which is also what it raises for rows."""
 _WAITING = (
     "Job aborted",
     "Exception thrown in awaitResult",
@@ -95,7 +95,7 @@ _WAITING = (
 _HEAP = re.compile(r"OutOfMemoryError|Java heap space|GC overhead limit|Direct buffer memory")
 
 _HEADING = re.compile(r"(?:Caused by: |: )?((?:[a-z_]\w*\.)+[A-Z][\w$]*)(?:: (.*)|)$")
-"""How Java begins a cause."""
+"""Pattern of a line with which Java begins a cause."""
 _OF_TASK = re.compile(r"(?<=\)): (?=(?:[a-z_]\w*\.)+[A-Z][\w$]*(?:: |$))")
 """Before the cause of a task's failure, in the line that names the task and its executor."""
 _OF_STACK = re.compile(r"\s+at |\s*\.\.\. \d+ |\tSuppressed: |\tCaused by: |Driver stacktrace:")

@@ -29,7 +29,7 @@ _OF_THE_DRIVER = (
     *(PySparkAttributeError, PySparkNotImplementedError, PySparkPicklingError, PySparkTypeError),
     PySparkValueError,
 )
-"""What pyspark raises of itself about what it is called with; no stage has failed."""
+"""Errors that pyspark raises of itself about what it is called with; no stage has failed."""
 _CANNOT_READ = "FAILED_READ_FILE"
 _UDF = "FAILED_EXECUTE_UDF"
 _OWNER = re.compile(r"User defined function \(`?(?:\w+ \()?([\w.]+)")
@@ -40,7 +40,7 @@ _SQLSTATE = re.compile(r"\.? ?\bSQLSTATE: .*", re.DOTALL)
 """And what follows: an excerpt of the query."""
 _IN_PROGRAM = re.compile(r"== DataFrame ==\n(\"\S+\") was called from\n(\S+)")
 _IN_SQL = re.compile(r"== SQL.* ==\n(.+)")
-"""How Spark shows the expression that failed."""
+"""Pattern of Spark's text that shows the expression that failed."""
 _OF_QUERIES = ("0A", "3F", "42")
 """Classes of SQLSTATEs of what Spark finds before it reads a row."""
 _OF_ROWS = ("21", "22", "23")
@@ -64,7 +64,7 @@ _LOCAL_FILE = re.compile(
     r"(?:NoSuchFile|FileNotFound)Exception: \S*[/\\]blockmgr-[0-9a-f]{8}-\S*"
     r"|Failed to create local dir in \S*"
 )
-"""What Java and Spark say of a file that is missing where Spark keeps its own."""
+"""Messages of Java and Spark about a file that is missing where Spark keeps its own."""
 _TOO_LARGE = {
     "spark.driver.maxResultSize": (
         "the results of a job do not fit into the driver; raise spark.driver.maxResultSize, and "
@@ -81,19 +81,19 @@ _KILLED = re.compile(
     r"Container killed by YARN|(?:physical|virtual) memory (?:limits|used)|Out of memory",
     re.IGNORECASE,
 )
-"""What YARN, Kubernetes and Spark's own master say of what was killed, mostly for memory."""
+"""Messages of YARN, Kubernetes and Spark's own master about what was killed, mostly for memory."""
 _TERMINATED = re.compile(r"exit(?:ed)?(?: with)?(?: status| code)?:? *143\b", re.IGNORECASE)
-"""What they say of what SIGTERM has ended."""
+"""Messages of theirs about what SIGTERM has ended."""
 
 LOST = "a worker or executor was lost"
 SILENT = "its process has ended without a word"
-"""Of a worker that was lost and an executor that was not."""
+"""Words about a worker that was lost while its executor was not."""
 LOST_REMEDY = (
     "a process that ends without a word was mostly killed for lack of memory: look into the "
     "executor's log, then lower batchSize, raise gradientAccumulationSteps or "
     "spark.executor.memoryOverhead; where executors come and go, raise maxRestarts"
 )
-"""What to do about `LOST`, if it goes on."""
+"""Remedy for `LOST`, if it goes on."""
 _ENDED = (
     "an executor was ended by SIGTERM: its node was drained, its slots were taken back, or, on "
     "YARN, its container had too little memory"
@@ -311,7 +311,7 @@ def _other_python(cause: Cause, *, is_connect: bool) -> ClusterError | None:
 
 
 _OF_STACKS = ("at ", "...", "Driver stacktrace:")
-"""How lines begin that show where in Spark's own code something happened."""
+"""Beginnings of lines that show where in Spark's own code something happened."""
 _WAITED = "Exception thrown in awaitResult"
 
 
@@ -337,7 +337,7 @@ def _cause_of(error: Exception) -> str:
 
 
 _EXCEPTION = re.compile(r"^[\w.$]+(?:Exception|Error): ")
-"""How Java begins the message of an exception."""
+"""Pattern of the class with which Java begins the message of an exception."""
 
 
 def _telling_lines(error: Exception) -> list[str]:

@@ -40,16 +40,16 @@ _IMPORTS = ("importlib._bootstrap", "_frozen_importlib")
 """Names of the module that imports modules."""
 _AGAIN_SECONDS = 0.1
 _HURRY_PRESSES = 3
-"""How often one must press during the cleaning up to have it cut short."""
+"""Number of presses of Ctrl-C during the cleaning up that cut it short."""
 _WAIT_SECONDS = 60.0
-"""How long a new fit waits for those that are being interrupted."""
+"""Longest wait of a new fit for those that are being interrupted."""
 
 _running: list[Interruptible] = []
-"""What can be interrupted now, in all threads; the innermost of a thread comes last."""
+"""Work that can be interrupted now, in all threads; the innermost of a thread comes last."""
 _changed = threading.Condition()
 _presses = 0
 _before: Any = signal.default_int_handler
-"""What Python would do about the signal without us."""
+"""The handler that Python would have for the signal without us."""
 
 
 class Interruptible:

@@ -63,15 +63,15 @@ class Settings:
     queue_timeout_seconds: float = _entry("queueTimeout", _seconds, 3600.0)
     """Longest wait for slots that other jobs hold, and for other executors after a loss."""
     elastic_wait_seconds: float = _entry("elasticWait", _seconds, 10.0)
-    """How long a gang that may have fewer workers waits for the others before it starts, and how
-    long new slots must have been there before it starts again with more."""
+    """Time for which a gang that may have fewer workers waits for the others before it starts, and
+    for which new slots must have been there before it starts again with more."""
     cache_bytes: str | None = _entry("cacheBytes", str, None)
     """Size of all spools that are kept in a host's ``cacheDir``, such as 100g; None: a quarter of
     its disk."""
     collective_timeout_seconds: float = _entry("collectiveTimeout", _seconds, 600.0)
     """Longest wait for the peers in one collective."""
     channel: str = _entry("channel", str, "auto")
-    """Who hosts it: ``driver``, ``workers``, or ``auto``, the driver unless it is out of reach."""
+    """Host of the channel: ``driver``, ``workers``, or ``auto``: the driver unless out of reach."""
     channel_port: int = _entry("channel.port", _port, 0)
     """Port of the driver's channel; 0 takes a free one."""
     allow_unencrypted: bool = _entry("allowUnencrypted", _boolean, False)

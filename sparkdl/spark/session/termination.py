@@ -19,9 +19,9 @@ _SIGNALS = [
     getattr(signal, name) for name in ("SIGTERM", "SIGHUP") if hasattr(signal, name)
 ]  # Windows has no SIGHUP
 _folders: set[str] = set()
-"""What is to be removed; of fits in all threads."""
+"""Folders that are to be removed; of fits in all threads."""
 _names: list[str] = []
-"""What the process does, as its user calls it; the innermost comes last."""
+"""The user's names for what the process does; the innermost comes last."""
 _TRIES = 5
 """A thread that writes may bring a folder back while it is removed."""
 

@@ -47,10 +47,10 @@ class AsyncSGD(SyncStrategy):
     """
 
     staleness_bound: int | None = None
-    """How many steps a rank may be ahead of the slowest before it waits: at step ``c`` it computes
-    with weights that hold all gradients of the steps before ``c - staleness_bound``. None: it never
-    waits. 0: synchronous; then the gradients of a step are summed in rank order and applied
-    together, which equals all-reduce with any optimizer."""
+    """Number of steps that a rank may be ahead of the slowest before it waits: at step ``c`` it
+    computes with weights that hold all gradients of the steps before ``c - staleness_bound``. None:
+    it never waits. 0: synchronous; then the gradients of a step are summed in rank order and
+    applied together, which equals all-reduce with any optimizer."""
     delay_compensation: float = 0.0
     """Strength lambda of DC-ASGD: ``g + lambda g g (w - w_old)`` is applied instead of ``g``, with
     ``w_old`` the weights that ``g`` was computed with. 0: plain. The paper takes 0.04, or 2 with

@@ -23,7 +23,7 @@ from sparkdl.sync.gradient_buckets import Bucket, FlatGradients, make_buckets, z
 from sparkdl.sync.strategy import MakeOptimizer
 
 _GRACE_SECONDS = 10.0
-"""How much longer than the servers a rank waits for an answer before it takes one for dead."""
+"""Seconds that a rank waits longer than the servers for an answer before it takes one for dead."""
 
 
 class _Part:

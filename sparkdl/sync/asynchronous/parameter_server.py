@@ -69,9 +69,9 @@ class ServerRules:
 
     world_size: int
     is_bulk: bool
-    """Whether the gradients of a step are applied together, when all ranks' are there."""
+    """True if the gradients of a step are applied together, when all ranks' are there."""
     lead: int | None = None
-    """How many steps a rank may be ahead of the slowest when it pulls; None: any number."""
+    """Number of steps that a rank may be ahead of the slowest when it pulls; None: any number."""
     delay_compensation: float = 0.0
     compensation_decay: float | None = None
     timeout_seconds: float
@@ -129,7 +129,7 @@ class ServerSlice:
         self._pending: dict[int, Push | None] = {}
         """In bulk: who has pushed for the present step, and what."""
         self._closing: set[int] = set()
-        """Who waits for the end of the round; nobody waits for them."""
+        """Ranks that wait for the end of the round; nobody waits for them."""
         self._gone: set[int] = set()
         self._round = 0
         self._agreed: Snapshot | None = None

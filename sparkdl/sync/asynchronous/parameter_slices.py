@@ -67,7 +67,7 @@ class ServedOptimizer(torch.optim.Optimizer):
 
     def __init__(self, made: torch.optim.Optimizer) -> None:
         self.served_state: dict[int, Any] = {}
-        """Of the parameters, by their places in the groups, when all ranks agreed last."""
+        """State of the parameters, by their places in the groups, when all ranks agreed last."""
         self._noted: Options | None = None
         super().__init__(made.param_groups, made.defaults)
 
@@ -110,7 +110,7 @@ class SlicedOptimizer:
         )
         kept = {id(parameter) for parameter in served.values()}
         self._places: list[int] = []
-        """Of the slice's parameters, in the order of the groups of the whole optimizer."""
+        """Places of the slice's parameters, in the order of the groups of the whole optimizer."""
         first = 0
         for group in self._optimizer.param_groups:
             members = group["params"]

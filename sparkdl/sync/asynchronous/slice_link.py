@@ -33,7 +33,7 @@ from sparkdl.sync.gradient_buckets import Bucket
 logger = logging.getLogger(__name__)
 
 STOP_SECONDS = 3.0
-"""How long the end of a server is waited for; longer only if a peer hangs."""
+"""Longest wait for the end of a server's threads; they last longer only if a peer hangs."""
 _SECRET_SECONDS = 30.0
 """Whoever connects and does not show certificate and secret in this time is shut out."""
 _MAX_HEADER_BYTES = 1 << 20
@@ -125,7 +125,7 @@ class SliceServer:
         self._on_leave = on_leave
         self._tls = mutual_tls(certificate, is_server=True)
         self._bytes_sent: dict[int, int] = {}
-        """By rank; each connects once."""
+        """Rank -> bytes of tensors that were sent to it; each connects once."""
         self._connections: set[ssl.SSLSocket] = set()
         self._threads: list[threading.Thread] = []
         self._is_stopped = threading.Event()

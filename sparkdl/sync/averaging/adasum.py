@@ -32,7 +32,7 @@ from sparkdl.sync.strategy import SetupArguments, SyncStrategy
 VANISHING = torch.finfo(torch.float64).tiny ** 0.5
 """Below this squared norm an update has no direction; its coefficient is 1."""
 _PRODUCTS_BYTES = 3 * 8
-"""Of one tensor: a.b, a.a and b.b in float64."""
+"""Size of the products of one tensor: a.b, a.a and b.b in float64."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -33,12 +33,12 @@ class BlockMomentum(AveragingStrategy):
     """None: one minus one by the number of replicas, as Chen & Huo advise. Without Nesterov's
     form and with a block learning rate of 1, momentum 0 is plain averaging."""
     block_learning_rate: float = 1.0
-    """What the change of a round is multiplied by."""
+    """Factor by which the change of a round is multiplied."""
     nesterov: bool = True
-    """Whether rounds begin where momentum alone would lead."""
+    """True if rounds begin where momentum alone would lead."""
     optimizer_state: OptimizerState = "reset"
-    """What becomes of the optimizers' states: by default each round begins with new ones, as in
-    CNTK, so that the momentum of the last round does not act twice."""
+    """Treatment of the optimizers' states: by default each round begins with new ones, as in CNTK,
+    so that the momentum of the last round does not act twice."""
 
     def __post_init__(self) -> None:
         check_period(self.averaging_period)

@@ -58,7 +58,7 @@ class DiLoCo(AveragingStrategy):
     overlap_steps: int = 0
     """Steps that are trained while a fragment travels."""
     mixing: float | None = None
-    """How much of its own weights a replica keeps when a fragment arrives; None: 0.5 if steps
+    """Part of its own weights that a replica keeps when a fragment arrives; None: 0.5 if steps
     overlap, as in the paper, otherwise 0, which forgets nothing but what differs."""
 
     def __post_init__(self) -> None:

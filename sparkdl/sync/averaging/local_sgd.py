@@ -52,7 +52,7 @@ class LocalSGD(AveragingStrategy):
     warmup_steps: int = 0
     """First steps of the run, in which gradients are exchanged exactly as by `AllReduce`."""
     optimizer_state: OptimizerState = "keep"
-    """What becomes of the optimizers' states when weights are averaged."""
+    """Treatment of the optimizers' states when weights are averaged."""
 
     def __post_init__(self) -> None:
         if not isinstance(self.averaging_period, int | str):  # lists, from files

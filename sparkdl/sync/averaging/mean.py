@@ -145,7 +145,7 @@ class MeanOfReplicas:
         state, rank = self._optimizer.state, self._comm.rank
         mine = bytes(bool(state.get(parameter)) for parameter in trained)
         has = list(zip(*self._comm.all_gather_bytes(mine), strict=True))
-        """Of each parameter, which ranks have a state of it."""
+        """Flags of each parameter: 1 for each rank that has a state of it."""
         sources = {
             place: ranks.index(1) for place, ranks in enumerate(has) if 0 < sum(ranks) < len(ranks)
         }

@@ -31,7 +31,7 @@ class ParameterAveraging(AveragingStrategy):
     averaging_period: int | Literal["auto"] = 16
     """Steps of a round; ``"auto"`` holds agreeing near ``target_share`` of the time."""
     average_optimizer_state: bool = True
-    """Whether optimizer states are averaged too; otherwise each round begins with new ones."""
+    """True if optimizer states are averaged too; otherwise each round begins with new ones."""
     weighting: Weighting = "examples"
     """A replica counts by its samples of the round (their weights), or ``"equal"``: as others."""
     target_share: float = 0.05

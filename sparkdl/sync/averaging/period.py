@@ -35,7 +35,7 @@ class Period(Stateful, ABC):
     """Decides on the length of every round, on all ranks alike."""
 
     needs_report: bool = False
-    """Whether `observe` wants to be called; measuring and sharing a report costs a message."""
+    """True if `observe` wants to be called; measuring and sharing a report costs a message."""
 
     target_share: float | None = None
     """Part of the time that agreeing shall take; None: the period does not follow the clock."""

@@ -34,7 +34,7 @@ class SlowMo(AveragingStrategy):
     slow_learning_rate: float = 1.0
     """The paper's alpha."""
     optimizer_state: OptimizerState = "reset"
-    """What becomes of the optimizers' states: new ones each round, as the paper has it for SGD, so
+    """Treatment of the optimizers' states: new ones each round, as the paper has it for SGD, so
     that fast and slow momentum do not add up; for Adam it keeps them."""
 
     def __post_init__(self) -> None:

@@ -49,9 +49,9 @@ class Pieces:
     piece_bytes: int
     """Most bytes of a piece, before compression."""
     compression: Compression | None = None
-    """How `CHANGES` is made smaller; it must have codecs."""
+    """Compression of `CHANGES`; it must have codecs."""
     count_equally: bool = False
-    """Whether each replica counts as much as any other, whatever its weight."""
+    """True if each replica counts as much as any other, whatever its weight."""
 
     @classmethod
     def of(cls, num_replicas: int, **options: Any) -> Pieces:

@@ -13,7 +13,7 @@ from sparkdl.comm.communicator import Communicator, LocalCommunicator, ProcessGr
 from sparkdl.mesh import Mesh, MeshPlace
 
 _NUMBERS = count()
-"""Of the meshes that this process has made."""
+"""Numbers of the meshes that this process has made."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -22,13 +22,13 @@ class MeshRanks:
 
     mesh: Mesh
     replicas: Communicator
-    """Those that have the same part of the model."""
+    """Ranks that have the same part of the model."""
     shards: Communicator
-    """Those among which the state of a replica is divided, besides ``tensors``."""
+    """Ranks among which the state of a replica is divided, besides ``tensors``."""
     tensors: Communicator
-    """Those that compute the same layers on the same rows."""
+    """Ranks that compute the same layers on the same rows."""
     stages: Communicator
-    """Those that compute the stages of the same rows, in the order of the stages."""
+    """Ranks that compute the stages of the same rows, in the order of the stages."""
     readers: Communicator
     """One of each that train on different rows: ``replicas`` times ``shards``."""
     shard_mesh: DeviceMesh | None

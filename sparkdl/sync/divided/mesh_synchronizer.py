@@ -236,7 +236,7 @@ class OfOwn:
             if p.requires_grad or takes_frozen
         }
         self.names: Sequence[str] = ()
-        """Of the parameters on this rank."""
+        """Names of the parameters on this rank."""
         self.stepped: list[str] = []
         """Names of all parameters by the numbers that they would have in an optimizer of all."""
 

@@ -42,7 +42,7 @@ class Sent:
     places: tuple[int, ...]
     """Numbers of the values that are sent: those that depend on parameters."""
     shapes: tuple[torch.Tensor, ...]
-    """Those values without their contents, on the meta device."""
+    """The values that are sent, without their contents, on the meta device."""
 
 
 @dataclass(frozen=True, kw_only=True)

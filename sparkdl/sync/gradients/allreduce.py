@@ -28,7 +28,7 @@ class AllReduce(CollectiveStrategy):
     bucket_bytes: int = 25 << 20
     """Size from which on a bucket of gradients is sent."""
     double_buffering: bool = False
-    """Whether a step applies the gradients of the one before while its own travel.
+    """True if a step applies the gradients of the one before while its own travel.
 
     Sums are then formed in a ring: the other topologies work while they are waited for.
     """

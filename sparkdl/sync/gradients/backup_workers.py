@@ -159,7 +159,7 @@ class ConcludedStep(NamedTuple):
     flats: Sequence[torch.Tensor]
     """The summed gradients: the buckets themselves if this rank's own were among them."""
     ranks: tuple[int, ...] | None
-    """Whose gradients were used; None: everyone's."""
+    """Ranks whose gradients were used; None: everyone's."""
 
 
 class StepThread(threading.Thread):

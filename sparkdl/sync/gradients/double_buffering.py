@@ -35,7 +35,7 @@ class DoubleBufferingSynchronizer(AllReduceSynchronizer):
     ) -> None:
         super().__init__(*setup, bucket_bytes=bucket_bytes, compression=compression)
         self._underway: Reduced | None = None
-        """What comes with the other set, with its marks; None before the first step."""
+        """Sums that come with the other set, with its marks; None before the first step."""
 
     def _group(self) -> None:
         self._other = self._new_gradients()

@@ -28,7 +28,7 @@ class AllReduceSynchronizer(Synchronizer):
     """Sums the gradients of every step; `AllReduce` makes it, and its variants inherit from it."""
 
     sends_early = True
-    """Whether buckets are sent while the backward pass runs."""
+    """True if buckets are sent while the backward pass runs."""
 
     def __init__(
         self, *setup: *SetupArguments, bucket_bytes: int, compression: Compression | None = None

@@ -171,7 +171,7 @@ class ShardTreeSynchronizer(Synchronizer):
         self._free: list[FlatGradients] = []
         """Sets of gradients that hold nothing of use."""
         self._kept: list[tuple[Node, FlatGradients]] = []
-        """What this rank has added up in this step."""
+        """Gradients that this rank has added up in this step."""
         self._are_all_used = False
         """True if some shard of this rank has used all parameters in this step."""
         for place, parameter in enumerate(self._parameters):

@@ -35,7 +35,7 @@ class Gossip(SyncStrategy):
     probability: float = 0.1
     """Probability with which a pair of a step meets."""
     seed: int = 0
-    """What the pairs are drawn from."""
+    """Seed from which the pairs are drawn."""
 
     def __post_init__(self) -> None:
         require(0 < self.probability <= 1, "probability must be in (0, 1]", self.probability)

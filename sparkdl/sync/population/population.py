@@ -67,7 +67,7 @@ class Competition(PopulationStrategy):
     monitor: str = "val_loss"
     """Value of the history by which members are judged: ``val_loss``, or ``val_<metric name>``."""
     mode: Mode = "auto"
-    """Whether members with smaller or with larger values are better; see `EarlyStopping.mode`."""
+    """Rule by which members are better: smaller or larger values; see `EarlyStopping.mode`."""
     mutations: Mapping[str, Mutation] = field(default_factory=dict)
     """Hyperparameter -> its values, of which each member draws its own when it begins; member 0
     has the user's. ``learning_rate``, or a number in torch's parameter groups, such as

@@ -60,9 +60,9 @@ class PopulationBasedTraining(Competition):
     exploit_fraction: float = 0.25
     """Part of the members that copies, and part that is copied; at most half."""
     resample_probability: float = 0.25
-    """How often a member that copies another draws a hyperparameter anew."""
+    """Probability with which a member that copies another draws a hyperparameter anew."""
     factors: Sequence[float] = (0.8, 1.2)
-    """By one of these the hyperparameters that are not drawn anew are multiplied."""
+    """Factors, by one of which the hyperparameters that are not drawn anew are multiplied."""
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -32,7 +32,7 @@ class Range:
     """Largest value."""
     _: KW_ONLY
     log: bool = False
-    """Whether small numbers are as likely as large ones of the same relative width, as suits
+    """True if small numbers are as likely as large ones of the same relative width, as suits
     learning rates; else all numbers are equally likely."""
     step: float | None = None
     """Distance between the values, from ``low`` on; None: any number."""
@@ -77,7 +77,7 @@ class Around:
     """Numbers around the user's own value, from a ``factor``-th of it to ``factor`` times it."""
 
     factor: float = 10.0
-    """By how much values may be smaller or larger than the user's own."""
+    """Factor by which values may be smaller or larger than the user's own."""
 
     def __post_init__(self) -> None:
         require(1 < self.factor < math.inf, "factor must be more than 1", self.factor)
@@ -97,4 +97,4 @@ class Around:
 
 
 Mutation: TypeAlias = Range | Around | Sequence[float]
-"""Where values of a hyperparameter come from; a sequence lists all values, in their order."""
+"""Source of a hyperparameter's values; a sequence lists all values, in their order."""

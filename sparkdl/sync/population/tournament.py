@@ -45,7 +45,7 @@ class Tournament(Competition):
     """
 
     exchange: Literal["weights", "all"] = "all"
-    """What a loser takes over: weights and buffers, or the optimizer's state as well."""
+    """State that a loser takes over: weights and buffers, or the optimizer's state as well."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
