@@ -54,6 +54,7 @@ from sparkdl.spark.params import param_table
 from sparkdl.spark.params.accessors import ClassifierModelAccessors, ModelAccessors
 from sparkdl.spark.params.converters import to_metrics
 from sparkdl.spark.params.params import CheckedParams, ClassOutputParams, Saved, with_params
+from sparkdl.sync.frozen_layers import evaluating
 from sparkdl.train.training_state import TrainingState
 
 if TYPE_CHECKING:
@@ -90,7 +91,7 @@ class TorchModel(Model, CheckedParams, Saved, MLReadable["TorchModel"], ModelAcc
         summary: TrainingSummary | None = None,
     ) -> None:
         super().__init__()
-        self._module = module if isinstance(module, StoredModule) else module.eval()
+        self._module = module if isinstance(module, StoredModule) else evaluating(module)
         self._columns = tuple(columns)
         self._num_classes = num_classes
         self._summary = summary

@@ -38,8 +38,7 @@ _CLOSE_SECONDS = 60.0
 class Batch:
     """Samples that are used together.
 
-    The tensors of a training batch are valid until the next batch is asked for: their memory is
-    then used again. Those of `sequential_batches` stay.
+    Their memory is used again for later ones only once nobody has a tensor of it any more.
     """
 
     inputs: Inputs
@@ -148,10 +147,10 @@ class Batches:
             step_bytes = sum(epoch.row_bytes * size for epoch, size in pairs_of)
             num_together = min(num_steps, max(1, GATHER_BYTES // max(1, step_bytes)))
             most = [num_together * size for size in in_step]
-            # The consumer holds one buffer, the next is ready, and the thread fills the third.
-            # Pinned memory is taken afresh instead: torch's allocator knows when the device has
-            # read it.
-            num_buffers = 3 if self.prefetch else 1
+            # The consumer holds one buffer and the last batch of another, the next is ready, and
+            # the thread fills the fourth. Pinned memory is taken afresh instead: torch's allocator
+            # knows when the device has read it.
+            num_buffers = 4 if self.prefetch else 2
             buffers = [Buffer(sum(most)) for _ in range(num_buffers)]
             parts = [Buffer(capacity) for capacity in most] if len(shards) > 1 else []
             # A run that is resumed gathers the same steps together: where a batch lies in memory,
@@ -170,6 +169,7 @@ class Batches:
                 ]
                 sizes = np.diff(np.array(bounds, np.int64).reshape(len(shards), len(upto)))
                 columns = found[0] if len(found) == 1 else _by_step(plan, found, sizes, buffer)
+                del found  # the memory of parts is free for the next ones
                 counts = sizes.T.ravel() if self.by_shard else sizes.sum(0)
                 used = max(0, self.start_step - first) * (len(shards) if self.by_shard else 1)
                 yield cut(plan, columns, counts.tolist())[used:]

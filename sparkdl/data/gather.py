@@ -6,6 +6,7 @@ Fresh memory costs page faults, and one large gather costs less than many small 
 from __future__ import annotations
 
 import mmap
+import sys
 from collections.abc import Mapping, Sequence
 
 import numpy as np
@@ -18,6 +19,8 @@ from sparkdl.data.plan import Column
 from sparkdl.data.ragged import Array, Ragged, gather, lengths_at
 from sparkdl.data.shuffle import Order
 
+_UNUSED = 2
+"""References to an array that no tensor shows: the buffer's own, and that of who counts them."""
 _MAPPED_BYTES = 128 << 10
 """Smaller arrays are not worth a mapping, of which a process has some ten thousand."""
 
@@ -38,19 +41,24 @@ def empty(shape: tuple[int, ...], dtype: npt.DTypeLike) -> Array:
 
 
 class Buffer:
-    """Memory for the dense columns of up to ``capacity`` rows."""
+    """Memory for the dense columns of up to ``capacity`` rows.
+
+    It is used again unless somebody still has a tensor in it, as a module that keeps a batch does.
+    """
 
     def __init__(self, capacity: int, *, pin_memory: bool = False) -> None:
         self._capacity = capacity
         self._pin_memory = pin_memory
-        self._columns: dict[str, torch.Tensor] = {}
+        self._columns: dict[str, Array] = {}
 
     def rows(self, key: str, like: torch.Tensor, num_rows: int) -> torch.Tensor:
         """Room for ``num_rows`` rows of column ``key``, shaped and typed as those of ``like``."""
-        if key not in self._columns:
-            shape = (self._capacity, *like.shape[1:])
-            self._columns[key] = torch.empty(shape, dtype=like.dtype, pin_memory=self._pin_memory)
-        return self._columns[key][:num_rows]
+        shape = (self._capacity, *like.shape[1:])
+        if self._pin_memory:  # used once
+            return torch.empty(shape, dtype=like.dtype, pin_memory=True)[:num_rows]
+        if key not in self._columns or sys.getrefcount(self._columns[key]) > _UNUSED:
+            self._columns[key] = torch.empty(shape, dtype=like.dtype).numpy()
+        return torch.from_numpy(self._columns[key])[:num_rows]
 
 
 def gather_column(

@@ -39,6 +39,7 @@ from sparkdl.runtime.process import (
 from sparkdl.serialization.imported_values import ProgramValues
 from sparkdl.serialization.stored_module import WeightsAt
 from sparkdl.serialization.travel.packed_module import PackedModule, unpack
+from sparkdl.sync.frozen_layers import evaluating
 
 Make = Literal["value", "array", "nested", "number", "class", "logits", "probability"]
 
@@ -100,7 +101,8 @@ def load(task: ModuleTask, device: torch.device) -> nn.Module:
     if module is None:
         packed = task.fetch()
         read = None if task.weights is None else task.weights.open().read
-        module = unpack(packed.skeleton, packed.tensors, read).eval().to(device)
+        module = evaluating(unpack(packed.skeleton, packed.tensors, read))
+        module.to(device)
     _modules[key] = module
     while len(_modules) > MODULES_PER_WORKER:
         _modules.popitem(last=False)

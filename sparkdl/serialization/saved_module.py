@@ -50,6 +50,7 @@ from sparkdl.storage.checkpoint_format import decode, encode, views
 from sparkdl.storage.sharded_weights import ShardedWeights
 from sparkdl.storage.storage import Data, Folder, Storage
 from sparkdl.storage.tensor_tree import Snapshot, pack
+from sparkdl.sync.frozen_layers import evaluating
 
 VERSION = 3
 """Of the layout. 1 had no sum of the index itself, 2 no weights in several files; every version
@@ -166,7 +167,7 @@ class SavedModule:
         """The module with what its weights lack."""
         if _UNLISTED in self.files:
             give_unlisted(module, decode(self.files[_UNLISTED], f"{self.path}/{_UNLISTED}"))
-        return module.eval()
+        return evaluating(module)
 
     def weights(self) -> dict[str, Any]:
         """The state dict; its tensors are views of the file and must not be written to."""

@@ -28,6 +28,7 @@ from sparkdl.serialization.travel.packed_module import PackedModule, pack, unpac
 from sparkdl.storage.sharded_weights import ShardedWeights
 from sparkdl.storage.storage import Folder, open_storage, without_password
 from sparkdl.storage.tensor_tree import DTYPES
+from sparkdl.sync.frozen_layers import evaluating
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -98,7 +99,7 @@ class StoredModule:
             StorageError: the files are damaged, or lack a tensor of the module.
         """
         weights = ShardedWeights(folder, path)
-        give_buffers(module.eval(), weights)
+        give_buffers(evaluating(module), weights)
         packed = pack(module, with_weights=False)
         at = WeightsAt(url=folder.url, path=path)
         return cls(packed=packed, weights=weights, at=at, **others)

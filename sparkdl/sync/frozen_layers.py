@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator, Sequence
+from typing import TypeVar
 from weakref import WeakSet
 
 import torch
@@ -17,6 +18,8 @@ from torch import nn
 
 from sparkdl.errors import ConfigError
 from sparkdl.runtime.name_patterns import check_fit, fits_any
+
+M = TypeVar("M", bound=nn.Module)
 
 _HELD: WeakSet[nn.Module] = WeakSet()
 """Layers whose buffers do not change."""
@@ -49,14 +52,27 @@ def thaw(module: nn.Module, names: Sequence[str]) -> None:
 
 @contextlib.contextmanager
 def evaluation_mode(module: nn.Module) -> Iterator[None]:
-    """Evaluation mode inside; afterwards every submodule has the mode that it had before."""
+    """Evaluation mode inside; afterwards every submodule has the mode that it had before.
+
+    ``train()`` of the module leads back: one of the user's own may take out what its ``eval()``
+    has put in, such as an update that is merged into a weight.
+    """
     modes = [(part, part.training) for part in module.modules()]
+    was_trained = module.training
     module.eval()
     try:
         yield
     finally:
+        if was_trained:
+            module.train()
         for part, was_training in modes:
             part.training = was_training
+
+
+def evaluating(module: M) -> M:
+    """The module, in evaluation mode; a ``train()`` of its own may return nothing."""
+    module.eval()
+    return module
 
 
 def training_mode(module: nn.Module, patterns: Sequence[str]) -> None:

@@ -22,10 +22,11 @@ def sparse_parameters(module: nn.Module) -> dict[str, nn.Parameter]:
     found: dict[str, nn.Parameter] = {}
     known: set[int] = set()
     for name, layer in module.named_modules():
-        weight = getattr(layer, "weight", None)
-        if getattr(layer, "sparse", None) is not True or not isinstance(weight, nn.Parameter):
+        if getattr(layer, "sparse", None) is not True:
             continue
-        if id(weight) not in known:
+        # Not the attribute: a parametrized layer computes it, which may change its buffers.
+        weight = dict(layer.named_parameters(recurse=False)).get("weight")
+        if weight is not None and id(weight) not in known:
             known.add(id(weight))
             found[f"{name}.weight".lstrip(".")] = weight
     return found

@@ -26,7 +26,7 @@ from sparkdl.data.plan import RoundPart, TrainPlan
 from sparkdl.data.source import ShardRows
 from sparkdl.errors import ConfigError
 from sparkdl.sync.apart import ApartSynchronizer
-from sparkdl.sync.averaging.state_pieces import CHANGES
+from sparkdl.sync.averaging.mean import CHANGES
 from sparkdl.sync.frozen_layers import still_names, training_mode
 from sparkdl.sync.module_tensors import give_tensors, is_same, places_of, shape_of
 from sparkdl.sync.population.hyperparameters import set_values

@@ -133,6 +133,8 @@ class TrainStep:
         """What the losses of this step were divided by, if that was their weights' sum."""
         self._stepper = Stepper(self._synchronizer.optimizer)
         self._clock = clock
+        self.after_forward: list[int] | None = None
+        """Fingerprints of all parameters before the first backward pass; None: there was none."""
         self.moved_by_backward: list[str] | None = None
         """The parameters that the first backward pass has changed itself, by a hook; None: there
         was none yet."""
@@ -399,7 +401,8 @@ class TrainStep:
         """Return the fingerprints of all parameters, before the first backward pass."""
         if self.moved_by_backward is not None or self._synchronizer.divided is not None:
             return None
-        return [fingerprint(parameter) for parameter in self._all]
+        self.after_forward = [fingerprint(parameter) for parameter in self._all]
+        return self.after_forward
 
     def _note_moved(self, before: list[int]) -> None:
         """Note what a backward pass has changed itself; ConfigError if workers share gradients."""

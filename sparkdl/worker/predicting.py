@@ -152,10 +152,11 @@ def divided_module(
     from sparkdl.sync.divided.dividing import divide
     from sparkdl.sync.divided.exchanges import Exchanges
     from sparkdl.sync.divided.mesh_ranks import MeshRanks
+    from sparkdl.sync.frozen_layers import evaluating
 
     assert task.weights is not None
     packed, weights = task.fetch(), task.weights.open()
-    module = unpack(packed.skeleton, packed.tensors, weights.blank).eval()
+    module = evaluating(unpack(packed.skeleton, packed.tensors, weights.blank))
     ranks = MeshRanks.of(mesh, comm, device)
     regions = divide(module, ranks)
     _fill(module, weights, regions, device)

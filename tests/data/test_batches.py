@@ -261,7 +261,7 @@ def test_memory_is_used_again(rows: list[int]) -> None:
         patch.setattr(batches, "GATHER_BYTES", 1)
         source = batches_of(shards, plan, 0, seed=0, epoch=0)
         places = {batch.inputs[0].data_ptr() for batch in source}
-    assert len(places) <= 3
+    assert len(places) <= 4
 
 
 def test_failure_in_the_thread_reaches_the_consumer() -> None:

@@ -355,6 +355,7 @@ def check_empty_batches(
     import torch
 
     from sparkdl.data.collate import example_arguments
+    from sparkdl.sync.frozen_layers import evaluating
     from sparkdl.train.validation import validation_batches
 
     fewest = plan.fewest_in_a_step
@@ -367,7 +368,7 @@ def check_empty_batches(
     features = [column for column in plan.columns if column.role == "feature"]
     try:
         with torch.no_grad(), borrowed_generator(), lent_weights(weights):
-            example_arguments(features, 0).call(own_copy(module, weights).eval())
+            example_arguments(features, 0).call(evaluating(own_copy(module, weights)))
     except Exception as error:
         what = f"parallelism=Mesh({config.parallelism})" if gathers else "syncBatchNorm"
         raise ConfigError(

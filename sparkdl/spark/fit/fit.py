@@ -48,7 +48,7 @@ from sparkdl.spark.session.compat import shares_console
 from sparkdl.spark.session.interrupts import Cleanup, interruptible
 from sparkdl.storage.hadoop_storage import open_on_driver
 from sparkdl.sync.averaging.averaging import AveragingStrategy
-from sparkdl.sync.frozen_layers import thaw
+from sparkdl.sync.frozen_layers import evaluating, thaw
 from sparkdl.sync.population.population import PopulationStrategy
 from sparkdl.train.state import record_of_weights
 from sparkdl.train.training_state import TrainingState
@@ -225,7 +225,7 @@ def _fit(
     if trained.left is not None:
         assert checked.method is not None
         state = TrainingState(**trained.left, method=checked.method)
-    module: nn.Module | StoredModule = fitted.eval()
+    module: nn.Module | StoredModule = evaluating(fitted)
     if trained.stored_at is not None:
         assert link.url is not None
         module = StoredModule.of(

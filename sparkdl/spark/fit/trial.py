@@ -170,6 +170,8 @@ def _run(
     """Run a module in evaluation mode, return its output; lazy layers get their weights now."""
     import torch
 
+    from sparkdl.sync.frozen_layers import evaluating
+
     mesh, uses = request.config.parallelism, None
     if mesh is not None:
         from sparkdl.sync.divided.outside_uses import OutsideUses
@@ -183,7 +185,7 @@ def _run(
         # After the layout was found: that passes by layers with hooks.
         nullcontext() if sink is None else traced(tried, sink),
     ):
-        output = example.of("feature", example.num_rows).call(tried.eval())
+        output = example.of("feature", example.num_rows).call(evaluating(tried))
     if uses is not None:
         uses.check()
     with torch.no_grad(), borrowed_generator(request.config.seed), lent_weights(weights):
@@ -392,6 +394,7 @@ def _check_means(checked: CheckedValues, example: Example) -> None:
     import torch
 
     from sparkdl.data.collate import narrow
+    from sparkdl.sync.frozen_layers import evaluating
     from sparkdl.train.objective.loss import CallableLoss, ModuleLoss
     from sparkdl.train.objective.training_step import StepLoss, taken
 
@@ -410,7 +413,7 @@ def _check_means(checked: CheckedValues, example: Example) -> None:
     with contextlib.suppress(Exception), torch.no_grad(), borrowed_generator(checked.config.seed):
         loss = copy.deepcopy(given)
         output = taken(
-            loss, example.of("feature", rows).call(own_copy(checked.module, None).eval())
+            loss, example.of("feature", rows).call(evaluating(own_copy(checked.module, None)))
         )
         (target,) = example.of("label", rows).values
         sums = []

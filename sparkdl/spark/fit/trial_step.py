@@ -6,6 +6,7 @@ worker would do it, on the first rows. What fails there would fail on every work
 
 from __future__ import annotations
 
+import logging
 import pickle
 import re
 import warnings
@@ -30,6 +31,10 @@ if TYPE_CHECKING:
     from sparkdl.data.batches import Batch
     from sparkdl.data.collate import Rows
 
+logger = logging.getLogger(__name__)
+
+Changes = Mapping[str, int]
+"""Name of a parameter that forward has changed, or of a buffer -> fingerprint of its values."""
 _MOST_NUMBERS = 1 << 26
 """Modules with more parameters than this are not tried: the driver would need their gradients and
 moments besides."""
@@ -67,7 +72,8 @@ def try_step(
 
     Raises:
         ConfigError: what fails, with the line of the user's own where it fails; or a checkpoint
-            cannot hold a state of the optimizer or the schedule.
+            cannot hold a state of the optimizer or the schedule; or forward changes weights by the
+            rows that it gets, which are others on each worker that adds gradients up.
     """
     from sparkdl.train.callbacks import Callback
 
@@ -78,14 +84,20 @@ def try_step(
     if not is_here or begun or numbers > _MOST_NUMBERS or is_compiled(module):
         return
     config = replace(config, compile=False, metrics=metrics, divergence_factor=None)
-    failing = partial(_error, module, config, adds_up=adds_up)
-    if failing(example, _FEW_ROWS, is_first=True) is None:
+    seen: list[Changes] = []
+    failing = partial(_error, module, config, seen, adds_up=adds_up)
+    error = failing(example, _FEW_ROWS, is_first=True)
+    if error is None and not (adds_up and any(seen)):
         return
     if example.rows is None:
         rows = read_rows()
         if rows is None:
             return
         example = replace(example, rows=rows)
+    if error is None:
+        failing(_varied(example), _FEW_ROWS, is_first=True)
+        _check_changes(module, *seen)
+        return
     error = failing(example, config.batch_size)
     if isinstance(error, ConfigError):
         raise error
@@ -106,6 +118,34 @@ def try_step(
             f"the first step of training fails{place}: {type(error).__name__}: {text}; the same "
             f"would happen on every worker: {remedy}"
         ) from error
+
+
+def _check_changes(module: nn.Module, first: Changes, *others: Changes) -> None:
+    """Refuse weights, and warn of buffers, that forward changes by the rows that it gets.
+
+    Args:
+        module: what is trained.
+        first: what forward has changed, given some rows.
+        others: the same, given other rows; none: these have failed.
+
+    Raises:
+        ConfigError: some are parameters.
+    """
+    names = [name for name, now in first.items() if any(o.get(name, now) != now for o in others)]
+    parameters = {name for name, _ in module.named_parameters()}
+    if changed := [name for name in names if name in parameters]:
+        raise ConfigError(
+            f"forward changes the parameter {changed[0]!r} by the rows that it gets, and each "
+            "worker gets others, so replicas would come apart; run the module on some rows before "
+            "fit if it does so once, or set numWorkers=1, or a strategy that averages replicas"
+        )
+    if names:
+        logger.warning(
+            "forward changes the buffer %r by the rows that it gets, and each worker gets others: "
+            "at the end of an epoch all go on with the mean of the workers' values, and of whole "
+            "numbers with those of the first; set numWorkers=1 if they shall be of all rows",
+            names[0],
+        )
 
 
 def _is_certain(error: Exception) -> bool:
@@ -148,6 +188,7 @@ def _varied(example: Example) -> Example:
 def _error(
     module: nn.Module,
     config: TrainConfig,
+    seen: list[Changes],
     example: Example,
     num_rows: int,
     *,
@@ -160,7 +201,9 @@ def _error(
     with borrowed_generator(config.seed), warnings.catch_warnings():
         warnings.simplefilter("ignore")  # workers warn too
         try:
-            _step(module, config, example, num_rows, adds_up=adds_up, is_first=is_first)
+            seen.append(
+                _step(module, config, example, num_rows, adds_up=adds_up, is_first=is_first)
+            )
         except (TrainingDiverged, MemoryError):
             return None
         except Exception as error:  # whatever the user's code raises
@@ -176,11 +219,12 @@ def _step(
     *,
     adds_up: bool = False,
     is_first: bool = False,
-) -> None:
+) -> Changes:
     """Take the step; raises what it raises.
 
-    The first time torch's own optimizers step on sparse gradients only. Dense ones they take, and
-    a step imports torch's compiler, which takes seconds.
+    Returns what buffers are then, and what forward has made of parameters. The first time torch's
+    own optimizers step on sparse gradients only. Dense ones they take, and a step imports torch's
+    compiler, which takes seconds.
     """
     import torch
 
@@ -224,7 +268,14 @@ def _step(
     stepping.set_mode(optimizer, trains=True)
     if is_first and is_known(optimizer):
         _leave_out_plain_steps(optimizer)
+    before = _fingerprints(module)
     step(batch, batch.num_rows, 0)
+    changes, seen = dict(_fingerprints(module)), step.after_forward
+    for number, (name, _) in enumerate(module.named_parameters()):
+        if seen is None or before.get(name) == seen[number]:
+            changes.pop(name, None)
+        else:
+            changes[name] = seen[number]
     _check_sparse(config, module, adds_up=adds_up)
     if adds_up:
         step.check_moved()
@@ -232,6 +283,22 @@ def _step(
     with optimizers.without_compiler():
         for what, owner in (("optimizer", optimizer), ("scheduler", replica.scheduler)):
             check_optimizer.check_kept(what, owner)
+    return changes
+
+
+def _fingerprints(module: nn.Module) -> Changes:
+    """Fingerprints of parameters and buffers, but of the statistics of torch's norms: means."""
+    from torch.nn.modules.batchnorm import _NormBase
+
+    from sparkdl.sync.module_tensors import fingerprint, places_of
+
+    norms = [layer for layer in module.modules() if isinstance(layer, _NormBase)]
+    means = {id(buffer) for norm in norms for buffer in norm.buffers()}
+    return {
+        place.name: fingerprint(place.value)
+        for place in places_of(module, aliases=False)
+        if id(place.owner[place.key]) not in means
+    }
 
 
 def _leave_out_plain_steps(optimizer: torch.optim.Optimizer) -> None:

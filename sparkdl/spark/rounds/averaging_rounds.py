@@ -26,8 +26,7 @@ from sparkdl.spark.run.run import Run, Trained
 from sparkdl.storage.checkpoint_format import decode
 from sparkdl.storage.stateful import Stateful
 from sparkdl.sync.averaging.averaging import AveragingStrategy
-from sparkdl.sync.averaging.mean import is_number, weighted_mean
-from sparkdl.sync.averaging.state_pieces import CHANGES
+from sparkdl.sync.averaging.mean import CHANGES, is_number, weighted_mean
 from sparkdl.sync.module_tensors import no_mean, set_trains, shape_of, tensors_of, trains
 from sparkdl.sync.population.hyperparameters import rescaled, set_present_rate
 from sparkdl.train.rank_state import KEPT

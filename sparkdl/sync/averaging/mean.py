@@ -26,6 +26,12 @@ STEP = "step"
 """Key under which torch's optimizers count their steps; a count is no quantity to average."""
 
 
+CHANGES = "changes"
+"""Key of the parameters' changes in a state that has them in place of the parameters."""
+_OF_MODULES = ("model", CHANGES)
+"""Keys in a replica's state of dicts with tensors of the module by name."""
+
+
 class MeanOfReplicas:
     """Replaces what the ranks hold by the mean over ranks. All methods are collective."""
 
@@ -112,7 +118,7 @@ class MeanOfReplicas:
         steps, sparse = [], []
         for parameter, own in zip(trained, everyone, strict=True):
             for key, value in state.get(parameter, {}).items():
-                if key == STEP:
+                if _is_count(key, value):
                     steps.append((parameter, value))
                 elif isinstance(value, torch.Tensor) and is_number(value):
                     if value.is_sparse:
@@ -176,6 +182,11 @@ def placed(value: Any, key: Any, like: torch.Tensor) -> Any:
     return value.to(like.device) if isinstance(value, torch.Tensor) and key != STEP else value
 
 
+def _is_count(key: Any, value: Any) -> bool:
+    """True for a count of steps; optimizers of the user's own may call a direction ``step``."""
+    return key == STEP and not (isinstance(value, torch.Tensor) and value.dim() > 0)
+
+
 def is_number(tensor: torch.Tensor) -> bool:
     """True if a tensor has numbers of which there is a mean."""
     return tensor.is_floating_point() or tensor.is_complex()
@@ -223,18 +234,21 @@ def merge(states: Sequence[Any], weights: Sequence[float]) -> Any:
     return _merge([state for state, _ in kept], [weight for _, weight in kept])
 
 
-def _merge(states: list[Any], weights: list[float], key: Any = None) -> Any:
+def _merge(
+    states: list[Any], weights: list[float], key: Any = None, *, is_tensor: bool = False
+) -> Any:
+    """As `merge`; ``is_tensor``: of a module's tensor, whose name tells nothing."""
     first = states[0]
     if is_extra(key):
         return first
     if isinstance(first, dict):
-        return _merge_dicts(states, weights)
+        return _merge_dicts(states, weights, are_tensors=key in _OF_MODULES)
     if isinstance(first, list | tuple):
         if {len(state) for state in states} != {len(first)}:
             return first
         merged = [_merge(list(items), weights) for items in zip(*states, strict=True)]
         return type(first)(merged) if type(first) in (list, tuple) else first
-    if key == STEP:
+    if not is_tensor and _is_count(key, first):
         return max(states, key=float)
     if isinstance(first, torch.Tensor) and is_number(first) and _is_added(first):
         # Those of another shape have no mean with it: a buffer that is each replica's own.
@@ -247,11 +261,14 @@ def _merge(states: list[Any], weights: list[float], key: Any = None) -> Any:
     return first
 
 
-def _merge_dicts(states: list[dict[Any, Any]], weights: list[float]) -> dict[Any, Any]:
+def _merge_dicts(
+    states: list[dict[Any, Any]], weights: list[float], *, are_tensors: bool
+) -> dict[Any, Any]:
     merged = {}
     for key in dict.fromkeys(key for state in states for key in state):
         having = [(s[key], w) for s, w in zip(states, weights, strict=True) if key in s]
-        merged[key] = _merge([value for value, _ in having], [w for _, w in having], key)
+        values, their_weights = [value for value, _ in having], [weight for _, weight in having]
+        merged[key] = _merge(values, their_weights, key, is_tensor=are_tensors)
     return merged
 
 

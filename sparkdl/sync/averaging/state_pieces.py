@@ -21,13 +21,11 @@ from sparkdl.comm.compression.compression import Codec, Compression
 from sparkdl.comm.compression.dense_reduce_scatter import cut as slices
 from sparkdl.storage.checkpoint_format import decode, encode
 from sparkdl.storage.tensor_tree import DTYPES, snapshot
-from sparkdl.sync.averaging.mean import merge, weighted_mean
+from sparkdl.sync.averaging.mean import CHANGES, merge, weighted_mean
 from sparkdl.sync.module_tensors import is_extra
 
 FRAME = "state"
 """Name of the frame. That of a piece is ``state/<path of its tensor>#<number>``."""
-CHANGES = "changes"
-"""Key of the parameters' changes in a state that has them in place of the parameters."""
 _LEAST_PIECE, _MOST_PIECE, _HELD_BYTES = 1 << 16, 4 << 20, 64 << 20
 """Sizes of pieces, and what the pieces of one place may have in all: a task that takes their mean
 holds them together."""

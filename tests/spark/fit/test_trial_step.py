@@ -414,3 +414,71 @@ def test_what_a_callback_prepares_is_not_missed() -> None:
     step(module=Tempered(4, 3), callbacks=(Warm(),))
     with pytest.raises(ConfigError, match="temperature"):
         step(module=Tempered(4, 3), callbacks=(Callback(),))
+
+
+class Scaled(nn.Linear):
+    """Takes its first scale from the first batch, as ActNorm does."""
+
+    def __init__(self) -> None:
+        super().__init__(4, 3)
+        self.scale = nn.Parameter(torch.ones(4))
+        self.is_begun = False
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.training and not self.is_begun:
+            self.scale.data.copy_(1 / (x.std(0) + 1e-3))
+            self.is_begun = True
+        return super().forward(x * self.scale)
+
+
+class Extremes(nn.Linear):
+    """Keeps the largest values, which rows have, and no mean has."""
+
+    def __init__(self) -> None:
+        super().__init__(4, 3)
+        self.register_buffer("most", torch.zeros(4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.training:
+            self.most = torch.maximum(self.most, x.detach().amax(0))
+        return super().forward(x / self.most.clamp(min=0.1))
+
+
+class Alike(nn.Sequential):
+    """Changes what it has in each step, whichever rows it gets; and torch's own statistics."""
+
+    def __init__(self) -> None:
+        body = nn.utils.parametrizations.spectral_norm(nn.Linear(4, 3))
+        super().__init__(nn.BatchNorm1d(4), body)
+        self.teacher = nn.Parameter(torch.ones(4), requires_grad=False)
+        self.register_buffer("steps", torch.tensor(0))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.training:
+            self.steps += 1
+            with torch.no_grad():
+                self[0].weight.clamp_(-0.5, 0.5)
+                self.teacher.mul_(0.9)
+        return super().forward(x * self.teacher)
+
+
+@pytest.mark.parametrize("rows", [ROWS, None])
+def test_what_forward_changes_by_its_rows_is_told(
+    rows: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    with pytest.raises(ConfigError, match="changes the parameter 'scale' by the rows"):
+        step(module=Scaled(), rows=rows, later=ROWS)
+    begun = Scaled()
+    begun(ROWS["feature x"])
+    step(module=begun, rows=rows, later=ROWS)
+    step(module=Alike(), rows=rows, later=ROWS)
+    assert not caplog.records
+    step(module=Extremes(), rows=rows, later=ROWS)
+    assert "changes the buffer 'most' by the rows" in caplog.text
+
+
+@pytest.mark.parametrize("module", [Scaled(), Extremes()], ids=["parameter", "buffer"])
+def test_one_worker_may_change_it(module: nn.Module, caplog: pytest.LogCaptureFixture) -> None:
+    checked = checked_values(module)
+    try_step(checked, Example(columns=(X, Y), rows=ROWS), None, lambda: None, adds_up=False)
+    assert not caplog.records

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from sparkdl.comm.compression import resolve
-from sparkdl.sync.averaging.mean import merge
-from sparkdl.sync.averaging.state_pieces import CHANGES, FRAME, Pieces
+from sparkdl.sync.averaging.mean import CHANGES, merge
+from sparkdl.sync.averaging.state_pieces import FRAME, Pieces
 
 
 def state(seed: int, *, has_stepped: bool = True) -> dict[str, Any]:
