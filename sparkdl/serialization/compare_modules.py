@@ -61,7 +61,7 @@ def _kind(value: Any) -> Any:
 
 def _ties(module: nn.Module) -> list[list[str]]:
     groups: dict[int, list[str]] = {}
-    for name, parameter in module.named_parameters(remove_duplicate=False):
+    for name, parameter in nn.Module.named_parameters(module, remove_duplicate=False):
         groups.setdefault(id(parameter), []).append(name)
     return sorted(groups.values())
 
@@ -75,8 +75,9 @@ def find_attribute(a: nn.Module, b: nn.Module) -> str | None:
         other = theirs.get(name)
         if other is None or type(one) is not type(other):
             return f"the class of {name or 'itself'}"
-        for key in sorted((vars(one).keys() | vars(other).keys()) - repeated_attributes(one)):
-            if not _is_same(key, vars(one).get(key), vars(other).get(key)):
+        held, their = state_of(one), state_of(other)
+        for key in sorted((held.keys() | their.keys()) - repeated_attributes(one)):
+            if not _is_same(key, held.get(key), their.get(key)):
                 return f"{name}.{key}".lstrip(".")
         if not _has_same_buffers(one, other):
             return f"the buffers of {name or 'it'}"
@@ -160,6 +161,11 @@ def is_equal(
 
 def state_of(value: Any) -> dict[str, Any]:
     """The attributes of an object, in a dict and in slots."""
-    slots: list[str] = copyreg._slotnames(type(value))  # type: ignore[attr-defined]
-    found = {key: getattr(value, key) for key in slots if hasattr(value, key)}
+    found = {key: getattr(value, key) for key in slots_of(value) if hasattr(value, key)}
     return {**getattr(value, "__dict__", {}), **found}
+
+
+def slots_of(value: Any) -> list[str]:
+    """Names of the attributes for which an object's class has slots."""
+    slots: list[str] = copyreg._slotnames(type(value))  # type: ignore[attr-defined]
+    return slots

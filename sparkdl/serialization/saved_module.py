@@ -32,6 +32,7 @@ from sparkdl.serialization.compare_modules import (
     find_difference,
     is_equal,
     repeated_attributes,
+    slots_of,
     state_of,
 )
 from sparkdl.serialization.example_inputs import Given
@@ -400,7 +401,10 @@ def _load_weights(module: nn.Module, weights: Mapping[str, Any], recipe: Any) ->
     """Copy the weights in; unlike torch, refuse to convert their dtypes."""
     _check_kinds(module.state_dict(), weights)
     # Those are copied; what a module makes of its extra state is its own business.
-    copied = {*dict(module.named_parameters(remove_duplicate=False)), *dict(module.named_buffers())}
+    copied = {
+        *dict(nn.Module.named_parameters(module, remove_duplicate=False)),
+        *dict(module.named_buffers()),
+    }
     module.load_state_dict(
         {name: value if name in copied else _own(value) for name, value in weights.items()}
     )
@@ -475,7 +479,10 @@ def give_unlisted(module: nn.Module, unlisted: Mapping[str, Any]) -> None:
             owner = vars(owner)[step]
             if isinstance(owner, (nn.Module, *CODE)):
                 raise ConfigError(f"a saved file sets {key!r}, which is no attribute of an object")
-        vars(owner)[check_name(path[-1])] = value
+        if check_name(path[-1]) in slots_of(owner):
+            object.__setattr__(owner, path[-1], value)
+        else:
+            vars(owner)[path[-1]] = value
 
 
 def _buffers(module: nn.Module) -> dict[str, Any]:
@@ -498,10 +505,10 @@ def _attributes(
 ) -> Iterator[tuple[str, str, Any]]:
     others = dict(again.named_modules())
     for name, part in module.named_modules():
-        made = vars(others[name]) if name in others else {}
-        for key in sorted(vars(part).keys() - _OWN - repeated_attributes(part)):
+        ours, made = state_of(part), state_of(others[name]) if name in others else {}
+        for key in sorted(ours.keys() - _OWN - repeated_attributes(part)):
             named = f"{name}.{key}".lstrip(".")
-            for path, value in _others(vars(part)[key], made.get(key, _MISSING), named, registered):
+            for path, value in _others(ours[key], made.get(key, _MISSING), named, registered):
                 yield name, ".".join([key, *path]), value
 
 

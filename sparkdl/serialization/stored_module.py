@@ -169,7 +169,7 @@ def _filled(packed: PackedModule, weights: ShardedWeights) -> nn.Module:
 
 def give_buffers(module: nn.Module, weights: ShardedWeights) -> None:
     """Give a module the buffers that are in the files; StorageError if these are of another one."""
-    parameters = dict(module.named_parameters(remove_duplicate=False))
+    parameters = dict(nn.Module.named_parameters(module, remove_duplicate=False))
     for name, value in module.state_dict().items():
         if not isinstance(value, torch.Tensor):
             raise StorageError(

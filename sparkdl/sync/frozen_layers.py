@@ -30,7 +30,7 @@ def freeze(module: nn.Module, patterns: Sequence[str]) -> list[str]:
 
     ConfigError if a pattern means nothing, or nothing is left to train.
     """
-    parameters = dict(module.named_parameters(remove_duplicate=False))
+    parameters = dict(nn.Module.named_parameters(module, remove_duplicate=False))
     check_fit(patterns, [*parameters, *dict(module.named_buffers())], "frozenLayers")
     meant = [name for name, p in parameters.items() if p.requires_grad and fits_any(patterns, name)]
     for name in meant:
@@ -45,7 +45,7 @@ def freeze(module: nn.Module, patterns: Sequence[str]) -> list[str]:
 
 def thaw(module: nn.Module, names: Sequence[str]) -> None:
     """Let the parameters ``names`` train again."""
-    parameters = dict(module.named_parameters(remove_duplicate=False))
+    parameters = dict(nn.Module.named_parameters(module, remove_duplicate=False))
     for name in parameters.keys() & names:  # a callback may have changed layers
         parameters[name].requires_grad = True
 
@@ -101,7 +101,7 @@ def still_names(module: nn.Module) -> frozenset[str]:
     """Names, in the state dict, of what training does not change, unless forward does."""
     buffers = {id(buffer) for buffer in _held_buffers(module)}
     still = {n for n, b in module.named_buffers(remove_duplicate=False) if id(b) in buffers}
-    parameters = module.named_parameters(remove_duplicate=False)
+    parameters = nn.Module.named_parameters(module, remove_duplicate=False)
     return frozenset(still | {name for name, p in parameters if not p.requires_grad})
 
 

@@ -182,14 +182,14 @@ def device_of(module: nn.Module) -> torch.device:
 
 def trains(module: nn.Module) -> dict[str, bool]:
     """Return which parameters train, by name."""
-    named = module.named_parameters(remove_duplicate=False)
+    named = nn.Module.named_parameters(module, remove_duplicate=False)
     return {name: parameter.requires_grad for name, parameter in named}
 
 
 def set_trains(module: nn.Module, flags: Mapping[str, bool]) -> bool:
     """Restore what `trains` gave; True if something has changed."""
     changed = False
-    for name, parameter in module.named_parameters(remove_duplicate=False):
+    for name, parameter in nn.Module.named_parameters(module, remove_duplicate=False):
         if flags.get(name, parameter.requires_grad) != parameter.requires_grad:
             parameter.requires_grad, changed = flags[name], True
     return changed

@@ -264,7 +264,9 @@ class RoundReplica:
             return {**state, "model": model}
         changes: dict[str, torch.Tensor] = {}
         made: dict[int, torch.Tensor] = {}
-        for name, parameter in self._replica.module.named_parameters(remove_duplicate=False):
+        for name, parameter in nn.Module.named_parameters(
+            self._replica.module, remove_duplicate=False
+        ):
             if name in model and name not in still:
                 value = model.pop(name)
                 if id(parameter) not in made:  # tied weights travel once

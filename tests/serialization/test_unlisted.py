@@ -64,6 +64,25 @@ def test_what_the_user_set_after_training_comes_back() -> None:
     back.grid += 1  # its own memory, which can be written to
 
 
+class Slotted(Plain):
+    __slots__ = ("gain",)
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gain = 1.0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x) * self.gain
+
+
+@pytest.mark.parametrize("factory", [Slotted, None])
+def test_what_training_has_set_in_slots_comes_back(factory: Any) -> None:
+    module = Slotted()
+    object.__setattr__(module, "gain", 3.0)
+    back, _ = load_module_from(save(module, factory), "m")
+    assert torch.equal(back(X), module(X)) and back.gain == 3.0
+
+
 def test_nothing_is_written_where_the_factory_makes_it_all() -> None:
     module = Plain()
     assert find_unlisted(module, Plain()) == {}

@@ -282,7 +282,7 @@ def _difference(given: nn.Module, arrived: Any) -> str | None:
 def _tensors(module: nn.Module) -> dict[str, torch.Tensor]:
     return dict(
         [
-            *module.named_parameters(remove_duplicate=False),
+            *nn.Module.named_parameters(module, remove_duplicate=False),
             *module.named_buffers(remove_duplicate=False),
         ]
     )

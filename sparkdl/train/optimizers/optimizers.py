@@ -78,7 +78,7 @@ def parameter_groups(
         ConfigError: a pattern means no parameter that trains, or two mean the same one.
     """
     aliases: dict[int, list[str]] = {}
-    for name, parameter in module.named_parameters(remove_duplicate=False):
+    for name, parameter in nn.Module.named_parameters(module, remove_duplicate=False):
         aliases.setdefault(id(parameter), []).append(name)
     trained = [aliases[id(p)] for p in module.parameters() if p.requires_grad]
     every = [aliases[id(p)] for p in module.parameters() if p.requires_grad or may_thaw]
