@@ -128,6 +128,15 @@ class Parametrized(Net):
         register_parametrization(self.body, "weight", Fading())
 
 
+class ShowsItsHead(Net):
+    """Shows optimizers its head only, by a method with the arguments of older versions of torch."""
+
+    def named_parameters(self, prefix: str = "", recurse: bool = True) -> Any:  # type: ignore[override]
+        for name, parameter in super().named_parameters(prefix, recurse):
+            if "body" not in name:
+                yield name, parameter
+
+
 class Bank(Net):
     """Keeps the batches that it has seen, and compares with the oldest."""
 
@@ -293,7 +302,7 @@ def assert_found(found: Found, expected: Found) -> None:
     torch.testing.assert_close(torch.tensor(found[1]), torch.tensor(expected[1]))
 
 
-MODES = [Merging, Swapping, ReturnsNothing, Parametrized]
+MODES = [Merging, Swapping, ReturnsNothing, Parametrized, ShowsItsHead]
 
 
 @pytest.mark.parametrize("make", MODES)
