@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, fields, replace
@@ -12,6 +13,8 @@ from torch import nn
 
 from sparkdl.config import TrainConfig
 from sparkdl.errors import ConfigError, StorageError
+from sparkdl.sync.frozen_layers import evaluating
+from sparkdl.sync.module_tensors import is_same
 from sparkdl.sync.strategy import SyncStrategy
 from sparkdl.train.optimizers.nested_states import options_of
 from sparkdl.train.optimizers.optimizers import make_scheduler, resolve_optimizer
@@ -56,6 +59,8 @@ class TrainingState:
     method: TrainingMethod = field(repr=False)
     parts: Mapping[str, Any] = field(repr=False)
     """State dicts, as the mode has them."""
+    weights: Mapping[str, Any] = field(default_factory=dict, repr=False)
+    """As training goes on with them, by name, where the module's own ``eval()`` has others."""
 
     def tree(self) -> dict[str, Any]:
         """Plain values and tensors, for a file; copies none."""
@@ -167,6 +172,15 @@ def _name(value: Any) -> str:
 def _text(value: Any) -> str:
     """A value as text that is equal in all processes."""
     return re.sub(r" at 0x[0-9a-f]+", "", repr(value))
+
+
+def leave_training(module: nn.Module) -> dict[str, Any]:
+    """Put a module into evaluation mode; return what its own ``eval()`` has changed, as it was."""
+    own = (nn.Module.train, nn.Module.eval)
+    is_own = any((type(layer).train, type(layer).eval) != own for layer in module.modules())
+    before = copy.deepcopy(dict(module.state_dict())) if is_own else {}
+    after = evaluating(module).state_dict()
+    return {name: value for name, value in before.items() if not is_same(value, after.get(name))}
 
 
 def left_by(shared: Mapping[str, Any]) -> dict[str, Any]:

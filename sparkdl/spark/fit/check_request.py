@@ -871,7 +871,8 @@ def check_initial_state(
         if request.initial_weights is not None:
             raise ConfigError("initialState brings weights too; leave initialWeights out")
         weights, left = initial.read()
-        load_initial_weights(module, InitialWeights(source=weights), "the weights of initialState")
+        source = InitialWeights(source={**weights, **left.weights})
+        load_initial_weights(module, source, "the weights of initialState")
     with borrowed_generator(config.seed):
         method = method_of(config, travelled(module, copies=True), mode)
     return method, None if initial is None else left.for_method(method)

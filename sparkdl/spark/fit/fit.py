@@ -51,7 +51,7 @@ from sparkdl.sync.averaging.averaging import AveragingStrategy
 from sparkdl.sync.frozen_layers import evaluating, thaw
 from sparkdl.sync.population.population import PopulationStrategy
 from sparkdl.train.state import record_of_weights
-from sparkdl.train.training_state import TrainingState
+from sparkdl.train.training_state import TrainingState, leave_training
 
 logger = logging.getLogger(__name__)
 
@@ -224,7 +224,8 @@ def _fit(
     state = None
     if trained.left is not None:
         assert checked.method is not None
-        state = TrainingState(**trained.left, method=checked.method)
+        own = leave_training(fitted)
+        state = TrainingState(**trained.left, method=checked.method, weights=own)
     module: nn.Module | StoredModule = evaluating(fitted)
     if trained.stored_at is not None:
         assert link.url is not None

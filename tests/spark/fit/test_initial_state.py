@@ -155,3 +155,31 @@ def test_an_estimator_is_saved_with_its_initial_state(trained: Any, tmp_path: Pa
             assert equal(loaded.training.tree(), given.training.tree())
         else:
             assert loaded.source == "s3://key@bucket/models/1"
+
+
+class Swapping(nn.Module):
+    """Shows evaluations other weights than training, as a mean of weights does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.factor = nn.Linear(3, 3), 1.0
+
+    def train(self, mode: bool = True) -> Any:
+        factor = 1.0 if mode else 0.25
+        self.layer.weight.data *= factor / self.factor
+        self.factor = factor
+        return super().train(mode)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.layer(x)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mode", MODES)
+def test_what_eval_has_changed_goes_on_as_it_was(df: DataFrame, tmp_path: Path, mode: str) -> None:
+    """A power of two, so that no bit depends on how often the modes have changed."""
+    ways = {**MODES[mode], "module": Swapping}
+    first, whole = classifier(**ways).fit(df), classifier(**ways, epochs=2).fit(df)
+    assert same(classifier(**ways, initialState=first).fit(df), whole)
+    first.save(str(tmp_path / "first"))
+    assert same(classifier(**ways, initialState=str(tmp_path / "first")).fit(df), whole)
