@@ -265,8 +265,9 @@ def _merge_dicts(
     states: list[dict[Any, Any]], weights: list[float], *, are_tensors: bool
 ) -> dict[Any, Any]:
     merged = {}
-    for key in dict.fromkeys(key for state in states for key in state):
-        having = [(s[key], w) for s, w in zip(states, weights, strict=True) if key in s]
+    pairs = [(s, w) for s, w in zip(states, weights, strict=True) if isinstance(s, dict)]
+    for key in dict.fromkeys(key for state, _ in pairs for key in state):
+        having = [(state[key], weight) for state, weight in pairs if key in state]
         values, their_weights = [value for value, _ in having], [weight for _, weight in having]
         merged[key] = _merge(values, their_weights, key, is_tensor=are_tensors)
     return merged

@@ -25,7 +25,8 @@ from sparkdl.sync.averaging.mean import CHANGES, merge, weighted_mean
 from sparkdl.sync.module_tensors import is_extra
 
 FRAME = "state"
-"""Name of the frame. That of a piece is ``state/<path of its tensor>#<number>``."""
+"""Name of the frame. That of a piece is ``state/<path of its tensor><shape>#<number>``: buffers of
+other shapes, which are each replica's own, have no mean."""
 _LEAST_PIECE, _MOST_PIECE, _HELD_BYTES = 1 << 16, 4 << 20, 64 << 20
 """Sizes of pieces, and what the pieces of one place may have in all: a task that takes their mean
 holds them together."""
@@ -151,9 +152,12 @@ def _framed(node: Any, path: tuple[str, ...], large: dict[str, Any], known: dict
     if not is_plain or node.dtype not in DTYPES or node.nbytes <= _SMALL_BYTES:
         return node
     memory = (node.data_ptr(), node.dtype, node.shape, node.stride(), node.device)
-    name = known.setdefault(memory, "/".join((FRAME, *path)))  # tied weights travel once
+    shape = list(node.shape)
+    name = known.setdefault(
+        memory, f"{'/'.join((FRAME, *path))}{shape}"
+    )  # tied weights travel once
     large[name] = node
-    return {_CUT: name, "shape": list(node.shape)}
+    return {_CUT: name, "shape": shape}
 
 
 def _filled(
