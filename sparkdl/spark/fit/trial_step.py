@@ -42,7 +42,8 @@ _FEW_ROWS = 8
 _LONGEST_TEXT = 400
 _OF_CODE = (AttributeError, ImportError, NameError, NotImplementedError, TypeError)
 _NO_GRADIENT = "does not require grad"
-_OF_BACKWARD = ("modified by an inplace operation", _NO_GRADIENT)
+_CERTAIN = ("modified by an inplace operation", _NO_GRADIENT, "view size is not compatible")
+"""What torch says of a backward pass that cannot be, and of memory in another order."""
 _FORWARD = re.compile(r'File "([^"]+)", line (\d+), in (.+)\n\s+(.+)')
 """A frame in what torch tells of the forward pass that a failed backward pass belongs to."""
 
@@ -150,7 +151,7 @@ def _check_changes(module: nn.Module, first: Changes, *others: Changes) -> None:
 
 def _is_certain(error: Exception) -> bool:
     """Return True if the error comes whichever rows a batch has, and however many differ."""
-    if isinstance(error, _OF_CODE) or any(text in str(error) for text in _OF_BACKWARD):
+    if isinstance(error, _OF_CODE) or any(text in str(error) for text in _CERTAIN):
         return True
     return passed_through(error, "torch.optim") and not passed_through(error, "torch.nn")
 
@@ -231,6 +232,7 @@ def _step(
     from sparkdl.comm.communicator import LocalCommunicator
     from sparkdl.sync.frozen_layers import training_mode
     from sparkdl.sync.gradients.allreduce import AllReduce
+    from sparkdl.train.modules.memory_format import in_memory_format
     from sparkdl.train.optimizers import check_optimizer, optimizers, stepping
     from sparkdl.train.optimizers.nested_states import is_known
     from sparkdl.train.replica import make_replica
@@ -269,7 +271,8 @@ def _step(
     if is_first and is_known(optimizer):
         _leave_out_plain_steps(optimizer)
     before = _fingerprints(module)
-    step(batch, batch.num_rows, 0)
+    with in_memory_format(module, config.memory_format):
+        step(batch, batch.num_rows, 0)
     changes, seen = dict(_fingerprints(module)), step.after_forward
     for number, (name, _) in enumerate(module.named_parameters()):
         if seen is None or before.get(name) == seen[number]:

@@ -117,11 +117,24 @@ class Strange(Words):
         return self.head(F.embedding((x * 8).long(), self.words.weight, sparse=True).sum(1))
 
 
+class Viewing(nn.Module):
+    """Wants what its convolution gives channel by channel in memory."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.head = nn.Conv2d(1, 2, 2, padding=1), nn.Linear(18, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head(self.layer(x.view(-1, 1, 2, 2)).view(len(x), -1))
+
+
 REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("in place", {"module": InPlace(4, 3)},
      r"backward pass of '.*exp\(\)' \(forward\): .*modified"),
     ("training mode", {"module": TrainsOtherwise(4, 3)}, r"in 'return found\..*' \(forward\)"),
     ("no gradient", {"module": Detached(4, 3)}, "does not require grad"),
+    ("channels last", {"module": Viewing(), "memory_format": "channels_last"},
+     r"in 'return self.head.*' \(forward\): .* Use .reshape"),
     ("loss", {"loss": odd_loss}, "missing 1 required positional argument: 'factor'"),
     ("schedule", {"scheduler": Looking, "optimizer": "sgd", "learning_rate": 0.1},
      r"\.mean\(\)' \(get_lr\): KeyError: 'exp_avg_sq'"),
