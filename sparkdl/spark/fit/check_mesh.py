@@ -48,6 +48,7 @@ def check_mesh(request: FitRequest, module: nn.Module, mode: str, *, has_logs: b
     if mesh is None:
         return
     # Later: they import torch's compiler, which takes seconds.
+    from torch import nn
     from torch.nn.modules.batchnorm import _NormBase
     from torch.nn.parameter import is_lazy
 
@@ -77,7 +78,12 @@ def check_mesh(request: FitRequest, module: nn.Module, mode: str, *, has_logs: b
     sharing = next((" and ".join(names) for names in sharing_memory(parts)), "")
     hooked = next((name for name, parameter in parts.items() if num_hooks(parameter)), "")
     summed = isinstance(strategy, CollectiveStrategy)
+    shown = {id(parameter) for parameter in module.parameters()}
+    hidden = [n for n, p in nn.Module.named_parameters(module) if id(p) not in shown]
     remedies = {
+        f"parameters() of the module must not leave out {hidden[:1]}; use frozenLayers": (
+            bool(hidden)
+        ),
         "executionMode must be 'gang': the workers of a mesh need each other at every step": (
             mode != "gang"
         ),

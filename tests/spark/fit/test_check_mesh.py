@@ -131,6 +131,16 @@ def test_rounds_lightning_modules_and_single_numbers_are_refused() -> None:
         check_mesh(request(), Scaled(), "gang", has_logs=False)
 
 
+class ShowsBias(nn.Linear):
+    def parameters(self, recurse: bool = True) -> Any:
+        yield self.bias
+
+
+def test_parameters_that_the_module_does_not_show_are_refused() -> None:
+    with pytest.raises(ConfigError, match=r"must not leave out \['weight'\]; use frozenLayers"):
+        check_mesh(request(), ShowsBias(4, 2), "gang", has_logs=False)
+
+
 def test_parameters_that_share_memory_or_have_hooks_are_refused() -> None:
     net = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
     net[1].weight.data = net[0].weight.data.t()
