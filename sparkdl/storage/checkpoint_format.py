@@ -221,6 +221,9 @@ def _decoded(data: bytes, place: str, keep: Callable[[memoryview], Any]) -> Any:
         (size,) = struct.unpack_from("<Q", data)
         header, body = json.loads(data[8 : 8 + size]), memoryview(data)[8 + size :]
         tree = json.loads(header.pop("__metadata__")["tree"])
+        pairs = [entry["data_offsets"] for entry in header.values()]
+        if sum(end - begin for begin, end in pairs) > len(body):  # each would be copied
+            raise ValueError("its tensors overlap")
         tensors = {name: _tensor(entry, body, keep) for name, entry in header.items()}
         return unpack(tree, tensors)
     except (

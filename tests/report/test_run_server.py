@@ -303,6 +303,36 @@ def test_an_odd_record_does_not_hide_the_others(runs: Path, content: str) -> Non
     assert status == 500 and odd in text and "all runs" in text
 
 
+NODE = {"op": "x", "shape": []}
+NODES = [{**NODE, "name": f"n{number}"} for number in range(60)]
+LARGE_RECORDS: dict[str, tuple[int, dict[str, Any]]] = {
+    "deep layers": (500, {"graph": {"nodes": [*NODES, {**NODE, "name": "." * 9**6}], "edges": []}}),
+    "many layers": (500, {"graph": {"nodes": NODES * 2000, "edges": []}}),
+    "many edges": (500, {"graph": {"nodes": NODES, "edges": [[0, 1]] * 200_000}}),
+    "many classes": (500, {"confusion": {"epoch": 1, "counts": [[1] * 1500] * 1500}}),
+    "failures and attempts": (
+        200,
+        {"failures": [{"at": 9, "reason": ""}] * 100_000,
+         "attempts": [{"at": 0, "number": 1, "start_step": None}] * 100_000},
+    ),
+    "many names": (
+        200, {"history": [{"epoch": n, **{f"{n}_{k}": 0 for k in range(99)}} for n in range(300)]}
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("status", "values"), LARGE_RECORDS.values(), ids=LARGE_RECORDS)
+def test_a_large_record_is_shown_or_refused_in_little_time(
+    runs: Path, status: int, values: dict[str, Any]
+) -> None:
+    """Each of these has less than 16 MiB, and would take the server for hours."""
+    odd = folder_name("Odd", "00000000", 1.75e9)
+    (runs / odd).mkdir()
+    (runs / odd / "run.json").write_text(json.dumps({**RUN, **values}))
+    with serving(runs) as server:
+        assert ask(server, f"/runs/{odd}/")[0] == status
+
+
 @pytest.mark.parametrize(
     "event",
     [

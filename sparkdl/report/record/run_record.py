@@ -132,6 +132,11 @@ class RunRecord:
                 raise StorageError(
                     f"the record of this run is damaged: its {name} is a {type(value).__name__}"
                 )
+            # The page of more entries than a run leaves would take hours.
+            is_by_rank = name == "spent" and isinstance(value, dict)
+            for entries in value.values() if is_by_rank else [value]:
+                if isinstance(entries, list):
+                    thin(entries, _MOST_LOOKS if name == "layers" else _MOST_ENTRIES)
         return cls(**given)
 
 
@@ -180,10 +185,13 @@ def curve_panels(
     """Panel -> line -> values by epoch or report; ``loss`` and ``val_loss`` share a panel."""
     numbers = [count_of(record) for record in history]
     positions = [float(k + 1 if n is None else n) for k, n in enumerate(numbers)]
+    lines: dict[str, Line] = {name: ([], []) for name in curve_names(history, has_costs=has_costs)}
+    for x, record in zip(positions, history, strict=True):
+        for name in record.keys() & lines.keys():
+            lines[name][0].append(x)
+            lines[name][1].append(record[name])
     panels: dict[str, dict[str, Line]] = {}
-    for name in curve_names(history, has_costs=has_costs):
-        found = [(x, r[name]) for x, r in zip(positions, history, strict=True) if name in r]
-        line = [x for x, _ in found], [value for _, value in found]
+    for name, line in lines.items():
         panels.setdefault(name.removeprefix("val_"), {})[name] = line
     return panels
 
