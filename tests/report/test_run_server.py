@@ -16,6 +16,7 @@ from typing import Any
 
 import pytest
 
+from sparkdl.report import run_server
 from sparkdl.report.page.report_page import page
 from sparkdl.report.record.run_folder import RunFolder, RunReader, folder_name
 from sparkdl.report.record.run_record import RunRecord
@@ -266,6 +267,16 @@ def test_a_connection_that_is_broken_off_leaves_no_traceback(
         assert ask(server, "/runs/[")[0] == 404
         assert ask(server, "//[/")[0] in (400, 404)
     assert capfd.readouterr().err == "" and not caplog.records
+
+
+def test_a_connection_that_says_nothing_is_closed(
+    runs: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each has a thread, and a page that was closed should not keep one."""
+    monkeypatch.setattr(run_server._Handler, "timeout", 0.2)
+    with serving(runs) as server, socket.create_connection(server.server_address[:2], 10) as silent:
+        silent.sendall(b"GET / HT")
+        assert silent.recv(1) == b""
 
 
 RUN = {"format": 1, "run_id": "0", "name": "Odd", "started": 1.7e9}
