@@ -113,7 +113,9 @@ class Trust:
         """
         if self.in_all:
             return import_object(path)
-        module, _, name = current_path(path).partition(":") if isinstance(path, str) else ("",) * 3
+        if not isinstance(path, str) or not path.isprintable():  # a terminal might obey it
+            raise ConfigError(f"an import path reads 'package.module:name'; received {path!r}")
+        module, _, name = current_path(path).partition(":")
         is_there = module in sys.modules or find_spec(module.partition(".")[0] or "-") is None
         if name and not is_there:  # that it is missing is another error
             self._require_module(path, module)

@@ -92,8 +92,8 @@ def digest(value: Any) -> str:
 
 
 def _plain_name(name: str) -> str:
-    """The name, unless it leads out of the folder."""
-    if "/" in name or "\\" in name or name in ("", ".", ".."):
+    """The name, unless it leads out of the folder, or is none to be shown."""
+    if "/" in name or "\\" in name or name in ("", ".", "..") or not name.isprintable():
         raise ValueError(f"a file called {name!r}")
     return name
 

@@ -445,6 +445,13 @@ def test_nothing_is_imported_that_is_not_trusted(tmp_path: Path) -> None:
     subprocess.run([sys.executable, "-c", textwrap.dedent(program)], check=True, cwd=ROOT)
 
 
+def test_names_cannot_speak_to_a_terminal(tmp_path: Path) -> None:
+    name = "torch.nn:Linear\x1b]0;title\x07"
+    with pytest.raises(ConfigError, match=r"Linear\\x1b\]0;title\\x07") as caught:
+        load_module(hostile(tmp_path, {"factory": {"import": name}}))
+    assert str(caught.value).isprintable()
+
+
 def test_columns_of_a_signature_are_checked_too(tmp_path: Path) -> None:
     extra = {"dict": [["columns", [called("os:system", "true")]], ["num_classes", None]]}
     hostile(tmp_path, {"factory": called("tests.describable:make_net")}, extra)

@@ -69,7 +69,7 @@ class Keep:
     def find(self) -> list[SpooledShard]:
         """The whole shards of the key on this host, which count as used now."""
         found: list[SpooledShard] = []
-        if not self._is_own():
+        if self._is_anothers():
             return found
         for place in sorted(self.folder.glob("[0-9]*")):
             spooled = _read(place)
@@ -99,25 +99,25 @@ class Keep:
                 json.dump(row, file)
             for name in (*files, ROW):
                 _flush(source / name)  # a length alone does not show what a crash has lost
+            if self._is_anothers():  # who might hold it, so that we would wait for ever
+                return spooled
             with held(self.folder):
-                if not self._is_own():
-                    return spooled
                 return self._named(spooled, self.folder / f"{spooled.shard.shard_id:05d}")
 
-    def _is_own(self) -> bool:
-        """True if the key's folder is one of this user's: others may write into the directory."""
+    def _is_anothers(self) -> bool:
+        """True if what has the name of the key's folder is not this user's, or leads elsewhere."""
         try:
             found = self.folder.lstat()
         except FileNotFoundError:
             return False
         if stat.S_ISDIR(found.st_mode) and found.st_uid == os.geteuid():
-            return True
+            return False
         logger.warning(
             "%s is not a folder of this user, and its rows are not used: choose another cacheDir, "
             "where others cannot write",
             self.folder,
         )
-        return False
+        return True
 
     def _named(self, spooled: SpooledShard, place: Path) -> SpooledShard:
         """Give a whole shard its name, unless another has it."""

@@ -388,6 +388,15 @@ def test_a_folder_of_any_depth_is_removed_without_following_links(tmp_path: Path
     assert (victim / "deep").is_dir()
 
 
+@contextlib.contextmanager
+def open_folder(path: Path) -> Iterator[int]:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        yield descriptor
+    finally:
+        os.close(descriptor)
+
+
 def test_rows_of_another_user_are_not_used(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -395,7 +404,8 @@ def test_rows_of_another_user_are_not_used(
     own = keep(tmp_path)
     put(own)
     assert len(own.find()) == 1
-    with monkeypatch.context() as patch:
+    with monkeypatch.context() as patch, open_folder(own.folder) as descriptor:
+        fcntl.flock(descriptor, fcntl.LOCK_EX)
         patch.setattr(os, "geteuid", lambda: os.getuid() + 1)
         assert own.find() == []
         assert not Path(put(own, 1).shard.path).is_relative_to(own.folder)
