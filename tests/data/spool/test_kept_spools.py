@@ -388,15 +388,6 @@ def test_a_folder_of_any_depth_is_removed_without_following_links(tmp_path: Path
     assert (victim / "deep").is_dir()
 
 
-@contextlib.contextmanager
-def open_folder(path: Path) -> Iterator[int]:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        yield descriptor
-    finally:
-        os.close(descriptor)
-
-
 def test_rows_of_another_user_are_not_used(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
