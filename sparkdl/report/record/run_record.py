@@ -133,8 +133,8 @@ class RunRecord:
                     f"the record of this run is damaged: its {name} is a {type(value).__name__}"
                 )
             # The page of more entries than a run leaves would take hours.
-            is_by_rank = name == "spent" and isinstance(value, dict)
-            for entries in value.values() if is_by_rank else [value]:
+            by_rank = value if name == "spent" and isinstance(value, dict) else {"": value}
+            for entries in by_rank.values():
                 if isinstance(entries, list):
                     thin(entries, _MOST_LOOKS if name == "layers" else _MOST_ENTRIES)
         return cls(**given)
