@@ -92,7 +92,7 @@ def values_to_send(
         code: what `program_code` has found, which they had then.
     """
     code = code or ProgramCode()
-    fresh = _fresh(there)
+    fresh = as_imported(there)
     changed = [place for place in there if fresh.get(place, expected[place]) != expected[place]]
     found: dict[Place, bytes] = {}
     for place in changed:
@@ -346,7 +346,7 @@ _known: dict[tuple[Place, float], str] = {}
 """Digests of what a fresh process has, by place and by the age of the module's file."""
 
 
-def _fresh(places: Iterable[Place]) -> dict[Place, str]:
+def as_imported(places: Iterable[Place]) -> dict[Place, str]:
     """Digests of a fresh process on this machine; empty if none can be started."""
     keys = {place: (place, _changed_at(place[0])) for place in places}
     unknown = [place for place, key in keys.items() if key not in _known]
