@@ -309,7 +309,7 @@ class CleanTask:
 
 
 def place_here() -> tuple[int, str]:
-    """Return the number of this task's partition, and its host as Spark calls it, or as the host does."""
+    """Return this task's partition, and its host as Spark calls it, or as the host does."""
     context = TaskContext.get()
     assert context is not None
     number = context.partitionId()

@@ -306,7 +306,7 @@ def _is_ours(path: str, spark: SparkSession) -> bool:
 
 
 def qualified(path: str, spark: SparkSession) -> str:
-    """Return ``path`` with scheme and host, as Spark tells of the metadata; on Spark Connect as well."""
+    """Return ``path`` with scheme and host, as Spark tells of the metadata, also on Connect."""
     row = spark.read.text(f"{path}/metadata").select(F.input_file_name()).first()
     if row is None:
         raise StorageError(f"{without_password(path)}/metadata is empty; save the instance again")
