@@ -205,7 +205,7 @@ class MemoryGroup:
 
     limit: int
     usage: int
-    """What its processes have taken, the kernel's copies of their files included."""
+    """Memory that its processes have taken, the kernel's copies of their files included."""
     files: int
     """Such copies, which the kernel gives back."""
 

@@ -176,7 +176,7 @@ class ProgramCode:
     values: bytes = b""
     """A pickle of what the program has in them, by `Place`."""
     lacks: Mapping[Place, str] = field(default_factory=dict)
-    """What of it cannot be sent, and why."""
+    """Place of what cannot be sent -> the reason."""
 
     def is_needed(self) -> bool:
         """True if a file may be another one for this process than for the program."""
@@ -291,7 +291,7 @@ class ProgramValues:
 
 
 _before: list[tuple[Any, str, Any]] = []
-"""What `_given` has replaced in this process: owner, name, and what was there."""
+"""Values that `_given` has replaced in this process: owner, name, and what was there."""
 
 
 def _given(
@@ -429,7 +429,7 @@ def _named(code: Iterable[Any], *, by_name: bool) -> dict[Place, Any]:
     found: dict[Place, Any] = {}
     seen: dict[tuple[int, bool], Any] = {}  # the values too, so that no id is used twice
     todo = [(one, False) for one in code]
-    """What to look at, and whether other processes have it because they import a module."""
+    """Values to look at, with True if other processes have them because they import a module."""
     made: dict[int, Place] = {}
     """Classes that functions have made, by id, and where other processes have theirs."""
     while todo:

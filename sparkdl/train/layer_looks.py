@@ -26,11 +26,11 @@ from sparkdl.train.callbacks import Observer
 logger = logging.getLogger(__name__)
 
 _MOST_NUMBERS = 2**14
-"""Of a tensor that are looked at."""
+"""Most numbers of a tensor that are looked at."""
 _MOST_TENSORS = 200
-"""Of a module that are looked at; if there are more, evenly spaced ones."""
+"""Most tensors of a module that are looked at; if there are more, evenly spaced ones."""
 _LOOKS_PER_RUN, _FEWEST_STEPS = 20, 25
-"""How often at least to look in a run, and the steps that must be between two looks."""
+"""Fewest looks in a run, and the steps that must be between two looks."""
 _BUCKETS = 40
 _HISTOGRAM_SECONDS = 0.5
 """Shortest time between two histograms: they are the larger part of what is sent."""

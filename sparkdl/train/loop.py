@@ -82,9 +82,9 @@ class TrainOutcome:
     On CUDA, whose work is asynchronous, ``compute`` holds what the others do not wait for.
     """
     bytes_sent: int
-    """What this rank's strategy has sent to the others in this attempt."""
+    """Bytes that this rank's strategy has sent to the others in this attempt."""
     pipeline: Pipelined | None
-    """Whose stages the module has, where there is one."""
+    """Pipeline whose stages the module has, where there is one."""
     final: ResumePoint
     """The state at the end, for the last checkpoint: ``model`` holds the last weights even if
     the module was given the best ones."""
@@ -231,7 +231,7 @@ class _Training(RankState):
     comm: Communicator
     """Ranks that have different rows; of a mesh some, else the gang."""
     gathers: bool
-    """Whether forward passes wait for those of other ranks."""
+    """True if forward passes wait for those of other ranks."""
     checkpoints: CheckpointSink | None
     observer: Observer
     looks: LayerLooks | None

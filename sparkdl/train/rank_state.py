@@ -75,14 +75,14 @@ class RankState:
     step: TrainStep
     """Has the norms of the epoch's gradients, and what the loss is compared with."""
     requests: Requests
-    """What callbacks have asked for, and was not done yet."""
+    """Requests of callbacks that were not fulfilled yet."""
     by_shard: ShardStates | None = None
-    """What belongs to shards, if bits must not depend on who has them; else it is the rank's."""
+    """State of shards, if bits must not depend on who has them; else it is the rank's."""
     first: Mapping[str, int] = field(default_factory=dict)
-    """What frozen parameters were before training, see `fingerprints`; forward may change them."""
+    """Frozen parameters' `fingerprints` before training; forward may change them."""
 
     held: HeldAttributes | None = None
-    """Of the module; None: nobody asks."""
+    """Attributes of the module; None: nobody asks."""
 
     def snapshot(self) -> ResumePoint:
         """The present state; its tensors are the replica's own, not copies."""

@@ -48,7 +48,7 @@ class Replica:
     synchronizer: Synchronizer
     schedule: Schedule | None
     kept: Kept
-    """What the loss and the like keep from call to call."""
+    """Values that the loss and the like keep from call to call."""
 
     @property
     def scheduler(self) -> torch.optim.lr_scheduler.LRScheduler | None:

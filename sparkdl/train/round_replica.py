@@ -85,11 +85,11 @@ class RoundOutcome:
     seconds: float
     """Time that the steps took."""
     spent: dict[str, float]
-    """What that time was spent on, by `time_spent.SPENT_ON`."""
+    """Activity -> its part of that time, by `time_spent.SPENT_ON`."""
     label_sums: tuple[float, ...] = ()
     """The losses of each label, where there are several."""
     logs: str | None = None
-    """What was seen of the samples besides; see `objective.metric_states`."""
+    """Values that were seen of the samples besides; see `objective.metric_states`."""
 
 
 class RoundReplica:
@@ -122,7 +122,7 @@ class RoundReplica:
         self._first = copy.deepcopy(self._replica.state_dict())
         self._held = held
         self._begin: Mapping[str, Any] = {}
-        """What the module held when the newest round began."""
+        """Values that the module held when the newest round began."""
         self._looks = None if looks is None else LayerLooks(looks, module, plan)
 
     def train(

@@ -44,7 +44,7 @@ class ShardState:
     random: dict[str, Any]
     """See `random_state`."""
     buffers: dict[str, torch.Tensor | None]
-    """By name; not those of held layers."""
+    """Buffers by name; not those of held layers."""
     metrics: Metrics | None
     """Has seen the shard's training batches of the present epoch, if they are wanted."""
 

@@ -130,7 +130,7 @@ class TrainStep:
         )
         """True if rows do not count alike, which all ranks know."""
         self._divisor: float | torch.Tensor | None = None
-        """What the losses of this step were divided by, if that was their weights' sum."""
+        """Divisor of the losses of this step, if that was their weights' sum."""
         self._stepper = Stepper(self._synchronizer.optimizer)
         self._clock = clock
         self.moved_by_backward: list[str] | None = None

@@ -42,7 +42,7 @@ _UNITS = {
     "us": 1e-6, "ms": 1e-3, "s": 1.0, "m": 60.0, "min": 60.0, "h": 3600.0, "d": 86400.0,
 }  # fmt: skip
 _ENTRIES = ("startTimeout", "queueTimeout", "collectiveTimeout")
-"""Of ``spark.sparkdl``, which bound the waits of a gang."""
+"""Entries of ``spark.sparkdl`` that bound the waits of a gang."""
 
 
 def examine_cluster(order: Order) -> Iterator[Finding]:

@@ -58,7 +58,7 @@ _FOOTERS_KEPT = 256
 
 
 ColumnPath = tuple[str, ...]
-"""Where a column lies: its name, and behind it the names of fields of struct columns."""
+"""Path of a column: its name, and behind it the names of fields of struct columns."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -104,7 +104,7 @@ class Chunk(NamedTuple):
     maximum: float
     """Likewise, below all numbers."""
     stored_units: int
-    """What is stored: bytes of strings and binary, else values."""
+    """Size of what is stored: bytes of strings and binary, else values."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -134,10 +134,10 @@ class Listing:
 
     url: str
     schema: pa.Schema
-    """Of the first file that has rows, and the folders' names; see `require_alike`."""
+    """Schema of the first file that has rows, and the folders' names; see `require_alike`."""
     files: tuple[DataFile, ...]
     footers: Mapping[str, Footer]
-    """By the path of the file."""
+    """Path of the file -> its footer."""
 
     def row_groups(self) -> list[RowGroup]:
         """The row groups that have rows.

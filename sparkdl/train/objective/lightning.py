@@ -128,7 +128,7 @@ class TrainerStandIn:
             "lr_schedulers": lambda: _alone_or_all(self._schedulers),
         }
         self.manual = ManualBackward(module, self.call) if is_manual(module) else None
-        """What its training step calls where it updates the weights itself; None: the loop does."""
+        """Function for a training step that updates the weights itself; None: the loop does."""
         if self.manual is not None:
             self._methods |= {"manual_backward": self.manual, "clip_gradients": clip_gradients}
         self._validates = is_overridden(module, "validation_step")

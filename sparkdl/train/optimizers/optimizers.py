@@ -30,7 +30,7 @@ from sparkdl.train.optimizers.large_batch import LAMB, LARS
 _OF_COMPILER = "__dynamo_disable"
 """Attribute of a function that has what is called in its place."""
 Groups = list[dict[str, Any]]
-"""What torch's optimizers take: ``params`` and options of each group."""
+"""Groups that torch's optimizers take: ``params`` and options of each group."""
 
 
 @contextmanager
@@ -123,7 +123,7 @@ OPTIMIZERS = TORCH_OPTIMIZERS | {
 AUTO = "auto"
 """The optimizer that a LightningModule configures, or else Adam."""
 _FUSED = {torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW}
-"""Those that can update all parameters in one operation, on the CPU and on CUDA."""
+"""Optimizers that can update all parameters in one operation, on the CPU and on CUDA."""
 
 
 def resolve_optimizer(config: TrainConfig, module: nn.Module | None = None) -> MakeOptimizer:
@@ -256,7 +256,7 @@ class Schedule:
     """The value of the history that ReduceLROnPlateau gets at each evaluation, if it is one: the
     first of these that is there."""
     warned: set[str] = field(default_factory=set)
-    """Of these, what was NaN before; also what early stopping warns of."""
+    """Names of those that were NaN before; also what early stopping warns of."""
 
     def is_due(self, steps: int) -> bool:
         """True if it is to be stepped after so many steps of the run."""
