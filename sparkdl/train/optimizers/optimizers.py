@@ -186,8 +186,8 @@ def resolve_optimizer(config: TrainConfig, module: nn.Module | None = None) -> M
         fused = {"fused": True} if can_fuse else {}
         for values in groups.values():
             # All parameters with a group's options: in groups an optimizer never looks at them.
-            _made(kind, parameters, {**options, **fused, **values}, " of parameterGroups")
-        made = _made(kind, divide(parameters) if divide else parameters, {**options, **fused})
+            _made(kind, parameters, {**options, **values}, fused, " of parameterGroups")
+        made = _made(kind, divide(parameters) if divide else parameters, options, fused)
         if not isinstance(made, torch.optim.Optimizer):
             raise ConfigError(f"optimizer must make a torch.optim.Optimizer; received {made!r}")
         complete(made)
@@ -232,14 +232,20 @@ def _kind(config: TrainConfig, module: nn.Module | None) -> Any:
     return OPTIMIZERS[kind.lower()]
 
 
-def _made(kind: Any, parameters: Any, options: Mapping[str, Any], where: str = "") -> Any:
-    """Make an optimizer of ``kind``.
+def _made(
+    kind: Any,
+    parameters: Any,
+    options: Mapping[str, Any],
+    fused: Mapping[str, Any],
+    where: str = "",
+) -> Any:
+    """Make an optimizer of ``kind`` with the user's ``options``; ``fused`` are ours.
 
     Raises:
         ConfigError: with the optimizer's reason to refuse the options.
     """
     try:
-        return kind(parameters, **options)
+        return kind(parameters, **{**fused, **options})
     except (TypeError, ValueError) as error:
         name = getattr(kind, "__name__", repr(kind))
         raise ConfigError(f"optimizer {name} refused {options}{where}: {error}") from error
