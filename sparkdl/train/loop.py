@@ -181,15 +181,15 @@ def train(
             comm=None if strategy.trains_apart else comm,
         )
         stack.enter_context(contextlib.closing(replica.synchronizer))
-        if replica.lightning is not None:
-            stack.callback(replica.lightning.detach)
+        for part in replica.parts:
+            stack.enter_context(contextlib.closing(part))
         clock = Clock(comm)
         gathers = mesh is not None and mesh.mesh.num_shards > 1
         talks_within = gathers or (config.sync_batch_norm and comm.world_size > 1)
-        seen = None
+        others = []
         if looks is not None and comm.rank == 0 and mesh is None:
-            seen = LayerLooks(looks, module, plan)
-        step = TrainStep(replica, clock=clock, talks_within=talks_within, looks=seen)
+            others.append(LayerLooks(looks, module, plan))
+        step = TrainStep(replica, clock=clock, talks_within=talks_within, others=others)
         training = _Training(
             replica=replica,
             book=book,
@@ -205,7 +205,6 @@ def train(
             checkpoints=checkpoints,
             observer=observer,
             step=step,
-            looks=seen,
             clock=clock,
             together=range(comm.rank, comm.rank + 1) if mesh is None else mesh.together,
             with_rows=[rank for rank in range(plan.world_size) if plan.rows_of(rank)],
@@ -234,7 +233,6 @@ class _Training(RankState):
     """True if forward passes wait for those of other ranks."""
     checkpoints: CheckpointSink | None
     observer: Observer
-    looks: LayerLooks | None
     clock: Clock
     with_rows: list[int]
     """The ranks that have rows."""
@@ -250,11 +248,10 @@ class _Training(RankState):
         while not book.is_complete:
             began = time.perf_counter()
             self.observer.phase("train")
-            if self.replica.lightning is not None:
-                state = book.state
-                self.replica.lightning.move_to(state.epoch, state.step, state.step_in_epoch)
-                if state.step_in_epoch == 0:
-                    self.replica.lightning.call("on_train_epoch_start")
+            for part in self.step.parts:
+                part.move_to(book.state.epoch, book.state.step, book.state.step_in_epoch)
+                if book.state.step_in_epoch == 0:
+                    part.begin_epoch()
             with contextlib.closing(self._batches()) as batches:
                 for batch in batches:
                     is_round_closed = self._train_step(batch)
@@ -269,9 +266,8 @@ class _Training(RankState):
         outcome = self._outcome()
         if book.best_model is not None:
             replica.set_weights(book.best_model)
-        if self.replica.lightning is not None:
-            self.replica.lightning.call("on_train_end")
-            self.replica.lightning.call("on_fit_end")
+        for part in self.step.parts:
+            part.end_fit()
         self.requests.refusal = OUTSIDE
         for callback in replica.config.callbacks:
             callback.on_train_end(self._callback_state())
@@ -287,10 +283,9 @@ class _Training(RankState):
         seed_everything(config.seed, drawn)
         if resume is not None:
             self.restore(resume, seed=config.seed, rank=self.comm.rank)
-        if self.replica.lightning is not None:
-            self.replica.lightning.place(self.comm.rank, self.comm.world_size)
-            self.replica.lightning.call("on_fit_start")
-            self.replica.lightning.call("on_train_start")
+        for part in self.step.parts:
+            part.place(self.comm.rank, self.comm.world_size)
+            part.begin_fit()
         for callback in config.callbacks:
             callback.on_train_begin(self._callback_state())
         if not self.book.is_complete:
@@ -330,8 +325,8 @@ class _Training(RankState):
             (self.by_shard or self).epoch_sums.add_(sums.local)
         is_closed = replica.synchronizer.after_step(step)
         self.clock.lap("communication")
-        if self.looks is not None:
-            self.looks.end(step, self.observer)
+        for part in self.step.parts:
+            part.after_step(step, self.observer)
         book.count(1, sum(by_rank), None if self.checkpoints is None else self.checkpoints.due)
         self.observer.step(
             epoch=book.state.epoch + 1, step=step + 1, loss=self.step.loss, rows=own_rows
@@ -428,10 +423,8 @@ class _Training(RankState):
                     batches = in_step(batches, self.replica.plan)
                 record.update(evaluate(self.replica, batches, self.comm))
             self.clock.lap("evaluate")
-        if self.replica.lightning is not None:
-            self.replica.lightning.evaluated(
-                record, self.comm, is_epoch_over=self.book.is_epoch_over
-            )
+        for part in self.step.parts:
+            part.evaluated(record, self.comm, is_epoch_over=self.book.is_epoch_over)
         return record
 
     def _from_last(self, metrics: Metrics) -> dict[str, float]:
@@ -457,8 +450,9 @@ class _Training(RankState):
         self.observer.epoch(record)
         if is_kept and replica.metrics.confusion is not None:
             self.observer.confusion(record["epoch"], replica.metrics.confusion)
-        if self.replica.lightning is not None and book.is_complete and not is_epoch_over:
-            self.replica.lightning.call("on_train_epoch_end")
+        if book.is_complete and not is_epoch_over:
+            for part in self.step.parts:
+                part.end_epoch()
         if replica.config.callbacks:
             call_evaluated(
                 replica.config.callbacks,

@@ -25,8 +25,10 @@ from sparkdl.train.modules.precision import NumberFormat
 from sparkdl.train.objective.label_losses import part_names
 from sparkdl.train.objective.lightning import TrainerStandIn
 from sparkdl.train.objective.loss import LossFunction
+from sparkdl.train.objective.manual import ManualBackward
 from sparkdl.train.objective.metrics import Metrics
 from sparkdl.train.objective.own_states import Kept
+from sparkdl.train.objective.part import Part
 from sparkdl.train.objective.training_step import StepLoss, objective_of
 from sparkdl.train.optimizers.nested_states import begin_states, give_state, plain_state
 from sparkdl.train.optimizers.optimizers import Schedule, make_scheduler, resolve_optimizer
@@ -65,6 +67,16 @@ class Replica:
         """The caller of a LightningModule's steps and hooks; None: the module is another."""
         step = self.loss.step if isinstance(self.loss, StepLoss) else None
         return step if isinstance(step, TrainerStandIn) else None
+
+    @property
+    def manual(self) -> ManualBackward | None:
+        """The caller of a training step that updates the weights itself; None: the loop does."""
+        return None if self.lightning is None else self.lightning.manual
+
+    @property
+    def parts(self) -> list[Part]:
+        """What takes part in training besides."""
+        return [] if self.lightning is None else [self.lightning]
 
     @property
     def collector(self) -> TrainerStandIn | Metrics | None:
@@ -242,8 +254,5 @@ def begin_optimizer(replica: Replica) -> Replica:
 
 def _show_optimizer(replica: Replica, comm: Communicator) -> None:
     """Show a LightningModule what updates its weights."""
-    if replica.lightning is not None:
-        optimizer = replica.synchronizer.optimizer
-        replica.lightning.join(optimizer, replica.scheduler)
-        if replica.lightning.manual is not None:
-            replica.lightning.manual.join(optimizer, comm)
+    for part in replica.parts:
+        part.join(replica.synchronizer.optimizer, replica.scheduler, comm)
