@@ -17,7 +17,7 @@ from sparkdl import sync
 from sparkdl.comm.communicator import Communicator
 from sparkdl.comm.topology import arrange
 from sparkdl.config import Looks, TrainConfig
-from sparkdl.data.batches import Batch, sequential_batches
+from sparkdl.data.batches import Batch
 from sparkdl.data.collate import example_arguments
 from sparkdl.data.plan import TrainPlan
 from sparkdl.data.source import ShardRows
@@ -25,7 +25,6 @@ from sparkdl.errors import TrainingDiverged
 from sparkdl.sync.collective import CollectiveStrategy
 from sparkdl.sync.frozen_layers import training_mode
 from sparkdl.sync.gradients.allreduce import tree_synchronizer
-from sparkdl.sync.module_tensors import Place, fingerprints
 from sparkdl.sync.strategy import MakeOptimizer, Pipelined, Synchronizer
 from sparkdl.train.callbacks import (
     NO_PLACE,
@@ -40,12 +39,11 @@ from sparkdl.train.callbacks import (
 from sparkdl.train.layer_looks import LayerLooks
 from sparkdl.train.modules.memory_format import in_memory_format
 from sparkdl.train.modules.sync_batch_norm import synchronized
-from sparkdl.train.objective.label_losses import no_sums
-from sparkdl.train.objective.metrics import Metrics
 from sparkdl.train.objective.not_finite import with_columns
 from sparkdl.train.objective.training_step import logs
 from sparkdl.train.optimizers.stepping import set_mode
 from sparkdl.train.random_state import deterministic_algorithms, seed_everything
+from sparkdl.train.rank_epoch import RankEpoch
 from sparkdl.train.rank_state import (
     DIVIDED,
     CheckpointSink,
@@ -58,7 +56,6 @@ from sparkdl.train.shard_states import ShardStates
 from sparkdl.train.state import EpochBook, Record
 from sparkdl.train.step import TrainStep
 from sparkdl.train.time_spent import Clock
-from sparkdl.train.validation import evaluate, in_step, sync_buffers
 
 if TYPE_CHECKING:
     from sparkdl.sync.divided.mesh_synchronizer import Fill
@@ -193,21 +190,23 @@ def train(
         training = _Training(
             replica=replica,
             book=book,
-            first=fingerprints(module),
             held=held,
-            epoch_sums=no_sums(replica.loss, device),
-            by_shard=ShardStates(replica, comm) if by_shard else None,
+            epoch=ShardStates(replica, comm)
+            if by_shard
+            else RankEpoch(
+                replica,
+                readers,
+                together=range(comm.rank, comm.rank + 1) if mesh is None else mesh.together,
+                gathers=gathers,
+            ),
             shards=shards,
             validation=validation,
             gang=comm,
             comm=readers,
-            gathers=gathers,
             checkpoints=checkpoints,
             observer=observer,
             step=step,
             clock=clock,
-            together=range(comm.rank, comm.rank + 1) if mesh is None else mesh.together,
-            with_rows=[rank for rank in range(plan.world_size) if plan.rows_of(rank)],
             requests=Requests(refusal=OUTSIDE, no_save=NO_PLACE if checkpoints is None else None),
             # Where time decides, all ranks would have to wait for the slowest.
             acts_every=steps_between(config.callbacks) if strategy.deterministic else None,
@@ -229,15 +228,9 @@ class _Training(RankState):
     gang: Communicator
     comm: Communicator
     """Ranks that have different rows; of a mesh some, else the gang."""
-    gathers: bool
-    """True if forward passes wait for those of other ranks."""
     checkpoints: CheckpointSink | None
     observer: Observer
     clock: Clock
-    with_rows: list[int]
-    """The ranks that have rows."""
-    together: range
-    """The ranks that have rows for the same replica."""
     acts_every: int | None
     """Steps after which the ranks agree on what callbacks ask for; None: when epochs end."""
 
@@ -302,8 +295,7 @@ class _Training(RankState):
         self.clock.lap("other")
         with contextlib.closing(batches):
             while not self.book.is_epoch_over:
-                shards = self.by_shard
-                batch = next(batches) if shards is None else shards.batches(batches)
+                batch = self.epoch.batch(batches)
                 self.clock.lap("data")
                 yield batch
 
@@ -312,17 +304,12 @@ class _Training(RankState):
         replica, book = self.replica, self.book
         step = book.state.step
         by_rank = replica.plan.rows_by_rank(book.state.step_in_epoch)
-        if isinstance(batch, Batch):
-            of_replica = sum(by_rank[rank] for rank in self.together)
-            sums = self.step(replica.on_device(batch), sum(by_rank), step, of_replica)
-        else:
-            assert self.by_shard is not None
-            sums = self.step.over_shards(batch, sum(by_rank), step, self.by_shard)
+        sums = self.epoch.train(self.step, batch, by_rank, step)
         if sums.ranks is not None:  # the rows of the others were of no use
             by_rank = [rows * (rank in sums.ranks) for rank, rows in enumerate(by_rank)]
         own_rows = by_rank[self.comm.rank]
         if own_rows:
-            (self.by_shard or self).epoch_sums.add_(sums.local)
+            self.epoch.epoch_sums.add_(sums.local)
         is_closed = replica.synchronizer.after_step(step)
         self.clock.lap("communication")
         for part in self.step.parts:
@@ -356,16 +343,6 @@ class _Training(RankState):
         self.replica.synchronizer.close_round()
         self.clock.lap("communication")
 
-    def _average_buffers(self) -> list[tuple[Place, torch.Tensor | None]]:
-        """Make equal on all ranks what the strategy does not; return this rank's own."""
-        synchronizer = self.replica.synchronizer
-        if synchronizer.buffers_agree:
-            return []
-        trained = [] if synchronizer.divided is not None else synchronizer.trained_parameters()
-        own = sync_buffers(self.replica.module, self.comm, self.with_rows, trained)
-        self.clock.lap("communication")
-        return own
-
     def _evaluate(self, began: float) -> None:
         """Close the round, measure the model, and do what follows from that.
 
@@ -374,15 +351,11 @@ class _Training(RankState):
         self._close_round()
         self._set_mode(trains=False)
         is_epoch_over = self.book.is_epoch_over
-        if self.by_shard is not None:
-            self.by_shard.average_buffers(for_good=is_epoch_over)
-            own = []
-        else:
-            own = self._average_buffers()
+        self.epoch.average_buffers(for_good=is_epoch_over)
+        self.clock.lap("communication")
         self._enter(self._record(began))
         if not is_epoch_over and not self.book.is_complete:
-            for place, value in own:
-                place.set(value)
+            self.epoch.put_back()
         if not self.book.is_complete:
             self._set_mode(trains=True)
 
@@ -392,12 +365,7 @@ class _Training(RankState):
 
     def _record(self, began: float) -> Record:
         """The epoch's entry in the history so far, over all ranks, with validation rows."""
-        by_shard = self.by_shard
-        if by_shard is None:
-            both = torch.cat([self.epoch_sums, self.step.gradient_norms])
-            self.comm.all_reduce(both)
-        else:  # all ranks have the same norms
-            both = torch.cat([by_shard.total(), self.step.gradient_norms])
+        both = self.epoch.totals(self.step.gradient_norms)
         sums, (norm_sum, num_norms) = both[:-2].tolist(), both[-2:].tolist()
         self.clock.lap("communication")
         record = self.book.record(
@@ -408,41 +376,23 @@ class _Training(RankState):
         )
         if num_norms > 0:
             record["gradient_norm"] = norm_sum / num_norms
-        if by_shard is not None:
-            record.update(by_shard.training_metrics())
-        elif self.replica.training_metrics is not None:
-            record.update(self._from_last(self.replica.training_metrics))
-            self.clock.lap("communication")
+        record.update(self.epoch.training_metrics())
+        self.clock.lap("communication")
         if self.replica.plan.num_validation_rows:
             self.observer.phase("evaluate")
-            if by_shard is not None:
-                record.update(by_shard.evaluate(self.validation))
-            else:
-                batches = sequential_batches(self.validation, self.replica.plan)
-                if self.gathers:
-                    batches = in_step(batches, self.replica.plan)
-                record.update(evaluate(self.replica, batches, self.comm))
+            record.update(self.epoch.evaluate(self.validation))
             self.clock.lap("evaluate")
         for part in self.step.parts:
             part.evaluated(record, self.comm, is_epoch_over=self.book.is_epoch_over)
         return record
-
-    def _from_last(self, metrics: Metrics) -> dict[str, float]:
-        """Values over all ranks; of a pipeline only the last stage's have seen outputs."""
-        pipeline = self.replica.synchronizer.pipeline
-        if pipeline is None:
-            return metrics.compute(self.comm)
-        return pipeline.from_last(metrics.compute(self.comm) if pipeline.is_last else None)
 
     def _enter(self, record: Record) -> None:
         replica, book = self.replica, self.book
         is_epoch_over = book.is_epoch_over
         is_kept = book.enter(record, replica.weights)
         if book.state.step_in_epoch == 0:
-            self.epoch_sums.zero_()
+            self.epoch.begin_epoch()
             self.step.gradient_norms.zero_()
-            if self.by_shard is not None:
-                self.by_shard.begin_epoch()
             if replica.collector is not None:
                 replica.collector.forget()
         if replica.schedule is not None:

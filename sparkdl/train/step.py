@@ -13,8 +13,9 @@ import dataclasses
 import math
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import nn
@@ -35,7 +36,6 @@ from sparkdl.train.objective.training_step import run, taken
 from sparkdl.train.optimizers.stepping import Stepper
 from sparkdl.train.random_state import SharedDraws
 from sparkdl.train.replica import Replica
-from sparkdl.train.shard_states import ShardStates
 from sparkdl.train.time_spent import Clock
 
 
@@ -87,6 +87,25 @@ class StepSums:
     """``(2,)`` over the ranks that share a gradient."""
     ranks: tuple[int, ...] | None
     """The ranks whose samples were used; None: all."""
+
+
+class ShardsApart(Protocol):
+    """The states of a rank's shards, which are trained on apart; see `ShardStates`."""
+
+    epoch_sums: torch.Tensor
+
+    @property
+    def numbers(self) -> Sequence[int]:
+        """The shards that the rank has, in order."""
+
+    def follow_freezing(self) -> None:
+        """Expect other parameters to stay as they are."""
+
+    def training(self, number: int) -> AbstractContextManager[Metrics | None]:
+        """Have a shard's generators and buffers in place, and its metrics."""
+
+    def drawing(self, number: int) -> AbstractContextManager[None]:
+        """Draw random numbers from a shard's generators."""
 
 
 class TrainStep:
@@ -188,7 +207,7 @@ class TrainStep:
         return StepSums(local=local, shared=shared, ranks=ranks)
 
     def over_shards(
-        self, batches: Mapping[int, Batch], global_rows: int, step: int, states: ShardStates
+        self, batches: Mapping[int, Batch], global_rows: int, step: int, states: ShardsApart
     ) -> StepSums:
         """As `__call__`, where each shard is a micro-batch of its own.
 
@@ -227,7 +246,7 @@ class TrainStep:
         return self._finished(shared, divisor if self._divisor is None else self._divisor)
 
     def _again_over_shards(
-        self, batches: Mapping[int, Batch], global_rows: int, states: ShardStates
+        self, batches: Mapping[int, Batch], global_rows: int, states: ShardsApart
     ) -> torch.Tensor:
         """As `_again`, for `over_shards`."""
         local = self._over_shards(batches, global_rows, states, counts=False)
@@ -293,7 +312,7 @@ class TrainStep:
         self,
         batches: Mapping[int, Batch],
         global_rows: int,
-        states: ShardStates,
+        states: ShardsApart,
         *,
         counts: bool = True,
     ) -> torch.Tensor:
