@@ -25,7 +25,7 @@ from sparkdl.errors import TrainingDiverged
 from sparkdl.sync.collective import CollectiveStrategy
 from sparkdl.sync.frozen_layers import training_mode
 from sparkdl.sync.gradients.allreduce import tree_synchronizer
-from sparkdl.sync.strategy import MakeOptimizer, Pipelined, Synchronizer
+from sparkdl.sync.strategy import Pipelined
 from sparkdl.train.callbacks import (
     NO_PLACE,
     OUTSIDE,
@@ -43,7 +43,7 @@ from sparkdl.train.objective.not_finite import with_columns
 from sparkdl.train.objective.training_step import logs
 from sparkdl.train.optimizers.stepping import set_mode
 from sparkdl.train.random_state import deterministic_algorithms, seed_everything
-from sparkdl.train.rank_epoch import RankEpoch
+from sparkdl.train.rank_epoch import RankEpoch, WholeRanks
 from sparkdl.train.rank_state import (
     DIVIDED,
     CheckpointSink,
@@ -51,13 +51,14 @@ from sparkdl.train.rank_state import (
     RankState,
     ResumePoint,
 )
-from sparkdl.train.replica import make_replica
+from sparkdl.train.replica import MakeSynchronizer, make_replica
 from sparkdl.train.shard_states import ShardStates
 from sparkdl.train.state import EpochBook, Record
 from sparkdl.train.step import TrainStep
 from sparkdl.train.time_spent import Clock
 
 if TYPE_CHECKING:
+    from sparkdl.sync.divided.mesh_ranks import MeshRanks
     from sparkdl.sync.divided.mesh_synchronizer import Fill
 
 
@@ -137,35 +138,7 @@ def train(
         topology = strategy.topology if isinstance(strategy, CollectiveStrategy) else "auto"
         topology = "ring" if by_shard or config.parallelism else topology  # sums nothing then
         comm = stack.enter_context(contextlib.closing(arrange(comm, topology, device=device)))
-        mesh = None
-        if config.parallelism is not None:
-            # Here, and not above: it imports torch's compiler, which takes seconds.
-            from sparkdl.sync.divided.mesh_ranks import MeshRanks
-
-            mesh = MeshRanks.of(config.parallelism, comm, device)
-        readers = comm if mesh is None else mesh.readers
-        dtype = torch.bfloat16 if config.precision == "bf16" else None
-        features = [column for column in plan.columns if column.role == "feature"]
-
-        def synchronize(model: nn.Module, make: MakeOptimizer) -> Synchronizer:
-            if by_shard:
-                return tree_synchronizer(strategy, plan.shards_by_rank, model, make, comm)
-            if mesh is None:
-                return strategy.setup(model, make, comm)
-            from sparkdl.sync.divided.mesh_synchronizer import MeshSynchronizer
-            from sparkdl.train.modules.layout_check import check_layout_on_rows
-
-            return MeshSynchronizer(
-                model,
-                make,
-                ranks=mesh,
-                strategy=strategy,
-                compute_dtype=dtype,
-                example=example_arguments(features, 2).to(device),
-                check=partial(check_layout_on_rows, shards=shards, plan=plan, device=device),
-                fill=fill,
-            )
-
+        ranks, synchronize = _arranged(config, plan, comm, device, shards, fill)
         stack.enter_context(in_memory_format(module, config.memory_format))
         if config.sync_batch_norm:
             stack.enter_context(synchronized(module, comm))
@@ -181,28 +154,20 @@ def train(
         for part in replica.parts:
             stack.enter_context(contextlib.closing(part))
         clock = Clock(comm)
-        gathers = mesh is not None and mesh.mesh.num_shards > 1
-        talks_within = gathers or (config.sync_batch_norm and comm.world_size > 1)
+        talks_within = ranks.gathers or (config.sync_batch_norm and comm.world_size > 1)
         others = []
-        if looks is not None and comm.rank == 0 and mesh is None:
+        if looks is not None and comm.rank == 0 and isinstance(ranks, WholeRanks):
             others.append(LayerLooks(looks, module, plan))
         step = TrainStep(replica, clock=clock, talks_within=talks_within, others=others)
         training = _Training(
             replica=replica,
             book=book,
             held=held,
-            epoch=ShardStates(replica, comm)
-            if by_shard
-            else RankEpoch(
-                replica,
-                readers,
-                together=range(comm.rank, comm.rank + 1) if mesh is None else mesh.together,
-                gathers=gathers,
-            ),
+            epoch=ShardStates(replica, comm) if by_shard else RankEpoch(replica, ranks),
             shards=shards,
             validation=validation,
             gang=comm,
-            comm=readers,
+            comm=ranks.readers,
             checkpoints=checkpoints,
             observer=observer,
             step=step,
@@ -215,8 +180,41 @@ def train(
             return training.run(resume)
         except TrainingDiverged as error:
             all_come = strategy.deterministic and not strategy.trains_apart
-            told = comm if mesh is None else readers
-            raise with_columns(error, plan.columns, shards, told if all_come else None) from error
+            told = ranks.readers if all_come else None
+            raise with_columns(error, plan.columns, shards, told) from error
+
+
+def _arranged(
+    config: TrainConfig,
+    plan: TrainPlan,
+    comm: Communicator,
+    device: torch.device,
+    shards: Sequence[ShardRows],
+    fill: Fill | None,
+) -> tuple[WholeRanks | MeshRanks, MakeSynchronizer]:
+    """Return the ranks by what they share, and what makes this rank's synchronizer. Collective."""
+    strategy = sync.resolve(config.sync_strategy)
+    if config.elasticity == "bits":
+        make_tree = partial(tree_synchronizer, strategy, plan.shards_by_rank)
+        return WholeRanks(comm), lambda model, make: make_tree(model, make, comm)
+    if config.parallelism is None:
+        return WholeRanks(comm), lambda model, make: strategy.setup(model, make, comm)
+    # Here, and not above: it imports torch's compiler, which takes seconds.
+    from sparkdl.sync.divided.mesh_ranks import MeshRanks
+    from sparkdl.sync.divided.mesh_synchronizer import MeshSynchronizer
+    from sparkdl.train.modules.layout_check import check_layout_on_rows
+
+    ranks = MeshRanks.of(config.parallelism, comm, device)
+    features = [column for column in plan.columns if column.role == "feature"]
+    return ranks, partial(
+        MeshSynchronizer,
+        ranks=ranks,
+        strategy=strategy,
+        compute_dtype=torch.bfloat16 if config.precision == "bf16" else None,
+        example=example_arguments(features, 2).to(device),
+        check=partial(check_layout_on_rows, shards=shards, plan=plan, device=device),
+        fill=fill,
+    )
 
 
 @dataclass(frozen=True, kw_only=True)

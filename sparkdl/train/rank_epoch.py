@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, Protocol
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
@@ -16,6 +17,23 @@ from sparkdl.train.random_state import random_state
 from sparkdl.train.replica import Replica
 from sparkdl.train.step import StepSums, TrainStep
 from sparkdl.train.validation import evaluate, in_step, sync_buffers
+
+if TYPE_CHECKING:
+    from sparkdl.sync.divided.mesh_ranks import MeshRanks  # brings torch's compiler
+
+
+@dataclass(frozen=True)
+class WholeRanks:
+    """Ranks that have a replica each, as `MeshRanks` are those that divide some."""
+
+    readers: Communicator
+    """The ranks that train on different rows: all of them."""
+    gathers = False
+
+    @property
+    def together(self) -> range:
+        """The ranks of ``readers`` that train the same replica as this rank."""
+        return range(self.readers.rank, self.readers.rank + 1)
 
 
 class Epoch(Protocol):
@@ -70,19 +88,9 @@ class Epoch(Protocol):
 class RankEpoch:
     """An epoch of a rank whose rows of a step are one batch."""
 
-    def __init__(
-        self, replica: Replica, comm: Communicator, *, together: range, gathers: bool = False
-    ) -> None:
-        """Begin a run.
-
-        Args:
-            replica: what is trained.
-            comm: the ranks that have different rows.
-            together: those of them whose rows are for the same replica.
-            gathers: whether forward passes wait for those of other ranks.
-        """
-        self._replica, self._comm = replica, comm
-        self._together, self._gathers = together, gathers
+    def __init__(self, replica: Replica, ranks: WholeRanks | MeshRanks) -> None:
+        """Begin a run of a replica, which the ranks have each, or in parts."""
+        self._replica, self._ranks, self._comm = replica, ranks, ranks.readers
         self._with_rows = [r for r in range(replica.plan.world_size) if replica.plan.rows_of(r)]
         self._first = fingerprints(replica.module)
         """Frozen parameters before training; forward may change them."""
@@ -98,7 +106,7 @@ class RankEpoch:
     def train(
         self, step: TrainStep, batch: Batch, rows_by_rank: Sequence[int], number: int
     ) -> StepSums:
-        of_replica = sum(rows_by_rank[rank] for rank in self._together)
+        of_replica = sum(rows_by_rank[rank] for rank in self._ranks.together)
         return step(self._replica.on_device(batch), sum(rows_by_rank), number, of_replica)
 
     def average_buffers(self, *, for_good: bool) -> None:
@@ -129,7 +137,7 @@ class RankEpoch:
 
     def evaluate(self, rows: Sequence[ShardRows]) -> dict[str, float]:
         batches = sequential_batches(rows, self._replica.plan)
-        if self._gathers:
+        if self._ranks.gathers:
             batches = in_step(batches, self._replica.plan)
         return evaluate(self._replica, batches, self._comm)
 

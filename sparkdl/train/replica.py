@@ -33,6 +33,8 @@ from sparkdl.train.objective.training_step import StepLoss, objective_of
 from sparkdl.train.optimizers.nested_states import begin_states, give_state, plain_state
 from sparkdl.train.optimizers.optimizers import Schedule, make_scheduler, resolve_optimizer
 
+MakeSynchronizer = Callable[[nn.Module, MakeOptimizer], Synchronizer]
+
 
 @dataclass(frozen=True, kw_only=True)
 class Replica:
@@ -175,7 +177,7 @@ def make_replica(
     config: TrainConfig,
     plan: TrainPlan,
     device: torch.device,
-    synchronize: Callable[[nn.Module, MakeOptimizer], Synchronizer],
+    synchronize: MakeSynchronizer,
     comm: Communicator | None = None,
 ) -> Replica:
     """Build a replica around ``module``, which moves to ``device``.

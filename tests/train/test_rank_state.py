@@ -50,7 +50,7 @@ def rank_of(number: int) -> RankState:
     requests.state_dict.return_value = {"stop": False}
     replica.loss, replica.device = resolve_loss("mse", CUSTOM), torch.device("cpu")
     replica.plan.world_size = 1
-    epoch = RankEpoch(replica, MagicMock(), together=range(1))
+    epoch = RankEpoch(replica, MagicMock())
     epoch.epoch_sums += torch.tensor([10.0 + number, 1.0])
     return RankState(replica=replica, book=book, epoch=epoch, step=step, requests=requests)
 

@@ -80,7 +80,9 @@ def test_each_shard_has_random_numbers_and_buffers_of_its_own(states: ShardState
     module: Any = states._replica.module
     with states.training(0):
         module.running_mean = module.running_mean * module.weight
-    assert not any(value.requires_grad for value in states.state_dict()["shards"]["0"]["buffers"].values())
+    assert not any(
+        value.requires_grad for value in states.state_dict()["shards"]["0"]["buffers"].values()
+    )
     states.begin(7)  # an epoch that begins anew draws others
     numbers = [own[0] for own in first + second + train(states)]
     assert len({*numbers}) == 12
