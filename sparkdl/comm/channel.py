@@ -46,8 +46,8 @@ from sparkdl.storage.storage import Storage
 _POLL_SECONDS = 10.0
 """A request waits so long for keys, then it is made again."""
 _REQUESTS_PER_SECOND = 200.0
-"""Of all ranks together, where there are many: their pauses grow with their number. That is about a
-twentieth of a core, see benchmarks/rendezvous.py."""
+"""Requests of all ranks together, where there are many: their pauses grow with their number. That
+is about a twentieth of a core, see benchmarks/rendezvous.py."""
 _LEAST_PAUSE_SECONDS = 0.25
 _MOST_PAUSE_SECONDS = 10.0
 """Between two reports of a rank."""
@@ -56,8 +56,8 @@ _OF_REPORTS = {"report", "seconds_since_report"}
 _OF_FILES = {"list", "remove", "exists", "read"}
 """Methods of the hub and of the files that a request may name."""
 _MOST_BYTES = 128 * 2**20
-"""Of a request. The largest are reports: 2000 log lines of 10,000 characters, six bytes for each
-character in the worst case. Files come in chunks (`CHUNK_BYTES`)."""
+"""Most bytes of a request. The largest are reports: 2000 log lines of 10,000 characters, six bytes
+for each character in the worst case. Files come in chunks (`CHUNK_BYTES`)."""
 _MOST_EVENTS = 100_000
 """Events that may wait while the driver stands still; beyond that some are left out."""
 _DISPENSABLE = ("heartbeat", "alive", "log")
@@ -66,7 +66,7 @@ _MOST_FILES = 64
 _BACKLOG = 4096
 """Connections that the kernel accepts before the server does: many workers begin at once."""
 _LOOK_SECONDS = 1.0
-"""How often a file that does not come on looks whether its worker still counts."""
+"""Time after which a file that makes no progress checks that its worker still counts."""
 _HANDSHAKE_SECONDS = 20
 _MOST_HANDSHAKES = 512
 """Connections at a time that have not shown yet whose they are; others wait in the kernel, so that
@@ -109,7 +109,7 @@ class Hub:
         self.access = Access()
         self.keeps_events = keeps_events
         self.shows_lines = False
-        """Whether what workers print is shown by the driver, on the console that they write to."""
+        """True if what workers print is shown by the driver, on the console that they write to."""
         self._newest = -1
         self._keys: dict[str, bytes] = {}
         self._counts: Counter[str] = Counter()
@@ -117,7 +117,7 @@ class Hub:
         self._gathered: dict[str, bytes] = {}
         """Answers of `gathered`, which are the same for all who ask."""
         self._waiting: dict[Hashable, list[_Waiter]] = {}
-        """By key, and by what is counted with the number that is waited for."""
+        """Key, or what is counted with the number that is waited for -> those that wait."""
         self._last_reports: dict[int, tuple[int, float]] = {}
         self._batches: dict[int, tuple[int, int]] = {}
         """Attempt and number of the last events of each rank that were numbered."""
@@ -567,7 +567,7 @@ class ChannelClient:
 
     def __init__(self, address: Address, *, timeout_seconds: float = 30.0) -> None:
         self.address = address
-        """What this client calls, and as whom."""
+        """Address that this client calls, and the rank as which it calls."""
         self._timeout = timeout_seconds
         self._shown = address.shown()
         self._tls = tls(address.worker, address.server_certificate, is_server=False)
@@ -705,7 +705,7 @@ class ChannelClient:
             raise kind(f"{what}: {refusal}") from refusal
 
     _kind: ClassVar[type[SparkDLError]] = CommunicationError
-    """Of the server's answer to what it does not do."""
+    """Error raised where the server answers that it does not do what was asked."""
 
 
 class ChannelStorage(ChannelClient):

@@ -62,7 +62,7 @@ _OTHER_OPERATOR = re.compile(
     r"|not_|getitem)"
     r"|math\.(ceil|floor|trunc|sqrt|pow)|torch\.sym_(int|float|ite|max|min|not|sqrt|sum)"
 )
-"""Of control flow, and of sizes. Others call whatever an attribute or a library's path names."""
+"""Operators of control flow and sizes. Others call what an attribute or a library's path names."""
 _EXPRESSION = re.compile(r"(?:\d+\.\d+|'\w+'|\w+|[\s(),=+*/<>!-])*+")
 """Without a second try, which would take a time that doubles with each letter."""
 _WORD = re.compile(r"[A-Za-z_]\w*")

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 _SUFFIX = ".safetensors"
 _INDEX = ".safetensors.index.json"
 _SAVED = "module.json"
-"""What the folder of a saved module has; its reader checks more than that of bare weights."""
+"""File that the folder of a saved module has; its reader checks more than that of bare weights."""
 _MOST_STARS = 3
 """In a part of a name: the time to compare with another grows with that power of its length."""
 _PICKLED = (".pt", ".pth", ".bin", ".ckpt")
@@ -61,7 +61,7 @@ class InitialWeights:
     "blocks.*"}``; ``*`` stands for one part of a name, such as a number. An empty name is the whole
     module: ``{"module": ""}`` takes a prefix away. Of several that fit, the longest counts."""
     weights_only: bool = False
-    """Whether the source is a file of ``torch.save`` (``.pt``, ``.pth``, ``.bin``, ``.ckpt``). It
+    """True if the source is a file of ``torch.save`` (``.pt``, ``.pth``, ``.bin``, ``.ckpt``). It
     is read with torch's restricted unpickler, which makes tensors and plain values only."""
     key: str = ""
     """Entry of that file that holds the state dict, such as ``state_dict``; empty: it is one."""

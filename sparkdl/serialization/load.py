@@ -29,7 +29,7 @@ from sparkdl.storage.storage import Storage
 Place = str | os.PathLike[str]
 
 _INSIDE = ("", "model", "module", "bestModel/model")
-"""Where a folder may hold the module: itself, a model's, an estimator's, a tuned model's."""
+"""Places of the module in a folder: itself, a model's, an estimator's, a tuned model's."""
 _STAGES = "stages"
 
 
@@ -40,7 +40,7 @@ class ModelSignature:
     inputs: tuple[Column, ...]
     """One per argument of the module: the name of its column in Spark, dtype, shape of a row."""
     num_classes: int | None
-    """Of a classifier; None for other models."""
+    """Classes of a classifier; None for other models."""
 
     def example_inputs(self, num_rows: int = 2) -> tuple[torch.Tensor, ...]:
         """Inputs of zeros, ``(num_rows, *shape)`` each, for a module that takes them by position.
@@ -73,7 +73,7 @@ class NamedTransform:
     trusted: tuple[str, ...] = ()
     """Packages that it may be in, see `load_module`."""
     place: str | None = None
-    """Where it was read, whose files it may not be in."""
+    """Place where it was read, whose files it may not be in."""
 
     def __call__(self, batch: Any) -> Any:
         """Import the transform and call it; ConfigError if it is not here, or is not trusted."""

@@ -52,8 +52,8 @@ from sparkdl.storage.storage import Data, Folder, Storage
 from sparkdl.storage.tensor_tree import Snapshot, pack
 
 VERSION = 3
-"""Of the layout. 1 had no sum of the index itself, 2 no weights in several files; every version
-that there was is read."""
+"""Version of the layout. 1 had no sum of the index itself, 2 no weights in several files; every
+version that there was is read."""
 _WRITTEN, _SHARDED = 2, 3
 """Versions that are written: of weights in one file, which earlier ones read, and in several."""
 WEIGHTS = "weights.safetensors"
@@ -64,7 +64,7 @@ _QUOTES = frozenset("\"'\\")
 _LAZY = "a tensor without a shape yet"
 _MISSING = object()
 _OWN = {*vars(nn.Module()), "_compiled_call_impl"}
-"""What torch itself keeps in each module: registers, hooks, the mode, a compiled twin."""
+"""Attributes that torch keeps in each module: registers, hooks, the mode, a compiled twin."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -327,7 +327,7 @@ def read_module_index(storage: Folder, path: str) -> dict[str, Any]:
 
 
 _Way = tuple[Mapping[str, Any], Mapping[str, bytes], Mapping[str, Any]]
-"""How a module can be made again: the recipe, files for it, and what `find_unlisted` found."""
+"""The way to make a module again: the recipe, files for it, and what `find_unlisted` found."""
 
 
 def _find_way(module: nn.Module, factory: Any | None, example_inputs: Given | None) -> _Way:

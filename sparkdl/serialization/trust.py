@@ -87,7 +87,7 @@ _BY_NAME = ("sparkdl", "torch", "pyspark")
 _WEIGHTS = re.compile("weights|pretrained")
 _FILE_URL = re.compile("file:(//(localhost)?(?=/))?")
 _INSIDE_SAVED = re.compile(r"(/(stages/\d+_[^/]+|bestModel))+/?$")
-"""Where a pipeline or a tuned model keeps its parts."""
+"""Folders in which a pipeline or a tuned model keeps its parts."""
 
 
 @dataclass(frozen=True)

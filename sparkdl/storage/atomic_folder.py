@@ -20,7 +20,7 @@ from sparkdl.storage.storage import Data, Folder, Storage, pieces
 
 _SUM = "sha256"
 _MOST_BYTES = 1 << 28
-"""Of an index: JSON takes many times its size in memory."""
+"""Most bytes of an index: JSON takes many times its size in memory."""
 REMEDY = "save it again, or take an intact copy"
 
 

@@ -94,7 +94,7 @@ class CheckpointInfo:
     world_size: int
     run_key: str
     complete: bool
-    """Whether this is the end of the run, not a stop on the way."""
+    """True if this is the end of the run, not a stop on the way."""
     environment: Mapping[str, str]
     """Versions, CPU type and threads of the run that wrote it."""
     files: Mapping[str, FileRecord]

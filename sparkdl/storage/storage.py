@@ -25,7 +25,7 @@ from sparkdl.errors import StorageError
 from sparkdl.storage import s3
 
 Data = bytes | bytearray | memoryview | Iterable[bytes | bytearray | memoryview]
-"""What `Storage.write` takes: one buffer, or its pieces in order (large files are streamed)."""
+"""Data for `Storage.write`: one buffer, or its pieces in order (large files are streamed)."""
 
 Buffer = bytes | memoryview
 _ASIDE = ".aside-"

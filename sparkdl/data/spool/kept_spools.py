@@ -52,7 +52,7 @@ class Keep:
     directory: str
     key: str
     limit_bytes: int | None = None
-    """Of all keys in the directory of a host; None: a part of its disk."""
+    """Most bytes of all keys in the directory of a host; None: a part of its disk."""
 
     @property
     def folder(self) -> Path:
