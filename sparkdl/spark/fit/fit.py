@@ -228,7 +228,7 @@ def _make_run(rows: MadeRows, opened: Opened, run_id: str, recorder: Recorder) -
     if isinstance(rows.table, SourceTable):
         table = table_to_go_on(link.checkpoints, key, rows.table)
         rows = replace(rows, table=table, shards=table.known)
-    plan = _make_plan(rows, link, key)
+    plan = plan_run(rows, link, key)
     recorder.planned(plan)
     if request.on_epoch is not None:
         recorder.show(partial(EpochCallback, request.on_epoch))
@@ -381,7 +381,7 @@ def _weights_of(
     )
 
 
-def _make_plan(rows: MadeRows, link: Link, key: str) -> TrainPlan:
+def plan_run(rows: MadeRows, link: Link, key: str) -> TrainPlan:
     """The plan of the run, with the windows of an earlier one that it goes on with."""
     checked, table, shards = rows.checked, rows.table, rows.shards
     plan = checked.make_plan(rows.found.columns, [part.shard for part in shards])
