@@ -75,10 +75,10 @@ class EarlyStopping:
     min_delta: float = 0.0
     """Smallest change that counts as an improvement."""
     mode: Mode = "auto"
-    """Whether smaller or larger values are better; ``auto``: larger ones of metrics such as
+    """Direction in which values are better; ``auto``: larger ones of metrics such as
     ``val_accuracy``, ``val_f1``, ``val_auroc`` or ``val_r2``, smaller ones of all else."""
     restore_best: bool = True
-    """Whether the fitted model gets the weights of the best epoch (evaluation) rather than the
+    """True if the fitted model gets the weights of the best epoch (evaluation) rather than the
     last."""
 
     def __post_init__(self) -> None:
@@ -122,7 +122,7 @@ class ExplainOptions:
     """``[explain]``: how much is measured where a fit is explained; see docs/explain.md."""
 
     calibrate: bool = True
-    """Whether steps and exchanges are measured on the cluster; else the plan has no times."""
+    """True if steps and exchanges are measured on the cluster; else the plan has no times."""
     num_rows: int | None = None
     """Number of rows, those for validation included, where counting them takes too long."""
     num_workers: tuple[int, ...] = ()
@@ -148,9 +148,9 @@ class Looks:
     every: int | None = None
     """Steps between two looks; None: once per epoch, and twenty times in a run of fewer epochs."""
     histograms: bool = False
-    """Whether weights and gradients are counted by size."""
+    """True if weights and gradients are counted by size."""
     images: int = 0
-    """How many images of the first batch are kept, if inputs are images."""
+    """Number of images of the first batch that are kept, if inputs are images."""
 
     def __post_init__(self) -> None:
         require(self.every is None or self.every >= 1, "every must be at least 1", self.every)
@@ -167,7 +167,7 @@ class Looks:
 
 @dataclass(frozen=True)
 class Task:
-    """What a module learns from its labels. Of this one only the loss knows.
+    """The task that a module learns from its labels. Of this one only the loss knows.
 
     A subclass says more: which values labels have, which losses fit, what metrics compare, how
     predictions are scored. It has a file of its own in `sparkdl.inference`, and estimator and model
@@ -184,7 +184,7 @@ class Task:
     default_metrics: ClassVar[tuple[str, ...]] = ()
     """Names of those that a user gets who names none."""
     compares: ClassVar[frozenset[str]] = frozenset({"classes", "numbers"})
-    """What metrics by name may compare."""
+    """Kinds of values that metrics by name may compare."""
 
     def check_loss(self, loss: Any) -> None:
         """Raise ConfigError for a loss of torch's kind that does not fit the labels."""

@@ -35,7 +35,7 @@ class Specification:
     uint8 stay.
     """
     own_kind: ClassVar[Any] = None
-    """What is done with the rows of a class that you write, a `sparkdl.data.kinds.OwnKind`; of the
+    """Treatment of the rows of a class that you write, a `sparkdl.data.kinds.OwnKind`; of the
     classes below `sparkdl.data.kinds` says it."""
 
     def __post_init__(self) -> None:
@@ -117,7 +117,7 @@ class Sequence(Specification):
     """Argument of ``forward`` that gets which values are the row's own, bool ``(batch, length)``;
     None: none."""
     padding_value: float = 0
-    """What stands behind the end of shorter rows; a number that the column can hold."""
+    """Value behind the end of shorter rows; a number that the column can hold."""
     max_length: int | None = None
     """Longer rows are cut off there; None keeps all."""
 
@@ -174,8 +174,8 @@ class Image(Specification):
     channels: int = 3
     """1 (grey), 3 (RGB) or 4 (RGB and transparency); others are converted."""
     decode: Literal["spool", "batch"] = "spool"
-    """When encoded images are decoded: once, while spooling, or for each batch, which costs time
-    in every epoch, but the spool is as small as the files."""
+    """Moment at which encoded images are decoded: once, while spooling, or for each batch, which
+    costs time in every epoch, but the spool is as small as the files."""
     on_error: Literal["raise", "skip"] = "raise"
     """``skip`` leaves rows out of training whose image is null or cannot be decoded: they are found
     while spooling, counted in the summary, and the same in every epoch. ``transform`` gives such
@@ -218,7 +218,7 @@ class Sparse(Specification):
 
     _: KW_ONLY
     dense: bool = True
-    """Whether a batch is a dense tensor; else a coalesced ``torch.sparse_coo`` one."""
+    """True if a batch is a dense tensor; else a coalesced ``torch.sparse_coo`` one."""
 
     @property
     def num_parts(self) -> int:

@@ -12,8 +12,8 @@ from sparkdl.config import require
 from sparkdl.errors import ConfigError
 
 CUTS = ("columns", "rows", "gathered", "channels")
-"""What a layout may say of a layer: its outputs are divided, its inputs (of an Embedding the ids)
-are, its outputs are divided and put together again, or, of a BatchNorm between two others, its
+"""Cuts that a layout may name for a layer: its outputs are divided, its inputs (of an Embedding the
+ids) are, its outputs are divided and put together again, or, of a BatchNorm between two others, its
 channels are."""
 SCHEDULES = ("1f1b", "gpipe", "interleaved")
 
@@ -77,13 +77,13 @@ class Mesh:
     ``"interleaved"`` alternates and gives each worker several stages in turn, as many ``stages`` as
     there are patterns."""
     shard_optimizer: bool = False
-    """Whether the optimizer's state is divided along ``data`` though each worker computes with
+    """True if the optimizer's state is divided along ``data`` though each worker computes with
     whole layers (ZeRO, stage 1): parameters are gathered once per step."""
     smallest_unit: int = 100_000
     """Numbers in the parameters of a layer from which on it is gathered by itself; smaller layers
     are gathered together with what surrounds them."""
     activation_checkpointing: bool = False
-    """Whether layers that are made of layers keep only their inputs for the backward pass, and
+    """True if layers that are made of layers keep only their inputs for the backward pass, and
     compute again what is within (Chen et al., 2016): more time, less memory."""
 
     def __post_init__(self) -> None:

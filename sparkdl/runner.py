@@ -132,7 +132,7 @@ class TorchRunner:
         if resume and checkpoint_dir is None:
             raise ConfigError("resume=True needs a checkpoint_dir")
         self.history: list[dict[str, float]] = []
-        """What the last run has reported; empty if it failed."""
+        """Values that the last run has reported; empty if it failed."""
         self._ask = partial(
             FunctionRequest,
             data=_by_name(data),

@@ -100,12 +100,12 @@ class JobCommand(Generic[T]):
     starter: str = "{}.toml"
     """The job file to begin with, among those in ``starters/``, in the same way."""
     settings: tuple[str, ...] = ("",)
-    """What follows the file in each example, such as ``--set estimator.epochs=5``."""
+    """Text that follows the file in each example, such as ``--set estimator.epochs=5``."""
     check: str | None = None
     """``module:function`` that refuses values of a job which its types allow; None: there is none.
     """
     explain: JobCommand[T] | None = None
-    """What is done in its place with ``--explain``; None: there is no such option."""
+    """Command that runs in its place with ``--explain``; None: there is no such option."""
 
     def command(self, form: Form) -> Command:
         """The command as the user starts it."""

@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 REPORT_DIR = "runs"
-"""Where jobs leave their reports, unless they say otherwise."""
+"""Folder in which jobs leave their reports, unless they say otherwise."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -45,11 +45,11 @@ class Address:
     server_certificate: str
     """The server's, the only one that a client accepts. Its key never leaves the server."""
     worker: Certificate
-    """What all workers of the run show."""
+    """Certificate that all workers of the run show."""
     secret: str = field(repr=False)
     """That of one attempt."""
     rank: int | None = None
-    """Who calls; None: no rank in particular, which may write nothing."""
+    """Rank of the caller; None: no rank in particular, which may write nothing."""
     rank_secret: str = field(default="", repr=False)
 
     def of_rank(self, rank: int) -> Address:

@@ -46,8 +46,8 @@ from sparkdl.storage.storage import Storage
 _POLL_SECONDS = 10.0
 """A request waits so long for keys, then it is made again."""
 _REQUESTS_PER_SECOND = 200.0
-"""Of all ranks together, where there are many: their pauses grow with their number. That is about a
-twentieth of a core, see benchmarks/rendezvous.py."""
+"""Requests of all ranks together, where there are many: their pauses grow with their number. That
+is about a twentieth of a core, see benchmarks/rendezvous.py."""
 _LEAST_PAUSE_SECONDS = 0.25
 _MOST_PAUSE_SECONDS = 10.0
 """Between two reports of a rank."""
@@ -56,8 +56,8 @@ _OF_REPORTS = {"report", "seconds_since_report"}
 _OF_FILES = {"list", "remove", "exists", "read"}
 """Methods of the hub and of the files that a request may name."""
 _MOST_BYTES = 128 * 2**20
-"""Of a request. The largest are reports: 2000 log lines of 10,000 characters, six bytes for each
-character in the worst case. Files come in chunks (`CHUNK_BYTES`)."""
+"""Most bytes of a request. The largest are reports: 2000 log lines of 10,000 characters, six bytes
+for each character in the worst case. Files come in chunks (`CHUNK_BYTES`)."""
 _MOST_EVENTS = 100_000
 """Events that may wait while the driver stands still; beyond that some are left out."""
 _DISPENSABLE = ("heartbeat", "alive", "log")
@@ -66,8 +66,13 @@ _MOST_FILES = 64
 _BACKLOG = 4096
 """Connections that the kernel accepts before the server does: many workers begin at once."""
 _LOOK_SECONDS = 1.0
-"""How often a file that does not come on looks whether its worker still counts."""
+"""Time after which a file that makes no progress checks that its worker still counts."""
 _HANDSHAKE_SECONDS = 20
+_MOST_HANDSHAKES = 512
+"""Connections at a time that have not shown yet whose they are; others wait in the kernel, so that
+strangers do not take the files and the memory of the driver."""
+_AGAIN_SECONDS = 1.0
+"""Pause after a connection that could not be accepted."""
 _ABSENCE_SECONDS = 180
 """After which the server gives up a connection whose other end is gone."""
 _MOST_IDLE = 4
@@ -104,7 +109,7 @@ class Hub:
         self.access = Access()
         self.keeps_events = keeps_events
         self.shows_lines = False
-        """Whether what workers print is shown by the driver, on the console that they write to."""
+        """True if what workers print is shown by the driver, on the console that they write to."""
         self._newest = -1
         self._keys: dict[str, bytes] = {}
         self._counts: Counter[str] = Counter()
@@ -112,7 +117,7 @@ class Hub:
         self._gathered: dict[str, bytes] = {}
         """Answers of `gathered`, which are the same for all who ask."""
         self._waiting: dict[Hashable, list[_Waiter]] = {}
-        """By key, and by what is counted with the number that is waited for."""
+        """Key, or what is counted with the number that is waited for -> those that wait."""
         self._last_reports: dict[int, tuple[int, float]] = {}
         self._batches: dict[int, tuple[int, int]] = {}
         """Attempt and number of the last events of each rank that were numbered."""
@@ -288,17 +293,17 @@ class ChannelServer:
             host=announce, port=self.port, server_certificate=own.public, worker=workers, secret=""
         )
         self._connections: dict[asyncio.Task[None], asyncio.StreamWriter] = {}
-        self._server: asyncio.Server | None = None
+        self._greeted: set[asyncio.Task[None]] = set()
+        self._listener = listener
         self._is_closing = False
         self._is_crowded = False
         """True once connections could not be accepted, which is told once."""
         self._loop = asyncio.new_event_loop()
-        self._loop.set_exception_handler(self._note)
         self._files_at_once = asyncio.Semaphore(_MOST_FILES)
         self._thread = threading.Thread(target=self._run, name="sparkdl-channel", daemon=True)
         try:
             self._thread.start()
-            asyncio.run_coroutine_threadsafe(self._begin(listener, context), self._loop).result()
+            asyncio.run_coroutine_threadsafe(self._listen(context), self._loop)
         except BaseException:  # also if the user interrupts
             self.shutdown()
             listener.close()
@@ -329,19 +334,37 @@ class ChannelServer:
         self._loop.run_until_complete(self._close())
         self._loop.close()
 
-    async def _begin(self, listener: socket.socket, context: ssl.SSLContext) -> None:
-        self._server = await asyncio.start_server(
-            self._accept,
-            sock=listener,
-            ssl=context,
-            ssl_handshake_timeout=_HANDSHAKE_SECONDS,
-            limit=2**20,
-        )
-        listener.listen(_BACKLOG)  # asyncio itself would accept so many at a time
+    async def _listen(self, context: ssl.SSLContext) -> None:
+        """Accept connections, each of which is served in a task of its own."""
+        self._listener.listen(_BACKLOG)
+        self._listener.setblocking(False)
+        greeting = asyncio.Semaphore(_MOST_HANDSHAKES)
+        while True:
+            await greeting.acquire()
+            try:
+                connection, _ = await self._loop.sock_accept(self._listener)
+            except OSError as error:
+                greeting.release()
+                self._warn_crowded(error)
+                await asyncio.sleep(_AGAIN_SECONDS)
+                continue
+            task = self._loop.create_task(self._greet(connection, context))
+            self._greeted.add(task)
+            task.add_done_callback(self._greeted.discard)
+            task.add_done_callback(lambda _: greeting.release())
+
+    async def _greet(self, connection: socket.socket, context: ssl.SSLContext) -> None:
+        """Serve whoever shows the right certificate in time."""
+        reader = asyncio.StreamReader(limit=2**20)
+        with contextlib.suppress(OSError):
+            await self._loop.connect_accepted_socket(
+                lambda: asyncio.StreamReaderProtocol(reader, self._accept),
+                connection,
+                ssl=context,
+                ssl_handshake_timeout=_HANDSHAKE_SECONDS,
+            )
 
     async def _close(self) -> None:
-        if self._server is not None:
-            self._server.close()
         while others := asyncio.all_tasks() - {asyncio.current_task()}:
             for writer in self._connections.values():
                 writer.transport.abort()
@@ -349,17 +372,16 @@ class ChannelServer:
                 task.cancel()
             await asyncio.gather(*others, return_exceptions=True)
             await asyncio.sleep(0)  # what threads have asked for finds its connection closed
+        self._listener.close()
 
-    def _note(self, loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
-        """Say what asyncio has to tell, and of connections that cannot be accepted once."""
-        if not isinstance(context.get("exception"), OSError) or "socket" not in context:
-            loop.default_exception_handler(context)
-        elif not self._is_crowded:
+    def _warn_crowded(self, error: OSError) -> None:
+        """Say once that connections cannot be accepted."""
+        if not self._is_crowded:
             self._is_crowded = True
             logger.warning(
                 "workers cannot connect to the driver now: %s; they try again, but raise the limit "
                 "of open files of the driver's process (ulimit -n)",
-                context["exception"],
+                error,
             )
 
     @property
@@ -545,7 +567,7 @@ class ChannelClient:
 
     def __init__(self, address: Address, *, timeout_seconds: float = 30.0) -> None:
         self.address = address
-        """What this client calls, and as whom."""
+        """Address that this client calls, and the rank as which it calls."""
         self._timeout = timeout_seconds
         self._shown = address.shown()
         self._tls = tls(address.worker, address.server_certificate, is_server=False)
@@ -683,7 +705,7 @@ class ChannelClient:
             raise kind(f"{what}: {refusal}") from refusal
 
     _kind: ClassVar[type[SparkDLError]] = CommunicationError
-    """Of the server's answer to what it does not do."""
+    """Error raised where the server answers that it does not do what was asked."""
 
 
 class ChannelStorage(ChannelClient):

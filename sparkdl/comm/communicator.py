@@ -49,7 +49,7 @@ class Communicator(Protocol):
     address: str
     """Address of this rank's host that the peers can reach."""
     certificate: Certificate | None
-    """What the ranks show each other on connections of their own; None in a gang of one."""
+    """Certificate that ranks show each other on connections of their own; None in a gang of one."""
 
     @property
     def waited_seconds(self) -> float:

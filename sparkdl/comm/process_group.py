@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from sparkdl.comm.channel import ChannelClient
 
 _SETTLE_SECONDS = 0.02
-"""By then the threads of a group have forgotten the last collective."""
+"""Time in which the threads of a group forget the last collective."""
 
 
 @contextlib.contextmanager
@@ -78,7 +78,7 @@ def process_group(
 
 
 _torchs: dict[str, Any] = {}
-"""What torch's functions do, by name, while `kept_group` has replaced that."""
+"""Torch's own functions by name, while `kept_group` has replaced what they do."""
 
 
 @contextlib.contextmanager
@@ -216,7 +216,7 @@ _LOST_PEER = (
     "remote process exited",
     "communicator was aborted",
 )
-"""What gloo and NCCL say in plain RuntimeErrors when a peer does not answer any more."""
+"""Messages of gloo and NCCL in plain RuntimeErrors when a peer does not answer any more."""
 
 
 @contextlib.contextmanager

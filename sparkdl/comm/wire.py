@@ -27,7 +27,7 @@ _IN_CHUNKS = 2**64 - 1
 """In place of the size of a body that comes in chunks."""
 _MOST_HEAD_BYTES = 2**16
 _PIECE_BYTES = 2**20
-"""What is handed to TLS, or taken from it, at a time."""
+"""Most bytes that are handed to TLS, or taken from it, at a time."""
 
 Head = dict[str, Any]
 

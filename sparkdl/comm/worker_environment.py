@@ -27,7 +27,7 @@ class WorkerEnvironment:
     address: str
     """Address that Spark uses for this host; the peers can reach it."""
     gpu_addresses: tuple[str, ...]
-    """What Spark assigned to this task, such as ``("1",)``; empty without GPU scheduling."""
+    """Addresses that Spark gave this task, such as ``("1",)``; empty without GPU scheduling."""
     channel: Address
     """As this rank calls it."""
     task: SparkTask | None = None

@@ -86,7 +86,7 @@ class Findings:
     nulls: int = 0
     """Rows that are null or contain a null."""
     inner_nulls: int = 0
-    """Those of them that are not null themselves."""
+    """Rows among them that are not null themselves."""
     first_null: str | None = None
     shapes: Counter[str] = field(default_factory=Counter)
     """Rows per shape, only kept when a column was found not to be uniform."""

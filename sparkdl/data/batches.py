@@ -51,7 +51,7 @@ class Batch:
     names: tuple[str | None, ...] = ()
     """Names of the inputs; see `Arguments`."""
     has_label: bool = True
-    """Whether there is a label column."""
+    """True if there is a label column."""
 
     @property
     def arguments(self) -> Arguments:
@@ -113,11 +113,11 @@ class Batches:
     num_together: int | None = None
     """Steps whose rows are grouped by length, see `LengthGroups`; None: none."""
     prefetch: bool = True
-    """Whether a thread gathers the next batches while the current ones are used."""
+    """True if a thread gathers the next batches while the current ones are used."""
     pin_memory: bool = False
     """Give page-locked memory, which a CUDA device can read by itself."""
     by_shard: bool = False
-    """Whether a step has a batch of each shard that has rows, in place of one of them all."""
+    """True if a step has a batch of each shard that has rows, in place of one of them all."""
 
     def __iter__(self) -> Generator[Batch, None, None]:
         """Yield the batches of each step. Close the iterator to end its thread early."""

@@ -19,7 +19,7 @@ class ColumnStats:
     shape: tuple[int, ...] | None = None
     """Shape of a row; None when the shard has no row."""
     dtype: str | None = None
-    """Of the values; None when the shard has none."""
+    """dtype of the values; None when the shard has none."""
     longest: int = 0
     """Values of the longest row, where rows may differ."""
     nulls_and_shapes: Findings = field(default_factory=Findings)

@@ -29,7 +29,7 @@ class Column:
     name: str
     """Name of the DataFrame column; of several, all, with commas between."""
     role: Role
-    """What the model does with it."""
+    """Use that the model makes of it."""
     dtype: str
     """numpy name of the stored dtype: ``float32``, ``int64``, ``uint8``, ``bool`` ..."""
     shape: tuple[int, ...]
@@ -38,7 +38,7 @@ class Column:
     argument: str | None = None
     """Argument of ``forward``, or name of the label; None: by position, or the only label."""
     specification: Specification | None = None
-    """What the user asked for; None: a tensor, named in the simple way."""
+    """Specification that the user gave; None: a tensor, named in the simple way."""
     longest: int = 0
     """Length of the longest sequence of all shards."""
     cast: str | None = None
@@ -82,7 +82,7 @@ class SpoolColumn:
     name: str
     role: Role
     dtype: str
-    """Of the values; for the result of a transform that of floating ones."""
+    """dtype of the values; for the result of a transform that of floating ones."""
     as_classes: bool = False
     """Values must be whole, non-negative numbers."""
     argument: str | None = None
@@ -90,7 +90,7 @@ class SpoolColumn:
     specification: Specification | None = None
     """None: a tensor, named in the simple way."""
     shape: tuple[int, ...] | None = None
-    """Of a row as it is stored, which the plan's column may give another; None: not known yet."""
+    """Shape of a row as stored, which the plan's column may change; None: not known yet."""
     cast: str | None = None
     """See `Column`; of floating values."""
     expression: Any = None
@@ -156,9 +156,9 @@ class TrainPlan:
     shards_by_rank: tuple[tuple[int, ...], ...] = field(default=())
     """Shard ids of each rank; who holds a shard changes nothing of what is computed."""
     windows: Windows | None = None
-    """How rows are mixed that do not fit into memory; None: each shard's as a whole."""
+    """Windows for rows that do not fit into memory; None: each shard's are mixed as a whole."""
     homes: str | None = None
-    """What else the shards follow from; see `source.Contents.homes`."""
+    """Facts, besides the content, that the shards follow from; see `source.Contents.homes`."""
     first_epoch: int = 0
     """Number of the first epoch: those of the fits that this one goes on from count too."""
     first_step: int = 0

@@ -44,7 +44,7 @@ class HostLoad:
 
     num_shards: int
     num_bytes: int
-    """Of all its spools."""
+    """Bytes of all its spools."""
     memory_bytes: int
     """Memory that is left for them and the workers."""
 

@@ -109,8 +109,8 @@ class Contents:
     """Given the number of a label's column and how many classes there are: how many labels are
     not below it, as far as that can be known before training, and where the first one is."""
     homes: str | None = None
-    """What the shards follow from besides the content, such as the hosts that have had the rows;
-    see `Wanted`. None: from nothing else."""
+    """Facts that the shards follow from besides the content, such as the hosts that have had the
+    rows; see `Wanted`. None: from nothing else."""
     transform: Any = None
     """A function of the user's, or what holds some, that makes the rows of what ``content`` tells:
     checkpoints of another one are not continued."""
@@ -148,12 +148,12 @@ class Wanted:
     """Boolean column that marks validation rows."""
     num_shards: int
     spread: Spread = in_threads
-    """Where many small reads are to happen."""
+    """Function that makes many small reads, in threads or elsewhere."""
     locate: Locate = nowhere
     """Tells where the blocks of files lie."""
     homes: str | None = None
-    """Those of an earlier call for equal content: then the shards are equal too. None: there is
-    none, or it said nothing."""
+    """`Contents.homes` of an earlier call for equal content: then the shards are equal too. None:
+    there is none, or it said nothing."""
     seed: int = 0
     """The estimator's."""
 

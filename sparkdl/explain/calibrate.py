@@ -20,7 +20,7 @@ from sparkdl.explain.cost_model import (
 )
 
 Report = Mapping[str, Any]
-"""What `measure_worker` gives of one rank."""
+"""The measurements of one rank, as `measure_worker` gives them."""
 
 _NORMAL = 1.4826
 """Standard deviation of a normal distribution over its median absolute deviation."""

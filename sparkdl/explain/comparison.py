@@ -17,7 +17,7 @@ from sparkdl.sync.gradients.allreduce import AllReduce
 from sparkdl.sync.strategy import SyncStrategy
 
 TOLERANCE = 0.05
-"""By how much a fit may be longer than the shortest one to do with fewer workers."""
+"""Part by which a fit may be longer than the shortest one to do with fewer workers."""
 LARGE_SHARE = 1 / 3
 """Part of a step from which on agreeing is worth another strategy, as docs/strategies.md says."""
 SMALL_SHARE = 0.05
@@ -40,7 +40,7 @@ class ComparedStrategy:
 
     strategy: SyncStrategy
     predictions: tuple[Prediction, ...]
-    """By number of workers; empty: it cannot be used."""
+    """Predictions by number of workers; empty: it cannot be used."""
 
     @property
     def name(self) -> str:

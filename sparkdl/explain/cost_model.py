@@ -13,8 +13,9 @@ from statistics import NormalDist
 import numpy as np
 
 MEETING_SECONDS = 0.8e-3
-"""By which each further rank delays the moment when all have met, by ``benchmarks/rendezvous.py``:
-there 1,000 ranks have met in 0.83 s. What Spark takes to launch a further task is not known."""
+"""Time by which each further rank delays the moment when all have met, by
+``benchmarks/rendezvous.py``: there 1,000 ranks have met in 0.83 s. What Spark takes to launch a
+further task is not known."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,9 +35,9 @@ class Compute:
     """A worker's own part of a step: reading the batch, forward, backward, update."""
 
     threads: float
-    """Of each worker while it was measured."""
+    """Threads of each worker while it was measured."""
     fixed_seconds: float
-    """Of a step without rows: launches of operations, the update."""
+    """Time of a step without rows: launches of operations, the update."""
     row_seconds: float
     step_spread: float = 0.0
     """Standard deviation of the logarithm of one worker's steps: these vary by themselves."""
@@ -159,13 +160,13 @@ class StageCosts:
     """The costs of rounds on plain Spark stages."""
 
     fixed_seconds: float
-    """Of a round, beyond its steps."""
+    """Time of a round, beyond its steps."""
     byte_seconds: float
-    """Of a round, per byte of one shard's state, which goes to it and comes back."""
+    """Time of a round, per byte of one shard's state, which goes to it and comes back."""
     step_seconds: float = 0.0
-    """Of a task, with batches of the size that was asked for."""
+    """Time of a step in a task, with batches of the size that was asked for."""
     first_seconds: float = 0.0
-    """What the first round takes more than others."""
+    """Time that the first round takes more than others."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -184,7 +185,7 @@ class Gang:
     optimizer_bytes: int = 0
     peak_bytes: int = 0
     launch_seconds: float = 0.0
-    """Of its launch and its end."""
+    """Time of its launch and its end."""
     num_ranks: int = 1
     """Workers with which that was measured."""
 
@@ -202,11 +203,11 @@ class Calibration:
     stages: StageCosts | None
     """None: rounds were not measured."""
     link_seconds: float = 0.0
-    """Of the checks before anything is launched."""
+    """Time of the checks before anything is launched."""
     spool_seconds: float = 0.0
-    """Of a spool without rows."""
+    """Time of a spool without rows."""
     spool_row_seconds: float = 0.0
-    """Of one slot: one row is read, moved, sorted and written."""
+    """Time of one slot for a row, which is read, moved, sorted and written."""
 
     def compute(self, layout: Layout, *, in_rounds: bool) -> Compute:
         """Return the cost of a step for a worker, or for a task of a round."""

@@ -62,15 +62,15 @@ class PlanFacts:
     peak_bytes: int | None
     """Measured with the largest batch that was tried, Python included; None: not measured."""
     spool_bytes: int
-    """Of the fullest worker, on its disk."""
+    """Bytes of the spool of the fullest worker, on its disk."""
     sent_bytes_per_step: float | None
-    """By each worker; None: it depends on the data."""
+    """Bytes that each worker sends in a step; None: it depends on the data."""
     checkpoint_bytes: int
     checkpoint_interval: int
     shard_choice: str = ""
-    """What makes a shard, and why."""
+    """Description of what makes a shard, and why."""
     kept: str = ""
-    """Whether the spool is there already, if it is to be kept."""
+    """Text that says whether the spool is there already, if it is to be kept."""
 
     @property
     def skew(self) -> float:
@@ -84,7 +84,7 @@ class ScalingRow(Prediction):
     """A fit with one number of workers."""
 
     speedup: float
-    """Of an epoch, over that with one worker."""
+    """Speedup of an epoch, over that with one worker."""
     same_global_batch_seconds: float | None
     """An epoch with batches so much smaller that all workers together use as many samples per
     step as the plan; None: that would be less than one sample each."""
@@ -138,7 +138,7 @@ class Explanation:
     """Empty without calibration."""
     strategies: tuple[StrategyRow, ...] = ()
     meshes: tuple[MeshMemory, ...] = ()
-    """What workers hold along meshes; empty without ``parallelism``."""
+    """Memory of workers along meshes; empty without ``parallelism``."""
     recommendation: Recommendation | None = None
     chosen: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     """Params that are ``"auto"``; see `TrainingSummary.chosen`."""
@@ -146,9 +146,9 @@ class Explanation:
     """A copy of the estimator with what is recommended, which can be fitted; None where there is
     no recommendation."""
     notes: tuple[str, ...] = ()
-    """What was estimated, from what, and what the numbers do not hold for."""
+    """Notes on what was estimated, from what, and what the numbers do not hold for."""
     measured: tuple[tuple[str, str], ...] = ()
-    """What was measured, as name and text."""
+    """Measurements, as name and text."""
     explain_seconds: float = 0.0
 
     def to_dict(self) -> dict[str, Any]:

@@ -40,7 +40,7 @@ _MOST_STEPS, _FEWEST_STEPS = 60, 3
 _STEPS_OF_AN_EPOCH = 3
 """At least: the first one of an epoch is not timed."""
 _MOST_REPEATS = 64
-"""How often a rank reads its shards in an epoch, where they hold few rows."""
+"""Most times that a rank reads its shards in an epoch, where they hold few rows."""
 _FOREVER = 1 << 40
 """Epochs of a plan whose number of steps is what ends it."""
 _SMALL_BYTES = (8, 64 << 10, 1 << 20)
@@ -56,7 +56,7 @@ class SampleOrder(GangOrder):
     """The driver's order to ranks that train on a sample, and keep nothing."""
 
     plan: TrainPlan
-    """Of the sample."""
+    """Plan of the sample."""
     payload: bytes
     """cloudpickle of ``(TrainConfig, structure of the module)``; see `for_measuring`."""
     weights: bytes | None
@@ -64,7 +64,7 @@ class SampleOrder(GangOrder):
     seconds: float
     """About how long one measurement may take."""
     task: Callable[[StepTimer, Member], dict[str, Any]]
-    """What is done; a function of a module, with some arguments. It returns values of JSON."""
+    """Work to do; a function of a module, with some arguments. It returns values of JSON."""
     source: ShardSource = field(default_factory=SpoolSource)
 
 
@@ -153,7 +153,7 @@ class RepeatedEpoch:
     columns: Sequence[Column]
     epochs: Sequence[EpochRows]
     num_rows: int
-    """Of each."""
+    """Rows of each epoch."""
 
     @property
     def row_bytes(self) -> int:
@@ -237,13 +237,13 @@ class StepTimer:
     config: TrainConfig
     plan: TrainPlan
     shards: Sequence[Shard]
-    """Those of the rank."""
+    """Shards of the rank."""
     source: ShardSource
     device: torch.device
     seconds: float
     """About how long one measurement may take."""
     optimizer_bytes: int = 0
-    """Of the optimizer's state; known after the first step."""
+    """Bytes of the optimizer's state; known after the first step."""
 
     def warm_up(self, batch_size: int) -> float:
         """Two steps, of which the second one tells about how many seconds one takes."""
@@ -341,7 +341,7 @@ class ExchangeTimer:
     comm: Communicator
     device: torch.device
     shapes: Sequence[tuple[int, ...]]
-    """Of the gradients."""
+    """Shapes of the gradients."""
     seconds: float
     """About how long four measurements may take."""
 

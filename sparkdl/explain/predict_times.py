@@ -41,7 +41,7 @@ class Prediction:
     """Without validation."""
     total_seconds: float
     sent_bytes_per_step: float | None
-    """By each worker; None: it depends on the data."""
+    """Bytes that each worker sends in a step; None: it depends on the data."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -131,12 +131,12 @@ class Predictor:
 
     calibration: Calibration
     plan: TrainPlan
-    """Of the fit that was asked for."""
+    """Plan of the fit that was asked for."""
     config: TrainConfig
     size: ModelSize
     num_nodes: int
     slots: int | None
-    """Of all machines; None: not known."""
+    """Slots of all machines; None: not known."""
     largest_rows: Callable[[int], int]
     """Training rows of the fullest of so many workers."""
     check: Callable[[SyncStrategy, int], None]

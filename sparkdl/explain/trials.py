@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from sparkdl.worker.lifecycle import Member
 
 _FASTER = 1.1
-"""By which factor twice the batch must make a worker faster."""
+"""Factor by which twice the batch must make a worker faster."""
 _STEPS = 32
 """That an epoch shall keep at least: from few steps nothing is learnt."""
 _LEAST_BATCH, _MOST_BATCH = 32, 4096
@@ -36,20 +36,20 @@ _FREE_SHARE = 0.5
 _UNKNOWN_BYTES = 2 << 30
 """Taken to be free where that is not known, as on macOS."""
 _STATUS, _RESET = Path("/proc/self/status"), Path("/proc/self/clear_refs")
-"""Where Linux tells a process's memory, and forgets its peak when 5 is written; see proc(5)."""
+"""Linux files of a process's memory, and to forget its peak by writing 5; see proc(5)."""
 
 NUM_RATES = 100
 LOWEST_RATE, HIGHEST_RATE = 1e-7, 10.0
 """Learning rates that are tried, as by fastai's ``lr_find``."""
 _DIVERGED = 4.0
-"""How many times the lowest loss a loss ends the trial of rates."""
+"""Multiple of the lowest loss at which a loss ends the trial of rates."""
 _SMOOTH = 0.9
 _AROUND = 5
 """Losses on each side of one over which the mean is taken."""
 _ERRORS = 4
 """Standard errors by which the lowest mean must be below the first: lower ones come by chance."""
 _BELOW = 10
-"""By which factor the chosen rate is below that of the lowest loss."""
+"""Factor by which the chosen rate is below that of the lowest loss."""
 
 
 def try_out(
@@ -115,7 +115,7 @@ class BatchTrial:
     """That a step may take: half of a worker's part of what is free."""
     tried: list[TriedBatch] = field(default_factory=list)
     refused: str = ""
-    """What the device said to the size after them; empty: nothing."""
+    """Error of the device at the size after them; empty: none."""
 
     @property
     def next_rows(self) -> int | None:

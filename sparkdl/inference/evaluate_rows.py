@@ -47,7 +47,7 @@ class Measures:
     loss: Any
     """As the user gave it; see `train.objective.loss.resolve_loss`. With several labels a dict."""
     loss_weights: Mapping[str, float] = field(default_factory=dict)
-    """By how much each label's loss counts."""
+    """Weight of each label's loss."""
     metrics: Mapping[str, Any] = field(default_factory=dict)
     """Name -> torchmetrics.Metric, or a callable that makes one."""
     num_classes: int = 0
@@ -86,7 +86,7 @@ class Part:
     """Sums over rows by name: ``rows``, ``loss`` or ``loss <label>`` for each of several labels,
     ``log_loss`` ...; under ``(label, prediction)`` the rows with these, or their weights."""
     labels: tuple[float, float, float] = (0.0, 0.0, 0.0)
-    """Of a regression's labels: weight, mean, and weighted squared distances from the mean."""
+    """Moments of a regression's labels: weight, mean, weighted squared distances from the mean."""
     metrics: dict[str, list[State]] = field(default_factory=dict)
     curves: dict[int, ScoreTable] = field(default_factory=dict)
     error: tuple[str, str] | None = None
@@ -241,7 +241,7 @@ class _LabelLoss:
     name: str
     """In `Part.sums`."""
     factor: float | None
-    """By how much it counts where there are several labels; None: it is the only one."""
+    """Weight of the loss where there are several labels; None: it is the only one."""
     loss: LossFunction
     output: Any
     target: Any

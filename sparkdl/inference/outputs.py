@@ -40,12 +40,12 @@ class Output:
     """
 
     key: Key | tuple[Key, ...] = ()
-    """Where to look in what is returned: a key, an index or a field's name, or a tuple of them
+    """Place to look at in what is returned: a key, an index or a field's name, or a tuple of them
     from the outside in. The empty tuple takes all of it."""
     layer: str | None = None
     """Look in what this submodule returned instead, named as by ``module.named_modules()``."""
     form: Form = "auto"
-    """What a tensor ``(rows, ...)`` becomes:
+    """Form that a tensor ``(rows, ...)`` takes:
 
     - ``value``: a number; the shape must be ``(rows,)`` or ``(rows, 1)``
     - ``array``: an array of numbers, flattened in row-major order

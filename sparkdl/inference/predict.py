@@ -56,7 +56,7 @@ class Leaf:
 
     name: str
     output: Output
-    """Which tensor; its form plays no part any more."""
+    """Output with the tensor's key; its form plays no part any more."""
     make: Make
     """A number or array as `outputs.Output` describes; ``number``: the same as a double; the
     likeliest ``class`` of logits, the ``logits`` of all classes, their ``probability``."""
@@ -68,7 +68,7 @@ class ModuleTask:
     """All that a task needs to run a module on prepared inputs; picklable, travels with the UDF."""
 
     values: ProgramValues = field(default_factory=ProgramValues)
-    """What the program has changed of modules that workers import; unpickled before all else."""
+    """Values that the program changed in modules that workers import; unpickled before all else."""
     digest: str
     fetch: Callable[[], PackedModule]
     """Gives the packed module; called only by workers that do not have it yet."""
@@ -78,9 +78,9 @@ class ModuleTask:
     device: str
     forward: Forward
     weights: WeightsAt | None = None
-    """Where the weights lie that the packed module lacks; None: it has them."""
+    """Place of the weights that the packed module lacks; None: it has them."""
     default_dtype: torch.dtype = field(default_factory=torch.get_default_dtype)
-    """Of the program, for what forward makes."""
+    """Default dtype of the program, for what forward makes."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -165,11 +165,11 @@ class RowRange:
     """Neighbouring rows, as ``forward`` takes them."""
 
     arguments: Arguments | None
-    """Of the rows that are kept; None if none are."""
+    """Arguments for the rows that are kept; None if none are."""
     num_rows: int
     """All rows of the run."""
     kept: np.ndarray | None = None
-    """Which rows are not skipped, bool ``(rows,)``; None: all are kept."""
+    """True for rows that are not skipped, bool ``(rows,)``; None: all are kept."""
 
     def chosen(self, values: Tensors) -> Tensors:
         """Return the values of the rows that are kept, out of one for each row."""

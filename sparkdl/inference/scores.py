@@ -120,9 +120,9 @@ class Evaluation(Mapping[str, Any]):
     loss_by_label: Mapping[str, float] = field(default_factory=dict)
     """With several labels the mean of each one's losses, without its weight in the sum."""
     scores: Scores | None = None
-    """What classifiers and regressors are measured by, with ``confusion`` and ``per_class``."""
+    """Scores of classifiers and regressors, with ``confusion`` and ``per_class``."""
     metrics: Mapping[str, Any] = field(default_factory=dict)
-    """What was asked for: numbers, or lists of numbers. Only those by name know weights."""
+    """Metrics asked for: numbers, or lists of numbers. Only those by name know weights."""
     curves: Mapping[int, Curve] = field(default_factory=dict)
     """Class -> its ROC and precision-recall curves against all others."""
     num_classes: int = 0
@@ -221,7 +221,7 @@ BUILT_IN = frozenset(
 
 
 NO_CLASS = -1
-"""What a row is taken for whose output is NaN."""
+"""Class that a row is taken for whose output is NaN."""
 
 
 class _Row(dict[int, float]):

@@ -45,12 +45,12 @@ _IN_WORDS = {
 """Phases of a run, as views show them, and whether Spark's tasks say how far they are."""
 _WRITE_SECONDS = 1.0
 _SLOWER_BY = 0.01
-"""Of a run's age: files are written more seldom as it goes on, so that they do not become many."""
+"""Pause as a part of a run's age: files are written more seldom later, lest they become many."""
 _SILENT_WRITES = 10
-"""How many pauses its driver may be silent for, and half a minute, before a run counts as lost."""
+"""Pauses that its driver may be silent for, and half a minute, before a run counts as lost."""
 _STEPS_KEPT = 500
 _USUAL_STEPS = 10
-"""Of an epoch, that are proposed where it has but one."""
+"""Steps of an epoch that are proposed where it has but one."""
 _MOST_WAITING = 100_000
 """Events that may wait for a storage that stalls; the record at the end has those beyond, too."""
 

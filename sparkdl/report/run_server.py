@@ -88,6 +88,8 @@ class RunServer(ThreadingHTTPServer):
 
 class _Handler(BaseHTTPRequestHandler):
     server: RunServer
+    timeout = 30
+    """Seconds, after which a connection that says nothing is closed."""
     server_version = "sparkdl"
     sys_version = ""
 

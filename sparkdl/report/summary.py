@@ -27,7 +27,7 @@ _WIDTH = 80
 _IN_WORDS = {"preflight": "checks", "spool": "writing rows to local disks"}
 """Phases as the text of a summary names them; all others have their own names."""
 _LEAST_SECONDS = 0.05
-"""Of a phase that is shown; shorter ones are in ``other``."""
+"""Shortest phase that is shown; shorter ones are in ``other``."""
 _MOST_RANKS = 8
 """Ranks up to which each is shown."""
 
@@ -76,7 +76,7 @@ class TrainingSummary:
     """Seconds by phase: ``fit: <phase>`` on the driver, in their order, which add up to `seconds`;
     and ``rank 0: <what>``, on what rank 0 spent its time in the phase ``train``."""
     restarts: int = 0
-    """How often the gang was started again after the loss of a worker."""
+    """Number of times that the gang was started again after the loss of a worker."""
     rows: int = 0
     """Training rows."""
     validation_rows: int = 0
@@ -84,14 +84,14 @@ class TrainingSummary:
     skipped_rows: int = 0
     """Rows that were left out, since ``on_error="skip"`` asks for that."""
     shards: str = ""
-    """How many parts the rows had, and where they came from: ``8 shards (own partitions)``, ``4
+    """Number of parts that the rows had, and their origin: ``8 shards (own partitions)``, ``4
     shards (with those of an earlier fit)``; empty: of a summary of an older version."""
     mesh: str = ""
     """The mesh of workers that share the model, such as ``data=2, shard=2``; empty: none."""
     steps: int = 0
     """Optimizer steps of each rank."""
     first_step: int = 0
-    """Where this fit began: the step of the checkpoint, or of the earlier fit, that it went on
+    """Step where this fit began: that of the checkpoint, or of the earlier fit, that it went on
     from; 0 if there was none."""
     world_size: int = 1
     """Workers in the end."""
@@ -100,22 +100,22 @@ class TrainingSummary:
     throughput_by_rank: list[float] = field(default_factory=list)
     """Training rows per second of each rank while it trained."""
     bytes_sent_by_rank: list[int] = field(default_factory=list)
-    """What each rank sent to others to agree with them, in the last attempt."""
+    """Bytes that each rank sent to others to agree with them, in the last attempt."""
     seconds: float = 0.0
     """Wall-clock seconds of the whole fit."""
     population: list[dict[str, float]] = field(default_factory=list)
-    """What was seen of members that compete: ``step``, ``member``, and ``val_loss``, metrics,
+    """Records of members that compete: ``step``, ``member``, and ``val_loss``, metrics,
     hyperparameters and contests where there were any."""
     run_name: str | None = None
-    """What the user calls the run."""
+    """Name that the user gave the run."""
     weights_of: WeightsOf | None = None
-    """Which weights the model has: those of which epoch, and why; None: of a summary of an older
+    """Epoch whose weights the model has, and why it has these; None: of a summary of an older
     version."""
     chosen: dict[str, dict[str, Any]] = field(default_factory=dict)
     """Params that were ``"auto"`` -> ``value``, and ``reason`` with the numbers; the seconds that
     choosing took are those of the phase ``fit: choose``."""
     report_path: str | None = None
-    """Where the fit has left its page; None: nowhere."""
+    """Path of the page that the fit has left; None: it has left none."""
     record: RunRecord | None = field(default=None, repr=False, compare=False)
     """All that is known of the fit; not saved with the model."""
 

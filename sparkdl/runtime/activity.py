@@ -13,7 +13,7 @@ Show = Callable[[str, str | None], None]
 """Is given what is done, and a detail of it; see `doing`."""
 
 STOPPING = "stopping"
-"""What is done while work is ended before its end, which views show also in training."""
+"""Activity while work is ended before its end, which views show also in training."""
 FOR_SLOTS = "for slots"
 """In what is done, or its detail, where nothing goes on until slots are free."""
 

@@ -34,4 +34,4 @@ def plain(value: Any) -> Any:
 
 
 _KEYS = (str, int, float, bool, type(None))
-"""What `json` takes for the name of an entry; subclasses may write themselves in another way."""
+"""Types that `json` takes for an entry's name; subclasses may write themselves in another way."""

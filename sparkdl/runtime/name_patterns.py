@@ -79,8 +79,10 @@ def _pattern(name: str) -> re.Pattern[str]:
     """
     if not name:
         return re.compile(r"(.+)$")
-    parts = "([^.]*)".join(map(re.escape, name.split("*")))
-    return re.compile(rf"{parts}(?:$|\.(?=.))(.*)$")
+    # What is behind a dot is no reason to try again before it, which would take ever longer.
+    parts = ["([^.]*)".join(map(re.escape, part.split("*"))) for part in name.split(".")]
+    whole = r"\.".join(rf"(?>{part}(?=\.|$))" for part in parts)
+    return re.compile(rf"{whole}(?:$|\.(?=.))(.*)$")
 
 
 def some_of(names: Sequence[str]) -> str:

@@ -46,7 +46,7 @@ def tuned_allocator(*, spares_memory: bool = False) -> Iterator[None]:
     ``spares_memory`` blocks of 4 MiB and more go back at once, and of others 64 MiB stay. Threads
     then share one arena, since each reserves 64 MiB of addresses, which Spark's limit counts.
     """
-    libc = _glibc()
+    libc = glibc()
     if libc is None:
         yield
         return
@@ -65,7 +65,7 @@ def tuned_allocator(*, spares_memory: bool = False) -> Iterator[None]:
 
 def give_back_memory() -> None:
     """Give the system the memory that this process has freed and kept (glibc only)."""
-    libc = _glibc()
+    libc = glibc()
     if libc is not None:
         libc.malloc_trim(0)
 
@@ -153,7 +153,8 @@ def seeded(seed: int) -> Iterator[None]:
         yield
 
 
-def _glibc() -> ctypes.CDLL | None:
+def glibc() -> ctypes.CDLL | None:
+    """Return the C library if it is glibc, whose allocator can be tuned."""
     if platform.libc_ver()[0] != "glibc":
         return None
     try:
@@ -204,7 +205,7 @@ class MemoryGroup:
 
     limit: int
     usage: int
-    """What its processes have taken, the kernel's copies of their files included."""
+    """Memory that its processes have taken, the kernel's copies of their files included."""
     files: int
     """Such copies, which the kernel gives back."""
 

@@ -76,18 +76,22 @@ def public_classes(package: str) -> dict[str, str]:
     return {name.lower(): f"sparkdl:{name}" for name in sorted(found)}
 
 
-def import_object(path: Any, remedy: str = "install it, or put it on the path") -> Any:
+def import_object(
+    path: Any,
+    remedy: str = "install it, or put it on the path",
+    look: Callable[[Any, str], Any] = getattr,
+) -> Any:
     """Import ``package.module:name``, also a path of sparkdl that an older version wrote.
 
-    ConfigError, with ``remedy`` for a missing module, if the path is malformed, or module or name
-    is missing here.
+    ``look`` finds each part of the name in what the one before it means. ConfigError, with
+    ``remedy`` for a missing module, if the path is malformed, or module or name is missing here.
     """
     module, _, name = current_path(path).partition(":") if isinstance(path, str) else ("", "", "")
     if not module or not name:
         raise ConfigError(f"an import path reads 'package.module:name'; received {path!r}")
     try:
         found = sys.modules.get(module) or import_module(module)
-        return functools.reduce(getattr, name.split("."), found)
+        return functools.reduce(look, name.split("."), found)
     except AttributeError as error:
         hint = did_you_mean(error.name, dir(error.obj)) or f"; {remedy}"
         raise ConfigError(f"cannot import '{path}': {error}{hint}") from error

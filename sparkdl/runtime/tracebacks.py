@@ -30,7 +30,7 @@ _HIDDEN = (
 )  # fmt: skip
 """Packages whose frames say nothing to users, besides Python's own."""
 _MOST_LINES = 100
-"""Of a traceback, at its beginning and as many at its end."""
+"""Most lines of a traceback at its beginning, and as many at its end."""
 _STANDARD = os.path.dirname(os.__file__) + os.sep  # noqa: PTH120
 
 

@@ -21,7 +21,7 @@ class InputExample:
 
     arguments: Arguments
     lengths: tuple[bool, ...]
-    """Of each input whether its second dimension is a length, which is free too."""
+    """True for each input whose second dimension is a length, which is free too."""
 
     @property
     def values(self) -> tuple[torch.Tensor, ...]:

@@ -21,7 +21,7 @@ from sparkdl.storage.hadoop_storage import open_parent
 from sparkdl.storage.storage import Storage, without_password
 
 _FACTORY = "factory"
-"""What a saved model says of its own code, among `SavedModule.extra`."""
+"""Name, in `SavedModule.extra`, of what a saved model says of its own code."""
 
 
 ENDINGS = (".onnx", ".pt2", ".safetensors")

@@ -31,7 +31,7 @@ _DRIVERS = {"pyspark", "py4j"}
 _UNSEEN = {"training", "_graph"}
 """Attributes of modules that do not tell them apart: a graph of torch.fx has code beside it."""
 _DEEPEST = 150
-"""What lies deeper counts by its type alone."""
+"""Depth below which a value counts by its type alone."""
 _PLAIN = (type(None), bool, int, float, complex, str, bytes, type(...), type(NotImplemented))
 
 

@@ -92,7 +92,7 @@ def values_to_send(
         code: what `program_code` has found, which they had then.
     """
     code = code or ProgramCode()
-    fresh = _fresh(there)
+    fresh = as_imported(there)
     changed = [place for place in there if fresh.get(place, expected[place]) != expected[place]]
     found: dict[Place, bytes] = {}
     for place in changed:
@@ -176,7 +176,7 @@ class ProgramCode:
     values: bytes = b""
     """A pickle of what the program has in them, by `Place`."""
     lacks: Mapping[Place, str] = field(default_factory=dict)
-    """What of it cannot be sent, and why."""
+    """Place of what cannot be sent -> the reason."""
 
     def is_needed(self) -> bool:
         """True if a file may be another one for this process than for the program."""
@@ -291,7 +291,7 @@ class ProgramValues:
 
 
 _before: list[tuple[Any, str, Any]] = []
-"""What `_given` has replaced in this process: owner, name, and what was there."""
+"""Values that `_given` has replaced in this process: owner, name, and what was there."""
 
 
 def _given(
@@ -346,7 +346,7 @@ _known: dict[tuple[Place, float], str] = {}
 """Digests of what a fresh process has, by place and by the age of the module's file."""
 
 
-def _fresh(places: Iterable[Place]) -> dict[Place, str]:
+def as_imported(places: Iterable[Place]) -> dict[Place, str]:
     """Digests of a fresh process on this machine; empty if none can be started."""
     keys = {place: (place, _changed_at(place[0])) for place in places}
     unknown = [place for place, key in keys.items() if key not in _known]
@@ -429,7 +429,7 @@ def _named(code: Iterable[Any], *, by_name: bool) -> dict[Place, Any]:
     found: dict[Place, Any] = {}
     seen: dict[tuple[int, bool], Any] = {}  # the values too, so that no id is used twice
     todo = [(one, False) for one in code]
-    """What to look at, and whether other processes have it because they import a module."""
+    """Values to look at, with True if other processes have them because they import a module."""
     made: dict[int, Place] = {}
     """Classes that functions have made, by id, and where other processes have theirs."""
     while todo:

@@ -29,7 +29,9 @@ if TYPE_CHECKING:
 _SUFFIX = ".safetensors"
 _INDEX = ".safetensors.index.json"
 _SAVED = "module.json"
-"""What the folder of a saved module has; its reader checks more than that of bare weights."""
+"""File that the folder of a saved module has; its reader checks more than that of bare weights."""
+_MOST_STARS = 3
+"""In a part of a name: the time to compare with another grows with that power of its length."""
 _PICKLED = (".pt", ".pth", ".bin", ".ckpt")
 
 
@@ -59,7 +61,7 @@ class InitialWeights:
     "blocks.*"}``; ``*`` stands for one part of a name, such as a number. An empty name is the whole
     module: ``{"module": ""}`` takes a prefix away. Of several that fit, the longest counts."""
     weights_only: bool = False
-    """Whether the source is a file of ``torch.save`` (``.pt``, ``.pth``, ``.bin``, ``.ckpt``). It
+    """True if the source is a file of ``torch.save`` (``.pt``, ``.pth``, ``.bin``, ``.ckpt``). It
     is read with torch's restricted unpickler, which makes tensors and plain values only."""
     key: str = ""
     """Entry of that file that holds the state dict, such as ``state_dict``; empty: it is one."""
@@ -76,6 +78,8 @@ class InitialWeights:
                 raise ConfigError(f"names must be a dict from names to names; received {names!r}")
             if old.count("*") != new.count("*"):
                 raise ConfigError(f"names: {old!r} and {new!r} must have as many *")
+            if max(part.count("*") for part in old.split(".")) > _MOST_STARS:
+                raise ConfigError(f"names: {old!r} has more than {_MOST_STARS} * between two dots")
         object.__setattr__(self, "names", dict(names))
         object.__setattr__(self, "source", _source(self.source, self.weights_only))
         if (self.weights_only and self.is_in_memory) or (self.key and not self.weights_only):

@@ -331,7 +331,7 @@ _OF_LAYERS: dict[str, Callable[[Any], Any]] = {
     "bias": lambda m: m.linear1.bias is not None,
     "dtype": lambda m: m.linear1.weight.dtype,
 }
-"""What all layers of transformers keep in their parts."""
+"""Arguments that all layers of transformers keep in their parts."""
 _ARGUMENT_READERS: dict[type[nn.Module], dict[str, Callable[[Any], Any]]] = {
     nn.TransformerEncoderLayer: _OF_LAYERS,
     nn.TransformerDecoderLayer: _OF_LAYERS,

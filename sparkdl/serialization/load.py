@@ -29,7 +29,7 @@ from sparkdl.storage.storage import Storage
 Place = str | os.PathLike[str]
 
 _INSIDE = ("", "model", "module", "bestModel/model")
-"""Where a folder may hold the module: itself, a model's, an estimator's, a tuned model's."""
+"""Places of the module in a folder: itself, a model's, an estimator's, a tuned model's."""
 _STAGES = "stages"
 
 
@@ -40,7 +40,7 @@ class ModelSignature:
     inputs: tuple[Column, ...]
     """One per argument of the module: the name of its column in Spark, dtype, shape of a row."""
     num_classes: int | None
-    """Of a classifier; None for other models."""
+    """Classes of a classifier; None for other models."""
 
     def example_inputs(self, num_rows: int = 2) -> tuple[torch.Tensor, ...]:
         """Inputs of zeros, ``(num_rows, *shape)`` each, for a module that takes them by position.
@@ -73,7 +73,7 @@ class NamedTransform:
     trusted: tuple[str, ...] = ()
     """Packages that it may be in, see `load_module`."""
     place: str | None = None
-    """Where it was read, whose files it may not be in."""
+    """Place where it was read, whose files it may not be in."""
 
     def __call__(self, batch: Any) -> Any:
         """Import the transform and call it; ConfigError if it is not here, or is not trusted."""
@@ -159,13 +159,8 @@ def _signature(index: Mapping[str, Any], trust: Trust) -> ModelSignature | None:
     extra = {name: value for name, value in index["extra"]["dict"] if isinstance(name, str)}
     if "columns" not in extra:
         return None
-    # A file may not name a NamedTransform: called, it trusts what its own field says.
-    inside = replace(trust, packages=(*trust.packages, NamedTransform.__module__))
     return ModelSignature(
-        inputs=tuple(
-            column_from_json(_unimported(column, trust), inside)
-            for column in restore(extra["columns"], trust)
-        ),
+        inputs=tuple(_unimported(column, trust) for column in restore(extra["columns"], trust)),
         num_classes=extra.get("num_classes"),
     )
 
@@ -180,21 +175,30 @@ def column_from_json(values: Mapping[str, Any], trust: Trust = USUAL) -> Column:
 
     ConfigError if the specification's transform cannot be imported here, or is not trusted.
     """
-    specification = restore(values.get("specification"), trust)
-    shape = tuple(values["shape"])
-    return Column(**{**values, "shape": shape, "specification": specification})
+    return _column(values, restore(values.get("specification"), trust))
 
 
-def _unimported(column: Mapping[str, Any], trust: Trust) -> Mapping[str, Any]:
-    """A column as JSON, whose transform is described as a `NamedTransform`."""
-    specification = column.get("specification")
-    if specification is None or specification["fields"]["transform"] is None:
-        return column
-    text = json.dumps(specification["fields"]["transform"])
+def _column(values: Mapping[str, Any], specification: Any) -> Column:
+    return Column(**{**values, "shape": tuple(values["shape"]), "specification": specification})
+
+
+def _unimported(values: Mapping[str, Any], trust: Trust) -> Column:
+    """A column as `column_from_json` makes it, but its transform is a `NamedTransform`.
+
+    The file itself may not name one: called, it trusts what its own field says.
+    """
+    described = values.get("specification")
+    if described is None or described["fields"]["transform"] is None:
+        return column_from_json(values, trust)
+    text = json.dumps(described["fields"]["transform"])
     named = NamedTransform(text=text, trusted=trust.packages, place=trust.place)
-    transform = describe(named)
-    fields = {**specification["fields"], "transform": transform}
-    return {**column, "specification": {**specification, "fields": fields}}
+    kind = trust.import_object(described["dataclass"])
+    own = {
+        name: restore(value, trust)
+        for name, value in described["fields"].items()
+        if name != "transform"
+    }
+    return _column(values, kind(**own, transform=named))
 
 
 def place_of_saved(storage: Storage) -> str:

@@ -54,8 +54,8 @@ from sparkdl.storage.tensor_tree import Snapshot, pack
 from sparkdl.sync.frozen_layers import evaluating
 
 VERSION = 3
-"""Of the layout. 1 had no sum of the index itself, 2 no weights in several files; every version
-that there was is read."""
+"""Version of the layout. 1 had no sum of the index itself, 2 no weights in several files; every
+version that there was is read."""
 _WRITTEN, _SHARDED = 2, 3
 """Versions that are written: of weights in one file, which earlier ones read, and in several."""
 WEIGHTS = "weights.safetensors"
@@ -66,7 +66,7 @@ _QUOTES = frozenset("\"'\\")
 _LAZY = "a tensor without a shape yet"
 _MISSING = object()
 _OWN = {*vars(nn.Module()), "_compiled_call_impl"}
-"""What torch itself keeps in each module: registers, hooks, the mode, a compiled twin."""
+"""Attributes that torch keeps in each module: registers, hooks, the mode, a compiled twin."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -168,6 +168,7 @@ class SavedModule:
         """The module with what its weights lack."""
         if _UNLISTED in self.files:
             give_unlisted(module, decode(self.files[_UNLISTED], f"{self.path}/{_UNLISTED}"))
+            _check_sizes(module)
         return evaluating(module)
 
     def weights(self) -> dict[str, Any]:
@@ -328,7 +329,7 @@ def read_module_index(storage: Folder, path: str) -> dict[str, Any]:
 
 
 _Way = tuple[Mapping[str, Any], Mapping[str, bytes], Mapping[str, Any]]
-"""How a module can be made again: the recipe, files for it, and what `find_unlisted` found."""
+"""The way to make a module again: the recipe, files for it, and what `find_unlisted` found."""
 
 
 def _find_way(module: nn.Module, factory: Any | None, example_inputs: Given | None) -> _Way:
@@ -395,6 +396,27 @@ def _check_names(module: nn.Module) -> None:
         for name in (*part._modules, *part._parameters, *part._buffers):
             if not name.isprintable() or not _QUOTES.isdisjoint(name):
                 check_name(name)
+
+
+def _check_sizes(module: nn.Module) -> None:
+    """Raise ConfigError if the sizes of an LSTM are not those of its weights.
+
+    Its kernel for CPUs believes them, and reads memory behind the weights.
+    """
+    for name, part in module.named_modules():
+        if not isinstance(part, nn.LSTM):
+            continue
+        like = nn.LSTM(
+            part.input_size, part.hidden_size, part.num_layers, bias=part.bias, device="meta",
+            bidirectional=part.bidirectional, proj_size=part.proj_size,
+        )  # fmt: skip
+        own, others = (
+            [getattr(w, "shape", None) for w in one._flat_weights] for one in (part, like)
+        )
+        pairs = zip(own, others, strict=False)
+        is_right = len(own) == len(others) and all(a in (None, b) for a, b in pairs)
+        if not is_right:
+            raise ConfigError(f"a saved file gives the LSTM {name!r} sizes that its weights lack")
 
 
 def _load_weights(module: nn.Module, weights: Mapping[str, Any], recipe: Any) -> None:

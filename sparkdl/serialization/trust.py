@@ -68,8 +68,10 @@ _ACTIVATIONS = frozenset((
 _UNSAFE = re.compile(
     r"torch\.nn\.functional:(embedding_bag|ctc_loss|fractional_max_pool\w*|max_unpool\w*"
     r"|\w*grouped_mm|scaled_mm)"
+    r"|torch\.nn\.modules\.container:ParameterDict"
 )
-"""Functions that believe that sizes and offsets fit, or need memory that they do not look at."""
+"""Functions that believe that sizes and offsets fit, or need memory that they do not look at; and a
+class that sets whatever attributes its keys name, even its class."""
 _BUILDERS = tuple(
     f"torchvision.models.{name}"
     for name in (
@@ -85,7 +87,7 @@ _BY_NAME = ("sparkdl", "torch", "pyspark")
 _WEIGHTS = re.compile("weights|pretrained")
 _FILE_URL = re.compile("file:(//(localhost)?(?=/))?")
 _INSIDE_SAVED = re.compile(r"(/(stages/\d+_[^/]+|bestModel))+/?$")
-"""Where a pipeline or a tuned model keeps its parts."""
+"""Folders in which a pipeline or a tuned model keeps its parts."""
 
 
 @dataclass(frozen=True)
@@ -111,22 +113,26 @@ class Trust:
         """
         if self.in_all:
             return import_object(path)
-        module, _, name = current_path(path).partition(":") if isinstance(path, str) else ("",) * 3
-        # To look at what is imported already runs nothing; all else is imported only if trusted.
-        # That a package is missing is another error.
-        if module and name and not self._admits_module(module):
-            present = sys.modules.get(module)
-            if present is None:
-                would_import = find_spec(module.partition(".")[0]) is not None
-            else:
-                is_known = name.partition(".")[0] in vars(present)
-                would_import = not is_known and hasattr(present, "__getattr__")
-            if would_import:
-                raise _refusal(path, module)
-        found = import_object(path)
+        if not isinstance(path, str) or not path.isprintable():  # a terminal might obey it
+            raise ConfigError(f"an import path reads 'package.module:name'; received {path!r}")
+        module, _, name = current_path(path).partition(":")
+        is_there = module in sys.modules or find_spec(module.partition(".")[0] or "-") is None
+        if name and not is_there:  # that it is missing is another error
+            self._require_module(path, module)
+
+        def look(owner: Any, part: str) -> Any:
+            """Return an attribute; to look it up runs no code that is not trusted."""
+            if not isinstance(owner, types.ModuleType | type):
+                raise _no_code(path, owner)
+            is_lazy = isinstance(owner, types.ModuleType) and part not in vars(owner)
+            if is_lazy and hasattr(owner, "__getattr__"):  # which may import something
+                self._require_module(path, owner.__name__)
+            return getattr(owner, part)
+
+        found = import_object(path, look=look)
         where = _defined_in(found)
         if where is None:
-            raise ConfigError(f"'{path}' in a saved file is no class and no function: {found!r}")
+            raise _no_code(path, found)
         if not self._admits(where, found):
             raise _refusal(path, where)
         return found
@@ -149,12 +155,12 @@ class Trust:
     def _admits(self, module: str, found: Any) -> bool:
         return self.names(module) or _is_listed(module, found) or is_users_own(module, self.place)
 
-    def _admits_module(self, module: str) -> bool:
-        return (
-            self.names(module)
-            or _is_within(module, (*_CLASSES, *_FUNCTIONS, *_BUILDERS, "torch._C._nn", "sparkdl"))
-            or is_users_own(module, self.place)
-        )
+    def _require_module(self, path: Any, module: str) -> None:
+        """Raise ConfigError if a module may not be imported."""
+        listed = (*_CLASSES, *_FUNCTIONS, *_BUILDERS, "torch._C._nn", "sparkdl")
+        is_trusted = self.names(module) or _is_within(module, listed)
+        if not is_trusted and not is_users_own(module, self.place):
+            raise _refusal(path, module)
 
 
 USUAL = Trust()
@@ -249,14 +255,21 @@ def _is_within(module: str, packages: Iterable[str]) -> bool:
 
 
 def _defined_in(found: Any) -> str | None:
-    """The module that defines a class or a function; None for other things."""
-    owner = found.__self__ if isinstance(found, types.MethodType) else found
-    if isinstance(found, types.MethodType) and not isinstance(owner, type):
+    """The module that defines a class or a function; None for other things.
+
+    Of a class method it is that of the class in whose body it stands: subclasses have it too.
+    """
+    code = found.__func__ if isinstance(found, types.MethodType) else found
+    if isinstance(found, types.MethodType) and not isinstance(found.__self__, type):
         return None
-    if not isinstance(owner, type | types.FunctionType | types.BuiltinFunctionType):
+    if not isinstance(code, type | types.FunctionType | types.BuiltinFunctionType):
         return None
-    where = owner.__module__
+    where = code.__module__
     return where if isinstance(where, str) else None
+
+
+def _no_code(path: Any, found: Any) -> ConfigError:
+    return ConfigError(f"'{path}' in a saved file is no class and no function: {found!r}")
 
 
 def _refusal(path: Any, where: str) -> ConfigError:

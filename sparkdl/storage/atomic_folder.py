@@ -20,7 +20,7 @@ from sparkdl.storage.storage import Data, Folder, Storage, pieces
 
 _SUM = "sha256"
 _MOST_BYTES = 1 << 28
-"""Of an index: JSON takes many times its size in memory."""
+"""Most bytes of an index: JSON takes many times its size in memory."""
 REMEDY = "save it again, or take an intact copy"
 
 
@@ -92,8 +92,8 @@ def digest(value: Any) -> str:
 
 
 def _plain_name(name: str) -> str:
-    """The name, unless it leads out of the folder."""
-    if "/" in name or "\\" in name or name in ("", ".", ".."):
+    """The name, unless it leads out of the folder, or is none to be shown."""
+    if "/" in name or "\\" in name or name in ("", ".", "..") or not name.isprintable():
         raise ValueError(f"a file called {name!r}")
     return name
 

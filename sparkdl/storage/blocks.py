@@ -30,11 +30,11 @@ class FileBlock:
     start: int
     stop: int
     hosts: tuple[Host, ...]
-    """Those that have it on their disks."""
+    """Hosts that have it on their disks."""
 
 
 Blocks = Mapping[str, Sequence[FileBlock]]
-"""By the path of the file in its file system. A file that is not named may lie anywhere."""
+"""Path of a file in its file system -> its blocks. A file that is not named may lie anywhere."""
 Locate = Callable[[str, tuple[str, ...]], Blocks]
 """Given a URL, and the paths of files under it: where their blocks lie."""
 

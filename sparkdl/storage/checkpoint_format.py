@@ -94,7 +94,7 @@ class CheckpointInfo:
     world_size: int
     run_key: str
     complete: bool
-    """Whether this is the end of the run, not a stop on the way."""
+    """True if this is the end of the run, not a stop on the way."""
     environment: Mapping[str, str]
     """Versions, CPU type and threads of the run that wrote it."""
     files: Mapping[str, FileRecord]
@@ -221,6 +221,9 @@ def _decoded(data: bytes, place: str, keep: Callable[[memoryview], Any]) -> Any:
         (size,) = struct.unpack_from("<Q", data)
         header, body = json.loads(data[8 : 8 + size]), memoryview(data)[8 + size :]
         tree = json.loads(header.pop("__metadata__")["tree"])
+        pairs = [entry["data_offsets"] for entry in header.values()]
+        if sum(end - begin for begin, end in pairs) > len(body):  # each would be copied
+            raise ValueError("its tensors overlap")
         tensors = {name: _tensor(entry, body, keep) for name, entry in header.items()}
         return unpack(tree, tensors)
     except (

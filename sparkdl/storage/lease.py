@@ -46,7 +46,7 @@ class Note:
     begun_from: str | None
     """The checkpoint that this attempt began from, which others leave alone."""
     renewed: float
-    """By the driver's clock, in seconds since 1970."""
+    """Time of the last renewal by the driver's clock, in seconds since 1970."""
 
     def is_alive(self) -> bool:
         """True unless the lease is old, or its process is one of this host's and has ended."""

@@ -23,7 +23,7 @@ from sparkdl.storage.tensor_tree import DTYPES
 
 INDEX = "model.safetensors.index.json"
 MOST_BYTES = 2 << 30
-"""Of a file, unless one tensor is larger."""
+"""Most bytes of a file, unless one tensor is larger."""
 PIECE_BYTES = 64 << 20
 _TORCH = {name: dtype for dtype, name in DTYPES.items()}
 _MOST_HEADER = 100 << 20

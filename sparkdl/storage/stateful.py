@@ -13,9 +13,9 @@ class Stateful:
     """
 
     shared_state: ClassVar[tuple[str, ...]] = ()
-    """What `state_dict` holds: names of attributes, without an underscore in front of them."""
+    """Names of the attributes that `state_dict` holds, without an underscore in front of them."""
     rank_state: ClassVar[tuple[str, ...]] = ()
-    """What `rank_state_dict` holds, likewise."""
+    """Names of those that `rank_state_dict` holds, likewise."""
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state that is equal on all ranks (steps, thresholds, outer momentum)."""

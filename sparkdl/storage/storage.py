@@ -17,6 +17,7 @@ import shutil
 import stat
 import uuid
 from collections.abc import Iterable, Iterator
+from functools import partial
 from pathlib import Path, PurePosixPath
 from typing import Any, BinaryIO, Protocol
 
@@ -24,11 +25,12 @@ from sparkdl.errors import StorageError
 from sparkdl.storage import s3
 
 Data = bytes | bytearray | memoryview | Iterable[bytes | bytearray | memoryview]
-"""What `Storage.write` takes: one buffer, or its pieces in order (large files are streamed)."""
+"""Data for `Storage.write`: one buffer, or its pieces in order (large files are streamed)."""
 
 Buffer = bytes | memoryview
 _ASIDE = ".aside-"
 _COPIED_BYTES = 16 << 20
+_INNER_FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 _ABSENT = (FileNotFoundError, NotADirectoryError)
 _URL = re.compile("(?P<scheme>[A-Za-z][A-Za-z0-9+.-]+):(?P<rest>.*)", re.DOTALL)
 
@@ -120,10 +122,13 @@ def scheme_of(path_or_url: str) -> str | None:
 _USER = re.compile(r"//(?:[^/\s:@\"']*:[^\s\"']*|[^/\s\"']*)@")
 """User and password of a URL. The password may have slashes, which a URL should not have."""
 _PASSWORD = re.compile(r"(//[^/\s:@]*):(?:[^/\s]*|(?!\d+/)[^\s@]*)@")
+_WORD, _UNQUOTED = re.compile(r"\S+"), re.compile(r"[^\s\"']+")
 _SECRET = re.compile(
-    r"([?&;](?:sig|signature|x-(?:amz|goog)-(?:signature|credential|security-token)|awsaccesskeyid"
-    r"|googleaccessid|\w*(?:token|secret|password|passwd|accountkey|access_key|api_?key)"
-    r"|delegation)=)[^&;\s\"']+",
+    r"([?&;#](?:sig|signature|x-(?:amz|goog)-(?:signature|credential|security-token)"
+    r"|awsaccesskeyid|googleaccessid|delegation|sas|jwt|hmac|bearer|pwd|passphrase"
+    r"|credential|auth(?:_?key)?"
+    r"|[\w-]*(?:token|secret|password|passwd|account_?key|(?:access|secret|api|private)[_-]?key))=)"
+    r"[^&;#\s\"']+",
     re.IGNORECASE,
 )
 """A value in a URL that lets in whoever has it: of a signed URL of Amazon, Azure (SAS) or Google,
@@ -132,12 +137,21 @@ of WebHDFS (``delegation``), a token, a password or a key."""
 
 def without_password(url: str) -> str:
     """A URL, or a text with URLs in it, as errors and logs may show it: ``***`` for each secret."""
-    return _SECRET.sub(r"\1***", _USER.sub("//***@", url))
+    return _SECRET.sub(r"\1***", _UNQUOTED.sub(partial(_until_last_at, _USER, "//***@"), url))
 
 
 def drop_password(text: str) -> str:
     """A text whose URLs keep the user, but neither the password nor other secrets."""
-    return _SECRET.sub(r"\1", _PASSWORD.sub(r"\1@", text))
+    return _SECRET.sub(r"\1", _WORD.sub(partial(_until_last_at, _PASSWORD, r"\1@"), text))
+
+
+def _until_last_at(pattern: re.Pattern[str], shown: str, word: re.Match[str]) -> str:
+    """Replace a pattern that ends with ``@`` in a word; behind the last one it is not looked for.
+
+    That would take a time that grows with the square of the length.
+    """
+    begin, at, rest = word[0].rpartition("@")
+    return pattern.sub(shown, begin + at) + rest
 
 
 def check_writable(storage: Storage) -> None:
@@ -176,21 +190,25 @@ class LocalStorage:
 
     def write(self, path: str, data: Data) -> None:
         """Write it aside, force it to disk, then rename it."""
-        target = self._at(path)
-        aside = target.with_name(f"{_ASIDE}{uuid.uuid4().hex}")
-        with failures("write", str(target), OSError):
-            target.parent.mkdir(parents=True, exist_ok=True)
+        aside = f"{_ASIDE}{uuid.uuid4().hex}"
+        with (
+            failures("write", str(self._at(path)), OSError),
+            self._folder_of(path, makes=True) as (folder, name),
+        ):
             try:
-                with aside.open("xb") as file:
+                with open(  # by a descriptor
+                    aside, "xb", opener=lambda name, flags: os.open(name, flags, dir_fd=folder)
+                ) as file:
                     for chunk in pieces(data):
                         file.write(chunk)
                     file.flush()
                     os.fsync(file.fileno())
-                aside.replace(target)
+                os.replace(aside, name, src_dir_fd=folder, dst_dir_fd=folder)
             except BaseException:
-                aside.unlink(missing_ok=True)
+                with contextlib.suppress(FileNotFoundError):
+                    os.unlink(aside, dir_fd=folder)
                 raise
-            _sync_folder(target.parent)
+            os.fsync(folder)  # forces the rename itself to disk
 
     def read(self, path: str) -> bytes:
         with failures("read", str(self._at(path)), OSError), _opened(self._at(path)) as file:
@@ -207,20 +225,24 @@ class LocalStorage:
         return sorted(name for name in names if not name.startswith(_ASIDE))
 
     def remove(self, path: str) -> None:
-        target = self._at(path)
-        # Someone else may remove it at the same time.
-        with failures("remove", str(target), OSError), contextlib.suppress(FileNotFoundError):
-            if target.is_dir() and not target.is_symlink():
-                shutil.rmtree(target)
+        with (
+            failures("remove", str(self._at(path)), OSError),
+            contextlib.suppress(FileNotFoundError),  # someone else may remove it at the same time
+            self._folder_of(path) as (folder, name),
+        ):
+            if stat.S_ISDIR(os.stat(name, dir_fd=folder, follow_symlinks=False).st_mode):
+                shutil.rmtree(name, dir_fd=folder)
             else:
-                target.unlink(missing_ok=True)
+                os.unlink(name, dir_fd=folder)
 
     def move(self, source: str, target: str) -> None:
-        place = self._at(target)
-        with failures("move", f"{self._at(source)} to {place}", OSError):
-            place.parent.mkdir(parents=True, exist_ok=True)
-            self._at(source).replace(place)
-            _sync_folder(place.parent)
+        with (
+            failures("move", f"{self._at(source)} to {self._at(target)}", OSError),
+            self._folder_of(source) as (origin, old),
+            self._folder_of(target, makes=True) as (folder, name),
+        ):
+            os.replace(old, name, src_dir_fd=origin, dst_dir_fd=folder)
+            os.fsync(folder)
 
     def part(self, path: str, begin: int, end: int) -> Buffer:
         place = self._at(path)
@@ -241,6 +263,31 @@ class LocalStorage:
 
     def _at(self, path: str) -> Path:
         return self._root / checked(path)
+
+    @contextlib.contextmanager
+    def _folder_of(self, path: str, *, makes: bool = False) -> Iterator[tuple[int, str]]:
+        """A descriptor of the folder that has a file, and the file's name there.
+
+        Links that lead to the storage are followed, but none inside: others may have put them
+        there, and what they lead to is not ours to change.
+        """
+        root, parts = self._root, checked(path).split("/")
+        if parts == [""]:
+            root, parts = root.parent, [root.name]
+        if makes:
+            root.mkdir(parents=True, exist_ok=True)
+        folder = os.open(root, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        try:
+            for part in parts[:-1]:
+                if makes:
+                    with contextlib.suppress(FileExistsError):
+                        os.mkdir(part, dir_fd=folder)
+                inner = os.open(part, _INNER_FOLDER, dir_fd=folder)
+                os.close(folder)
+                folder = inner
+            yield folder, parts[-1]
+        finally:
+            os.close(folder)
 
 
 @contextlib.contextmanager
@@ -495,12 +542,3 @@ def failures(
         yield
     except kind as error:
         raise failure(action, place, error) from error
-
-
-def _sync_folder(folder: Path) -> None:
-    """Force the rename itself to disk."""
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

@@ -35,7 +35,7 @@ class TensorFile:
     """The JSON value that `tensor_tree.pack` has made."""
     entries: Mapping[str, Mapping[str, Any]]
     begin: int
-    """Where the tensors' bytes begin."""
+    """Position at which the tensors' bytes begin."""
 
     @classmethod
     def of(cls, header: bytes) -> TensorFile:

@@ -47,7 +47,7 @@ _SPARSE: dict[torch.layout, tuple[Callable[[torch.Tensor], Any], ...]] = {
     torch.sparse_csc: (torch.Tensor.ccol_indices, torch.Tensor.row_indices, torch.Tensor.values),
     torch.sparse_bsc: (torch.Tensor.ccol_indices, torch.Tensor.row_indices, torch.Tensor.values),
 }
-"""What a sparse tensor is made of, by its layout."""
+"""Functions that take a sparse tensor apart, by its layout."""
 _NUMPY_KINDS = "biufcSUmM"
 _SEQUENCES: dict[type, str] = {
     deque: "deque", set: "set", frozenset: "frozenset", torch.Size: "size",
@@ -55,7 +55,7 @@ _SEQUENCES: dict[type, str] = {
 _FACTORIES: dict[Any, str] = {
     None: "none", list: "list", dict: "dict", int: "int", float: "float", set: "set",
 }  # fmt: skip
-"""What a defaultdict may make for keys that it lacks."""
+"""Values that a defaultdict may make for keys that it lacks."""
 _LARGE_INT = 1 << 63
 """Larger ints are written in hexadecimal: Python refuses to print very long decimal ones."""
 

@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 from sparkdl.errors import CheckpointError
+from sparkdl.sync.own_attributes import check_fused
 from sparkdl.sync.regions import Region
 
 Part = Mapping[str, Any]
@@ -121,6 +122,7 @@ class DividedState:
             {**group, "params": own["params"]} for group, own in zip(groups, numbers, strict=True)
         ]
         self._optimizer.load_state_dict({"state": state, "param_groups": groups})
+        check_fused(self._optimizer)
         return best
 
     def _add(

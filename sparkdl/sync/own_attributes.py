@@ -29,6 +29,8 @@ _TORCHS_BEGIN = ("_optimizer_", "_zero_grad_profile", "_warned_capturable", "_op
 """Beginnings of the names of attributes that torch's optimizers and schedules keep themselves."""
 HOOKS = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
 """Attributes with hooks, which may keep something; their keys differ between processes."""
+_FUSED = {"exp_avg", "exp_avg_sq", "max_exp_avg_sq", "momentum_buffer", "sum"}
+"""What torch's fused steps keep of each parameter."""
 _SEQUENCES = (list, deque)
 _MAPPINGS = (dict, OrderedDict, defaultdict, Counter)
 
@@ -49,6 +51,28 @@ def has_state(value: Any) -> bool:
     """True for an object that tells its state, and takes one."""
     methods = ("state_dict", "load_state_dict")
     return not isinstance(value, type) and all(callable(getattr(value, m, None)) for m in methods)
+
+
+def check_fused(optimizer: torch.optim.Optimizer) -> None:
+    """Refuse states, as a file may have them, with which a fused step would leave its tensors.
+
+    It believes that they are as large as the parameter; other steps look.
+
+    Raises:
+        CheckpointError: one has another size or dtype.
+    """
+    for group in optimizer.param_groups:
+        for parameter in group["params"] if group.get("fused") else ():
+            for key in _FUSED & optimizer.state.get(parameter, {}).keys():
+                kinds = [
+                    (one.dtype, tuple(one.shape)) if isinstance(one, torch.Tensor) else one
+                    for one in (optimizer.state[parameter][key], parameter)
+                ]
+                if kinds[0] is not None and kinds[0] != kinds[1]:
+                    raise CheckpointError(
+                        f"the state {key!r} of an optimizer is {kinds[0]}, and its parameter "
+                        f"{kinds[1]}; resume from an older checkpoint"
+                    )
 
 
 def note_first(optimizer: torch.optim.Optimizer, state: State) -> None:

@@ -175,7 +175,7 @@ class CallbackState:
     learning_rate: float = math.nan
     """Present one of the first parameter group; NaN if it has none, or where it is not known."""
     requests: Requests = field(default_factory=lambda: Requests(refusal=OUTSIDE), repr=False)
-    """Where `stop`, `set_learning_rate` and `save` take note of what was asked for."""
+    """Notes of `stop`, `set_learning_rate` and `save` of what was asked for."""
 
     def stop(self) -> None:
         """End training. The epoch gets its record, with what its steps so far have brought.

@@ -22,15 +22,16 @@ from sparkdl.config import Looks
 from sparkdl.data.batches import Batch
 from sparkdl.data.plan import TrainPlan
 from sparkdl.train.callbacks import Observer
+from sparkdl.train.objective.part import Part
 
 logger = logging.getLogger(__name__)
 
 _MOST_NUMBERS = 2**14
-"""Of a tensor that are looked at."""
+"""Most numbers of a tensor that are looked at."""
 _MOST_TENSORS = 200
-"""Of a module that are looked at; if there are more, evenly spaced ones."""
+"""Most tensors of a module that are looked at; if there are more, evenly spaced ones."""
 _LOOKS_PER_RUN, _FEWEST_STEPS = 20, 25
-"""How often at least to look in a run, and the steps that must be between two looks."""
+"""Fewest looks in a run, and the steps that must be between two looks."""
 _BUCKETS = 40
 _HISTOGRAM_SECONDS = 0.5
 """Shortest time between two histograms: they are the larger part of what is sent."""
@@ -38,8 +39,8 @@ _LARGEST_IMAGE = 128
 """Pixels of a side; larger images are sent smaller."""
 
 
-class LayerLooks:
-    """Looks at some steps. The loop calls, in this order: `batch`, `before`, `after`, `end`.
+class LayerLooks(Part):
+    """Looks at some steps.
 
     Nothing that only shows may end what trains: whatever goes wrong here is logged once, and then
     nobody looks any more.
@@ -59,7 +60,7 @@ class LayerLooks:
         self._before: list[torch.Tensor] = []
         self._found: dict[str, Any] = {}
 
-    def batch(self, batch: Batch) -> None:
+    def see(self, batch: Batch) -> None:
         """See the inputs of a step; of the first one that has images, these are kept."""
         if self._images == 0 or batch.num_rows == 0:
             return
@@ -72,7 +73,7 @@ class LayerLooks:
                     break
         self._images = 0
 
-    def before(self, step: int) -> None:
+    def before_update(self, step: int) -> None:
         """Look at weights and gradients before the optimizer's step ``step``, if one is due."""
         self._before = []
         is_due = (step + 1) % self._every == 0 or step + 1 == self._last_step
@@ -86,8 +87,8 @@ class LayerLooks:
                 self._histograms_at = now
                 self._found["histograms"] = self._histograms()
 
-    def after(self) -> None:
-        """Look at what the step has changed; if that is nothing, `end` looks again."""
+    def after_update(self) -> None:
+        """Look at what the step has changed; if that is nothing, `after_step` looks again."""
         if not self._before:
             return
         with self._whatever_happens():
@@ -97,9 +98,9 @@ class LayerLooks:
                 self._found["ratios"] = self._ratios(moved, _sizes(self._before))
                 self._before = []
 
-    def end(self, step: int, observer: Observer) -> None:
+    def after_step(self, step: int, observer: Observer) -> None:
         """After step number ``step``, with what the strategy made of it: report what was seen."""
-        self.after()  # optimizers whose weights are served elsewhere take effect here
+        self.after_update()  # optimizers whose weights are served elsewhere take effect here
         self._before = []
         if self._found:
             observer.layers(step + 1, self._found)

@@ -17,7 +17,7 @@ from sparkdl import sync
 from sparkdl.comm.communicator import Communicator
 from sparkdl.comm.topology import arrange
 from sparkdl.config import Looks, TrainConfig
-from sparkdl.data.batches import Batch, sequential_batches
+from sparkdl.data.batches import Batch
 from sparkdl.data.collate import example_arguments
 from sparkdl.data.plan import TrainPlan
 from sparkdl.data.source import ShardRows
@@ -25,8 +25,7 @@ from sparkdl.errors import TrainingDiverged
 from sparkdl.sync.collective import CollectiveStrategy
 from sparkdl.sync.frozen_layers import training_mode
 from sparkdl.sync.gradients.allreduce import tree_synchronizer
-from sparkdl.sync.module_tensors import Place, fingerprints
-from sparkdl.sync.strategy import MakeOptimizer, Pipelined, Synchronizer
+from sparkdl.sync.strategy import Pipelined
 from sparkdl.train.callbacks import (
     NO_PLACE,
     OUTSIDE,
@@ -40,12 +39,11 @@ from sparkdl.train.callbacks import (
 from sparkdl.train.layer_looks import LayerLooks
 from sparkdl.train.modules.memory_format import in_memory_format
 from sparkdl.train.modules.sync_batch_norm import synchronized
-from sparkdl.train.objective.label_losses import no_sums
-from sparkdl.train.objective.metrics import Metrics
 from sparkdl.train.objective.not_finite import with_columns
 from sparkdl.train.objective.training_step import logs
 from sparkdl.train.optimizers.stepping import set_mode
 from sparkdl.train.random_state import deterministic_algorithms, seed_everything
+from sparkdl.train.rank_epoch import RankEpoch, WholeRanks
 from sparkdl.train.rank_state import (
     DIVIDED,
     CheckpointSink,
@@ -53,14 +51,14 @@ from sparkdl.train.rank_state import (
     RankState,
     ResumePoint,
 )
-from sparkdl.train.replica import make_replica
+from sparkdl.train.replica import MakeSynchronizer, make_replica
 from sparkdl.train.shard_states import ShardStates
 from sparkdl.train.state import EpochBook, Record
 from sparkdl.train.step import TrainStep
 from sparkdl.train.time_spent import Clock
-from sparkdl.train.validation import evaluate, in_step, sync_buffers
 
 if TYPE_CHECKING:
+    from sparkdl.sync.divided.mesh_ranks import MeshRanks
     from sparkdl.sync.divided.mesh_synchronizer import Fill
 
 
@@ -82,9 +80,9 @@ class TrainOutcome:
     On CUDA, whose work is asynchronous, ``compute`` holds what the others do not wait for.
     """
     bytes_sent: int
-    """What this rank's strategy has sent to the others in this attempt."""
+    """Bytes that this rank's strategy has sent to the others in this attempt."""
     pipeline: Pipelined | None
-    """Whose stages the module has, where there is one."""
+    """Pipeline whose stages the module has, where there is one."""
     final: ResumePoint
     """The state at the end, for the last checkpoint: ``model`` holds the last weights even if
     the module was given the best ones."""
@@ -140,35 +138,7 @@ def train(
         topology = strategy.topology if isinstance(strategy, CollectiveStrategy) else "auto"
         topology = "ring" if by_shard or config.parallelism else topology  # sums nothing then
         comm = stack.enter_context(contextlib.closing(arrange(comm, topology, device=device)))
-        mesh = None
-        if config.parallelism is not None:
-            # Here, and not above: it imports torch's compiler, which takes seconds.
-            from sparkdl.sync.divided.mesh_ranks import MeshRanks
-
-            mesh = MeshRanks.of(config.parallelism, comm, device)
-        readers = comm if mesh is None else mesh.readers
-        dtype = torch.bfloat16 if config.precision == "bf16" else None
-        features = [column for column in plan.columns if column.role == "feature"]
-
-        def synchronize(model: nn.Module, make: MakeOptimizer) -> Synchronizer:
-            if by_shard:
-                return tree_synchronizer(strategy, plan.shards_by_rank, model, make, comm)
-            if mesh is None:
-                return strategy.setup(model, make, comm)
-            from sparkdl.sync.divided.mesh_synchronizer import MeshSynchronizer
-            from sparkdl.train.modules.layout_check import check_layout_on_rows
-
-            return MeshSynchronizer(
-                model,
-                make,
-                ranks=mesh,
-                strategy=strategy,
-                compute_dtype=dtype,
-                example=example_arguments(features, 2).to(device),
-                check=partial(check_layout_on_rows, shards=shards, plan=plan, device=device),
-                fill=fill,
-            )
-
+        ranks, synchronize = _arranged(config, plan, comm, device, shards, fill)
         stack.enter_context(in_memory_format(module, config.memory_format))
         if config.sync_batch_norm:
             stack.enter_context(synchronized(module, comm))
@@ -181,34 +151,27 @@ def train(
             comm=None if strategy.trains_apart else comm,
         )
         stack.enter_context(contextlib.closing(replica.synchronizer))
-        if replica.lightning is not None:
-            stack.callback(replica.lightning.detach)
+        for part in replica.parts:
+            stack.enter_context(contextlib.closing(part))
         clock = Clock(comm)
-        gathers = mesh is not None and mesh.mesh.num_shards > 1
-        talks_within = gathers or (config.sync_batch_norm and comm.world_size > 1)
-        seen = None
-        if looks is not None and comm.rank == 0 and mesh is None:
-            seen = LayerLooks(looks, module, plan)
-        step = TrainStep(replica, clock=clock, talks_within=talks_within, looks=seen)
+        talks_within = ranks.gathers or (config.sync_batch_norm and comm.world_size > 1)
+        others = []
+        if looks is not None and comm.rank == 0 and isinstance(ranks, WholeRanks):
+            others.append(LayerLooks(looks, module, plan))
+        step = TrainStep(replica, clock=clock, talks_within=talks_within, others=others)
         training = _Training(
             replica=replica,
             book=book,
-            first=fingerprints(module),
             held=held,
-            epoch_sums=no_sums(replica.loss, device),
-            by_shard=ShardStates(replica, comm) if by_shard else None,
+            epoch=ShardStates(replica, comm) if by_shard else RankEpoch(replica, ranks),
             shards=shards,
             validation=validation,
             gang=comm,
-            comm=readers,
-            gathers=gathers,
+            comm=ranks.readers,
             checkpoints=checkpoints,
             observer=observer,
             step=step,
-            looks=seen,
             clock=clock,
-            together=range(comm.rank, comm.rank + 1) if mesh is None else mesh.together,
-            with_rows=[rank for rank in range(plan.world_size) if plan.rows_of(rank)],
             requests=Requests(refusal=OUTSIDE, no_save=NO_PLACE if checkpoints is None else None),
             # Where time decides, all ranks would have to wait for the slowest.
             acts_every=steps_between(config.callbacks) if strategy.deterministic else None,
@@ -217,8 +180,41 @@ def train(
             return training.run(resume)
         except TrainingDiverged as error:
             all_come = strategy.deterministic and not strategy.trains_apart
-            told = comm if mesh is None else readers
-            raise with_columns(error, plan.columns, shards, told if all_come else None) from error
+            told = ranks.readers if all_come else None
+            raise with_columns(error, plan.columns, shards, told) from error
+
+
+def _arranged(
+    config: TrainConfig,
+    plan: TrainPlan,
+    comm: Communicator,
+    device: torch.device,
+    shards: Sequence[ShardRows],
+    fill: Fill | None,
+) -> tuple[WholeRanks | MeshRanks, MakeSynchronizer]:
+    """Return the ranks by what they share, and what makes this rank's synchronizer. Collective."""
+    strategy = sync.resolve(config.sync_strategy)
+    if config.elasticity == "bits":
+        make_tree = partial(tree_synchronizer, strategy, plan.shards_by_rank)
+        return WholeRanks(comm), lambda model, make: make_tree(model, make, comm)
+    if config.parallelism is None:
+        return WholeRanks(comm), lambda model, make: strategy.setup(model, make, comm)
+    # Here, and not above: it imports torch's compiler, which takes seconds.
+    from sparkdl.sync.divided.mesh_ranks import MeshRanks
+    from sparkdl.sync.divided.mesh_synchronizer import MeshSynchronizer
+    from sparkdl.train.modules.layout_check import check_layout_on_rows
+
+    ranks = MeshRanks.of(config.parallelism, comm, device)
+    features = [column for column in plan.columns if column.role == "feature"]
+    return ranks, partial(
+        MeshSynchronizer,
+        ranks=ranks,
+        strategy=strategy,
+        compute_dtype=torch.bfloat16 if config.precision == "bf16" else None,
+        example=example_arguments(features, 2).to(device),
+        check=partial(check_layout_on_rows, shards=shards, plan=plan, device=device),
+        fill=fill,
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -230,16 +226,9 @@ class _Training(RankState):
     gang: Communicator
     comm: Communicator
     """Ranks that have different rows; of a mesh some, else the gang."""
-    gathers: bool
-    """Whether forward passes wait for those of other ranks."""
     checkpoints: CheckpointSink | None
     observer: Observer
-    looks: LayerLooks | None
     clock: Clock
-    with_rows: list[int]
-    """The ranks that have rows."""
-    together: range
-    """The ranks that have rows for the same replica."""
     acts_every: int | None
     """Steps after which the ranks agree on what callbacks ask for; None: when epochs end."""
 
@@ -250,11 +239,10 @@ class _Training(RankState):
         while not book.is_complete:
             began = time.perf_counter()
             self.observer.phase("train")
-            if self.replica.lightning is not None:
-                state = book.state
-                self.replica.lightning.move_to(state.epoch, state.step, state.step_in_epoch)
-                if state.step_in_epoch == 0:
-                    self.replica.lightning.call("on_train_epoch_start")
+            for part in self.step.parts:
+                part.move_to(book.state.epoch, book.state.step, book.state.step_in_epoch)
+                if book.state.step_in_epoch == 0:
+                    part.begin_epoch()
             with contextlib.closing(self._batches()) as batches:
                 for batch in batches:
                     is_round_closed = self._train_step(batch)
@@ -269,9 +257,8 @@ class _Training(RankState):
         outcome = self._outcome()
         if book.best_model is not None:
             replica.set_weights(book.best_model)
-        if self.replica.lightning is not None:
-            self.replica.lightning.call("on_train_end")
-            self.replica.lightning.call("on_fit_end")
+        for part in self.step.parts:
+            part.end_fit()
         self.requests.refusal = OUTSIDE
         for callback in replica.config.callbacks:
             callback.on_train_end(self._callback_state())
@@ -287,10 +274,9 @@ class _Training(RankState):
         seed_everything(config.seed, drawn)
         if resume is not None:
             self.restore(resume, seed=config.seed, rank=self.comm.rank)
-        if self.replica.lightning is not None:
-            self.replica.lightning.place(self.comm.rank, self.comm.world_size)
-            self.replica.lightning.call("on_fit_start")
-            self.replica.lightning.call("on_train_start")
+        for part in self.step.parts:
+            part.place(self.comm.rank, self.comm.world_size)
+            part.begin_fit()
         for callback in config.callbacks:
             callback.on_train_begin(self._callback_state())
         if not self.book.is_complete:
@@ -307,8 +293,7 @@ class _Training(RankState):
         self.clock.lap("other")
         with contextlib.closing(batches):
             while not self.book.is_epoch_over:
-                shards = self.by_shard
-                batch = next(batches) if shards is None else shards.batches(batches)
+                batch = self.epoch.batch(batches)
                 self.clock.lap("data")
                 yield batch
 
@@ -317,21 +302,16 @@ class _Training(RankState):
         replica, book = self.replica, self.book
         step = book.state.step
         by_rank = replica.plan.rows_by_rank(book.state.step_in_epoch)
-        if isinstance(batch, Batch):
-            of_replica = sum(by_rank[rank] for rank in self.together)
-            sums = self.step(replica.on_device(batch), sum(by_rank), step, of_replica)
-        else:
-            assert self.by_shard is not None
-            sums = self.step.over_shards(batch, sum(by_rank), step, self.by_shard)
+        sums = self.epoch.train(self.step, batch, by_rank, step)
         if sums.ranks is not None:  # the rows of the others were of no use
             by_rank = [rows * (rank in sums.ranks) for rank, rows in enumerate(by_rank)]
         own_rows = by_rank[self.comm.rank]
         if own_rows:
-            (self.by_shard or self).epoch_sums.add_(sums.local)
+            self.epoch.epoch_sums.add_(sums.local)
         is_closed = replica.synchronizer.after_step(step)
         self.clock.lap("communication")
-        if self.looks is not None:
-            self.looks.end(step, self.observer)
+        for part in self.step.parts:
+            part.after_step(step, self.observer)
         book.count(1, sum(by_rank), None if self.checkpoints is None else self.checkpoints.due)
         self.observer.step(
             epoch=book.state.epoch + 1, step=step + 1, loss=self.step.loss, rows=own_rows
@@ -361,16 +341,6 @@ class _Training(RankState):
         self.replica.synchronizer.close_round()
         self.clock.lap("communication")
 
-    def _average_buffers(self) -> list[tuple[Place, torch.Tensor | None]]:
-        """Make equal on all ranks what the strategy does not; return this rank's own."""
-        synchronizer = self.replica.synchronizer
-        if synchronizer.buffers_agree:
-            return []
-        trained = [] if synchronizer.divided is not None else synchronizer.trained_parameters()
-        own = sync_buffers(self.replica.module, self.comm, self.with_rows, trained)
-        self.clock.lap("communication")
-        return own
-
     def _evaluate(self, began: float) -> None:
         """Close the round, measure the model, and do what follows from that.
 
@@ -379,15 +349,11 @@ class _Training(RankState):
         self._close_round()
         self._set_mode(trains=False)
         is_epoch_over = self.book.is_epoch_over
-        if self.by_shard is not None:
-            self.by_shard.average_buffers(for_good=is_epoch_over)
-            own = []
-        else:
-            own = self._average_buffers()
+        self.epoch.average_buffers(for_good=is_epoch_over)
+        self.clock.lap("communication")
         self._enter(self._record(began))
         if not is_epoch_over and not self.book.is_complete:
-            for place, value in own:
-                place.set(value)
+            self.epoch.put_back()
         if not self.book.is_complete:
             self._set_mode(trains=True)
 
@@ -397,12 +363,7 @@ class _Training(RankState):
 
     def _record(self, began: float) -> Record:
         """The epoch's entry in the history so far, over all ranks, with validation rows."""
-        by_shard = self.by_shard
-        if by_shard is None:
-            both = torch.cat([self.epoch_sums, self.step.gradient_norms])
-            self.comm.all_reduce(both)
-        else:  # all ranks have the same norms
-            both = torch.cat([by_shard.total(), self.step.gradient_norms])
+        both = self.epoch.totals(self.step.gradient_norms)
         sums, (norm_sum, num_norms) = both[:-2].tolist(), both[-2:].tolist()
         self.clock.lap("communication")
         record = self.book.record(
@@ -413,43 +374,23 @@ class _Training(RankState):
         )
         if num_norms > 0:
             record["gradient_norm"] = norm_sum / num_norms
-        if by_shard is not None:
-            record.update(by_shard.training_metrics())
-        elif self.replica.training_metrics is not None:
-            record.update(self._from_last(self.replica.training_metrics))
-            self.clock.lap("communication")
+        record.update(self.epoch.training_metrics())
+        self.clock.lap("communication")
         if self.replica.plan.num_validation_rows:
             self.observer.phase("evaluate")
-            if by_shard is not None:
-                record.update(by_shard.evaluate(self.validation))
-            else:
-                batches = sequential_batches(self.validation, self.replica.plan)
-                if self.gathers:
-                    batches = in_step(batches, self.replica.plan)
-                record.update(evaluate(self.replica, batches, self.comm))
+            record.update(self.epoch.evaluate(self.validation))
             self.clock.lap("evaluate")
-        if self.replica.lightning is not None:
-            self.replica.lightning.evaluated(
-                record, self.comm, is_epoch_over=self.book.is_epoch_over
-            )
+        for part in self.step.parts:
+            part.evaluated(record, self.comm, is_epoch_over=self.book.is_epoch_over)
         return record
-
-    def _from_last(self, metrics: Metrics) -> dict[str, float]:
-        """Values over all ranks; of a pipeline only the last stage's have seen outputs."""
-        pipeline = self.replica.synchronizer.pipeline
-        if pipeline is None:
-            return metrics.compute(self.comm)
-        return pipeline.from_last(metrics.compute(self.comm) if pipeline.is_last else None)
 
     def _enter(self, record: Record) -> None:
         replica, book = self.replica, self.book
         is_epoch_over = book.is_epoch_over
         is_kept = book.enter(record, replica.weights)
         if book.state.step_in_epoch == 0:
-            self.epoch_sums.zero_()
+            self.epoch.begin_epoch()
             self.step.gradient_norms.zero_()
-            if self.by_shard is not None:
-                self.by_shard.begin_epoch()
             if replica.collector is not None:
                 replica.collector.forget()
         if replica.schedule is not None:
@@ -457,8 +398,9 @@ class _Training(RankState):
         self.observer.epoch(record)
         if is_kept and replica.metrics.confusion is not None:
             self.observer.confusion(record["epoch"], replica.metrics.confusion)
-        if self.replica.lightning is not None and book.is_complete and not is_epoch_over:
-            self.replica.lightning.call("on_train_epoch_end")
+        if book.is_complete and not is_epoch_over:
+            for part in self.step.parts:
+                part.end_epoch()
         if replica.config.callbacks:
             call_evaluated(
                 replica.config.callbacks,

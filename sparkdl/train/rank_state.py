@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
 
 from sparkdl.sync.averaging.mean import merge
 from sparkdl.sync.divided_state import DividedState, Part, whole_part
-from sparkdl.sync.module_tensors import give_tensors, moved, places_of
+from sparkdl.sync.module_tensors import give_tensors
 from sparkdl.train.callbacks import Requests, give_states, states_of
 from sparkdl.train.optimizers.nested_states import plain_state
-from sparkdl.train.random_state import random_state, seed_everything, set_random_state
+from sparkdl.train.random_state import seed_everything, set_random_state
+from sparkdl.train.rank_epoch import Epoch
 from sparkdl.train.replica import Replica
-from sparkdl.train.shard_states import ShardStates
 from sparkdl.train.state import EpochBook
 from sparkdl.train.step import TrainStep
 
@@ -69,44 +69,25 @@ class RankState:
 
     replica: Replica
     book: EpochBook
-    epoch_sums: torch.Tensor
-    """This rank's weighted losses and weights of the present epoch, and the losses of each label
-    where there are several, float64."""
+    epoch: Epoch
+    """What adds up over the epoch: over the rank's rows, or, where bits must not depend on who has
+    them, over those of each shard."""
     step: TrainStep
     """Has the norms of the epoch's gradients, and what the loss is compared with."""
     requests: Requests
-    """What callbacks have asked for, and was not done yet."""
-    by_shard: ShardStates | None = None
-    """What belongs to shards, if bits must not depend on who has them; else it is the rank's."""
-    first: Mapping[str, int] = field(default_factory=dict)
-    """What frozen parameters were before training, see `fingerprints`; forward may change them."""
-
+    """Requests of callbacks that were not fulfilled yet."""
     held: HeldAttributes | None = None
-    """Of the module; None: nobody asks."""
+    """Attributes of the module; None: nobody asks."""
 
     def snapshot(self) -> ResumePoint:
         """The present state; its tensors are the replica's own, not copies."""
         synchronizer = self.replica.synchronizer
         divided = synchronizer.divided
-        own: dict[str, Any]
         attributes = None if self.held is None else self.held.state_dict()
         kept = self.replica.kept.state_dict()
-        if self.by_shard is not None:
-            own = {"shards": self.by_shard.state_dict()}
-        else:
-            # Running statistics differ between ranks until the epoch ends.
-            module = self.replica.module
-            buffers = {p.name: p.value for p in places_of(module) if p.kind != "parameter"}
-            own = {
-                "rng": random_state(),
-                "buffers": {**buffers, **moved(module, self.first)},
-                "epoch_sums": self.epoch_sums,
-            }
-            if divided is not None:
-                own |= {
-                    DIVIDED: divided.part(self.book.best_model),
-                    OWN_ROWS: divided.has_own_rows,
-                }
+        own = self.epoch.state_dict()
+        if divided is not None:
+            own |= {DIVIDED: divided.part(self.book.best_model), OWN_ROWS: divided.has_own_rows}
         return ResumePoint(
             step=self.book.state.step,
             shared={
@@ -125,7 +106,8 @@ class RankState:
                 "strategy": synchronizer.rank_state_dict(),
                 "own": self._own_state(),
                 "gradient_norms": self.step.gradient_norms,
-                **{name: part.state_dict() for name, part in self._parts().items()},
+                "watch": self.step.watch.state_dict(),
+                "requests": self.requests.state_dict(),
             },
         )
 
@@ -152,8 +134,7 @@ class RankState:
             give_states(self.replica.config.callbacks, point.shared["callbacks"])
         if state is None:
             self.book.state.begin_epoch_anew()
-            if self.by_shard is not None:
-                self.by_shard.begin(self.book.state.step)
+            self.epoch.begin(self.book.state.step)
         else:
             self._restore_rank(state, is_united="rng" not in state, rank=rank)
         if state is None or "rng" not in state:
@@ -179,35 +160,14 @@ class RankState:
 
     def _restore_rank(self, state: dict[str, Any], *, is_united: bool, rank: int) -> None:
         replica = self.replica
-        give_tensors(replica.module, state.get("buffers", {}))
         if state["own"] is not None:
             replica.load_state_dict(state["own"])
         if not is_united:  # of what is united, no rank has kept anything of its own
             replica.synchronizer.load_rank_state_dict(state["strategy"])
-        parts = self._parts()
-        collector = parts.pop("collected", None)
-        for name, part in parts.items():
-            part.load_state_dict(state[name])
+        self.step.watch.load_state_dict(state["watch"])
+        self.requests.load_state_dict(state["requests"])
         self.step.gradient_norms.copy_(state["gradient_norms"])  # all ranks note the same
-        if self.by_shard is not None:
-            self.by_shard.load_state_dict(state["shards"])
-            return
-        if is_united and rank > 0:
-            return  # what adds up over ranks is rank 0's
-        self.epoch_sums.copy_(state["epoch_sums"])
-        if collector is not None:
-            collected = state["collected"]
-            collector.load_state_dict(collector.joined(collected) if is_united else collected)
-
-    def _parts(self) -> dict[str, Any]:
-        """Return the objects with a state of this rank's own, by their names in checkpoints."""
-        parts = {"watch": self.step.watch, "requests": self.requests}
-        collector = self.replica.collector
-        return (
-            parts
-            if collector is None or self.by_shard is not None
-            else {**parts, "collected": collector}
-        )
+        self.epoch.load_state_dict(state, is_united=is_united, rank=rank)
 
     def _own_state(self) -> dict[str, Any] | None:
         """Return what is equal on ranks unless they train apart (fp16 skips steps on some only)."""

@@ -25,11 +25,15 @@ from sparkdl.train.modules.precision import NumberFormat
 from sparkdl.train.objective.label_losses import part_names
 from sparkdl.train.objective.lightning import TrainerStandIn
 from sparkdl.train.objective.loss import LossFunction
+from sparkdl.train.objective.manual import ManualBackward
 from sparkdl.train.objective.metrics import Metrics
 from sparkdl.train.objective.own_states import Kept
+from sparkdl.train.objective.part import Part
 from sparkdl.train.objective.training_step import StepLoss, objective_of
 from sparkdl.train.optimizers.nested_states import begin_states, give_state, plain_state
 from sparkdl.train.optimizers.optimizers import Schedule, make_scheduler, resolve_optimizer
+
+MakeSynchronizer = Callable[[nn.Module, MakeOptimizer], Synchronizer]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,7 +52,7 @@ class Replica:
     synchronizer: Synchronizer
     schedule: Schedule | None
     kept: Kept
-    """What the loss and the like keep from call to call."""
+    """Values that the loss and the like keep from call to call."""
 
     @property
     def scheduler(self) -> torch.optim.lr_scheduler.LRScheduler | None:
@@ -65,6 +69,16 @@ class Replica:
         """The caller of a LightningModule's steps and hooks; None: the module is another."""
         step = self.loss.step if isinstance(self.loss, StepLoss) else None
         return step if isinstance(step, TrainerStandIn) else None
+
+    @property
+    def manual(self) -> ManualBackward | None:
+        """The caller of a training step that updates the weights itself; None: the loop does."""
+        return None if self.lightning is None else self.lightning.manual
+
+    @property
+    def parts(self) -> list[Part]:
+        """What takes part in training besides."""
+        return [] if self.lightning is None else [self.lightning]
 
     @property
     def collector(self) -> TrainerStandIn | Metrics | None:
@@ -163,7 +177,7 @@ def make_replica(
     config: TrainConfig,
     plan: TrainPlan,
     device: torch.device,
-    synchronize: Callable[[nn.Module, MakeOptimizer], Synchronizer],
+    synchronize: MakeSynchronizer,
     comm: Communicator | None = None,
 ) -> Replica:
     """Build a replica around ``module``, which moves to ``device``.
@@ -242,8 +256,5 @@ def begin_optimizer(replica: Replica) -> Replica:
 
 def _show_optimizer(replica: Replica, comm: Communicator) -> None:
     """Show a LightningModule what updates its weights."""
-    if replica.lightning is not None:
-        optimizer = replica.synchronizer.optimizer
-        replica.lightning.join(optimizer, replica.scheduler)
-        if replica.lightning.manual is not None:
-            replica.lightning.manual.join(optimizer, comm)
+    for part in replica.parts:
+        part.join(replica.synchronizer.optimizer, replica.scheduler, comm)

@@ -85,11 +85,11 @@ class RoundOutcome:
     seconds: float
     """Time that the steps took."""
     spent: dict[str, float]
-    """What that time was spent on, by `time_spent.SPENT_ON`."""
+    """Activity -> its part of that time, by `time_spent.SPENT_ON`."""
     label_sums: tuple[float, ...] = ()
     """The losses of each label, where there are several."""
     logs: str | None = None
-    """What was seen of the samples besides; see `objective.metric_states`."""
+    """Values that were seen of the samples besides; see `objective.metric_states`."""
 
 
 class RoundReplica:
@@ -122,8 +122,8 @@ class RoundReplica:
         self._first = copy.deepcopy(self._replica.state_dict())
         self._held = held
         self._begin: Mapping[str, Any] = {}
-        """What the module held when the newest round began."""
-        self._looks = None if looks is None else LayerLooks(looks, module, plan)
+        """Values that the module held when the newest round began."""
+        self._looks = [] if looks is None else [LayerLooks(looks, module, plan)]
 
     def train(
         self,
@@ -171,14 +171,13 @@ class RoundReplica:
         seed_everything(config.seed, shard_id, part.step)
         if replica.collector is not None:
             replica.collector.reset()
-        if replica.lightning is not None:
-            replica.lightning.move_to(part.epoch, part.step, part.step_in_epoch)
-            replica.lightning.place(shard_id, replica.plan.world_size)
         set_mode(synchronizer.optimizer, trains=True)
         requests = Requests(refusal=IN_TASKS)
         clock = Clock()
-        looks = self._looks if shard_id == 0 else None
-        step = TrainStep(replica, clock=clock, looks=looks)
+        step = TrainStep(replica, clock=clock, others=self._looks if shard_id == 0 else ())
+        for other in step.parts:
+            other.place(shard_id, replica.plan.world_size)
+            other.move_to(part.epoch, part.step, part.step_in_epoch)
         flags = self._first["trains"]  # the last step of a round may have unfrozen something
         named = replica.module.named_parameters()
         step.require_known(p for name, p in named if p.requires_grad and not flags[name])
@@ -196,8 +195,8 @@ class RoundReplica:
                 sums = step(replica.on_device(batch), max(1, batch.num_rows), number)
                 label_sums += sums.local[2:].cpu()
                 synchronizer.after_step(number)
-                if looks is not None:
-                    looks.end(number, observer)
+                for other in step.parts:
+                    other.after_step(number, observer)
                 num_rows += batch.num_rows
                 observer.step(
                     epoch=part.epoch + 1, step=number + 1, loss=step.loss, rows=batch.num_rows

@@ -34,6 +34,7 @@ from sparkdl.train.objective.label_losses import no_sums
 from sparkdl.train.objective.metrics import Metrics
 from sparkdl.train.random_state import random_state, seed_everything, set_random_state
 from sparkdl.train.replica import Replica
+from sparkdl.train.step import StepSums, TrainStep
 from sparkdl.train.validation import measure, record
 
 
@@ -44,7 +45,7 @@ class ShardState:
     random: dict[str, Any]
     """See `random_state`."""
     buffers: dict[str, torch.Tensor | None]
-    """By name; not those of held layers."""
+    """Buffers by name; not those of held layers."""
     metrics: Metrics | None
     """Has seen the shard's training batches of the present epoch, if they are wanted."""
 
@@ -113,7 +114,20 @@ class ShardStates:
         now = fingerprints(self._replica.module)
         self._first = {name: self._first[name] for name in now if name in self._first}
 
-    def batches(self, parts: Iterator[Batch]) -> dict[int, Batch]:
+    def train(
+        self,
+        step: TrainStep,
+        batches: Mapping[int, Batch],
+        rows_by_rank: Sequence[int],
+        number: int,
+    ) -> StepSums:
+        """Train on the batches of step ``number``; see `RankEpoch.train`."""
+        return step.over_shards(batches, sum(rows_by_rank), number, self)
+
+    def put_back(self) -> None:
+        """Leave the module as it is: each shard has its own buffers."""
+
+    def batch(self, parts: Iterator[Batch]) -> dict[int, Batch]:
         """A step's batch of each shard that has rows, by its number; see `Batches.by_shard`.
 
         In memory of its own, on the CPU too: results of matrix products depend on whether their
@@ -145,9 +159,9 @@ class ShardStates:
         yield
         state.random = random_state()
 
-    def total(self) -> torch.Tensor:
-        """The sums of the epoch over all shards. Collective."""
-        return tree_sum(self._gather(self.epoch_sums))
+    def totals(self, norms: torch.Tensor) -> torch.Tensor:
+        """Return the epoch's sums over all shards, and ``norms``, which ranks share. Collective."""
+        return torch.cat([tree_sum(self._gather(self.epoch_sums)), norms])
 
     def average_buffers(self, *, for_good: bool) -> None:
         """Make the module's buffers the mean over the shards that have rows. Collective.
@@ -227,7 +241,7 @@ class ShardStates:
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state of each shard that a checkpoint must hold, by the shard's number."""
-        return {
+        shards = {
             str(number): {
                 "random": state.random,
                 "buffers": state.buffers,
@@ -236,19 +250,21 @@ class ShardStates:
             }
             for place, (number, state) in enumerate(self._states.items())
         }
+        return {"shards": shards}
 
-    def load_state_dict(self, states: Mapping[str, Any]) -> None:
+    def load_state_dict(self, state: Mapping[str, Any], **_: Any) -> None:
         """Restore the states of this rank's shards, out of those of all."""
-        for place, (number, state) in enumerate(self._states.items()):
-            saved = states[str(number)]
-            state.random = saved["random"]
+        saved_by_shard = state["shards"]
+        for place, (number, own) in enumerate(self._states.items()):
+            saved = saved_by_shard[str(number)]
+            own.random = saved["random"]
             device = self.epoch_sums.device
-            state.buffers = {
+            own.buffers = {
                 name: value if value is None else value.to(device, copy=True)
                 for name, value in saved["buffers"].items()
             }
-            if state.metrics is not None:
-                state.metrics.load_state_dict(saved["metrics"])
+            if own.metrics is not None:
+                own.metrics.load_state_dict(saved["metrics"])
             self.epoch_sums[place] = saved["epoch_sums"]
 
 

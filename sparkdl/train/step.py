@@ -12,9 +12,10 @@ import contextlib
 import dataclasses
 import math
 import warnings
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import nn
@@ -25,18 +26,16 @@ from sparkdl.errors import ConfigError
 from sparkdl.sync.gradients.shard_tree import ShardTreeSynchronizer
 from sparkdl.sync.module_tensors import fingerprint
 from sparkdl.sync.strategy import Pipelined
-from sparkdl.train.layer_looks import LayerLooks
 from sparkdl.train.objective.divergence import LossWatch
 from sparkdl.train.objective.label_losses import no_sums, sums_of
-from sparkdl.train.objective.lightning import TrainerStandIn
 from sparkdl.train.objective.loss import ClassLoss
 from sparkdl.train.objective.manual import ManualBackward
 from sparkdl.train.objective.metrics import Metrics, detached
+from sparkdl.train.objective.part import Part
 from sparkdl.train.objective.training_step import run, taken
 from sparkdl.train.optimizers.stepping import Stepper
 from sparkdl.train.random_state import SharedDraws
 from sparkdl.train.replica import Replica
-from sparkdl.train.shard_states import ShardStates
 from sparkdl.train.time_spent import Clock
 
 
@@ -90,12 +89,32 @@ class StepSums:
     """The ranks whose samples were used; None: all."""
 
 
+class ShardsApart(Protocol):
+    """The states of a rank's shards, which are trained on apart; see `ShardStates`."""
+
+    epoch_sums: torch.Tensor
+
+    @property
+    def numbers(self) -> Sequence[int]:
+        """The shards that the rank has, in order."""
+
+    def follow_freezing(self) -> None:
+        """Expect other parameters to stay as they are."""
+
+    def training(self, number: int) -> AbstractContextManager[Metrics | None]:
+        """Have a shard's generators and buffers in place, and its metrics."""
+
+    def drawing(self, number: int) -> AbstractContextManager[None]:
+        """Draw random numbers from a shard's generators."""
+
+
 class TrainStep:
     """Trains on one batch at a time.
 
     Attributes:
         loss: the newest loss that was read; on CUDA up to `READ_EVERY` steps old.
         watch: what the loss is compared with.
+        parts: those that are called at each step.
         gradient_norms: sum and number of the gradient's norms since the epoch began, float64; see
             `NORM_EVERY`.
     """
@@ -106,7 +125,7 @@ class TrainStep:
         *,
         clock: Clock,
         talks_within: bool = False,
-        looks: LayerLooks | None = None,
+        others: Sequence[Part] = (),
     ) -> None:
         """Prepare steps.
 
@@ -115,12 +134,12 @@ class TrainStep:
             clock: counts what the steps' time is spent on.
             talks_within: whether the model waits for those of the other ranks in its forward and
                 backward passes. Then all ranks run equally many, also without samples.
-            looks: sees batches, and layers before and after the optimizer; None: nobody does.
+            others: parts that are called at each step besides those of the replica.
         """
         self._replica, self._config = replica, replica.config
         self._synchronizer, self._format = replica.synchronizer, replica.number_format
         self._talks_within = talks_within
-        self._looks = looks
+        self.parts = [*replica.parts, *others]
         self._parameters = self._synchronizer.trained_parameters()
         self._all = list(replica.module.parameters())
         self._flags = self._trains()
@@ -130,7 +149,7 @@ class TrainStep:
         )
         """True if rows do not count alike, which all ranks know."""
         self._divisor: float | torch.Tensor | None = None
-        """What the losses of this step were divided by, if that was their weights' sum."""
+        """Divisor of the losses of this step, if that was their weights' sum."""
         self._stepper = Stepper(self._synchronizer.optimizer)
         self._clock = clock
         self.after_forward: list[int] | None = None
@@ -158,15 +177,14 @@ class TrainStep:
             TrainingDiverged: the loss is not finite or has exploded; on all ranks alike, unless
                 they train apart.
         """
-        lightning = self._replica.lightning
-        if lightning is not None and lightning.manual is not None:
-            return self._train_manually(lightning, lightning.manual, batch, global_rows, step)
+        if self._replica.manual is not None:
+            return self._train_manually(self._replica.manual, batch, global_rows, step)
         self._follow_freezing()
         self._synchronizer.zero_gradients()
         if self._synchronizer.is_late:
             batch = batch.rows(0, 0)
-        if lightning is not None:
-            lightning.begin_step(step, batch)
+        for part in self.parts:
+            part.begin_step(step, batch)
         batch = self._augmented(batch)
         local = self._backward(batch, global_rows, self._replica.training_metrics)
         self._check_agreed()
@@ -185,13 +203,13 @@ class TrainStep:
         ):
             # The forward pass may have overflowed too; such a step is no part of the history.
             local.zero_()
-        if lightning is not None:
-            lightning.end_step(batch)
+        for part in self.parts:
+            part.end_step(batch)
         self._clock.lap("compute")
         return StepSums(local=local, shared=shared, ranks=ranks)
 
     def over_shards(
-        self, batches: Mapping[int, Batch], global_rows: int, step: int, states: ShardStates
+        self, batches: Mapping[int, Batch], global_rows: int, step: int, states: ShardsApart
     ) -> StepSums:
         """As `__call__`, where each shard is a micro-batch of its own.
 
@@ -230,7 +248,7 @@ class TrainStep:
         return self._finished(shared, divisor if self._divisor is None else self._divisor)
 
     def _again_over_shards(
-        self, batches: Mapping[int, Batch], global_rows: int, states: ShardStates
+        self, batches: Mapping[int, Batch], global_rows: int, states: ShardsApart
     ) -> torch.Tensor:
         """As `_again`, for `over_shards`."""
         local = self._over_shards(batches, global_rows, states, counts=False)
@@ -296,7 +314,7 @@ class TrainStep:
         self,
         batches: Mapping[int, Batch],
         global_rows: int,
-        states: ShardStates,
+        states: ShardsApart,
         *,
         counts: bool = True,
     ) -> torch.Tensor:
@@ -316,7 +334,6 @@ class TrainStep:
 
     def _train_manually(
         self,
-        lightning: TrainerStandIn,
         manual: ManualBackward,
         batch: Batch,
         global_rows: int,
@@ -333,12 +350,14 @@ class TrainStep:
         if batch.num_rows > 0:
             if self._config.augmentation is not None:
                 batch = augmented(batch, self._config.augmentation)
-            lightning.begin_step(step, batch)
+            for part in self.parts:
+                part.begin_step(step, batch)
             manual.begin(batch.num_rows, global_rows)
             with synchronizer.no_sync(), self._format.autocast():
                 value = run(loss, synchronizer.model, batch)
             local += self._added(*sums_of(loss, value, batch.target, batch.weight))
-            lightning.end_step(batch)
+            for part in self.parts:
+                part.end_step(batch)
         self._clock.lap("compute")
         shared = local[:2].clone()
         if synchronizer.trains_apart:
@@ -363,18 +382,18 @@ class TrainStep:
         self._divisor = None
         loss = self._replica.loss
         sums = no_sums(loss, self._replica.device)
-        if self._looks is not None:
-            self._looks.batch(batch)
+        for part in self.parts:
+            part.see(batch)
         if self._synchronizer.pipeline is not None:
             return self._through_stages(self._synchronizer.pipeline, batch, global_rows, metrics)
         num_parts = self._config.gradient_accumulation_steps
         if not self._talks_within:
             num_parts = min(num_parts, batch.num_rows)
-        for part in range(num_parts):
+        for number in range(num_parts):
             micro_batch = batch
             if num_parts > 1:
-                micro_batch = batch.rows(*batch_bounds(batch.num_rows, num_parts, part))
-            is_last = part == num_parts - 1
+                micro_batch = batch.rows(*batch_bounds(batch.num_rows, num_parts, number))
+            is_last = number == num_parts - 1
             with contextlib.nullcontext() if is_last else self._synchronizer.no_sync():
                 with self._format.autocast():
                     output = run(loss, self._synchronizer.model, micro_batch)
@@ -488,8 +507,8 @@ class TrainStep:
         optimizer = self._synchronizer.optimizer
         self._format.unscale(optimizer)
         self._divide_by_weights(shared, divisor)
-        if self._replica.lightning is not None:
-            self._replica.lightning.call("on_before_optimizer_step", optimizer)
+        for part in self.parts:
+            part.before_clipping(optimizer)
         norm = None
         if self._config.gradient_clip_norm is not None:
             norm = self._synchronizer.gradient_norm(self._parameters)
@@ -498,16 +517,16 @@ class TrainStep:
         step_in_epoch = step % self._replica.plan.steps_per_epoch
         if step_in_epoch % NORM_EVERY == 0 and not self._synchronizer.trains_apart:
             self._note_norm(norm)
-        if self._looks is not None:
-            self._looks.before(step)
+        for part in self.parts:
+            part.before_update(step)
         if self._format.may_skip_steps:
             was_stepped = self._format.step(optimizer)
         else:
             self._step_optimizer(step, lambda: _mean(shared), again)
             was_stepped = True
         if was_stepped:
-            if self._looks is not None:
-                self._looks.after()
+            for part in self.parts:
+                part.after_update()
             self._advance_schedule(step)
         return was_stepped
 

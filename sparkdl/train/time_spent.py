@@ -11,12 +11,12 @@ import time
 from sparkdl.comm.communicator import Communicator, LocalCommunicator
 
 SPENT_ON = ("data", "compute", "communication", "waiting", "evaluate", "checkpoint", "other")
-"""What time is spent on: ``data``, until a batch is there; ``compute``; ``communication``, the
-exchange with other ranks as far as it is not hidden behind computing; ``waiting``, until slower
-ranks have come to it, where the communicator can tell; ``evaluate`` and ``checkpoint``; ``other``,
-such as callbacks."""
+"""Activities that time is spent on: ``data``, until a batch is there; ``compute``;
+``communication``, the exchange with other ranks as far as it is not hidden behind computing;
+``waiting``, until slower ranks have come to it, where the communicator can tell; ``evaluate`` and
+``checkpoint``; ``other``, such as callbacks."""
 TRAINING = ("data", "compute", "communication", "waiting")
-"""Those of the steps."""
+"""Activities of the steps."""
 
 
 class Clock:

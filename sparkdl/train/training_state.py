@@ -34,12 +34,12 @@ class TrainingMethod:
     optimizer: str
     """Class of the optimizer; what makes it, where the driver cannot."""
     scheduler: str | None
-    """What makes the schedule, with its arguments, as text."""
+    """Maker of the schedule, with its arguments, as text."""
     trained: tuple[str, ...]
     """Names of the parameters that train, or that the optimizer has because callbacks may unfreeze
     them."""
     options: tuple[Mapping[str, Any], ...]
-    """Of each parameter group; empty where the driver cannot make the optimizer."""
+    """Options of each parameter group; empty where the driver cannot make the optimizer."""
 
 
 @dataclass(frozen=True, kw_only=True)

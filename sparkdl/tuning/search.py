@@ -89,9 +89,9 @@ class Search:
     fit: Fit
     table: TrialTable
     place: Storage | None = None
-    """Where the record of each trial is written."""
+    """Storage to which the record of each trial is written."""
     queue: SlotQueue = field(default_factory=SlotQueue)
-    """Of slots, for which the trials wait."""
+    """Queue of slots, for which the trials wait."""
     check_alive: Callable[[Exception], None] = lambda error: None
     """Raises if no trial can be tried any more after the error."""
 

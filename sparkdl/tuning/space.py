@@ -29,7 +29,7 @@ Space: TypeAlias = Mapping[str, Domain] | Callable[["optuna.Trial"], Values]
 E = TypeVar("E", bound="_TorchEstimator")
 
 _STORED = (bool, int, float, str)
-"""What Optuna stores as it is, besides None."""
+"""Types that Optuna stores as they are, besides None."""
 
 
 def with_values(estimator: E, values: Values) -> E:

@@ -208,13 +208,13 @@ class TrialResult(Generic[E]):
     number: int
     """Its place in the study, from 0."""
     name: str
-    """What it is called, ``tune-7`` for example."""
+    """Name of the trial, ``tune-7`` for example."""
     params: Mapping[str, Any]
     """Its values by Param."""
     values: Mapping[str, float]
-    """What it was judged by, of the epoch whose weights its model has."""
+    """Values that it was judged by, of the epoch whose weights its model has."""
     _result: TuneResult[E] = field(repr=False)
-    """What it belongs to."""
+    """Result that it belongs to."""
 
     @property
     def estimator(self) -> E:
@@ -262,9 +262,9 @@ class TuneResult(Generic[E]):
     study: Study
     """Optuna's own object, for its plots and its importances."""
     options: StudyOptions
-    """What was searched for, and how."""
+    """Options that say what was searched for, and how."""
     path: str | None
-    """Where the trials are kept, if anywhere."""
+    """Place where the trials are kept, if anywhere."""
     models: Mapping[int, Any]
     """Number of a trial -> model; of the best ones that were trained in this process."""
     make: Callable[[Mapping[str, Any]], E]

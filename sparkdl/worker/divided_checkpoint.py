@@ -22,7 +22,7 @@ from sparkdl.sync.regions import Region
 Path = tuple[str | int, ...]
 """Keys and numbers that lead to a value of a tree of dicts, lists and tuples."""
 Part = Mapping[str, Any]
-"""What a checkpoint holds of a rank: what `Division.part` gives."""
+"""A rank's part of a checkpoint: what `Division.part` gives."""
 
 _ABSENT = object()
 _TORCH = {name: dtype for dtype, name in DTYPES.items()}

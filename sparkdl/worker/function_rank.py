@@ -90,13 +90,13 @@ class FunctionOrder(GangOrder):
     """cloudpickle of a callable without arguments; empty: it is in the driver's `FUNCTION`."""
     sets: Mapping[str, DataSet] = field(default_factory=dict)
     results: Literal["first", "all"] = "first"
-    """Whose value the driver gets."""
+    """Ranks whose value the driver gets."""
     keep: int = 2
     """Checkpoints that are kept."""
     is_placed: bool = True
-    """Whether each rank runs where its neighbouring shards are, and always has the same."""
+    """True if each rank runs where its neighbouring shards are, and always has the same."""
     mesh: Mesh | None = None
-    """Of which the ranks are; None: each reads rows of its own."""
+    """Mesh of the ranks; None: each reads rows of its own."""
 
 
 def run(environment: WorkerEnvironment, order: FunctionOrder) -> Iterator[tuple[str, bytes]]:

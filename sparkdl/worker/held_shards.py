@@ -18,7 +18,14 @@ from typing import Any
 from sparkdl.comm.communicator import Communicator
 from sparkdl.data.plan import Shard, TrainPlan, assign_near, assign_shards
 from sparkdl.data.source import ShardSource
-from sparkdl.data.spool.local_disk import disk_errors, local_dirs, roomiest, run_folder
+from sparkdl.data.spool.local_disk import (
+    disk_errors,
+    local_dirs,
+    make_private,
+    open_private,
+    roomiest,
+    run_folder,
+)
 from sparkdl.errors import CommunicationError, ShardLost
 
 _PIECE_BYTES = 8 << 20
@@ -168,11 +175,11 @@ def _receive(shard: Shard, comm: Communicator, peer: int, run_id: str) -> Shard:
     whole, partial = root / _name(shard), root / f"{_name(shard)}.part"
     with disk_errors(root):
         shutil.rmtree(partial, ignore_errors=True)
-        partial.mkdir(mode=0o700, parents=True)
+        make_private(partial)
     for name, size in json.loads(comm.receive_bytes(peer)):
         if Path(name).name != name:
             raise CommunicationError(f"rank {peer} has sent a file of the name {name!r}")
-        with disk_errors(root), (partial / name).open("wb") as file:
+        with disk_errors(root), open(partial / name, "wb", opener=open_private) as file:
             while file.tell() < size:
                 file.write(comm.receive_bytes(peer))
     with disk_errors(root):

@@ -35,4 +35,4 @@ class KeptBetweenTasks:
 
 
 KEPT = KeptBetweenTasks()
-"""What this process keeps."""
+"""The value that this process keeps."""

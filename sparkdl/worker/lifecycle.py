@@ -48,9 +48,9 @@ logger = logging.getLogger(__name__)
 RELAYED = "relayed"
 """Folder of the driver's channel behind which ``storage_url`` lies if workers cannot open it."""
 _LISTEN_SECONDS = 5.0
-"""How often a rank that waits for another's end makes sure that it still reports."""
+"""Pause after which a rank that waits for another's end makes sure that it still reports."""
 _MOST_CHARACTERS = 1_000_000
-"""Of an error's message, and of its traceback, that travel to the driver."""
+"""Most characters of an error's message, and of its traceback, that travel to the driver."""
 
 Results = list[tuple[str, bytes]]
 """(kind, payload) of what a rank gives back."""
@@ -67,9 +67,9 @@ class GangOrder:
     device: str
     """``auto``, ``cpu`` or ``cuda``."""
     payload: bytes
-    """What the work is, by cloudpickle."""
+    """Work to do, by cloudpickle."""
     storage_url: str | None
-    """Where checkpoints lie; None: the driver keeps them, if it hosts the channel."""
+    """URL of the folder of checkpoints; None: the driver keeps them, if it hosts the channel."""
     relays: bool
     """True if only the driver can open ``storage_url``; it passes files on through its channel."""
     driver_hosts_channel: bool
@@ -81,7 +81,7 @@ class GangOrder:
     start_timeout_seconds: float
     collective_timeout_seconds: float
     slots_timeout_seconds: float = 0.0
-    """How much longer the other workers may take to come: they may wait for slots."""
+    """Further time that the other workers may take to come: they may wait for slots."""
     heartbeat_timeout_seconds: float = 60.0
     """Silence after which a rank counts as hung."""
     spares_memory: bool = False
@@ -104,7 +104,7 @@ class Member:
     device: torch.device
     client: ChannelClient
     files: ChannelStorage | None
-    """What the driver keeps; None if it hosts no channel."""
+    """Files that the driver keeps; None if it hosts no channel."""
     reporter: Reporter
 
 

@@ -27,9 +27,9 @@ class DataSet:
     source: ShardSource
     """Opens the shards."""
     windows: Windows | None = None
-    """How rows are mixed that do not fit into memory."""
+    """Windows in which rows are mixed that do not fit into memory."""
     shards_by_rank: tuple[tuple[int, ...], ...] | None = None
-    """Who holds which, where ranks come and go; None: neighbouring ones, for good."""
+    """Shards of each rank, where ranks come and go; None: neighbouring ones, for good."""
 
     @property
     def names(self) -> tuple[str, ...]:

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 MODEL, REST = "model", "rest"
 RIVAL_MODEL, RIVAL_REST = "rival model", "rival rest"
-"""What another member has, where the two compete; without its ``rest`` a loser keeps its own."""
+"""Parts of another member, where the two compete; without its ``rest`` a loser keeps its own."""
 OPTIONS = "options"
 """JSON: ``hyperparameters`` to train with, those of the ``rival``, and whether the member
 ``may_diverge``."""

@@ -34,11 +34,11 @@ if TYPE_CHECKING:
     from sparkdl.sync.regions import Region
 
 _GRACE_SECONDS = 5.0
-"""How long a rank that has lost a peer waits, so that Spark sees first what became of that one."""
+"""Wait of a rank that has lost a peer, so that Spark sees first what became of that one."""
 ERROR = "error"
 """Field of what a rank gives, besides the outputs: why a row has none."""
 _NONE, _ROWS, _FAILED = range(3)
-"""What a rank says before each batch: it has no rows any more, has some, or cannot go on."""
+"""Messages of a rank before each batch: it has no rows any more, has some, or cannot go on."""
 
 Batches = Iterator[Sequence[pa.Array]]
 
@@ -253,11 +253,11 @@ class _Step:
         from sparkdl.inference.predict import RowRange
 
         self.failure = ""
-        """What was raised first; empty: nothing."""
+        """Error that was raised first; empty: none."""
         self._module, self._task, self._device = module, task, device
         self._zeros = RowRange(example_arguments(task.columns).to(device), 2)
         self._begun = self._ended = 0
-        """How often the module was called, and has returned."""
+        """Numbers of calls of the module that have begun and that have returned."""
         module.register_forward_pre_hook(self._begin, prepend=True)
         module.register_forward_hook(self._end)
 

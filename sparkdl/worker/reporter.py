@@ -88,7 +88,7 @@ class Reporter:
         self._batch: list[dict[str, Any]] = []
         """Events and lines that are sent until the driver has them."""
         self._number = 0
-        """Of the batch, by which the driver knows it if it comes twice."""
+        """Number of the batch, by which the driver knows it if it comes twice."""
         self._failures = 0
         self._interval, self._due = _INTERVAL_SECONDS, 0.0
         """Seconds between two reports, and when the next one is due."""

@@ -60,20 +60,20 @@ class RoundOrder:
     plan: TrainPlan
     """Each shard is a rank of its own."""
     payload: bytes
-    """What `pack_payload` gave."""
+    """Bytes that `pack_payload` gave."""
     part: RoundPart | None
     """The steps to train; None: evaluate."""
     threads: int
     versions: Mapping[str, str]
     """The driver's, which every process compares with its own."""
     work: RoundWork
-    """What to do with the state; `train_or_evaluate` unless members of a population train."""
+    """Work to do with the state; `train_or_evaluate` unless members of a population train."""
     heartbeat_timeout_seconds: float = 60.0
     """Silence after which a task counts as hung."""
     source: ShardSource = field(default_factory=SpoolSource)
     """Opens the shards."""
     looks: Looks | None = None
-    """What is looked at in the layers for reports; None: nothing."""
+    """Options of the looks at layers for reports; None: no looks."""
 
 
 @dataclass(frozen=True, kw_only=True)

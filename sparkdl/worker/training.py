@@ -58,11 +58,11 @@ if TYPE_CHECKING:
 INITIAL = f"{OF_DRIVER}/initial.safetensors"
 FINAL = "final.safetensors"
 STATE = f"{OF_DRIVER}/state.safetensors"
-"""What an earlier fit has left."""
+"""File that an earlier fit has left."""
 LEFT = "left.safetensors"
-"""What this one leaves."""
+"""File that this one leaves."""
 HELD = "held.pickle"
-"""What has changed of the module besides parameters and buffers, see `Attributes.packed`."""
+"""File of the module's changes besides parameters and buffers, see `Attributes.packed`."""
 _MESH = "mesh"
 """Key in a checkpoint's manifest of the mesh along which the model was divided."""
 
@@ -77,7 +77,7 @@ class WorkOrder(GangOrder):
     weights: bytes | None
     """safetensors of the initial weights; None: read them from the storage."""
     recipe: bytes = b""
-    """How those are made that are not in there, see `RecordedWeights`; empty: all are there."""
+    """Recipe of weights that are not in there, see `RecordedWeights`; empty: all are there."""
     begins_from_state: bool = False
     """True if training goes on from the state of an earlier fit."""
     state: bytes | None = None
@@ -89,11 +89,11 @@ class WorkOrder(GangOrder):
     speeds: Mapping[str, float] = field(default_factory=dict)
     """Rows per second of a worker by its host, where that was measured."""
     is_placed: bool = True
-    """Whether each rank runs where the shards are that the plan gives it."""
+    """True if each rank runs where the shards are that the plan gives it."""
     is_assigned: bool = False
-    """Whether, where they do not, ranks have those shards all the same, which are fetched."""
+    """True if, where they do not, ranks have those shards all the same, which are fetched."""
     looks: Looks | None = None
-    """What rank 0 looks at in its layers for reports; None: nothing."""
+    """Options of rank 0's looks at its layers for reports; None: no looks."""
     stored_at: str | None = None
     """Folder of the storage for the weights of a divided model; None: rank 0 sends them."""
 

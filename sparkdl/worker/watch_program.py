@@ -21,16 +21,16 @@ if TYPE_CHECKING:
     from typing import Any
 
 BYE = b"!"
-"""What a worker writes that ends as it should."""
+"""Byte that a worker writes that ends as it should."""
 REST = b"~"
-"""What it writes between two tasks, when it is Spark's turn to say something."""
+"""Byte that it writes between two tasks, when it is Spark's turn to say something."""
 LOOKS = 20
-"""How often it looks within the time-out."""
+"""Number of looks within the time-out."""
 _PATIENCE, _LEAST_PATIENCE_SECONDS = 1 / 6, 1.0
 """Part of the time-out for which the worker may say nothing, before one speaks in its place."""
 _SHARE, _LEAST_SECONDS = 0.1, 0.035
-"""Of a processor that a process must use to count as being at work; to wait takes a little, too:
-each thread that waits for the global lock wakes every 5 ms, which takes about a hundredth."""
+"""Part of a processor that a process must use to count as being at work; to wait takes a little,
+too: each thread that waits for the global lock wakes every 5 ms, which takes about a hundredth."""
 _WANTED = 0.5
 """Part of the time for which a thread must run, or wait for a processor, for the same."""
 _LEAST_SLICE_SECONDS = 1e-4

@@ -381,6 +381,33 @@ def test_too_many_open_files_are_told_once(hub: Hub, caplog: pytest.LogCaptureFi
     assert "Traceback" not in caplog.text
 
 
+def test_strangers_take_no_more_files_than_they_may(
+    hub: Hub, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The driver needs some itself, for checkpoints and to talk to Spark."""
+
+    def num_files() -> int:
+        return len(list(Path("/proc/self/fd").iterdir()))
+
+    monkeypatch.setattr(channel, "_MOST_HANDSHAKES", 20)
+    with (
+        ChannelServer(hub, bind="127.0.0.1", announce="127.0.0.1") as server,
+        contextlib.closing(ChannelClient(server.address.of_rank(0))) as client,
+        contextlib.ExitStack() as stack,
+    ):
+        client.set("store/a", b"1")
+        before = num_files()
+        for _ in range(100):
+            address = ("127.0.0.1", server.port)
+            stack.enter_context(socket.create_connection(address, 10))
+        time.sleep(0.5)
+        client.set("store/b", b"1")  # who is connected has what it needs
+        assert num_files() - before <= 100 + 20
+        stack.close()
+        with contextlib.closing(ChannelClient(server.address.of_rank(1))) as other:
+            other.set("store/c", b"1")
+
+
 def test_strangers_leave_no_noise(
     server: ChannelServer,
     client: ChannelClient,

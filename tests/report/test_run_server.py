@@ -16,6 +16,7 @@ from typing import Any
 
 import pytest
 
+from sparkdl.report import run_server
 from sparkdl.report.page.report_page import page
 from sparkdl.report.record.run_folder import RunFolder, RunReader, folder_name
 from sparkdl.report.record.run_record import RunRecord
@@ -268,6 +269,16 @@ def test_a_connection_that_is_broken_off_leaves_no_traceback(
     assert capfd.readouterr().err == "" and not caplog.records
 
 
+def test_a_connection_that_says_nothing_is_closed(
+    runs: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each has a thread, and a page that was closed should not keep one."""
+    monkeypatch.setattr(run_server._Handler, "timeout", 0.2)
+    with serving(runs) as server, socket.create_connection(server.server_address[:2], 10) as silent:
+        silent.sendall(b"GET / HT")
+        assert silent.recv(1) == b""
+
+
 RUN = {"format": 1, "run_id": "0", "name": "Odd", "started": 1.7e9}
 ODD_RECORDS: dict[str, Any] = {
     "empty": "",
@@ -301,6 +312,36 @@ def test_an_odd_record_does_not_hide_the_others(runs: Path, content: str) -> Non
         assert "1 unreadable" in text and odd in text
         status, text, _ = ask(server, f"/runs/{odd}/")
     assert status == 500 and odd in text and "all runs" in text
+
+
+NODE = {"op": "x", "shape": []}
+NODES = [{**NODE, "name": f"n{number}"} for number in range(60)]
+LARGE_RECORDS: dict[str, tuple[int, dict[str, Any]]] = {
+    "deep layers": (500, {"graph": {"nodes": [*NODES, {**NODE, "name": "." * 9**6}], "edges": []}}),
+    "many layers": (500, {"graph": {"nodes": NODES * 2000, "edges": []}}),
+    "many edges": (500, {"graph": {"nodes": NODES, "edges": [[0, 1]] * 200_000}}),
+    "many classes": (500, {"confusion": {"epoch": 1, "counts": [[1] * 1500] * 1500}}),
+    "failures and attempts": (
+        200,
+        {"failures": [{"at": 9, "reason": ""}] * 100_000,
+         "attempts": [{"at": 0, "number": 1, "start_step": None}] * 100_000},
+    ),
+    "many names": (
+        200, {"history": [{"epoch": n, **{f"{n}_{k}": 0 for k in range(99)}} for n in range(300)]}
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("status", "values"), LARGE_RECORDS.values(), ids=LARGE_RECORDS)
+def test_a_large_record_is_shown_or_refused_in_little_time(
+    runs: Path, status: int, values: dict[str, Any]
+) -> None:
+    """Each of these has less than 16 MiB, and would take the server for hours."""
+    odd = folder_name("Odd", "00000000", 1.75e9)
+    (runs / odd).mkdir()
+    (runs / odd / "run.json").write_text(json.dumps({**RUN, **values}))
+    with serving(runs) as server:
+        assert ask(server, f"/runs/{odd}/")[0] == status
 
 
 @pytest.mark.parametrize(

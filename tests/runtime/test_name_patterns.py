@@ -1,9 +1,11 @@
 from __future__ import annotations
 
+import time
+
 import pytest
 
 from sparkdl.errors import ConfigError
-from sparkdl.runtime.name_patterns import check_fit, fits, fits_any
+from sparkdl.runtime.name_patterns import check_fit, fits, fits_any, renamed
 
 NAMES = ["encoder.0.weight", "encoder.0.bias", "encoder.10.weight", "head.weight", "scale"]
 
@@ -44,3 +46,14 @@ def test_what_means_nothing_is_refused_with_a_hint() -> None:
         check_fit(["encodr.*"], NAMES, "frozenLayers")
     with pytest.raises(ConfigError, match=r"fits 'zzz'; there are encoder\.0, encoder\.10, head$"):
         check_fit(["zzz"], NAMES, "frozenLayers")
+
+
+def test_names_are_compared_in_little_time() -> None:
+    """Each part by itself: all ways through all parts would be too many to try."""
+    began = time.monotonic()
+    name, pattern = ".".join(["a" * 30] * 10), ".".join(["*a*a*"] * 10)
+    with pytest.raises(ConfigError, match="nothing in the weights is called"):
+        renamed({f"{name}!.x": 1}, {f"{pattern}b": "*" * 30})
+    assert time.monotonic() - began < 5
+    found = renamed({"a1b.layer.2.weight": 1}, {"a*b.layer.*": "c*.d*"})
+    assert found == {"c1.d2.weight": 1}

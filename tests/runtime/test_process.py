@@ -48,7 +48,7 @@ class FakeLibc:
 @pytest.fixture
 def libc(monkeypatch: pytest.MonkeyPatch) -> FakeLibc:
     fake = FakeLibc()
-    monkeypatch.setattr(process, "_glibc", lambda: fake)
+    monkeypatch.setattr(process, "glibc", lambda: fake)
     return fake
 
 
@@ -87,7 +87,7 @@ def test_the_allocator_is_restored_after_a_failure(libc: FakeLibc) -> None:
 
 
 def test_without_glibc_nothing_happens(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(process, "_glibc", lambda: None)
+    monkeypatch.setattr(process, "glibc", lambda: None)
     ran = []
     with tuned_allocator():
         ran.append(1)
@@ -114,7 +114,7 @@ print(resident() - before)
 
 @pytest.mark.slow
 def test_the_real_allocator_gives_memory_back() -> None:
-    if process._glibc() is None:
+    if process.glibc() is None:
         pytest.skip("not glibc")
     # A process of its own: the heap of this one has holes.
     done = subprocess.run(

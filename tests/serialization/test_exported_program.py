@@ -6,6 +6,7 @@ import copy
 import io
 import json
 import pickle
+import time
 import zipfile
 from collections.abc import Callable
 from functools import partial
@@ -186,6 +187,39 @@ def test_torch_does_run_it_so_the_guard_is_needed(
 def test_a_graph_with_anything_unusual_is_refused(archive: bytes, edit: Any, what: str) -> None:
     with pytest.raises(StorageError, match=f"holds {what}"):
         read_program(changed(archive, in_model(edit)))
+
+
+def test_control_flow_calls_no_operator_without_its_checks() -> None:
+    """torch.cond calls whatever it is given; attention reads as many values as there are keys."""
+
+    class Branches(nn.Module):
+        def forward(self, x: torch.Tensor, y: torch.Tensor, z: torch.Tensor) -> torch.Tensor:
+            tensors = (x, y, z)
+            found: torch.Tensor = torch.cond(
+                x.sum() > 0, lambda x, y, z: x + y + z, lambda x, y, z: x - y - z, tensors
+            )
+            return found
+
+    def call_operator(model: Any) -> None:
+        for node in model["graph_module"]["graph"]["nodes"]:
+            for given in node["inputs"]:
+                if "as_graph" in given["arg"]:
+                    name = "torch.ops.aten.scaled_dot_product_attention.default"
+                    given["arg"] = {"as_operator": name}
+
+    archive = write_program(Branches(), tuple(torch.rand(2, 1, 3, 4) for _ in range(3)))
+    ones = torch.ones(1, 1, 3, 4)
+    assert torch.equal(read_program(archive)(ones, ones, ones), 3 * ones)
+    with pytest.raises(StorageError, match="an operator"):
+        read_program(changed(archive, in_model(call_operator)))
+
+
+def test_sizes_are_looked_at_in_little_time(archive: bytes) -> None:
+    """With second tries each letter would double the time: here to some hours."""
+    began = time.monotonic()
+    with pytest.raises(StorageError, match="the size"):
+        read_program(changed(archive, in_model(lambda m: set_size(m, "a" * 40 + ";"))))
+    assert time.monotonic() - began < 5
 
 
 def test_operators_that_are_not_in_the_list_can_be_trusted_by_name(

@@ -181,7 +181,7 @@ def test_a_function_with_another_closure_is_sent(
     names = {"by_two", "twice"}
     there = imported_values([library.uses_it])
     assert differing(there) == {}
-    monkeypatch.setattr(module, "_fresh", dict)  # as a fresh process says
+    monkeypatch.setattr(module, "as_imported", dict)  # as a fresh process says
     monkeypatch.setattr(library, "by_two", library.scale(4.0))
     monkeypatch.setattr(library, "twice", library.named("twice", 4.0))
     changed = imported_values([library.uses_it])
@@ -195,7 +195,7 @@ def test_a_method_whose_closure_has_its_class_is_sent(
     library: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     there = imported_values([library.gets])
-    monkeypatch.setattr(module, "_fresh", dict)  # as a fresh process says
+    monkeypatch.setattr(module, "as_imported", dict)  # as a fresh process says
     with monkeypatch.context() as program:
         program.setattr(library.Child, "get", library.getting(library.Child, 5))
         sent = values_to_send(imported_values([library.gets]), there)
@@ -217,7 +217,7 @@ def test_members_of_an_enum_and_classes_that_functions_make_are_sent(
 ) -> None:
     """What the program has set in them comes to a process that has its own from the file."""
     there = imported_values([library.reads])
-    monkeypatch.setattr(module, "_fresh", dict)  # as a fresh process says
+    monkeypatch.setattr(module, "as_imported", dict)  # as a fresh process says
     assert values_to_send(there, differing(there)).values == {}
     with monkeypatch.context() as program:
         program.setattr(library.Level.HIGH, "_value_", 5)

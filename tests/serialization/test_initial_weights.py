@@ -390,6 +390,7 @@ def test_names_that_do_not_match_are_told_with_those_that_are_alike() -> None:
         ({"trunc": "body"}, "nothing in the weights is called 'trunc'; did you mean 'trunk'"),
         ({"xyz": "body"}, "nothing in the weights is called 'xyz'; there are trunk.0.weight, "),
         ({"trunk.*": "body.0"}, "'trunk.\\*' and 'body.0' must have as many"),
+        ({"*a*a*a*a.x": "****"}, "more than 3 \\* between two dots"),
         ({"trunk.0": "body", "trunk.1": "body"}, "both trunk.0.weight and trunk.1.weight would"),
     ]
     for names, message in wrong:

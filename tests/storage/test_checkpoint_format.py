@@ -263,6 +263,14 @@ def test_a_tensor_lies_within_its_file(offsets: str) -> None:
         decode(struct.pack("<Q", len(header)) + header + bytes(8), "there")
 
 
+def test_tensors_that_share_their_bytes_are_refused() -> None:
+    """Each would be copied: a small file could fill the memory."""
+    entry = {"dtype": "U8", "shape": [8], "data_offsets": [0, 8]}
+    text = json.dumps({"__metadata__": {"tree": "null"}, "a": entry, "b": entry}).encode()
+    with pytest.raises(CheckpointError, match="overlap"):
+        decode(struct.pack("<Q", len(text)) + text + bytes(8), "there")
+
+
 @pytest.mark.parametrize("data", [b"", b"12345678", b"\xff" * 20, b"\2" + b"\0" * 7 + b"{}"])
 @pytest.mark.parametrize("read", [decode, views])
 def test_other_files_are_damaged_checkpoints(

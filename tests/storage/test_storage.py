@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -140,6 +141,9 @@ SECRETS = [
     "https://host/x?a=1&access_token=s3cret",
     "https://host/x?auth_token=s3cret#part",
     "https://host/x?api_key=s3cret;password=s3cret",
+    "https://host/x?api-key=s3cret&secret_key=s3cret&pwd=s3cret",
+    "https://host/x?private-token=s3cret&jwt=s3cret",
+    "https://host/x#access_token=s3cret&state=1",
 ]
 
 
@@ -152,6 +156,43 @@ def test_no_secret_of_a_url_is_shown_or_saved(url: str) -> None:
     with pytest.raises(StorageError) as caught, failures("read", without_password(url)):
         raise OSError(f"403 Forbidden: {url}")
     assert "s3cret" not in str(caught.value)
+
+
+@pytest.mark.parametrize("text", ["//a:", "//", "//a", "//a:b@", "?token", ";sig", "?a"])
+def test_long_texts_are_looked_at_in_little_time(text: str) -> None:
+    """The message of an error may be one, such as that of a rank."""
+    began = time.monotonic()
+    for shown in (text * 100_000, "@" + text * 100_000, text * 100_000 + "'@"):
+        without_password(shown)
+        drop_password(shown)
+    assert time.monotonic() - began < 10
+
+
+def test_nothing_is_changed_through_links_in_a_storage(tmp_path: Path) -> None:
+    """Others may write into a folder of checkpoints that many use, and may put links there."""
+    home, storage = tmp_path / "home", LocalStorage(tmp_path / "shared")
+    (home / "backup-1").mkdir(parents=True)
+    (home / "backup-1" / "manifest.json").write_text("mine")
+    storage.write("own/file", b"x")
+    (tmp_path / "shared" / "key").symlink_to(home)
+    actions: list[Callable[[], None]] = [
+        lambda: storage.write("key/backup-1/manifest.json", b"{}"),
+        lambda: storage.write("key/new", b"{}"),
+        lambda: storage.move("own/file", "key/backup-1/manifest.json"),
+        lambda: storage.move("key/backup-1/manifest.json", "own/other"),
+        lambda: storage.remove("key/backup-1"),
+        lambda: storage.remove("key/backup-1/manifest.json"),
+    ]
+    for action in actions:
+        with pytest.raises(StorageError, match="choose a path whose parents are folders"):
+            action()
+    assert [path.name for path in home.iterdir()] == ["backup-1"]
+    assert storage.read("key/backup-1/manifest.json") == b"mine"
+    storage.remove("key")  # the link
+    assert storage.list("") == ["own"] and (home / "backup-1" / "manifest.json").exists()
+    (tmp_path / "link").symlink_to(tmp_path / "shared")
+    LocalStorage(tmp_path / "link").write("own/file", b"y")  # links that lead there are the user's
+    assert storage.read("own/file") == b"y"
 
 
 def test_other_texts_stay_as_they_are() -> None:

@@ -116,10 +116,10 @@ def test_when_it_looks(rows: int, epochs: int, every: int | None, steps: list[in
     net, kept = nn.Linear(1, 1), Kept()
     looks = LayerLooks(Looks(every=every), net, plan)
     for step in range(plan.total_steps):
-        looks.before(step)
+        looks.before_update(step)
         net.weight.data += 1
-        looks.after()
-        looks.end(step, kept)
+        looks.after_update()
+        looks.after_step(step, kept)
     assert list(kept.found) == steps
 
 
@@ -151,10 +151,10 @@ def images(*shape: int) -> Batch:
 
 def seen(batch: Batch, module: nn.Module | None = None) -> dict[str, Any]:
     looks = LayerLooks(LOOKS, module or nn.Linear(1, 1), plan_for(data(), CONFIG))
-    looks.batch(batch)
+    looks.see(batch)
     kept = Kept()
-    looks.before(9)
-    looks.end(9, kept)
+    looks.before_update(9)
+    looks.after_step(9, kept)
     return kept.found[10]
 
 

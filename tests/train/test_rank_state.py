@@ -9,7 +9,10 @@ import pytest
 import torch
 from torch import nn
 
+from sparkdl.config import CUSTOM
+from sparkdl.train.objective.loss import resolve_loss
 from sparkdl.train.random_state import random_state
+from sparkdl.train.rank_epoch import RankEpoch
 from sparkdl.train.rank_state import RankState, ResumePoint, united
 
 
@@ -45,10 +48,11 @@ def rank_of(number: int) -> RankState:
     step.gradient_norms = torch.tensor([6.0, 2.0])
     step.watch.state_dict.return_value = {"best": 1.0}
     requests.state_dict.return_value = {"stop": False}
-    return RankState(
-        replica=replica, book=book, epoch_sums=torch.tensor([10.0 + number, 1.0]), step=step,
-        requests=requests,
-    )  # fmt: skip
+    replica.loss, replica.device = resolve_loss("mse", CUSTOM), torch.device("cpu")
+    replica.plan.world_size = 1
+    epoch = RankEpoch(replica, MagicMock())
+    epoch.epoch_sums += torch.tensor([10.0 + number, 1.0])
+    return RankState(replica=replica, book=book, epoch=epoch, step=step, requests=requests)
 
 
 @pytest.fixture
@@ -62,12 +66,12 @@ def test_what_adds_up_goes_to_one_rank_and_the_rest_to_all(point: ResumePoint) -
     drawn = []
     for rank, (sums, collected) in enumerate([([33.0, 3.0], [0, 1, 2]), ([0.0, 0.0], [])]):
         state: Any = rank_of(9)
-        state.epoch_sums.zero_()
+        state.epoch.epoch_sums.zero_()
         state.step.gradient_norms.zero_()
         state.replica.collector.seen = []
         state.restore(point, seed=3, rank=rank)
         drawn.append(torch.rand(4).tolist())
-        assert state.epoch_sums.tolist() == sums
+        assert state.epoch.epoch_sums.tolist() == sums
         assert state.replica.collector.seen == collected
         assert state.step.gradient_norms.tolist() == [6.0, 2.0]  # of two steps, on any rank
         assert state.replica.module.running_mean.tolist() == [1.0]
@@ -83,16 +87,16 @@ def test_a_rank_of_as_many_takes_up_its_own() -> None:
     state: Any = rank_of(9)
     state.restore(point, seed=3, rank=1)
     assert torch.equal(torch.rand(4), drawn)
-    assert state.epoch_sums.tolist() == [11.0, 1.0]
+    assert state.epoch.epoch_sums.tolist() == [11.0, 1.0]
     assert state.replica.collector.seen == [1]
 
 
 def test_of_other_rows_the_epoch_begins_anew_with_numbers_that_nobody_has_drawn() -> None:
     state: Any = rank_of(1)
-    state = RankState(**{**vars(state), "by_shard": MagicMock()})
+    state = RankState(**{**vars(state), "epoch": MagicMock()})
     state.restore(ResumePoint(step=7, shared={"best_model": None}, rank_state=None), seed=3, rank=1)
     state.book.state.begin_epoch_anew.assert_called_once_with()
-    state.by_shard.begin.assert_called_once_with(7)
+    state.epoch.begin.assert_called_once_with(7)
     drawn = random_state()["torch"]
     state.restore(ResumePoint(step=7, shared={"best_model": None}, rank_state=None), seed=3, rank=0)
     assert not torch.equal(random_state()["torch"], drawn)

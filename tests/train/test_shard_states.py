@@ -80,7 +80,9 @@ def test_each_shard_has_random_numbers_and_buffers_of_its_own(states: ShardState
     module: Any = states._replica.module
     with states.training(0):
         module.running_mean = module.running_mean * module.weight
-    assert not any(value.requires_grad for value in states.state_dict()["0"]["buffers"].values())
+    assert not any(
+        value.requires_grad for value in states.state_dict()["shards"]["0"]["buffers"].values()
+    )
     states.begin(7)  # an epoch that begins anew draws others
     numbers = [own[0] for own in first + second + train(states)]
     assert len({*numbers}) == 12
@@ -103,7 +105,7 @@ def test_what_is_restored_goes_on_as_what_was_saved(states: ShardStates) -> None
     states.epoch_sums += torch.arange(8.0).reshape(4, 2)
     saved = copy.deepcopy(states.state_dict())
     expected, sums = train(states), states.epoch_sums.clone()
-    assert states.total().tolist() == [12, 16]
+    assert states.totals(torch.tensor([5.0])).tolist() == [12, 16, 5]
     states.begin_epoch()
     assert not states.epoch_sums.any() and [own[3] for own in train(states)] == [0.0] * 4
     train(states)
@@ -141,6 +143,6 @@ def test_shards_are_evaluated_with_what_is_their_own(
 def test_batches_are_of_shards_with_rows_and_in_memory_of_their_own(states: ShardStates) -> None:
     value = torch.zeros(3)
     batch = Batch(inputs=(value,), target=value, weight=None, num_rows=3)
-    found = states.batches(iter([batch] * 3))
+    found = states.batch(iter([batch] * 3))
     assert list(found) == [1, 2, 3]
     assert len({value.data_ptr(), *(own.inputs[0].data_ptr() for own in found.values())}) == 4

@@ -166,6 +166,19 @@ def test_a_peer_names_files_of_the_shard_only(
         held_shards._receive(plan_of("/nowhere", [0]).shards[0], comm, 1, "run")
 
 
+def test_a_copy_belongs_to_this_user_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SPARK_LOCAL_DIRS", str(tmp_path))
+    messages = [b'[["rows", 3]]', b"abc"]
+    comm: Any = SimpleNamespace(receive_bytes=lambda peer: messages.pop(0))
+    umask = os.umask(0)
+    try:
+        shard = held_shards._receive(plan_of("/nowhere", [0]).shards[0], comm, 1, "run")
+    finally:
+        os.umask(umask)
+    modes = {path.name: path.stat().st_mode & 0o777 for path in tmp_path.rglob("*")}
+    assert modes == {"sparkdl-run": 0o700, Path(shard.path).name: 0o700, "rows": 0o600}
+
+
 def test_speeds_count_where_they_differ() -> None:
     assert differing([None, None], [1, 1]) is None
     assert differing([100.0, 110.0], [3, 1]) is None

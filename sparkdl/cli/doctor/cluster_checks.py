@@ -42,7 +42,7 @@ _UNITS = {
     "us": 1e-6, "ms": 1e-3, "s": 1.0, "m": 60.0, "min": 60.0, "h": 3600.0, "d": 86400.0,
 }  # fmt: skip
 _ENTRIES = ("startTimeout", "queueTimeout", "collectiveTimeout")
-"""Of ``spark.sparkdl``, which bound the waits of a gang."""
+"""Entries of ``spark.sparkdl`` that bound the waits of a gang."""
 
 
 def examine_cluster(order: Order) -> Iterator[Finding]:
@@ -50,7 +50,7 @@ def examine_cluster(order: Order) -> Iterator[Finding]:
     yield from _reachable(order.master)
     try:
         began = time.perf_counter()
-        spark = _start(order)
+        spark = start_session(order)
     except Exception as error:  # pyspark's, py4j's and gRPC's have no base class in common
         text = str(error)
         if not isinstance(error, SparkDLError):
@@ -77,7 +77,8 @@ def examine_cluster(order: Order) -> Iterator[Finding]:
             bounded(spark.stop, _STOP_SECONDS, "the end of the session")
 
 
-def _start(order: Order) -> SparkSession:
+def start_session(order: Order) -> SparkSession:
+    """Start Spark as the command was told, in bounded time."""
     waits = {f"spark.sparkdl.{name}": f"{order.timeout_seconds:g}" for name in _ENTRIES}
     conf = {"spark.log.level": "ERROR", **waits, **order.conf}
     section = SparkSection(master=order.master, conf=conf)
@@ -150,7 +151,7 @@ def _examine(spark: SparkSession, order: Order) -> Iterator[Finding]:
     )
     yield barrier
     try:
-        info = _wait_for_executors(spark, settings)
+        info = wait_for_executors(spark, settings)
     except SparkDLError as error:
         yield wrong("slots", str(error))
         return
@@ -187,7 +188,8 @@ def _examine(spark: SparkSession, order: Order) -> Iterator[Finding]:
     yield from _trial(_in_trial(workers, info, order), info)
 
 
-def _wait_for_executors(spark: SparkSession, settings: Settings) -> ClusterInfo:
+def wait_for_executors(spark: SparkSession, settings: Settings) -> ClusterInfo:
+    """Wait until the executors are there; return the cluster's facts."""
     info = cluster_info.from_conf(partial(conf, spark))
     if not info.dynamic_allocation:  # then they come with the jobs
         cluster_info.wait_for_slots(spark, 1, None, settings)

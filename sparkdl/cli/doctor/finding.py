@@ -39,7 +39,7 @@ class Finding:
     looked at, because of something else or because nobody asked for it."""
     subject: str
     text: str
-    """What was found; of what is wrong also the remedy."""
+    """Description of what was found; of what is wrong also the remedy."""
 
     def line(self) -> str:
         """For a terminal."""

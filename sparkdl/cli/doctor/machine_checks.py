@@ -24,7 +24,7 @@ UNSET_REMEDY = (
     "each new Python worker compiles all of torch again, which takes seconds of CPU; unset it here "
     "and on the executors"
 )
-"""What to do about `NO_BYTECODE`."""
+"""Remedy for `NO_BYTECODE`."""
 _JAVA = 17
 _PROGRAM_SECONDS = 20.0
 """Longest wait for a program that tells its version."""

@@ -13,7 +13,7 @@ from sparkdl.cli.doctor.finding import Finding, note, ok, wrong
 from sparkdl.cli.doctor.machine_checks import NO_BYTECODE, UNSET_REMEDY
 
 NUM_FLOATS = 1_000_000
-"""Of each all-reduce of the trial: 4 MB."""
+"""Floats of each all-reduce of the trial: 4 MB."""
 _REPEATS = 3
 _LITTLE_BYTES = 1 << 30
 """Free space on a local disk below which the doctor says something."""

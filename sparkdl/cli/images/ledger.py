@@ -58,7 +58,7 @@ class Ledger:
     storage: Storage
     """The output's folder."""
     plan: Mapping[str, Any]
-    """What tells this run from others; see `parts.digest_of`."""
+    """Description that tells this run from others; see `parts.digest_of`."""
 
     def begin(self, *, overwrite: bool) -> Literal["new", "unfinished", "finished"]:
         """Make the folder this run's, if need be with ``overwrite``; raises ConfigError."""

@@ -18,7 +18,7 @@ import pyarrow as pa
 from sparkdl.cli.job_files.prepare_file import SPLITS, PrepareJob, Split, SplitSection
 
 VERSION = 1
-"""Of the layout of the output; raised when equal options give other rows than before."""
+"""Version of the layout of the output; raised when equal options give other rows than before."""
 _WHOLE = 2.0**64
 
 

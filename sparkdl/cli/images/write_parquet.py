@@ -52,7 +52,7 @@ class PartWriter:
     spark: SparkSession
     source: ImageFiles
     options: ImageSection
-    """What becomes of an image."""
+    """Options of how each image is prepared."""
     place: str
     """The output's folder as Spark knows it."""
     storage: Folder

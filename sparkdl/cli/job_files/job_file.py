@@ -29,7 +29,7 @@ class DataSection:
 
     format: Literal["parquet", "csv", "json", "orc", "table"] = "parquet"
     path: str | tuple[str, ...] | None = None
-    """Where the files are; every format but ``table`` needs it."""
+    """Place of the files; every format but ``table`` needs it."""
     table: str | None = None
     """Name of a catalog table; the format ``table`` needs it."""
     options: Mapping[str, str | bool | int | float] = field(default_factory=dict)
@@ -145,7 +145,7 @@ class TrainOutput:
 
     path: str
     overwrite: bool = False
-    """Whether a model that is there already is replaced."""
+    """True if a model that is there already is replaced."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -179,7 +179,7 @@ class PredictOutput:
     path: str
     format: Literal["parquet", "csv", "json", "orc"] = "parquet"
     mode: Literal["error", "overwrite", "append"] = "error"
-    """What to do where something is there already."""
+    """Action to take where something is there already."""
     columns: tuple[str, ...] = ()
     """Columns to write; all of them if empty."""
     options: Mapping[str, str | bool | int | float] = field(default_factory=dict)

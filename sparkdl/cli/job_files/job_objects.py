@@ -25,7 +25,7 @@ _REMEDY = (
 
 _KEYS = {option.name: key for key, option in PARAMS.items()}
 _NAME = re.compile(rf"(?<!estimator\.)(?<!unknown key ')\b({'|'.join(_KEYS)})\b")
-"""Of a Param; what the user has misspelt so is quoted as it is."""
+"""Pattern of a Param's name; what the user has misspelt so is quoted as it is."""
 
 
 def in_file_words(text: str) -> str:

@@ -24,11 +24,11 @@ class Key:
 
     name: str
     value: str
-    """What it takes, in a job file author's words."""
+    """Values that it takes, in a job file author's words."""
     default: str
     """As TOML has it; empty: there is none."""
     doc: str
-    """What it means, in reStructuredText."""
+    """Meaning of the key, in reStructuredText."""
     is_required: bool = False
 
 

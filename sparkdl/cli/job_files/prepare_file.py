@@ -15,7 +15,7 @@ EXTENSIONS = (
 )  # fmt: skip
 """Endings of image files, in lower case."""
 QUALITY = 95
-"""Of JPEG, where none is asked for."""
+"""Quality of JPEG, where none is asked for."""
 
 Split = Literal["train", "validation", "test"]
 SPLITS: tuple[Split, ...] = ("train", "validation", "test")
@@ -85,7 +85,7 @@ class ImageSection:
     mode: Literal["RGB", "L", "RGBA"] | None = None
     """Colours of images that are encoded anew; RGB unless it is set. ``L`` is grey."""
     quality: int | None = None
-    """Of JPEG, from 1 to 100; 95 unless it is set."""
+    """Quality of JPEG, from 1 to 100; 95 unless it is set."""
 
     def __post_init__(self) -> None:
         changes = [name for name in ("size", "shorter_side", "mode") if getattr(self, name)]
@@ -142,7 +142,7 @@ class PrepareOutput:
     on_error: Literal["fail", "skip"] = "fail"
     """``skip`` leaves files out that cannot be decoded, and lists them in ``bad_files.jsonl``."""
     overwrite: bool = False
-    """Whether what another run has prepared there is removed. The same run goes on in any case."""
+    """True if what another run has prepared there is removed. The same run goes on in any case."""
 
     def __post_init__(self) -> None:
         require(self.rows_per_file >= 1, "rows_per_file must be at least 1", self.rows_per_file)

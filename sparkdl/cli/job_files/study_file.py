@@ -28,7 +28,7 @@ class Space:
     high: int | float | None = None
     """Last value that is tried. Whole numbers where both ends are."""
     log: bool = False
-    """Whether the logarithms are spread evenly, as suits learning rates."""
+    """True if the logarithms are spread evenly, as suits learning rates."""
     step: int | float | None = None
     """Distance between the values that are tried."""
     choices: tuple[Value, ...] = ()

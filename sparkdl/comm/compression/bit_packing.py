@@ -16,7 +16,7 @@ from sparkdl.comm.compression.dense_reduce_scatter import BLOCK, blocks_of
 _WORDS = {1: torch.int64, 2: torch.int32, 4: torch.int16}
 """Bits per code -> a number as wide as the codes of one byte."""
 BITS = 2
-"""Of a code of `Ternary`."""
+"""Bits of a code of `Ternary`."""
 
 
 def packed_size(num_codes: int, bits: int) -> int:

@@ -43,7 +43,7 @@ class Compression(ABC):
     """
 
     keeps_residual: ClassVar[bool] = True
-    """Whether what a message leaves out is kept and added to the next one (error feedback)."""
+    """True if what a message leaves out is kept and added to the next one (error feedback)."""
 
     def check(self, config: TrainConfig, world_size: int) -> None:
         """Refuse, on the driver and before any job, what makes no sense together.

@@ -25,7 +25,7 @@ class Int8Compression(ScatterCompression):
     """Send 8 bits per value, a quarter of float32; what rounding loses is added the next time."""
 
     scale: Literal["row", "tensor"] = "row"
-    """Which values share a scale: those of an output unit or channel, or all of a parameter."""
+    """Values that share a scale: those of an output unit or channel, or all of a parameter."""
 
     def __post_init__(self) -> None:
         require(self.scale in ("row", "tensor"), "scale must be 'row' or 'tensor'", self.scale)

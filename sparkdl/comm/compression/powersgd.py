@@ -38,7 +38,7 @@ class PowerSGD(Compression):
     """Send a low-rank approximation: ``rank (n + m)`` values of a matrix of ``n m``."""
 
     rank: int = 2
-    """Of the approximation; more is closer to the gradient, and costs as much more."""
+    """Rank of the approximation; more is closer to the gradient, and costs as much more."""
     warmup_steps: int = 0
     """First exchanges, in which values travel as they are; a tenth of all helps some models."""
     min_compression: float = 2.0

@@ -53,9 +53,9 @@ class ThresholdCompression(Compression):
     max_sparsity: float = 1e-2
     """The part that is sent at most; if more, the threshold rises. 0 and 1 keep the threshold."""
     decay: float = 0.5 ** (1 / 20)
-    """By which the threshold is multiplied, or divided, after a step."""
+    """Factor by which the threshold is multiplied, or divided, after a step."""
     residual_clip: float | None = 5.0
-    """What waits is cut to this many thresholds, lest it dominates later; None: never."""
+    """Thresholds to which what waits is cut, lest it dominates later; None: never."""
     clip_every: int = 5
     """Steps from one such cut to the next."""
 

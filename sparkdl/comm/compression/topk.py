@@ -80,7 +80,7 @@ class Peaks:
 
 
 WARMUP_STAGES = 4
-"""Of equal length; with the paper's density of 0.001 they send 25, 6.3, 1.6 and 0.4 percent."""
+"""Equal stages; with the paper's density of 0.001 they send 25, 6.3, 1.6 and 0.4 percent."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -34,7 +34,7 @@ class TwoBitCompression(ScatterCompression):
     """Send 2 bits per value and 4 or 8 per sum: about 10 times less than float32."""
 
     threshold: float = 0.5
-    """What a value is sent as; smaller ones wait until they add up.
+    """Magnitude that a value is sent as; smaller ones wait until they add up.
 
     In units of what travels: of gradients, or of the changes of weights in a round, which are much
     smaller.

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 __all__ = ["TOPOLOGIES", "arrange", "check", "choose"]
 
 TOPOLOGIES = ("auto", "ring", "tree", "hierarchical", "shared")
-"""What a user may ask for; ``ring`` is what gloo and NCCL do by themselves."""
+"""Topologies that a user may ask for; ``ring`` is what gloo and NCCL do by themselves."""
 
 
 def arrange(comm: Communicator, topology: str, *, device: torch.device) -> Communicator:

@@ -23,7 +23,7 @@ from sparkdl.runtime.process import free_memory_bytes
 logger = logging.getLogger(__name__)
 
 _SPARE_BYTES = 64 << 20
-"""What others take between a look at what is free and the end of taking it."""
+"""Memory that others take between a look at what is free and the end of taking it."""
 
 
 class NoSharedMemory(GangError):

@@ -25,7 +25,7 @@ from sparkdl.comm.topology.shared_memory import NoSharedMemory, map_together, sa
 from sparkdl.comm.topology.signals import DONE, READY, Signals
 
 BLOCK_BYTES = 512 * 1024
-"""What one thread adds and copies at a time, so that it copies out of its cache."""
+"""Bytes that one thread adds and copies at a time, so that it copies out of its cache."""
 PIECE_BYTES = 512 * 1024
 """Largest part of a tensor that is staged as one."""
 SMALL_BYTES = 4096
@@ -67,7 +67,7 @@ class SharedSum:
         self._pending: deque[_Sum] = deque()
         self._num_started = 0
         self.waited_seconds = 0.0
-        """How long this rank has waited for summands of others."""
+        """Time that this rank has waited for summands of others."""
         try:
             self._small = _Staging(self._map(64 * SMALL_BYTES), SMALL_BYTES)
             self._large = _Staging(self._map(4 * PIECE_BYTES), PIECE_BYTES)

@@ -24,7 +24,7 @@ from sparkdl.comm.topology.shared_memory import agree, map_together
 from sparkdl.errors import CommunicationError
 
 READY, DONE = range(2)
-"""What can be signalled: this rank's summands are there; its share of the sum is made."""
+"""Signals: this rank's summands are there; its share of the sum is made."""
 
 _AWAKE_SECONDS = 1e-3
 _ASLEEP_SECONDS = 0.1

@@ -21,7 +21,7 @@ class DeferredTopology(Topology):
 
     def __init__(self) -> None:
         self.waiting: deque[_DeferredSum] = deque()
-        """Those that were started and not made yet."""
+        """Sums that were started and not made yet."""
 
     def start(self, comm: Communicator, tensor: torch.Tensor) -> Pending:
         started = _DeferredSum(self, comm, tensor)

@@ -128,7 +128,7 @@ class Sampler:
     columns: Sequence[Column]
     wanted: Sequence[SpoolColumn]
     names: Sequence[str]
-    """Of the parts of samples that are tuples."""
+    """Names of the parts of samples that are tuples."""
 
     def rows(
         self, samples: Sequence[Any], places: Sequence[str], buffer: Buffer | None = None

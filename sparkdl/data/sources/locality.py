@@ -11,7 +11,7 @@ from sparkdl.data.sources.parquet_files import Listing, RowGroup
 from sparkdl.storage.blocks import Host, Locate
 
 _HOSTS_NAMED = 3
-"""Of a shard, at most."""
+"""Most hosts that are named for a shard."""
 _NEARLY_ALL = 0.9
 """Hosts that have this part of what the best one has are as good as that."""
 
@@ -21,7 +21,7 @@ class Places:
     """The number of bytes of each row group that each host has on its disks."""
 
     num_bytes: Mapping[tuple[str, int], Mapping[Host, int]]
-    """Of each row group, by the path of its file and its number; empty: it is not known."""
+    """Path and number of a row group -> its bytes on each host; empty: they are not known."""
 
     @classmethod
     def of(cls, listing: Listing, locate: Locate) -> Places:

@@ -64,6 +64,11 @@ class ParquetSource:
     place of ``validationIndicatorCol``."""
 
     def __post_init__(self) -> None:
+        if not isinstance(self.path, str | os.PathLike):
+            raise ConfigError(
+                "ParquetSource takes the path of a file or a folder; received "
+                f"{type(self.path).__name__}; give a DataFrame to fit itself: fit(df)"
+            )
         object.__setattr__(self, "path", os.fspath(self.path))
         check_options(self.buffer_bytes, self.validation_fraction)
 

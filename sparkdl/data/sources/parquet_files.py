@@ -58,7 +58,7 @@ _FOOTERS_KEPT = 256
 
 
 ColumnPath = tuple[str, ...]
-"""Where a column lies: its name, and behind it the names of fields of struct columns."""
+"""Path of a column: its name, and behind it the names of fields of struct columns."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -104,7 +104,7 @@ class Chunk(NamedTuple):
     maximum: float
     """Likewise, below all numbers."""
     stored_units: int
-    """What is stored: bytes of strings and binary, else values."""
+    """Size of what is stored: bytes of strings and binary, else values."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -134,10 +134,10 @@ class Listing:
 
     url: str
     schema: pa.Schema
-    """Of the first file that has rows, and the folders' names; see `require_alike`."""
+    """Schema of the first file that has rows, and the folders' names; see `require_alike`."""
     files: tuple[DataFile, ...]
     footers: Mapping[str, Footer]
-    """By the path of the file."""
+    """Path of the file -> its footer."""
 
     def row_groups(self) -> list[RowGroup]:
         """The row groups that have rows.
@@ -257,6 +257,10 @@ def list_files(url: str, names: Iterable[str], spread: Spread = in_threads) -> L
     )
 
 
+_MAGIC = (b"PAR1", b"PARE")
+"""First bytes of a Parquet file: of a plain one, and of one whose footer is encrypted."""
+
+
 @dataclass(frozen=True)
 class Footers:
     """Reads footers of files under a URL, on the driver or on executors."""
@@ -270,11 +274,15 @@ class Footers:
         return open_files(self.url)[0]
 
     def __call__(self, path: str) -> Footer:
-        """Read a footer, and return what is kept of it; raises StorageError."""
-        with _read_failures(path):
-            with self._files.open_input_file(path) as file:
-                footer = pq.read_metadata(file)
-            return self._kept(footer)
+        """Read a footer, and return what is kept of it.
+
+        Raises:
+            StorageError: the file cannot be read.
+            DataError: it is a file of another kind.
+        """
+        with _read_failures(path), self._files.open_input_file(path) as file:
+            _require_parquet(file, path)
+            return self._kept(pq.read_metadata(file))
 
     def _kept(self, footer: pq.FileMetaData) -> Footer:
         leaves = [footer.schema.column(number).path for number in range(len(footer.schema))]
@@ -309,6 +317,15 @@ def _chunk(column: pq.ColumnChunkMetaData) -> Chunk:
     return Chunk(count, found.null_count or 0, low, high, stored)
 
 
+def _require_parquet(file: pa.NativeFile, path: str) -> None:
+    """Raise DataError for a file of another kind."""
+    if file.read(4) not in _MAGIC:
+        raise DataError(
+            f"{without_password(path)} is no Parquet file; have Spark read it, as spark.read.csv "
+            "does, and give the DataFrame to fit"
+        )
+
+
 def _found(url: str) -> tuple[list[str], list[dict[str, pa.Scalar]]]:
     """The paths of the files, and the columns that the folders' names give each of them."""
     files, path = open_files(url)
@@ -316,6 +333,8 @@ def _found(url: str) -> tuple[list[str], list[dict[str, pa.Scalar]]]:
         paths = _paths(files, path)
         if not paths:
             raise DataError(f"there is no Parquet file under {without_password(url)}")
+        with files.open_input_file(paths[0]) as first:
+            _require_parquet(first, paths[0])
         return paths, _folder_values(files, path, paths)
 
 

@@ -86,7 +86,7 @@ class ColumnSurvey:
     wanted: Sequence[SpoolColumn]
     """The columns that are asked for."""
     paths: Sequence[tuple[ColumnPath, ...]]
-    """Of each, where its specification's columns lie."""
+    """Paths of the columns of each one's specification."""
 
     def __post_init__(self) -> None:
         self._reader = Reader(self.listing.url)

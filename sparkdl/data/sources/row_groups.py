@@ -38,7 +38,7 @@ class Piece:
 
     group: RowGroup
     first: int
-    """Of those rows of the row group that belong to the split, counted from 0."""
+    """Number of the first row, from 0, among those of the row group that belong to the split."""
     stop: int
 
     @property
@@ -216,7 +216,7 @@ class PieceShards:
     """Opens shards of pieces of row groups on a worker; see `source.ShardSource`."""
 
     pieces: tuple[ShardPieces, ...]
-    """Of each shard."""
+    """Pieces of each shard."""
     wanted: tuple[SpoolColumn, ...]
     together: int
     """Pieces that are mixed."""
@@ -249,9 +249,9 @@ class RowGroupShards(PieceShards):
 
     url: str
     paths: tuple[tuple[ColumnPath, ...], ...]
-    """Of each wanted column: where its specification's columns lie in the files."""
+    """Paths in the files, for each wanted column, of its specification's columns."""
     validation: ColumnPath | None
-    """Where the column lies that marks validation rows."""
+    """Path of the column that marks validation rows."""
 
     def reader(self, plan: TrainPlan, split: Split) -> Callable[[Piece], Mapping[str, Rows]]:
         return partial(self._rows, Reader(self.url), plan.columns, split)

@@ -40,7 +40,7 @@ class StreamedRows(Generic[P]):
 
     plan: TrainPlan
     pieces: Sequence[tuple[P, int]]
-    """What `read` takes, and how many rows it gives for it; none without rows."""
+    """Pairs of what `read` takes and the number of rows that it gives for it; none without rows."""
     read: Callable[[P], Columns]
     """Gives a piece's rows, in memory of their own; called in one thread at a time."""
     _: KW_ONLY
@@ -106,7 +106,7 @@ class StreamedEpoch:
     """Reads the row groups of these numbers: their columns, which may be joined to fewer."""
     row_bytes: int
     groups: LengthGroups | None = None
-    """Which steps' rows are exchanged by their length; None: none."""
+    """Groups of steps whose rows are exchanged by their length; None: none."""
 
     def __post_init__(self) -> None:
         self._ahead = _Prefetcher(self._load_window)

@@ -84,7 +84,7 @@ class DatasetSource:
     from the estimator's seed, so all processes split alike."""
     _: KW_ONLY
     names: tuple[str, ...] = ("features", "label", "weight")
-    """What the parts of tuples are called, in their order; of a lone tensor the first."""
+    """Names of the parts of tuples, in their order; of a lone tensor the first."""
     num_rows: int | None = None
     """Samples of an epoch over all workers, of an iterable dataset without ``len``: each worker
     uses the first of its share, and must give as many."""

@@ -52,7 +52,7 @@ class Keep:
     directory: str
     key: str
     limit_bytes: int | None = None
-    """Of all keys in the directory of a host; None: a part of its disk."""
+    """Most bytes of all keys in the directory of a host; None: a part of its disk."""
 
     @property
     def folder(self) -> Path:
@@ -68,7 +68,9 @@ class Keep:
 
     def find(self) -> list[SpooledShard]:
         """The whole shards of the key on this host, which count as used now."""
-        found = []
+        found: list[SpooledShard] = []
+        if self._is_anothers():
+            return found
         for place in sorted(self.folder.glob("[0-9]*")):
             spooled = _read(place)
             if spooled is not None:
@@ -80,8 +82,9 @@ class Keep:
     def put(self, spooled: SpooledShard) -> SpooledShard:
         """Keep a shard that lies in the directory; returns it where it lies then.
 
-        It stays where it is if the limit has no room for it, or if others have kept other rows
-        under the key. Of equal shards, the one that was there first is kept.
+        It stays where it is if the limit has no room for it, if another user has taken the name of
+        the key's folder, or if others have kept other rows under the key. Of equal shards, the one
+        that was there first is kept.
 
         Raises:
             StorageError: the disk cannot be written.
@@ -96,8 +99,25 @@ class Keep:
                 json.dump(row, file)
             for name in (*files, ROW):
                 _flush(source / name)  # a length alone does not show what a crash has lost
+            if self._is_anothers():  # who might hold it, so that we would wait for ever
+                return spooled
             with held(self.folder):
                 return self._named(spooled, self.folder / f"{spooled.shard.shard_id:05d}")
+
+    def _is_anothers(self) -> bool:
+        """True if what has the name of the key's folder is not this user's, or leads elsewhere."""
+        try:
+            found = self.folder.lstat()
+        except FileNotFoundError:
+            return False
+        if stat.S_ISDIR(found.st_mode) and found.st_uid == os.geteuid():
+            return False
+        logger.warning(
+            "%s is not a folder of this user, and its rows are not used: choose another cacheDir, "
+            "where others cannot write",
+            self.folder,
+        )
+        return True
 
     def _named(self, spooled: SpooledShard, place: Path) -> SpooledShard:
         """Give a whole shard its name, unless another has it."""
@@ -315,14 +335,30 @@ def _remove_tree(folder: Path) -> None:
     try:
         shutil.rmtree(folder, ignore_errors=True)
     except RecursionError:  # up to Python 3.12, at a thousand levels: bring them up
-        places = [folder]
-        for place in places:
-            with contextlib.suppress(OSError), os.scandir(place) as entries:
-                inside = [entry.path for entry in entries if entry.is_dir(follow_symlinks=False)]
-                for path in inside:
-                    places.append(folder / uuid.uuid4().hex)
-                    Path(path).rename(places[-1])
+        _flatten(folder)
         shutil.rmtree(folder, ignore_errors=True)
+
+
+def _flatten(folder: Path) -> None:
+    """Bring all folders in a folder to its top; it may be a stranger's, who puts links there."""
+    flags = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
+    top = os.open(folder, flags)
+    try:
+        places = _folders_in(top)
+        for place in places:
+            with contextlib.suppress(OSError), contextlib.ExitStack() as stack:
+                inner = os.open(place, flags, dir_fd=top)
+                stack.callback(os.close, inner)
+                for name in _folders_in(inner):
+                    places.append(uuid.uuid4().hex)
+                    os.rename(name, places[-1], src_dir_fd=inner, dst_dir_fd=top)
+    finally:
+        os.close(top)
+
+
+def _folders_in(descriptor: int) -> list[str]:
+    with os.scandir(descriptor) as entries:
+        return [entry.name for entry in entries if entry.is_dir(follow_symlinks=False)]
 
 
 def _flush(path: Path) -> None:

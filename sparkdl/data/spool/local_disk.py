@@ -90,7 +90,7 @@ DISK_REMEDY = (
     "or yarn.nodemanager.local-dirs where the cluster sets them), or spread the rows over more "
     "hosts"
 )
-"""What to do about a full local disk."""
+"""Remedy for a full local disk."""
 
 
 def _mib(num_bytes: int) -> str:

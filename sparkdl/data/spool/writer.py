@@ -213,7 +213,7 @@ class _ColumnWriter:
         self.stats = ColumnStats()
         self.num_bytes = 0
         self.made_digests: list[Any] = []
-        """What a transform made of the rows identifies them too: its code may change."""
+        """Digests of a transform's results, which identify the rows too: its code may change."""
         self._column = column
         self._where = where
         self._files: dict[Split, list[IO[bytes]]] = {}

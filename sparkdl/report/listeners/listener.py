@@ -32,13 +32,13 @@ class RunStart:
 
     run_id: str
     name: str
-    """What is run, such as ``TorchClassifier``."""
+    """Name of what is run, such as ``TorchClassifier``."""
     folder: str
     """A name for the run's files that no other run has, and that sorts by time."""
     params: Mapping[str, str]
     """Params by name, as text."""
     run_name: str = ""
-    """What the user calls the run; empty: nothing."""
+    """Name that the user gave the run; empty: none."""
 
 
 class RunListener:
@@ -127,11 +127,11 @@ _STEP_SECONDS = 0.5
 _MOST_CALLS = 1000
 """Calls that may wait for a listener."""
 _MOST_LOOKS = 20
-"""Of these, when a look at the layers comes: beyond that it is left out."""
+"""Most of these when a look at the layers comes: beyond that it is left out."""
 _LATE_SECONDS = 30.0
 """After how long in one call a listener is said to be behind."""
 _QUIET_SECONDS, _END_SECONDS = 10.0, 300.0
-"""How long the end of a run waits for its listeners, without a word and in all."""
+"""Time that the end of a run waits for its listeners, without a word and in all."""
 _STEP_SHARE = 0.05
 """Longest part of the time that a listener may take for steps."""
 
@@ -144,11 +144,11 @@ class _Entry:
         self._name = type(listener).__name__
         self._calls: queue.SimpleQueue[tuple[Callable[[RunListener], None], bool]]
         self._calls = queue.SimpleQueue()
-        """What to call, and whether it is the last."""
+        """Functions to call, each with True if it is the last."""
         self._has_failed = self._is_behind = False
         self._busy_since = math.inf
         self._next_step_at = 0.0
-        """When its `RunListener.step` may be called again."""
+        """Time from which its `RunListener.step` may be called again."""
         self._is_over = threading.Event()
         threading.Thread(target=self._run, name="sparkdl-listener", daemon=True).start()
 

@@ -45,12 +45,12 @@ class MLflow(Listener):
     """
 
     tracking_uri: str | None = None
-    """Where runs are tracked; None: what MLflow itself is set to."""
+    """Place where runs are tracked; None: what MLflow itself is set to."""
     experiment: str = "sparkdl"
     """Name of the experiment; it is made if there is none."""
     tags: Mapping[str, str] = field(default_factory=dict)
     log_weights: bool = False
-    """Whether the trained weights are an artifact too: ``model/weights.safetensors``."""
+    """True if the trained weights are an artifact too: ``model/weights.safetensors``."""
 
     def start(self, run: RunStart) -> RunListener:
         missing = "listeners=[MLflow(...)] needs mlflow; install it on the driver with: "

@@ -46,14 +46,14 @@ class TensorBoard(Listener):
     log_dir: str = "runs/tensorboard"
     """A directory of the driver, or a URL that TensorBoard's own files can be written to."""
     flush_seconds: float = 5.0
-    """How long values may wait before they are written."""
+    """Time that values may wait before they are written."""
     histograms: bool = True
-    """Whether rank 0 makes histograms, which takes it a moment; twice a second at most."""
+    """True if rank 0 makes histograms, which takes it a moment; twice a second at most."""
     layer_interval: int | None = None
     """Steps between two looks at the layers, for ratios and histograms; None: once per epoch, and
     twenty times in a run of fewer epochs."""
     images: int = 8
-    """How many images of the first batch are shown; 0: none."""
+    """Number of images of the first batch that are shown; 0: none."""
 
     @property
     def looks(self) -> Looks:

@@ -30,13 +30,13 @@ class Curves:
 
     name: str
     steps_per_epoch: int = 1
-    """By which positions of steps become those of epochs."""
+    """Divisor that turns positions of steps into those of epochs."""
     unit: str = "epoch"
-    """What the records count."""
+    """Unit that the records count."""
     history: list[dict[str, Any]] = field(default_factory=list)
     """A record per epoch or report; grows by `add_record`."""
     has_costs: bool = False
-    """Whether the gradient's norm, learning rate and seconds have panels too."""
+    """True if the gradient's norm, learning rate and seconds have panels too."""
     steps: Line = field(default_factory=lambda: ([], []))
 
     def add_step(self, step: int, loss: float) -> None:

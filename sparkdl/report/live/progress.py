@@ -26,14 +26,14 @@ from sparkdl.runtime.activity import FOR_SLOTS, STOPPING
 logger = logging.getLogger(__name__)
 
 _USUAL_COLUMNS = 80
-"""Of a terminal that does not say how many it has."""
+"""Columns of a terminal that does not say how many it has."""
 _SHORT_SECONDS = 1.0
 """A phase that takes less has no line without a terminal, and no time with one."""
 _AGAIN_SECONDS = 60.0
 """A phase that takes longer has another line without a terminal, and one after each such time."""
 _LEAST_SECONDS = 2.0
 _LEAST_REPORTS = 3
-"""Of steps, after the first one, before anything is said."""
+"""Reports of steps, after the first one, before anything is said."""
 _MEMORY_SECONDS = 30.0
 """The pace is that of the last seconds, so many at least, and of half the time in a long run."""
 _WARM_UP_REPORTS = 20
@@ -47,16 +47,16 @@ class Progress:
     """The progress of one rank."""
 
     phase: str = "start"
-    """What it does: ``train``, ``evaluate`` ..."""
+    """Activity of the rank: ``train``, ``evaluate`` ..."""
     epoch: int = 0
     """From 1; 0: training has not begun."""
     step: int = 0
     loss: float = math.nan
-    """Of the newest step."""
+    """Loss of the newest step."""
     rows: int = 0
     """Rows on which it has trained in this attempt."""
     seconds: Mapping[str, float] = field(default_factory=dict)
-    """What it has spent its time on since the attempt began."""
+    """Activity -> time that it has taken since the attempt began."""
 
     @classmethod
     def of(cls, body: Mapping[str, Any]) -> Progress:
@@ -150,7 +150,7 @@ class TimeLeft:
     def __init__(self, start_step: int = 0) -> None:
         self._begin = start_step
         self._reports: list[tuple[float, int]] = []
-        """When so many steps were done, from the first step on."""
+        """Pairs of a time and the number of steps done by then, from the first step on."""
         self._fastest = math.inf
         """Seconds of a step."""
 
@@ -321,7 +321,7 @@ class ConsoleView(RunView):
     """A line for each epoch or report and worker's line; in a file phases have lines, too."""
 
     _open: ClassVar[set[ConsoleView]] = set()
-    """Those of this process whose runs go on."""
+    """Views of this process whose runs go on."""
 
     def __init__(self, *, has_bar: bool, shows_logs: bool, name: str = "") -> None:
         """On a terminal it has a bar; ``name`` is the run's, which is shown where several go on."""
@@ -335,9 +335,9 @@ class ConsoleView(RunView):
         """The line in place; it has no bar before the steps are known."""
         self._drawn = "", ""
         self._said: tuple[str, int] | None = None
-        """What the newest line of a phase was for: the phase, and which minute of it."""
+        """Phase and minute of it that the newest line was for."""
         self._has_said_wait = False
-        """Whether a line of this phase has said that it waits for slots."""
+        """True if a line of this phase has said that it waits for slots."""
         if name:
             self._open.add(self)
             if len(self._open) > 1:

@@ -20,7 +20,7 @@ from sparkdl.runtime.activity import doing, is_shown, shown_by
 logger = logging.getLogger(__name__)
 
 _LETTERS = 6
-"""Of a run's id that stand for its name."""
+"""Letters of a run's id that stand for its name."""
 _TICK_SECONDS = 0.25
 _PATIENCE_SECONDS = 2.0
 """Longest wait, at the end, for what asks Spark."""

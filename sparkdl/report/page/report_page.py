@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from itertools import islice
 from typing import Any
 
 from markupsafe import Markup
@@ -26,6 +27,8 @@ _FACTS = {
 }  # fmt: skip
 _MOST_WITH_NUMBERS = 24
 """Classes of a confusion matrix whose cells have their numbers in them."""
+_MOST_LABELS, _MOST_CHARTS = 100, 200
+"""Classes of the confusion matrix of a run, and curves that are drawn."""
 
 Look = Mapping[str, Any]
 """An entry of `RunRecord.layers`."""
@@ -149,7 +152,8 @@ def _charts(record: RunRecord) -> list[Markup]:
     if len(record.steps) > 2:
         _, steps, losses, _ = zip(*record.steps, strict=True)
         charts.append(line_chart("loss by step", {"loss": (list(steps), list(losses))}, "step"))
-    for title, lines in curve_panels(record.history, has_costs=True).items():
+    panels = curve_panels(record.history, has_costs=True)
+    for title, lines in islice(panels.items(), _MOST_CHARTS):
         x_label = "report" if "report" in record.history[0] else "epoch"
         charts.append(line_chart(title.replace("_", " "), lines, x_label))
     return [chart for chart in charts if chart]
@@ -205,6 +209,8 @@ def _confusion(record: RunRecord) -> dict[str, Any] | None:
     if record.confusion is None:
         return None
     counts: list[list[float]] = record.confusion["counts"]
+    if len(counts) > _MOST_LABELS:
+        raise ValueError(f"a confusion matrix of {len(counts)} classes")
     total = sum(map(sum, counts))
     right = sum(of[label] for label, of in enumerate(counts))
     text = f"{formats.value(right)} of {formats.value(total)} rows are right"

@@ -22,7 +22,7 @@ from sparkdl.report.record.run_record import Line, RunRecord, count_of, curve_na
 logger = logging.getLogger(__name__)
 
 _MOST_CHARACTERS = 120
-"""Of the reason of a failure, in the list."""
+"""Most characters of the reason of a failure, in the list."""
 _COLUMNS: Mapping[str, Callable[[RunRecord], Any] | None] = {
     "run": lambda record: record.title.lower(),
     "status": lambda record: record.status,
@@ -46,7 +46,7 @@ class _Row(NamedTuple):
     title: str
     notes: Sequence[str]
     cells: Sequence[str | Markup] = ()
-    """Of the columns after the status; none if the record cannot be read."""
+    """Cells of the columns after the status; none if the record cannot be read."""
     keys: Mapping[str, Any] = {}
     """Column -> by what it is sorted."""
 

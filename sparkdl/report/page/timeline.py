@@ -18,7 +18,7 @@ SPENT_ON = ("data", "compute", "communication", "waiting", "evaluate", "checkpoi
 MOST_LANES = 24
 
 _WIDTH = 1000.0
-"""Of a lane, whose drawing is stretched."""
+"""Width of a lane, whose drawing is stretched."""
 _PHASES, _LANE, _GAP = 20.0, 30.0, 7.0
 _LEAST_WIDTH = 4.0
 """Spans that are narrower together are drawn as one."""

@@ -16,6 +16,8 @@ if TYPE_CHECKING:
     from torch import nn
 
 _MOST_NODES = 2000
+_MOST_INPUTS, _MOST_LEVELS = 50, 100
+"""Edges for each node, and layers in each other, that are drawn."""
 _PASSED_THROUGH = frozenset(
     ("view", "reshape", "transpose", "permute", "unsqueeze", "squeeze", "contiguous", "flatten",
      "__getitem__", "chunk", "split", "unbind", "expand", "expand_as", "to", "float", "double",
@@ -154,8 +156,15 @@ def tensors_in(value: Any) -> list[torch.Tensor]:
 
 
 def condensed(graph: Mapping[str, Any], limit: int = 48) -> dict[str, Any]:
-    """The graph with at most about ``limit`` nodes: deep layers are shown as what they are in."""
+    """The graph with at most about ``limit`` nodes: deep layers are shown as what they are in.
+
+    ValueError if it is larger than those of runs, which would take hours.
+    """
     deepest = max((node["name"].count(".") for node in graph["nodes"]), default=0) + 1
+    if max(len(graph["nodes"]), len(graph["edges"]) / _MOST_INPUTS) > _MOST_NODES:
+        raise ValueError(f"a graph of {len(graph['nodes'])} nodes, {len(graph['edges'])} edges")
+    if deepest > _MOST_LEVELS:
+        raise ValueError(f"a layer at {deepest} levels")
     for depth in range(deepest, 1, -1):
         smaller = _at_depth(graph, depth)
         if len(smaller["nodes"]) <= limit:

@@ -29,9 +29,9 @@ EVENTS, RECORD, PAGE = "events", "run.json", "report.html"
 _MAX_BYTES = 1 << 24
 """The largest file that is taken for one of a run: JSON takes many times its size in memory."""
 _MAX_EVENT_BYTES = 1 << 26
-"""Of all events of a run that goes on."""
+"""Most bytes of all events of a run that goes on."""
 _ODD = (ArithmeticError, AttributeError, LookupError, RecursionError, TypeError, ValueError)
-"""What comes of values that are JSON, but not those of a run."""
+"""Errors that come of values that are JSON, but not those of a run."""
 _LONGEST_NAME = 100
 """Characters of a run's name in that of its folder."""
 _NAME = re.compile(r"[0-9]{8}-[0-9]{6}-[A-Za-z0-9_]+-[0-9a-f]+")
@@ -183,7 +183,7 @@ class _Growing:
     damage: StorageError | None = None
     """Why nobody can make sense of it."""
     last_part: float | None = None
-    """When a part was new, by our own clock; None as long as none was."""
+    """Time when a part was last new, by our own clock; None as long as none was."""
 
     def take(self, events: Iterable[Event]) -> None:
         for event in events:

@@ -15,7 +15,7 @@ from sparkdl.errors import StorageError
 from sparkdl.storage.storage import without_password
 
 FORMAT = 1
-"""Of ``run.json``; raised when a reader of the last one could not make sense of it."""
+"""Version of ``run.json``; raised when a reader of the last one could not make sense of it."""
 
 Status = Literal["running", "succeeded", "failed", "lost"]
 Event = Mapping[str, Any]
@@ -23,7 +23,7 @@ Event = Mapping[str, Any]
 _MAX_LINES = 200
 """Warnings that are kept: the first ones, which say where trouble began."""
 _MOST_ENTRIES = 4000
-"""Of a list in a record, such as its history; more would only fill memory and the page."""
+"""Longest list in a record, such as its history; more would only fill memory and the page."""
 _MOST_LOOKS = 200
 """Looks at the layers that are kept, each of which has a number for every layer."""
 
@@ -34,22 +34,22 @@ class RunRecord:
 
     run_id: str
     name: str
-    """What was run, such as ``TorchClassifier``."""
+    """Name of what was run, such as ``TorchClassifier``."""
     started: float
     """Seconds since the epoch."""
     run_name: str = ""
-    """What the user calls the run; empty: nothing."""
+    """Name that the user gave the run; empty: none."""
     status: Status = "running"
     seconds: float = 0.0
-    """How long it has taken so far, or took."""
+    """Time that it has taken so far, or took."""
     silence_seconds: float = 0.0
-    """How long its driver may be silent before the run counts as lost."""
+    """Time that its driver may be silent before the run counts as lost."""
     heard: float = 0.0
-    """When its driver last said that it is alive: seconds since the epoch, by its own clock."""
+    """Time of its driver's last sign of life: seconds since the epoch, by its own clock."""
     params: list[dict[str, Any]] = field(default_factory=list)
     """``name``, ``value`` as text, ``is_set``: True if the user gave it."""
     facts: dict[str, Any] = field(default_factory=dict)
-    """What was found out before it began: rows, steps, parameters, mode."""
+    """Facts that were found out before it began: rows, steps, parameters, mode."""
     versions: dict[str, str] = field(default_factory=dict)
     spark: dict[str, Any] = field(default_factory=dict)
     driver: dict[str, Any] = field(default_factory=dict)
@@ -59,15 +59,15 @@ class RunRecord:
     laps: dict[str, float] = field(default_factory=dict)
     """Phase of the fit on the driver -> seconds, in order."""
     phase: str = ""
-    """What is going on now; empty when the run has ended."""
+    """Activity that is going on now; empty when the run has ended."""
     attempts: list[dict[str, Any]] = field(default_factory=list)
     """``number``, ``at``, ``start_step``, which is None where it failed before that was known."""
     failures: list[dict[str, Any]] = field(default_factory=list)
     """``at``, ``reason``: why an attempt ended."""
     history: list[dict[str, Any]] = field(default_factory=list)
-    """What was measured: a record per epoch, or per report of a function."""
+    """Measurements: a record per epoch, or per report of a function."""
     weights: str = ""
-    """Which weights the model has, in words: ``epoch 7 (best val_loss 0.123), of 10 epochs``."""
+    """Description of the model's weights: ``epoch 7 (best val_loss 0.123), of 10 epochs``."""
     kept: dict[str, Any] = field(default_factory=dict)
     """The history's record of when the model had these weights; empty: there is no model yet."""
     steps: list[list[float | None]] = field(default_factory=list)
@@ -77,7 +77,7 @@ class RunRecord:
     logs: list[dict[str, Any]] = field(default_factory=list)
     """``at``, ``rank``, ``level``, ``line``: warnings of the workers."""
     num_logs: int = 0
-    """How many warnings there were."""
+    """Number of warnings."""
     confusion: dict[str, Any] | None = None
     """``epoch``, and ``counts``: label by prediction, over the validation rows."""
     layers: list[dict[str, Any]] = field(default_factory=list)
@@ -132,6 +132,11 @@ class RunRecord:
                 raise StorageError(
                     f"the record of this run is damaged: its {name} is a {type(value).__name__}"
                 )
+            # The page of more entries than a run leaves would take hours.
+            by_rank = value if name == "spent" and isinstance(value, dict) else {"": value}
+            for entries in by_rank.values():
+                if isinstance(entries, list):
+                    thin(entries, _MOST_LOOKS if name == "layers" else _MOST_ENTRIES)
         return cls(**given)
 
 
@@ -180,10 +185,13 @@ def curve_panels(
     """Panel -> line -> values by epoch or report; ``loss`` and ``val_loss`` share a panel."""
     numbers = [count_of(record) for record in history]
     positions = [float(k + 1 if n is None else n) for k, n in enumerate(numbers)]
+    lines: dict[str, Line] = {name: ([], []) for name in curve_names(history, has_costs=has_costs)}
+    for x, record in zip(positions, history, strict=True):
+        for name in record.keys() & lines.keys():
+            lines[name][0].append(x)
+            lines[name][1].append(record[name])
     panels: dict[str, dict[str, Line]] = {}
-    for name in curve_names(history, has_costs=has_costs):
-        found = [(x, r[name]) for x, r in zip(positions, history, strict=True) if name in r]
-        line = [x for x, _ in found], [value for _, value in found]
+    for name, line in lines.items():
         panels.setdefault(name.removeprefix("val_"), {})[name] = line
     return panels
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from sparkdl.report.record.run_record import Event
 
 SHORTEST_SECONDS = 1.0
-"""Of a span of a short run with few ranks."""
+"""Length of a span of a short run with few ranks."""
 _SPANS_OF_ALL = 5_000
 _SPANS_OF_A_RANK = 200
 
@@ -20,7 +20,7 @@ _SPANS_OF_A_RANK = 200
 @dataclass(kw_only=True)
 class _Rank:
     start: float
-    """When its totals were zero, by the driver's clock."""
+    """Time when its totals were zero, by the driver's clock."""
     reported: dict[str, float] = field(default_factory=dict)
     """Totals at the end of the last span."""
     newest: dict[str, float] = field(default_factory=dict)

@@ -23,7 +23,7 @@ AS_ON_CPU: dict[Any, Any] = {
     torch.Tensor.is_meta.__get__: False,  # type: ignore[attr-defined]
     torch.Tensor.is_cpu.__get__: True,  # type: ignore[attr-defined]
 }
-"""What Python is told of a tensor that is to be on the CPU."""
+"""Answers that Python gets for a tensor that is to be on the CPU."""
 
 
 class NotRecorded(Exception):
@@ -85,7 +85,7 @@ class Step:
     """Storages whose numbers count before it."""
     writes: frozenset[int]
     state: bytes | None
-    """Of the generator before; None: nothing is drawn."""
+    """State of the generator before; None: nothing is drawn."""
 
     def run(self, real: Callable[[Any], Any]) -> list[Any]:
         """Do it again with what ``real`` gives for its arguments; returns the outputs."""
@@ -119,7 +119,7 @@ class Recipe:
     """Bytes of each storage."""
     constants: list[torch.Tensor] = field(default_factory=list)
     num_threads: int = 1
-    """Of torch where it was written; the bits of matrix products depend on it."""
+    """Threads of torch where it was written; the bits of matrix products depend on it."""
     written: dict[int, list[int]] = field(default_factory=dict)
     """Numbers of the steps that write to a storage."""
 

@@ -45,9 +45,9 @@ _FILLS = {
     _aten.normal_.default, _aten.random_.default, _aten.random_.to, _aten.uniform_.default,
     _aten.zero_.default, getattr(_aten.random_, "from"),
 }  # fmt: skip
-"""What writes all of its first argument without reading it."""
+"""Operations that write all of its first argument without reading it."""
 _MOST_CONSTANT_BYTES = 16 << 20
-"""Of tensors that a factory has from elsewhere, such as a list of numbers or a file."""
+"""Most bytes of tensors that a factory has from elsewhere, such as a list of numbers or a file."""
 
 
 class _Finder(cloudpickle.Pickler):  # type: ignore[misc] # cloudpickle has no types
@@ -144,7 +144,7 @@ _OF_MEMORY = {
     torch.Tensor._typed_storage, torch.Tensor.__reduce_ex__, torch.Tensor.__dlpack__,
     torch.Tensor.share_memory_,
 }  # fmt: skip
-"""What has no answer for a tensor without memory."""
+"""Functions that have no answer for a tensor without memory."""
 
 
 class _AsOnCpu(TorchFunctionMode):

@@ -46,7 +46,7 @@ from sparkdl.sync.module_tensors import device_of, fingerprint, set_trains, trai
 logger = logging.getLogger(__name__)
 
 _TORCHS = {*vars(nn.Module()), "_compiled_call_impl"}
-"""What torch itself keeps in each module: registers, hooks, the mode, a compiled twin."""
+"""Attributes that torch keeps in each module: registers, hooks, the mode, a compiled twin."""
 _OF_MESH = ("__composable_api_", "_is_fsdp_", "_fsdp_")
 """Begin the names of attributes with which torch divides layers."""
 _PLAIN = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.Size)

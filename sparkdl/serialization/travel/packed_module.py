@@ -37,7 +37,7 @@ from sparkdl.storage.tensor_file import TensorFile
 GetWeight = Callable[[str], torch.Tensor]
 """Gives the values of a parameter by its name."""
 Places = list[tuple[TensorPlace, list[str]]]
-"""Where parameters lie in a memory, with their names."""
+"""The places of parameters in a memory, with their names."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,7 +50,7 @@ class PackedModule:
     tensors: bytes
     """The memories by their numbers in the skeleton, as `checkpoint_format.encode` writes them."""
     recipe: bytes = b""
-    """How those are made that are not among them, see `RecordedWeights.packed`; empty: all are."""
+    """Recipe of tensors that are not among them, see `RecordedWeights.packed`; empty: all are."""
     pieces: Callable[[], Iterator[bytes | memoryview]] | None = None
     """Gives ``tensors``, which are empty then, piece by piece: they are read from elsewhere."""
 

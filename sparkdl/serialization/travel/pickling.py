@@ -57,7 +57,7 @@ def dumps(value: Any, strange: Mapping[int, str] | None = None) -> bytes:
 
 _Spaces = dict[str, dict[str, Any]]
 _spaces: ContextVar[_Spaces | None] = ContextVar("spaces", default=None)
-"""Where globals are shared: the name of a module of the program's -> its globals here."""
+"""Shared globals: the name of a module of the program's -> its globals here."""
 
 
 @contextlib.contextmanager
@@ -320,7 +320,7 @@ _REDUCERS: tuple[tuple[Any, Callable[[Any], _Reduced | None]], ...] = (
     (weakref.WeakValueDictionary, lambda value: (weakref.WeakValueDictionary, (dict(value),))),
     (weakref.WeakSet, lambda value: (weakref.WeakSet, (list(value),))),
 )
-"""How values are pickled, by their class; None: in the usual way."""
+"""Functions that pickle values, by their class; None: in the usual way."""
 
 
 @dataclass(frozen=True)
@@ -360,13 +360,13 @@ class PickleHead:
     """The facts known of a pickled module before it is read. Written in front of it."""
 
     begins: list[int]
-    """Of each memory the first byte that is sent."""
+    """Position of the first byte of each memory that is sent."""
     of_parameters: frozenset[int]
     """The numbers of memories in which only registered parameters lie."""
     next_hook: int
     """The number of the next hook in the process that has written it."""
     default_dtype: torch.dtype
-    """Of the program, for what forward makes."""
+    """Default dtype of the program, for what forward makes."""
 
     @classmethod
     def read(cls, file: io.BytesIO) -> PickleHead:

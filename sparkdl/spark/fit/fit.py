@@ -1,8 +1,8 @@
 """The whole of ``fit``: a chain of values, each made once.
 
-The checked request comes first, for which no job is needed; then the link to the executors, the
-table of rows, what these have shown, the plan, and the run; then training, in a gang or in rounds.
-Whatever happens, nothing is left behind.
+`_fit` tells it from top to bottom: the checked request, for which no job is needed; the link to the
+executors and the table of rows (`Opened`); what the rows have shown (`MadeRows`); the run with its
+plan; then training, in a gang or in rounds; the result. Whatever happens, nothing is left behind.
 """
 
 from __future__ import annotations
@@ -11,10 +11,11 @@ import logging
 import math
 import time
 import uuid
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import cache, partial
+from typing import Any
 
 from torch import nn
 
@@ -125,101 +126,174 @@ def _fit(
 ) -> FitResult:
     """See `fit`."""
     checked = check_request(data, request)
-    look = cache(partial(_look, checked, run_id, spools, recorder))
     with Cleanup() as stack:
         if spools is not None:
             recorder.phase("wait")
             slots = checked.slots
             stack.enter_context(spools.queue.slots(slots.num_workers, slots.total))
             recorder.phase("preflight")
-        table_of = cache(partial(_table, checked, run_id, spools, stack))
-        link = open_link(
-            checked.spark,
-            checked.slots,
-            checked.settings,
-            checkpoint_dir=checked.config.checkpoint.directory,
-            run_id=run_id,
-            stack=stack,
-            needs=checked.needs,
-            before_jobs=look,
-            once_submitted=lambda: table_of().begin(),  # while Python starts on the executors
-        )
-        recorder.phase("spool")
-        table, seen = table_of(), [look()]
-        if seen[0] is None and spools is None:
-            see = partial(check_rows.check_some, checked, sink=recorder.graph)
-            table.on_first(lambda rows, some: seen.append(see(rows, some)))
-        shards = persistently(
-            table.collect,
-            max_restarts=request.max_restarts,
-            prepare=partial(wait_again, checked.spark, checked.slots, checked.settings),
-        )
-        checked = replace(checked, slots=checked.slots.asked_again(checked.spark))
-        doing("checking the rows")
-        found = check_rows.check_rows(checked, table, shards, recorder.graph, seen[-1])
-        config = replace(checked.config, metrics=found.trial.metrics)
-        checked = replace(checked, request=replace(checked.request, config=config))
-        num_skipped, causes = table.skipped(shards)
-        if num_skipped:
-            logger.warning("training goes on without %d row(s): %s", num_skipped, causes)
-        mode, train = _mode(checked)
-        content = content_of(shards) + mode + checked.begins_from_text
-        key = run_key(checked.module, found.columns, checked.config, content, checked.weights)
-        if isinstance(table, SourceTable):
-            table = table_to_go_on(link.checkpoints, key, table)
-            shards = table.known
-        plan = _make_plan(checked, table, shards, found, link, key)
-        recorder.planned(plan)
-        if request.on_epoch is not None:
-            recorder.show(partial(EpochCallback, request.on_epoch))
-        link.hub.shows_lines = shows_lines(request.verbose) and shares_console(checked.spark)
-        run = Run(
-            begins_from=checked.begins_from,
-            keeps_state=request.keep_training_state,
-            spark=checked.spark,
-            run_id=run_id,
-            run_key=key,
-            plan=plan,
-            config=checked.config,
-            module=checked.module,
-            objective=checked.objective,
-            packed=pack(checked.module, checked.weights),
-            table=table,
-            slots=checked.slots,
-            link=link,
-            settings=checked.settings,
-            view=recorder,
-            max_restarts=request.max_restarts,
-            looks=wanted_looks(request.listeners),
-        )
+        opened = _open(checked, run_id, spools, recorder, stack)
+        rows = _make_rows(checked, opened, recorder)
+        run = _make_run(rows, opened, run_id, recorder)
         known = facts(run)
         if request.chosen:
             known["chosen"] = request.chosen
         recorder.facts(**known)
         recorder.phase("train")
-        trained = train(run)
-        _require_counted(trained, plan)
-        weights_of = _weights_of(trained, plan, checked.config.early_stopping)
+        trained = _training(rows.checked)(run)
+        _require_counted(trained, run.plan)
+        weights_of = _weights_of(trained, run.plan, run.config.early_stopping)
         is_short = weights_of is not None and weights_of.stopped_early
         recorder.done(trained.summary.steps, stopped_early=is_short)
         recorder.phase("clean up")
+    return _result(rows, run, trained, weights_of, known, recorder.end_phase())
+
+
+@dataclass(frozen=True)
+class Opened:
+    """The executors are there, and Spark makes the rows' table."""
+
+    link: Link
+    table: RowTable
+    seen: list[check_rows.CheckedRows | None]
+    """What rows have shown so far; the last counts."""
+
+
+def _open(
+    checked: CheckedRequest,
+    run_id: str,
+    spools: Spools | None,
+    recorder: Recorder,
+    stack: ExitStack,
+) -> Opened:
+    """Reach the executors; see the first rows, if the plan gives them, before any other job."""
+    look = cache(partial(_look, checked, run_id, spools, recorder))
+    table_of = cache(partial(_table, checked, run_id, spools, stack))
+    link = open_link(
+        checked.spark,
+        checked.slots,
+        checked.settings,
+        checkpoint_dir=checked.config.checkpoint.directory,
+        run_id=run_id,
+        stack=stack,
+        needs=checked.needs,
+        before_jobs=look,
+        once_submitted=lambda: table_of().begin(),  # while Python starts on the executors
+    )
+    recorder.phase("spool")
+    table, seen = table_of(), [look()]
+    if seen[0] is None and spools is None:
+        see = partial(check_rows.check_some, checked, sink=recorder.graph)
+        table.on_first(lambda rows, some: seen.append(see(rows, some)))
+    return Opened(link, table, seen)
+
+
+@dataclass(frozen=True)
+class MadeRows:
+    """The rows are in shards, and what they have shown is checked."""
+
+    checked: CheckedRequest
+    """With the metrics that names stand for, and the slots that are there now."""
+    table: RowTable
+    shards: Sequence[SpooledShard]
+    found: check_rows.CheckedRows
+    num_skipped: int
+
+
+def _make_rows(checked: CheckedRequest, opened: Opened, recorder: Recorder) -> MadeRows:
+    """Have all shards made; check what they show."""
+    table = opened.table
+    shards = persistently(
+        table.collect,
+        max_restarts=checked.request.max_restarts,
+        prepare=partial(wait_again, checked.spark, checked.slots, checked.settings),
+    )
+    checked = replace(checked, slots=checked.slots.asked_again(checked.spark))
+    doing("checking the rows")
+    found = check_rows.check_rows(checked, table, shards, recorder.graph, opened.seen[-1])
+    config = replace(checked.config, metrics=found.trial.metrics)
+    checked = replace(checked, request=replace(checked.request, config=config))
+    num_skipped, causes = table.skipped(shards)
+    if num_skipped:
+        logger.warning("training goes on without %d row(s): %s", num_skipped, causes)
+    return MadeRows(checked, table, shards, found, num_skipped)
+
+
+def _make_run(rows: MadeRows, opened: Opened, run_id: str, recorder: Recorder) -> Run:
+    """Plan the run, or find the plan of the one that it goes on with; tell the record."""
+    checked, request, link = rows.checked, rows.checked.request, opened.link
+    mode = "" if checked.slots.is_gang else "-rounds"  # has checkpoints of its own
+    content = content_of(rows.shards) + mode + checked.begins_from_text
+    key = run_key(checked.module, rows.found.columns, checked.config, content, checked.weights)
+    if isinstance(rows.table, SourceTable):
+        table = table_to_go_on(link.checkpoints, key, rows.table)
+        rows = replace(rows, table=table, shards=table.known)
+    plan = plan_run(rows, link, key)
+    recorder.planned(plan)
+    if request.on_epoch is not None:
+        recorder.show(partial(EpochCallback, request.on_epoch))
+    link.hub.shows_lines = shows_lines(request.verbose) and shares_console(checked.spark)
+    return Run(
+        begins_from=checked.begins_from,
+        keeps_state=request.keep_training_state,
+        spark=checked.spark,
+        run_id=run_id,
+        run_key=key,
+        plan=plan,
+        config=checked.config,
+        module=checked.module,
+        objective=checked.objective,
+        packed=pack(checked.module, checked.weights),
+        table=rows.table,
+        slots=checked.slots,
+        link=link,
+        settings=checked.settings,
+        view=recorder,
+        max_restarts=request.max_restarts,
+        looks=wanted_looks(request.listeners),
+    )
+
+
+def _training(checked: CheckedRequest) -> Callable[[Run], Trained]:
+    """Return the function that trains."""
+    if checked.slots.is_gang:
+        return train_in_gang
+    strategy = checked.strategy
+    if isinstance(strategy, PopulationStrategy):
+        return partial(train_population, strategy=strategy)
+    assert isinstance(strategy, AveragingStrategy)
+    return partial(train_in_rounds, strategy=strategy)
+
+
+def _result(
+    rows: MadeRows,
+    run: Run,
+    trained: Trained,
+    weights_of: WeightsOf | None,
+    known: Mapping[str, Any],
+    laps: Mapping[str, float],
+) -> FitResult:
+    """Put together what the estimator makes a model of.
+
+    ``known``: `facts` of the run before training; ``laps``: phase -> seconds.
+    """
+    checked, plan = rows.checked, run.plan
     fitted = trained.module or checked.module
     thaw(fitted, checked.frozen)  # a choice of this training, not of the module
-    laps = recorder.end_phase()
     phases = {f"fit: {name}": seconds for name, seconds in laps.items()}
     summary = replace(
         trained.summary,
         phase_seconds={**phases, **trained.summary.phase_seconds},
         rows=plan.num_rows,
         validation_rows=plan.num_validation_rows,
-        skipped_rows=num_skipped,
+        skipped_rows=rows.num_skipped,
         shards=known["shards"],
         mesh=known["mesh"] or "",
-        run_name=request.run_name,
-        world_size=trained.summary.world_size if checked.slots.is_gang else plan.world_size,
+        run_name=checked.request.run_name,
+        world_size=trained.summary.world_size if run.slots.is_gang else plan.world_size,
         seconds=sum(laps.values()),
         weights_of=weights_of,
-        chosen={name: dict(choice) for name, choice in request.chosen.items()},
+        chosen={name: dict(choice) for name, choice in checked.request.chosen.items()},
     )
     state = None
     if trained.left is not None:
@@ -228,19 +302,19 @@ def _fit(
         state = TrainingState(**trained.left, method=checked.method, weights=own)
     module: nn.Module | StoredModule = evaluating(fitted)
     if trained.stored_at is not None:
-        assert link.url is not None
+        assert run.link.url is not None
         module = StoredModule.of(
             fitted,
-            open_on_driver(checked.spark, link.url),
+            open_on_driver(run.spark, run.link.url),
             trained.stored_at,
-            mesh=checked.config.parallelism,
+            mesh=run.config.parallelism,
             is_reached=True,
         )
     return FitResult(
         module=module,
-        columns=tuple(column for column in found.columns if column.role == "feature"),
-        num_classes=found.trial.num_classes,
-        prediction_key=found.trial.prediction_key,
+        columns=tuple(column for column in rows.found.columns if column.role == "feature"),
+        num_classes=rows.found.trial.num_classes,
+        prediction_key=rows.found.trial.prediction_key,
         summary=summary,
         training_state=state,
     )
@@ -308,27 +382,10 @@ def _weights_of(
     )
 
 
-def _mode(checked: CheckedRequest) -> tuple[str, Callable[[Run], Trained]]:
-    """Return the suffix of the checkpoints' key, empty for a gang, and the function that trains."""
-    if checked.slots.is_gang:
-        return "", train_in_gang
-    strategy = checked.strategy
-    if isinstance(strategy, PopulationStrategy):
-        return "-rounds", partial(train_population, strategy=strategy)
-    assert isinstance(strategy, AveragingStrategy)
-    return "-rounds", partial(train_in_rounds, strategy=strategy)
-
-
-def _make_plan(
-    checked: CheckedRequest,
-    table: RowTable,
-    shards: Sequence[SpooledShard],
-    found: check_rows.CheckedRows,
-    link: Link,
-    key: str,
-) -> TrainPlan:
+def plan_run(rows: MadeRows, link: Link, key: str) -> TrainPlan:
     """The plan of the run, with the windows of an earlier one that it goes on with."""
-    plan = checked.make_plan(found.columns, [part.shard for part in shards])
+    checked, table, shards = rows.checked, rows.table, rows.shards
+    plan = checked.make_plan(rows.found.columns, [part.shard for part in shards])
     window_bytes = checked.config.shuffle_window_bytes
     choose = partial(table.windows, plan, shards, checked.slots.cluster, window_bytes)
     windows = windows_to_go_on(link.checkpoints, key, choose)

@@ -259,14 +259,12 @@ def _step(
         )  # fmt: skip
     optimizer = replica.synchronizer.optimizer
     training_mode(module, config.frozen_layers)
-    lightning = replica.lightning
-    if lightning is not None:
-        lightning.place(0, 1)
-        for hook in ("on_fit_start", "on_train_start"):
-            lightning.call(hook)
-        lightning.move_to(0, 0, 0)
-        lightning.call("on_train_epoch_start")
     step = TrainStep(replica, clock=Clock(comm))
+    for part in step.parts:
+        part.place(0, 1)
+        part.begin_fit()
+        part.move_to(0, 0, 0)
+        part.begin_epoch()
     stepping.set_mode(optimizer, trains=True)
     if is_first and is_known(optimizer):
         _leave_out_plain_steps(optimizer)

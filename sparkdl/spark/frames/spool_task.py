@@ -92,7 +92,7 @@ class SpoolTask:
 
     def _spool(self, batches: Iterator[pa.RecordBatch]) -> dict[str, list[Any]]:
         """Spool one partition; returns the row that says where it is."""
-        place, host = _place()
+        place, host = place_here()
         try:
             if self.keep is None:
                 root = roomiest(local_dirs())
@@ -277,7 +277,7 @@ class KeptTask:
         """Look into the folder of the key; rows are as those of `SpoolTask`."""
         for _ in batches:
             pass
-        _, host = _place()
+        _, host = place_here()
         found = [_at_host(spooled, host) for spooled in self.keep.find()]
         rows = {
             "shard_id": [spooled.shard.shard_id for spooled in found],
@@ -308,8 +308,8 @@ class CleanTask:
         yield pa.RecordBatch.from_pydict({"path": pa.array(removed, pa.string())})
 
 
-def _place() -> tuple[int, str]:
-    """Number of this task's partition, and its host as Spark calls it, or as the host does."""
+def place_here() -> tuple[int, str]:
+    """Return this task's partition, and its host as Spark calls it, or as the host does."""
     context = TaskContext.get()
     assert context is not None
     number = context.partitionId()

@@ -254,7 +254,7 @@ class ParamsReader(MLReader[P]):
                 instance._set(**self._values(metadata["paramMap"], instance, storage))
         except SparkDLError:
             raise
-        except (AttributeError, LookupError, TypeError, ValueError) as error:
+        except (AttributeError, LookupError, TypeError, ValueError, RecursionError) as error:
             raise stage_metadata.damaged(path, repr(error)) from error
         loaded: P = instance
         return loaded

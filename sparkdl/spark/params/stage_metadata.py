@@ -116,7 +116,7 @@ def take_place(aside: str, spark: SparkSession) -> None:
     Stopped in the middle, it leaves the new instance; the metadata are the last to move.
     """
     is_ours = _is_ours(aside, spark)
-    root, _, name = (aside if is_ours else _qualified(aside, spark)).rpartition("/")
+    root, _, name = (aside if is_ours else qualified(aside, spark)).rpartition("/")
     storage = open_storage(root) if is_ours else open_on_driver(spark, root)
     for old in storage.list(""):
         if old != name:
@@ -295,7 +295,7 @@ def place_of(path: str, spark: SparkSession) -> Folder:
     return (
         open_storage(path)
         if _is_ours(path, spark)
-        else open_on_driver(spark, _qualified(path, spark))
+        else open_on_driver(spark, qualified(path, spark))
     )
 
 
@@ -305,8 +305,8 @@ def _is_ours(path: str, spark: SparkSession) -> bool:
     return scheme is not None and not is_connect(spark) and not knows_scheme(spark, scheme)
 
 
-def _qualified(path: str, spark: SparkSession) -> str:
-    """``path`` with scheme and host, as Spark tells of the metadata; on Spark Connect as well."""
+def qualified(path: str, spark: SparkSession) -> str:
+    """Return ``path`` with scheme and host, as Spark tells of the metadata, also on Connect."""
     row = spark.read.text(f"{path}/metadata").select(F.input_file_name()).first()
     if row is None:
         raise StorageError(f"{without_password(path)}/metadata is empty; save the instance again")

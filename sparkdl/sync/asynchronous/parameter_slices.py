@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 from sparkdl.errors import ConfigError
+from sparkdl.sync.own_attributes import check_fused
 from sparkdl.sync.strategy import MakeOptimizer
 
 Options = list[dict[str, Any]]
@@ -141,6 +142,7 @@ class SlicedOptimizer:
         own = self._optimizer.state_dict()
         mine = {i: whole[place] for i, place in enumerate(self._places) if place in whole}
         self._optimizer.load_state_dict({**own, "state": copy.deepcopy(mine)})
+        check_fused(self._optimizer)
 
 
 def group_options(optimizer: torch.optim.Optimizer) -> Options:

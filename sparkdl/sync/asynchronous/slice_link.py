@@ -36,6 +36,8 @@ STOP_SECONDS = 3.0
 """Longest wait for the end of a server's threads; they last longer only if a peer hangs."""
 _SECRET_SECONDS = 30.0
 """Whoever connects and does not show certificate and secret in this time is shut out."""
+_MOST_STRANGERS = 512
+"""Connections at a time that have not shown yet whose they are; each has a thread."""
 _MAX_HEADER_BYTES = 1 << 20
 """Longer headers than this are none of ours, which have some numbers of the optimizer."""
 
@@ -129,6 +131,7 @@ class SliceServer:
         self._connections: set[ssl.SSLSocket] = set()
         self._threads: list[threading.Thread] = []
         self._is_stopped = threading.Event()
+        self._strangers = threading.Semaphore(_MOST_STRANGERS)
         self._has_refused = False
         """Whoever finds the port may connect often; the first refusal is told."""
         port, secret = self._listener.getsockname()[1], secrets.token_hex(32)
@@ -160,9 +163,12 @@ class SliceServer:
 
     def _accept(self) -> None:
         while not self._is_stopped.is_set():
+            if not self._strangers.acquire(timeout=_AGAIN_SECONDS):
+                continue
             try:
                 connection, _ = self._listener.accept()
             except OSError as error:  # it was shut, or this process has no file descriptor left
+                self._strangers.release()
                 if not self._is_stopped.wait(_AGAIN_SECONDS):
                     logger.warning("a connection to this slice could not be taken: %s", error)
                 continue
@@ -171,10 +177,13 @@ class SliceServer:
             except RuntimeError as error:  # no thread is left for it
                 logger.warning("a connection to this slice could not be taken: %s", error)
                 connection.close()
+                self._strangers.release()
                 self._is_stopped.wait(_AGAIN_SECONDS)
 
     def _serve(self, plain: socket.socket) -> None:
         """Answer the requests of one rank, one after the other, until it has gone."""
+        unknown = contextlib.ExitStack()
+        unknown.callback(self._strangers.release)
         try:
             plain.settimeout(_SECRET_SECONDS)
             tls = self._tls.wrap_socket(plain, server_side=True, do_handshake_on_connect=False)
@@ -185,6 +194,7 @@ class SliceServer:
                 connection.do_handshake()
                 messages = Messages(connection)
                 rank = self._admitted(messages)
+                unknown.close()
                 connection.settimeout(None)
                 try:
                     while True:
@@ -199,6 +209,7 @@ class SliceServer:
         except OSError as error:
             logger.debug("a connection to this slice ended: %s", error)
         finally:
+            unknown.close()
             ended = {c for c in tuple(self._connections) if c.fileno() < 0}  # others may add some
             self._connections.difference_update(ended)
 

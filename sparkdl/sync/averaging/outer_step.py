@@ -13,6 +13,7 @@ import torch
 
 from sparkdl.errors import ConfigError, unknown
 from sparkdl.storage.stateful import Stateful
+from sparkdl.sync.own_attributes import check_fused
 
 NEEDS_ANOTHER_LOOP = {"LBFGS"}
 """Optimizers of torch that call the loss several times a step."""
@@ -92,6 +93,7 @@ class OuterOptimizer(OuterRule):
             self._optimizer = self._make(self._weights)
             if self._loaded is not None:
                 self._optimizer.load_state_dict(self._loaded)
+                check_fused(self._optimizer)
         for weight, begin, end in zip(self._weights, anchor, mean, strict=True):
             weight.data = end.detach()  # stepped in place
             weight.grad = begin - end.detach()
@@ -109,6 +111,7 @@ class OuterOptimizer(OuterRule):
         self._loaded = state["optimizer"]
         if self._optimizer is not None and self._loaded is not None:
             self._optimizer.load_state_dict(self._loaded)
+            check_fused(self._optimizer)
 
     def _make(self, weights: Sequence[torch.Tensor]) -> torch.optim.Optimizer:
         try:

@@ -37,6 +37,11 @@ class MeshRanks:
     """That of ``tensors``, likewise."""
 
     @property
+    def gathers(self) -> bool:
+        """True if forward passes wait for those of other ranks."""
+        return self.mesh.num_shards > 1
+
+    @property
     def together(self) -> range:
         """The ranks of ``readers`` that train the same replica as this rank."""
         first = self.readers.rank - self.shards.rank

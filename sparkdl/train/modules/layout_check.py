@@ -39,7 +39,7 @@ _GRADIENTS = 0.05
 """Largest norm of a difference of gradients, as a part of the norm. A worker that has the gradient
 of its own part only is off by at least a half, somewhere along ``tensor``."""
 _NO_GRADIENT = 0.01
-"""Of `_TOLERANCE`: a norm below it, as a part of that of all gradients, may be rounding."""
+"""Part of `_TOLERANCE`: a norm below it, as a part of that of all gradients, may be rounding."""
 
 
 def check_layout_on_rows(

@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 _TORCHS = {*vars(nn.Module()), "_compiled_call_impl"} - {"_parameters", "_buffers", "_modules"}
-"""What torch itself keeps in each module, and forward does not change."""
+"""Attributes that torch itself keeps in each module, and forward does not change."""
 _PLAIN = (
     type(None), bool, int, float, complex, str, bytes, type, range, slice,
     types.FunctionType, types.BuiltinFunctionType, types.ModuleType, types.CodeType,

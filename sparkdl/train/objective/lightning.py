@@ -30,6 +30,7 @@ from sparkdl.train.objective.manual import (
     is_manual,
 )
 from sparkdl.train.objective.metric_states import REDUCTIONS, give, merged, seen_by
+from sparkdl.train.objective.part import Part
 
 if TYPE_CHECKING:
     from sparkdl.comm.communicator import Communicator
@@ -110,7 +111,7 @@ def check_in_rounds(module: nn.Module) -> None:
         )
 
 
-class TrainerStandIn:
+class TrainerStandIn(Part):
     """Takes the place of Lightning's Trainer for a LightningModule; also its training step.
 
     As ``module.trainer`` it has those attributes of Lightning's that have a meaning here.
@@ -128,7 +129,7 @@ class TrainerStandIn:
             "lr_schedulers": lambda: _alone_or_all(self._schedulers),
         }
         self.manual = ManualBackward(module, self.call) if is_manual(module) else None
-        """What its training step calls where it updates the weights itself; None: the loop does."""
+        """Function for a training step that updates the weights itself; None: the loop does."""
         if self.manual is not None:
             self._methods |= {"manual_backward": self.manual, "clip_gradients": clip_gradients}
         self._validates = is_overridden(module, "validation_step")
@@ -198,7 +199,7 @@ class TrainerStandIn:
             vars(part)[_place(part)] = self
             vars(part).update(self._methods)
 
-    def detach(self) -> None:
+    def close(self) -> None:
         """Leave the module as it was."""
         for part in self._parts:
             if _place(part) == "_trainer":
@@ -206,13 +207,32 @@ class TrainerStandIn:
             for name in ("trainer", *self._methods):
                 vars(part).pop(name, None)
 
-    def join(self, optimizer: torch.optim.Optimizer, scheduler: Any) -> None:
+    def join(self, optimizer: torch.optim.Optimizer, scheduler: Any, comm: Communicator) -> None:
         """Show the module what updates its weights."""
+        if self.manual is not None:
+            self.manual.join(optimizer, comm)
         parts = optimizer.parts if isinstance(optimizer, SeveralOptimizers) else [optimizer]
         self.optimizers = list(parts)
         if scheduler is not None:
             is_one = not isinstance(scheduler, SeveralSchedules)
             self._schedulers = [scheduler] if is_one else scheduler.parts
+
+    def begin_fit(self) -> None:
+        self.call("on_fit_start")
+        self.call("on_train_start")
+
+    def begin_epoch(self) -> None:
+        self.call("on_train_epoch_start")
+
+    def before_clipping(self, optimizer: torch.optim.Optimizer) -> None:
+        self.call("on_before_optimizer_step", optimizer)
+
+    def end_epoch(self) -> None:
+        self.call("on_train_epoch_end")
+
+    def end_fit(self) -> None:
+        self.call("on_train_end")
+        self.call("on_fit_end")
 
     def call(self, hook: str, *arguments: Any) -> Any:
         """Call a hook of the module's, if the user has written it.
@@ -506,7 +526,7 @@ class OwnOptimizer:
         try:
             yield
         finally:
-            stand_in.detach()
+            stand_in.close()
 
 
 def _configured(

@@ -37,7 +37,7 @@ LOSSES: dict[str, type[nn.Module]] = {
 
 CLASS_LOSSES = (nn.CrossEntropyLoss, nn.NLLLoss)
 ELEMENTWISE_LOSSES = (*(set(LOSSES.values()) - set(CLASS_LOSSES)), nn.MultiLabelSoftMarginLoss)
-"""Those that compare each number of the output with one of the target."""
+"""Losses that compare each number of the output with one of the target."""
 
 
 class LossFunction(Protocol):
@@ -161,7 +161,7 @@ class ClassLoss(ModuleLoss):
     """Cross entropy and negative log-likelihood: class weights and ignored targets count."""
 
     counts_alike = False
-    """Whether every sample counts once, by the mean over its own targets that are not ignored;
+    """True if every sample counts once, by the mean over its own targets that are not ignored;
     class weights weigh the losses then, but not the mean."""
 
     def predictions(self, output: Any) -> Any:

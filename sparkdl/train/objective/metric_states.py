@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from torchmetrics import Metric
 
 State = tuple[int, dict[str, Any]]
-"""How often a metric was updated, and its states by name: tensors or lists of tensors."""
+"""Number of updates of a metric, and its states by name: tensors or lists of tensors."""
 
 
 REDUCTIONS: dict[str, Callable[[Any, Any], Any]] = {
@@ -30,7 +30,7 @@ REDUCTIONS: dict[str, Callable[[Any, Any], Any]] = {
     "max": max,
 }
 Number = tuple[str, Any, float]
-"""How it is reduced; the values so far, with their weights for a mean; the weights."""
+"""Name of the reduction; the values so far, with their weights for a mean; the weights."""
 Find = Callable[[str], Any]
 """Gives the metric of a path, such as ``get_submodule`` of a module."""
 

@@ -28,15 +28,15 @@ from sparkdl.train.objective.weighted_metrics import (
 ACCURACY = "accuracy"
 
 _OF_SCORES = ("auroc", "average_precision")
-"""Those that keep the scores of all rows."""
+"""Metrics that keep the scores of all rows."""
 _OF_SPREAD = ("explained_variance", "r2")
-"""Those that compare with the spread of the labels."""
+"""Metrics that compare with the spread of the labels."""
 OF_CLASSES = (
     ACCURACY, "auroc", "average_precision", "cohen_kappa", "f1", "mcc", "precision", "recall",
     "specificity",
 )  # fmt: skip
 _OF_ROUNDING = 1e-2
-"""By how much probabilities of bfloat16 may fail to add up to 1."""
+"""Amount by which probabilities of bfloat16 may fail to add up to 1."""
 OF_NUMBERS = ("explained_variance", "mae", "mape", "mse", "r2", "rmse")
 
 

@@ -19,7 +19,7 @@ from sparkdl.train.objective.roc_curves import Curve, ScoreTable
 
 _NO_LIMIT = 2**62
 _OF_ROUNDING = 1e-28
-"""What rounding may leave of a spread of 0, of the squared mean."""
+"""Part of the squared mean that rounding may leave of a spread of 0."""
 _LEAST_LABEL = 1.17e-6
 """Labels nearer to 0 count as this far from it, where errors are divided by labels."""
 
@@ -117,7 +117,7 @@ _ERRORS: Mapping[str, Callable[[Tensor, Tensor], Tensor]] = {
     "mse": lambda error, _: error**2,
     "rmse": lambda error, _: error**2,
 }
-"""What each metric takes the mean of."""
+"""Values that each metric takes the mean of."""
 
 
 class OfClasses(WeightedMetric):

@@ -1,4 +1,4 @@
-"""What is refused of an optimizer and its schedule, by some trial steps on the driver."""
+"""Refuses unfit optimizers and schedules, by some trial steps on the driver."""
 
 from __future__ import annotations
 
@@ -37,9 +37,9 @@ from sparkdl.train.optimizers.stepping import Stepper, has_modes, owned, set_mod
 logger = logging.getLogger(__name__)
 
 _MOST_STEPS = 50_000
-"""Of a schedule that is tried; longer ones go to their end at once."""
+"""Most steps of a schedule that is tried; longer ones go to their end at once."""
 _TRIED_STEPS = 12
-"""Of an optimizer and of another that got its state; some do something in each fifth step only."""
+"""Steps of an optimizer and of another with its state; some act in each fifth step only."""
 _OF_ROUNDING = 1e-6
 _MOST_NUMBERS = 1 << 22
 """Parameters of more numbers than this take no part in the trial step, unless all are larger."""

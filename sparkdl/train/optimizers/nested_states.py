@@ -18,6 +18,7 @@ from sparkdl.sync.module_tensors import fingerprint
 from sparkdl.sync.own_attributes import (
     HOOKS,
     attributes,
+    check_fused,
     give_attributes,
     has_state,
     note_first,
@@ -80,6 +81,7 @@ def give_state(owner: Any, state: Any) -> None:
     with same_objects(owner):
         owner.load_state_dict(_restored(owner.state_dict(), state))
     _restore_kinds(owner, state)
+    check_fused(owner)
 
 
 def options_of(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:

@@ -30,7 +30,7 @@ from sparkdl.train.optimizers.large_batch import LAMB, LARS
 _OF_COMPILER = "__dynamo_disable"
 """Attribute of a function that has what is called in its place."""
 Groups = list[dict[str, Any]]
-"""What torch's optimizers take: ``params`` and options of each group."""
+"""Groups that torch's optimizers take: ``params`` and options of each group."""
 
 
 @contextmanager
@@ -123,7 +123,7 @@ OPTIMIZERS = TORCH_OPTIMIZERS | {
 AUTO = "auto"
 """The optimizer that a LightningModule configures, or else Adam."""
 _FUSED = {torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW}
-"""Those that can update all parameters in one operation, on the CPU and on CUDA."""
+"""Optimizers that can update all parameters in one operation, on the CPU and on CUDA."""
 
 
 def resolve_optimizer(config: TrainConfig, module: nn.Module | None = None) -> MakeOptimizer:
@@ -186,8 +186,8 @@ def resolve_optimizer(config: TrainConfig, module: nn.Module | None = None) -> M
         fused = {"fused": True} if can_fuse else {}
         for values in groups.values():
             # All parameters with a group's options: in groups an optimizer never looks at them.
-            _made(kind, parameters, {**options, **fused, **values}, " of parameterGroups")
-        made = _made(kind, divide(parameters) if divide else parameters, {**options, **fused})
+            _made(kind, parameters, {**options, **values}, fused, " of parameterGroups")
+        made = _made(kind, divide(parameters) if divide else parameters, options, fused)
         if not isinstance(made, torch.optim.Optimizer):
             raise ConfigError(f"optimizer must make a torch.optim.Optimizer; received {made!r}")
         complete(made)
@@ -232,14 +232,20 @@ def _kind(config: TrainConfig, module: nn.Module | None) -> Any:
     return OPTIMIZERS[kind.lower()]
 
 
-def _made(kind: Any, parameters: Any, options: Mapping[str, Any], where: str = "") -> Any:
-    """Make an optimizer of ``kind``.
+def _made(
+    kind: Any,
+    parameters: Any,
+    options: Mapping[str, Any],
+    fused: Mapping[str, Any],
+    where: str = "",
+) -> Any:
+    """Make an optimizer of ``kind`` with the user's ``options``; ``fused`` are ours.
 
     Raises:
         ConfigError: with the optimizer's reason to refuse the options.
     """
     try:
-        return kind(parameters, **options)
+        return kind(parameters, **{**fused, **options})
     except (TypeError, ValueError) as error:
         name = getattr(kind, "__name__", repr(kind))
         raise ConfigError(f"optimizer {name} refused {options}{where}: {error}") from error
@@ -256,7 +262,7 @@ class Schedule:
     """The value of the history that ReduceLROnPlateau gets at each evaluation, if it is one: the
     first of these that is there."""
     warned: set[str] = field(default_factory=set)
-    """Of these, what was NaN before; also what early stopping warns of."""
+    """Names of those that were NaN before; also what early stopping warns of."""
 
     def is_due(self, steps: int) -> bool:
         """True if it is to be stepped after so many steps of the run."""

@@ -59,7 +59,7 @@ class Stepper:
         self._optimizer = optimizer
         self.with_closure = takes_closure(optimizer) is True
         self.is_own = not is_known(optimizer)
-        """Whether it is the user's own, or calls what is."""
+        """True if it is the user's own, or calls one that is."""
         self._may_need_one = self.is_own and takes_closure(optimizer) is None
         checks: Any = torch.sparse.check_sparse_tensor_invariants
         if not checks.is_enabled():

@@ -63,7 +63,7 @@ class _Maker:
     def __init__(self, recipe: Recipe, comm: Communicator) -> None:
         self._recipe, self._comm = recipe, comm
         self._are_alike = len(set(comm.all_gather_bytes(cpu_model().encode()))) == 1
-        """Whether the ranks' CPUs give the same bits; else rank 0 makes all tensors."""
+        """True if the ranks' CPUs give the same bits; else rank 0 makes all tensors."""
 
     def give(
         self,

@@ -194,9 +194,9 @@ def test_what_spark_raises_is_a_finding_of_the_session(
     def lost(*_: object) -> None:
         raise PySparkException("the application is gone")
 
-    monkeypatch.setattr(cluster_checks, "_start", lambda order: spark)
+    monkeypatch.setattr(cluster_checks, "start_session", lambda order: spark)
     monkeypatch.setattr(cluster_checks, "bounded", lambda *_: None)
-    monkeypatch.setattr(cluster_checks, "_wait_for_executors", lost)
+    monkeypatch.setattr(cluster_checks, "wait_for_executors", lost)
     *_, last = examine_cluster(Order())
     assert (last.subject, last.state) == ("session", "wrong")
     assert "the application is gone" in last.text

@@ -251,6 +251,13 @@ def test_places_without_files(tmp_path: Path) -> None:
         ParquetSource(tmp_path / "empty").schema()
     with pytest.raises(DataError, match="have no rows"):
         ParquetSource(write(tmp_path / "none", [0])).contents(wanted())
+    for content in (b"x,label\n1,2\n", b"PA"):
+        (tmp_path / "empty" / "rows.csv").write_bytes(content)
+        with pytest.raises(DataError, match=r"rows.csv is no Parquet file; have Spark read it"):
+            ParquetSource(tmp_path / "empty").schema()
+    for frame in (pa.table({"x": [1]}), [tmp_path]):
+        with pytest.raises(ConfigError, match=r"received (Table|list); .*fit\(df\)"):
+            ParquetSource(frame)  # type: ignore[arg-type]
 
 
 def test_options_are_checked(tmp_path: Path) -> None:

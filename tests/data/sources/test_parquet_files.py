@@ -14,7 +14,7 @@ from sparkdl.data.plan import SpoolColumn
 from sparkdl.data.source import Contents, open_shards
 from sparkdl.data.sources.parquet import ParquetSource
 from sparkdl.data.sources.parquet_files import digest_of, list_files
-from sparkdl.errors import DataError, StorageError
+from sparkdl.errors import DataError
 from sparkdl.inputs import Tensor
 from tests.data.sources.test_parquet import FEATURES, LABEL, epoch_of, joined, plan_of, wanted
 
@@ -130,7 +130,7 @@ def test_files_must_have_the_same_columns(
 def test_what_is_no_parquet_is_named(tmp_path: Path) -> None:
     folder = write_all(tmp_path / "data", [pa.table({"x": [1.0]})])
     (folder / "notes.txt").write_text("some words")
-    with pytest.raises(StorageError, match=r"cannot read .*data"):
+    with pytest.raises(DataError, match=r"notes.txt is no Parquet file"):
         ParquetSource(folder).contents(wanted(FEATURES))
 
 

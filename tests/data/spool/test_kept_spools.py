@@ -366,6 +366,47 @@ def test_folders_of_any_depth_are_removed(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
+def test_a_folder_of_any_depth_is_removed_without_following_links(tmp_path: Path) -> None:
+    """Its owner may put a link in the place of a folder meanwhile."""
+    victim, folder = tmp_path / "victim", tmp_path / "sparkdl-gone"
+    (victim / "deep").mkdir(parents=True)
+    (folder / "a" / "b").mkdir(parents=True)
+    (folder / "a" / "c").symlink_to(victim)
+    (folder / "d").symlink_to(victim)
+    rename, moved = os.rename, []
+
+    def swapped(source: Any, target: Any, **where: Any) -> None:
+        rename(source, target, **where)
+        rename(folder / target, tmp_path / "away")
+        (folder / target).symlink_to(victim)
+        moved.append(source)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(os, "rename", swapped)
+        kept_spools._flatten(folder)
+    assert moved == ["b"]
+    assert (victim / "deep").is_dir()
+
+
+def test_rows_of_another_user_are_not_used(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Whoever can write into the directory may make the folder of a key beforehand."""
+    own = keep(tmp_path)
+    put(own)
+    assert len(own.find()) == 1
+    with monkeypatch.context() as patch, open_folder(own.folder) as descriptor:
+        fcntl.flock(descriptor, fcntl.LOCK_EX)
+        patch.setattr(os, "geteuid", lambda: os.getuid() + 1)
+        assert own.find() == []
+        assert not Path(put(own, 1).shard.path).is_relative_to(own.folder)
+    assert "is not a folder of this user" in caplog.text
+    own.folder.rename(tmp_path / "elsewhere")
+    own.folder.symlink_to(tmp_path / "elsewhere")
+    assert own.find() == []
+    assert not Path(put(own, 2).shard.path).is_relative_to(own.folder)
+
+
 def test_a_folder_may_go_just_when_it_was_found(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

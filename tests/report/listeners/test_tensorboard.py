@@ -79,11 +79,11 @@ def looked_at() -> dict[str, Any]:
     options = TensorBoard(images=2)
     looks = LayerLooks(options.looks, net, plan_for(make_data([50]), TrainConfig(max_steps=1)))
     images = torch.rand(5, 1, 8, 12)
-    looks.batch(Batch((images,), images, None, 5))
-    looks.before(0)
+    looks.see(Batch((images,), images, None, 5))
+    looks.before_update(0)
     found: dict[str, Any] = {}
     observer = mock.Mock(layers=lambda step, seen: found.update(seen))
-    looks.end(0, observer)
+    looks.after_step(0, observer)
     return found
 
 

@@ -24,7 +24,7 @@ COLUMN = SpoolColumn(name="x", role="feature", dtype="float64", shape=())
 def disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """That of the task, which has the partition 1."""
     monkeypatch.setenv("SPARK_LOCAL_DIRS", str(tmp_path))
-    monkeypatch.setattr(spool_task, "_place", lambda: (1, "far"))
+    monkeypatch.setattr(spool_task, "place_here", lambda: (1, "far"))
     return tmp_path
 
 
@@ -95,12 +95,12 @@ def test_several_own_partitions_in_one_task_are_those_of_tasks_of_their_own(
     values = {0: list(range(150)), 3: list(range(90))}
     alone = {}
     for number, rows in values.items():
-        monkeypatch.setattr(spool_task, "_place", lambda number=number: (number, "far"))
+        monkeypatch.setattr(spool_task, "place_here", lambda number=number: (number, "far"))
         own = SpoolTask(run_id="alone", sets=((COLUMN,),), pieces=pieces)
         (row,) = own(iter([batch(rows)]))
         for one in json.loads(row.column(1)[0].as_py())["shards"]:
             alone[one["shard"]["shard_id"]] = one["shard"]["fingerprint"]
-    monkeypatch.setattr(spool_task, "_place", lambda: (1, "far"))
+    monkeypatch.setattr(spool_task, "place_here", lambda: (1, "far"))
     task = SpoolTask(run_id="r", sets=((COLUMN,),), pieces=pieces, is_numbered=True)
     both = pa.concat_batches(
         [batch(rows, number=[number] * len(rows)) for number, rows in values.items()]

@@ -539,7 +539,7 @@ def test_a_client_that_does_not_see_the_servers_disk_is_refused(
     monkeypatch.setattr(
         stage_metadata, "make_way", lambda path, overwrite, _: cleared.append(overwrite)
     )
-    monkeypatch.setattr(stage_metadata, "_qualified", lambda *_: f"file:{tmp_path}/elsewhere")
+    monkeypatch.setattr(stage_metadata, "qualified", lambda *_: f"file:{tmp_path}/elsewhere")
     with pytest.raises(StorageError, match=r"elsewhere lies on the host of the Spark Connect serv"):
         TorchRegressor(module=make_custom).save(str(tmp_path / "e"))
     assert cleared == [False, True]
@@ -555,7 +555,7 @@ def test_nor_does_such_a_client_delete_what_is_there(
     cleared: list[str] = []
     monkeypatch.setattr(stage_metadata, "is_connect", lambda _: True)
     monkeypatch.setattr(stage_metadata, "make_way", lambda path, *_: cleared.append(path))
-    monkeypatch.setattr(stage_metadata, "_qualified", lambda *_: f"file:{tmp_path}/elsewhere")
+    monkeypatch.setattr(stage_metadata, "qualified", lambda *_: f"file:{tmp_path}/elsewhere")
     with pytest.raises(StorageError, match=r"elsewhere lies on the host of the Spark Connect serv"):
         TorchModel(nn.Linear(3, 1), [COLUMN]).write().overwrite().save(path)
     monkeypatch.undo()

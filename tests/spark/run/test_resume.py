@@ -165,7 +165,8 @@ def test_the_plan_of_a_fit_notes_by_which_homes_its_table_is_dealt(
     table.collect()
     for own, homes in ((table, "as they lie now"), (table.dealt_by("as before"), "as before")):
         part: Any = SimpleNamespace(shard=shard)
-        plan = fit._make_plan(anything, own, [part], anything, anything, "key")
+        rows = fit.MadeRows(anything, own, [part], anything, num_skipped=0)
+        plan = fit.plan_run(rows, anything, "key")
         assert plan.notes()[HOMES] == homes
     assert HOMES not in replace(plan, homes=None).notes()
 

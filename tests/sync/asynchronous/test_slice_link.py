@@ -19,6 +19,7 @@ from torch import nn
 
 from sparkdl.comm.certificates import NAME, make_certificate, mutual_tls
 from sparkdl.errors import ClusterError, CommunicationError
+from sparkdl.sync.asynchronous import slice_link
 from sparkdl.sync.asynchronous.parameter_server import Push, ServerRules, ServerSlice
 from sparkdl.sync.asynchronous.slice_link import Messages, SliceLink, SliceServer, flats
 
@@ -227,6 +228,21 @@ def test_refusals_are_told_once(served: Served, caplog: pytest.LogCaptureFixture
                 while stranger.recv(100):
                     pass
     assert caplog.text.count("was refused") == 1
+
+
+def test_strangers_take_no_more_threads_than_they_may(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(slice_link, "_MOST_STRANGERS", 5)
+    served = Served(make_slice())
+    before = threading.active_count()
+    with contextlib.ExitStack() as stack:
+        for _ in range(20):
+            stack.enter_context(served.open())
+        time.sleep(0.5)
+        assert threading.active_count() <= before + 5
+    link = served.link(0)  # the strangers have made room
+    link.step(None, [], [])
+    link.close()
+    served.server.stop()
 
 
 def test_a_thread_that_cannot_be_had_ends_one_connection_only(

@@ -24,7 +24,7 @@ from torch.optim.swa_utils import SWALR
 
 from sparkdl.data.plan import RoundPart
 from sparkdl.data.spool.mapped import MappedRows
-from sparkdl.errors import ConfigError
+from sparkdl.errors import CheckpointError, ConfigError
 from sparkdl.serialization.travel.packed_module import pack_blank, unpack
 from sparkdl.storage.checkpoint_format import decode, encode
 from sparkdl.storage.tensor_tree import snapshot
@@ -32,7 +32,7 @@ from sparkdl.sync.averaging.block_momentum import BlockMomentum
 from sparkdl.sync.module_tensors import tensors_of
 from sparkdl.train.callbacks import Callback, CallbackState, NullObserver
 from sparkdl.train.optimizers.check_optimizer import check_schedule, check_steps
-from sparkdl.train.optimizers.nested_states import give_state, plain_state
+from sparkdl.train.optimizers.nested_states import copied, give_state, plain_state
 from sparkdl.train.optimizers.optimizers import resolve_optimizer
 from sparkdl.train.round_replica import RoundReplica
 from sparkdl.train.training_state import method_of
@@ -512,3 +512,30 @@ def checked(make: Callable[[Any], torch.optim.Optimizer], **changes: Any) -> Non
         return resolve_optimizer(config, net)(net.parameters())
 
     check_steps(made(), None, config, (), made)
+
+
+@pytest.mark.parametrize(
+    ("kind", "key", "options"),
+    [
+        ("Adam", "exp_avg", {}),
+        ("AdamW", "max_exp_avg_sq", {"amsgrad": True}),
+        ("SGD", "momentum_buffer", {"momentum": 0.9}),
+        ("Adagrad", "sum", {}),
+    ],
+)
+@pytest.mark.parametrize("is_fused", [True, False])
+def test_states_that_a_fused_step_believes_are_looked_at(
+    kind: str, key: str, options: dict[str, Any], is_fused: bool
+) -> None:
+    """It writes as many numbers as the parameter has, wherever they lie; a file says that it is."""
+    parameter = nn.Parameter(torch.ones(8))
+    optimizer = getattr(torch.optim, kind)([parameter], lr=0.1, fused=is_fused, **options)
+    parameter.grad = torch.ones(8)
+    optimizer.step()
+    state = copied(plain_state(optimizer))
+    give_state(optimizer, copied(state))
+    state["param_groups"][0]["fused"] = True
+    for wrong in (torch.ones(2), torch.ones(8, dtype=torch.int8), torch.ones(2, 4)):
+        state["state"][0][key] = wrong
+        with pytest.raises(CheckpointError, match=f"the state '{key}' of an optimizer"):
+            give_state(optimizer, copied(state))

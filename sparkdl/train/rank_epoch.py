@@ -1,0 +1,166 @@
+"""A rank's part of the present epoch: what adds up over its samples, and what it draws."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Protocol
+
+import torch
+
+from sparkdl.comm.communicator import Communicator
+from sparkdl.data.batches import Batch, sequential_batches
+from sparkdl.data.source import ShardRows
+from sparkdl.sync.module_tensors import Place, fingerprints, give_tensors, moved, places_of
+from sparkdl.train.objective.label_losses import no_sums
+from sparkdl.train.random_state import random_state
+from sparkdl.train.replica import Replica
+from sparkdl.train.step import StepSums, TrainStep
+from sparkdl.train.validation import evaluate, in_step, sync_buffers
+
+if TYPE_CHECKING:
+    from sparkdl.sync.divided.mesh_ranks import MeshRanks  # brings torch's compiler
+
+
+@dataclass(frozen=True)
+class WholeRanks:
+    """Ranks that have a replica each, as `MeshRanks` are those that divide some."""
+
+    readers: Communicator
+    """The ranks that train on different rows: all of them."""
+    gathers = False
+
+    @property
+    def together(self) -> range:
+        """The ranks of ``readers`` that train the same replica as this rank."""
+        return range(self.readers.rank, self.readers.rank + 1)
+
+
+class Epoch(Protocol):
+    """What a rank has of the present epoch; `RankEpoch`, or by shard `ShardStates`."""
+
+    epoch_sums: torch.Tensor
+    """Weighted losses and weights of the rank's samples, and the losses of each label where there
+    are several, float64; a row for each shard where shards are trained on apart."""
+
+    def begin(self, step: int) -> None:
+        """Begin an epoch anew after ``step`` steps of the run."""
+
+    def batch(self, batches: Iterator[Batch]) -> Any:
+        """Return what `train` takes in the next step."""
+
+    def train(
+        self, step: TrainStep, batch: Any, rows_by_rank: Sequence[int], number: int
+    ) -> StepSums:
+        """Train on the batch of step ``number``, in which ranks have so many rows."""
+
+    def average_buffers(self, *, for_good: bool) -> None:
+        """Make equal on all ranks what the strategy does not. Collective.
+
+        ``for_good``: training goes on with that; otherwise with its own, once they are `put_back`.
+        """
+
+    def put_back(self) -> None:
+        """Give the module what it held before `average_buffers`."""
+
+    def totals(self, norms: torch.Tensor) -> torch.Tensor:
+        """Return the epoch's sums, and those of ``norms``, over all ranks. Collective."""
+
+    def training_metrics(self) -> dict[str, float]:
+        """Return the values over the epoch's training batches so far. Collective."""
+
+    def evaluate(self, rows: Sequence[ShardRows]) -> dict[str, float]:
+        """Measure the validation rows of this rank's shards, and of all others'. Collective."""
+
+    def begin_epoch(self) -> None:
+        """Forget what has added up."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state that a checkpoint must hold; tensors are the replica's own."""
+
+    def load_state_dict(self, state: Mapping[str, Any], *, is_united: bool, rank: int) -> None:
+        """Restore what `state_dict` gave, or `rank_state.united`; random numbers are the caller's.
+
+        What adds up over ranks is rank 0's where states are united.
+        """
+
+
+class RankEpoch:
+    """An epoch of a rank whose rows of a step are one batch."""
+
+    def __init__(self, replica: Replica, ranks: WholeRanks | MeshRanks) -> None:
+        """Begin a run of a replica, which the ranks have each, or in parts."""
+        self._replica, self._ranks, self._comm = replica, ranks, ranks.readers
+        self._with_rows = [r for r in range(replica.plan.world_size) if replica.plan.rows_of(r)]
+        self._first = fingerprints(replica.module)
+        """Frozen parameters before training; forward may change them."""
+        self._own: list[tuple[Place, torch.Tensor | None]] = []
+        self.epoch_sums = no_sums(replica.loss, replica.device)
+
+    def begin(self, step: int) -> None:
+        pass  # the rank draws its numbers itself
+
+    def batch(self, batches: Iterator[Batch]) -> Batch:
+        return next(batches)
+
+    def train(
+        self, step: TrainStep, batch: Batch, rows_by_rank: Sequence[int], number: int
+    ) -> StepSums:
+        of_replica = sum(rows_by_rank[rank] for rank in self._ranks.together)
+        return step(self._replica.on_device(batch), sum(rows_by_rank), number, of_replica)
+
+    def average_buffers(self, *, for_good: bool) -> None:
+        synchronizer = self._replica.synchronizer
+        own = []
+        if not synchronizer.buffers_agree:
+            trained = [] if synchronizer.divided is not None else synchronizer.trained_parameters()
+            own = sync_buffers(self._replica.module, self._comm, self._with_rows, trained)
+        self._own = [] if for_good else own
+
+    def put_back(self) -> None:
+        for place, value in self._own:
+            place.set(value)
+
+    def totals(self, norms: torch.Tensor) -> torch.Tensor:
+        both = torch.cat([self.epoch_sums, norms])
+        self._comm.all_reduce(both)
+        return both
+
+    def training_metrics(self) -> dict[str, float]:
+        metrics, pipeline = self._replica.training_metrics, self._replica.synchronizer.pipeline
+        if metrics is None:
+            return {}
+        if pipeline is None:
+            return metrics.compute(self._comm)
+        # only the last stage's have seen outputs
+        return pipeline.from_last(metrics.compute(self._comm) if pipeline.is_last else None)
+
+    def evaluate(self, rows: Sequence[ShardRows]) -> dict[str, float]:
+        batches = sequential_batches(rows, self._replica.plan)
+        if self._ranks.gathers:
+            batches = in_step(batches, self._replica.plan)
+        return evaluate(self._replica, batches, self._comm)
+
+    def begin_epoch(self) -> None:
+        self.epoch_sums.zero_()
+
+    def state_dict(self) -> dict[str, Any]:
+        # Running statistics differ between ranks until the epoch ends.
+        module, collector = self._replica.module, self._replica.collector
+        buffers = {p.name: p.value for p in places_of(module) if p.kind != "parameter"}
+        return {
+            "rng": random_state(),
+            "buffers": {**buffers, **moved(module, self._first)},
+            "epoch_sums": self.epoch_sums,
+            **({} if collector is None else {"collected": collector.state_dict()}),
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any], *, is_united: bool, rank: int) -> None:
+        give_tensors(self._replica.module, state["buffers"])
+        if is_united and rank > 0:
+            return
+        self.epoch_sums.copy_(state["epoch_sums"])
+        collector = self._replica.collector
+        if collector is not None:
+            collected = state["collected"]
+            collector.load_state_dict(collector.joined(collected) if is_united else collected)
