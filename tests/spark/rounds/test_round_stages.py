@@ -41,4 +41,4 @@ def test_the_mean_is_taken_in_the_order_of_shards(monkeypatch: pytest.MonkeyPatc
     expected = sum(0.25 * values[rank] for rank in sorted(values))
     assert state["w"].tolist() == [expected] * 300
     assert state["step"] == 7
-    assert set(found) == {FRAME, f"{FRAME}/w#0"}
+    assert set(found) == {FRAME, f"{FRAME}/w[300]#0"}
