@@ -132,8 +132,9 @@ class SliceServer:
         self._threads: list[threading.Thread] = []
         self._is_stopped = threading.Event()
         self._strangers = threading.Semaphore(_MOST_STRANGERS)
-        self._has_refused = False
-        """Whoever finds the port may connect often; the first refusal is told."""
+        self._is_told: set[str] = set()
+        """What has been warned of. Whoever finds the port may connect often."""
+        self._telling = threading.Lock()
         port, secret = self._listener.getsockname()[1], secrets.token_hex(32)
         self.address = SliceAddress(host=host, port=port, secret=secret)
         self._start(self._accept)
@@ -170,12 +171,12 @@ class SliceServer:
             except OSError as error:  # it was shut, or this process has no file descriptor left
                 self._strangers.release()
                 if not self._is_stopped.wait(_AGAIN_SECONDS):
-                    logger.warning("a connection to this slice could not be taken: %s", error)
+                    self._warn_once("could not be taken", error)
                 continue
             try:
                 self._start(self._serve, connection)
             except RuntimeError as error:  # no thread is left for it
-                logger.warning("a connection to this slice could not be taken: %s", error)
+                self._warn_once("could not be taken", error)
                 connection.close()
                 self._strangers.release()
                 self._is_stopped.wait(_AGAIN_SECONDS)
@@ -203,15 +204,19 @@ class SliceServer:
                     self._served.leave(rank)
                     self._on_leave(rank)
         except (ssl.SSLError, TimeoutError, ConnectionAbortedError) as error:
-            level = logging.DEBUG if self._has_refused else logging.WARNING
-            self._has_refused = True
-            logger.log(level, "a connection to this slice was refused: %s", error)
+            self._warn_once("was refused", error)
         except OSError as error:
             logger.debug("a connection to this slice ended: %s", error)
         finally:
             unknown.close()
             ended = {c for c in tuple(self._connections) if c.fileno() < 0}  # others may add some
             self._connections.difference_update(ended)
+
+    def _warn_once(self, what: str, error: Exception) -> None:
+        with self._telling:
+            level = logging.DEBUG if what in self._is_told else logging.WARNING
+            self._is_told.add(what)
+        logger.log(level, "a connection to this slice %s: %s", what, error)
 
     def _admitted(self, messages: Messages) -> int:
         """The rank that has connected; ConnectionAbortedError if it may not, or has before."""
