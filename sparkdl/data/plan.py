@@ -18,6 +18,10 @@ from sparkdl.inputs import Specification, Tensor
 
 Role = Literal["feature", "label", "weight"]
 Split = Literal["train", "validation"]
+Holding = Literal["here", "planned", "near"]
+"""How a rank comes to its shards: those that the plan gives it lie where it runs; it has those all
+the same, wherever they lie; or shards are dealt to the ranks that are near them, by their speeds.
+"""
 HOMES = "homes"
 """Key in a checkpoint's manifest of the plan's ``homes``."""
 
@@ -224,8 +228,14 @@ class TrainPlan:
         return place if self.takes_turns else 0
 
     def for_shards(self, shards: Sequence[Shard]) -> TrainPlan:
-        """The plan of the same shards, which lie elsewhere now."""
-        return replace(self, shards=tuple(shards))
+        """The plan of the same shards, which lie elsewhere now; rows set aside stay so."""
+        return replace(
+            self,
+            shards=tuple(
+                replace(new, num_rows=old.num_rows, num_validation_rows=old.num_validation_rows)
+                for old, new in zip(self.shards, shards, strict=True)
+            ),
+        )
 
     def held_by(self, shards_by_rank: Sequence[Sequence[int]]) -> TrainPlan:
         """The plan of a gang whose ranks hold these shards, in order."""

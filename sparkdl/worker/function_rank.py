@@ -42,6 +42,7 @@ if TYPE_CHECKING:
     import torch
 
     from sparkdl.comm.communicator import Communicator
+    from sparkdl.data.plan import Holding
     from sparkdl.mesh import Mesh
     from sparkdl.storage.checkpoint_format import CheckpointInfo, Writer
     from sparkdl.storage.checkpoint_writer import CheckpointManager, KeyValue
@@ -93,8 +94,8 @@ class FunctionOrder(GangOrder):
     """Ranks whose value the driver gets."""
     keep: int = 2
     """Checkpoints that are kept."""
-    is_placed: bool = True
-    """True if each rank runs where its neighbouring shards are, and always has the same."""
+    holding: Holding = "here"
+    """How ranks come to their shards."""
     mesh: Mesh | None = None
     """Mesh of the ranks; None: each reads rows of its own."""
 
@@ -117,7 +118,7 @@ def _call(order: FunctionOrder, member: Member) -> Results:
 
     function = _loaded(order, member)
     comm, reporter, mesh = member.comm, member.reporter, order.mesh
-    sets = order.sets if order.is_placed else _held(order, member)
+    sets = _held(order, member)
     storage = checkpoint_storage(order, member.files)
     with contextlib.ExitStack() as stack:
         stack.enter_context(default_group(member.device, order.collective_timeout_seconds))
@@ -171,6 +172,8 @@ def _held(order: FunctionOrder, member: Member) -> dict[str, DataSet]:
     """The data sets in the shards that each rank finds or fetches. Collective."""
     from sparkdl.worker.held_shards import hold_shards
 
+    if order.holding == "here":
+        return dict(order.sets)
     found, mesh = {}, order.mesh
     readers = member.comm.world_size if mesh is None else mesh.num_readers
     for name, data in order.sets.items():
@@ -180,6 +183,7 @@ def _held(order: FunctionOrder, member: Member) -> dict[str, DataSet]:
             member.comm,
             run_id=order.run_id,
             say=member.reporter.send,
+            holding=order.holding,
             readers=None if mesh is None else [mesh.reader(rank) for rank in range(mesh.size)],
         )
         found[name] = replace(data, shards=plan.shards, shards_by_rank=plan.shards_by_rank)

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from sparkdl.comm.communicator import Communicator
-from sparkdl.data.plan import Shard, TrainPlan, assign_near, assign_shards
+from sparkdl.data.plan import Holding, Shard, TrainPlan, assign_near, assign_shards
 from sparkdl.data.source import ShardSource
 from sparkdl.data.spool.local_disk import (
     disk_errors,
@@ -42,7 +42,7 @@ def hold_shards(
     speeds: Mapping[str, float] | None = None,
     work_shares: Mapping[str, float] | None = None,
     say: Callable[[dict[str, Any]], None],
-    is_assigned: bool = False,
+    holding: Holding = "near",
     readers: Sequence[int] | None = None,
 ) -> TrainPlan:
     """The plan with the shards that each rank holds; this rank's can be opened here. Collective.
@@ -57,7 +57,7 @@ def hold_shards(
         speeds: rows per second of a worker by its host, where that is known.
         work_shares: relative speeds by patterns of hosts' names, where it is not.
         say: sends an event to the driver: which shards no rank can read, or who holds which.
-        is_assigned: whether ranks get the shards that the plan gives them, wherever these lie.
+        holding: how the shards are dealt; "here" looks for none.
         readers: for each rank of the gang, which of the plan's it is; None: these are the same.
 
     Raises:
@@ -65,6 +65,8 @@ def hold_shards(
         CommunicationError: a peer was lost.
         StorageError: the local disk cannot be written.
     """
+    if holding == "here":
+        return plan
     found = [found_here(shard, source, run_id) for shard in plan.shards]
     names = {comm.address, socket.gethostname(), socket.getfqdn()}
     told: dict[str, Any] = {
@@ -92,7 +94,7 @@ def hold_shards(
         set.intersection(*(near[rank] for rank, own in enumerate(readers) if own == reader))
         for reader in range(num_readers)
     ]
-    if is_assigned:
+    if holding == "planned":
         assigned = plan.shards_by_rank
     elif len(rows) == len(near) and not any(shard.hosts for shard in plan.shards):
         # One shard each: bits are those of a run that nothing has disturbed, for a file's way.

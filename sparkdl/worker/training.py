@@ -24,7 +24,7 @@ from sparkdl.comm.channel import ChannelStorage
 from sparkdl.comm.file_chunks import gathered
 from sparkdl.comm.worker_environment import WorkerEnvironment
 from sparkdl.config import Looks
-from sparkdl.data.plan import TrainPlan
+from sparkdl.data.plan import Holding, TrainPlan
 from sparkdl.data.source import ShardSource, open_shards
 from sparkdl.data.spool.local_disk import ScratchFile
 from sparkdl.data.spool.spool_source import SpoolSource
@@ -88,10 +88,8 @@ class WorkOrder(GangOrder):
     """Opens the plan's shards."""
     speeds: Mapping[str, float] = field(default_factory=dict)
     """Rows per second of a worker by its host, where that was measured."""
-    is_placed: bool = True
-    """True if each rank runs where the shards are that the plan gives it."""
-    is_assigned: bool = False
-    """True if, where they do not, ranks have those shards all the same, which are fetched."""
+    holding: Holding = "here"
+    """How ranks come to their shards."""
     looks: Looks | None = None
     """Options of rank 0's looks at its layers for reports; None: no looks."""
     stored_at: str | None = None
@@ -128,19 +126,17 @@ def _train(order: WorkOrder, member: Member) -> Results:
     strategy, mesh = sync.resolve(config.sync_strategy), config.parallelism
     comm, files, reporter = member.comm, member.files, member.reporter
     reporter.phase("setup")
-    plan = order.plan
-    if not order.is_placed:
-        plan = hold_shards(
-            plan,
-            order.source,
-            comm,
-            run_id=order.run_id,
-            speeds=order.speeds,
-            work_shares=strategy.work_shares,
-            say=reporter.send,
-            is_assigned=order.is_assigned,
-            readers=None if mesh is None else [mesh.reader(rank) for rank in range(mesh.size)],
-        )
+    plan = hold_shards(
+        order.plan,
+        order.source,
+        comm,
+        run_id=order.run_id,
+        speeds=order.speeds,
+        work_shares=strategy.work_shares,
+        say=reporter.send,
+        holding=order.holding,
+        readers=None if mesh is None else [mesh.reader(rank) for rank in range(mesh.size)],
+    )
     reader = comm.rank if mesh is None else mesh.reader(comm.rank)
     with contextlib.ExitStack() as stack:
         stack.enter_context(as_on_driver(structure))

@@ -64,6 +64,15 @@ def test_every_row_once_and_no_batch_too_large(rows: list[int], world_size: int)
     assert min(global_rows) >= 1
 
 
+def test_rows_set_aside_stay_so_where_shards_are_written_anew() -> None:
+    made = plan([10, 8], world_size=2)
+    held_out = replace(made, shards=(made.shards[0], shard(1, 6, 2)))
+    moved = [replace(shard(number, rows), path="/new") for number, rows in ((0, 10), (1, 8))]
+    found = held_out.for_shards(moved)
+    assert [one.path for one in found.shards] == ["/new", "/new"]
+    assert [(s.num_rows, s.num_validation_rows) for s in found.shards] == [(10, 5), (6, 2)]
+
+
 def test_batches_differ_by_at_most_one_row() -> None:
     sizes = [stop - start for start, stop in (batch_bounds(23, 5, step) for step in range(5))]
     assert sum(sizes) == 23

@@ -67,8 +67,9 @@ def hold(comm: Any, folder: str, places: list[int], hosts: Any = None, assigned:
     source = OnHosts("" if hosts is not None else str(disk))
     try:
         found = hold_shards(
-            plan, source, comm, run_id="run", is_assigned=assigned is not None, say=told.append
-        )
+            plan, source, comm, run_id="run", say=told.append,
+            holding="near" if assigned is None else "planned",
+        )  # fmt: skip
     except ShardLost as error:
         return str(error), told
     assert told == [{"kind": "held", "shards": found.shards_by_rank}] * (comm.rank == 0)

@@ -76,7 +76,7 @@ def look(
         table = checked.data.table(spec, run_id)
     else:
         shown = UserRows(checked.data.frame, spec.columns, spec.validation)
-        spec = replace(spec, num_shards=1, num_places=1, is_gang=False, profile=None)
+        spec = replace(spec, num_shards=1, num_places=1, at_once=False, profile=None)
         spec = replace(spec, columns=sample.prepared, validation=sample.validation)
         table = ShardTable(sample.df, spec, run_id=run_id, shown=shown)
     stack.callback(table.close)

@@ -252,7 +252,7 @@ class _Place:
         checked, sample, slots = self.found.checked, self.found.sample, self.slots
         spec = replace(
             checked.table_spec, num_shards=slots.num_workers, num_places=slots.num_workers,
-            is_gang=slots.is_barrier, profile=slots.profile,
+            at_once=slots.is_barrier, profile=slots.profile,
         )  # fmt: skip
         table: RowTable
         if sample is None:

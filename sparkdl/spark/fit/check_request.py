@@ -48,6 +48,7 @@ from sparkdl.spark.frames.own_partitions import (
     frame_facts,
     require_partitions,
 )
+from sparkdl.spark.frames.placement import is_fixed
 from sparkdl.spark.frames.prepare_columns import prepare, prepare_labels
 from sparkdl.spark.frames.row_table import TableSpec
 from sparkdl.spark.frames.unstable_rows import unstable_operator
@@ -200,9 +201,7 @@ class CheckedRequest(CheckedValues):
             validation_col=self.request.validation_col,
             seed=0 if self.data.source is None else self.config.seed,
             # Where workers come and go shards move to them, and no stage may need all slots.
-            is_gang=self.slots.is_gang
-            and not self.slots.may_move
-            and self.num_readers == self.slots.num_workers,
+            at_once=self.slots.is_gang and is_fixed(self.slots, self.num_readers),
             is_barrier=self.slots.is_barrier,
             profile=self.slots.profile,
             heartbeat_timeout_seconds=self.settings.heartbeat_timeout_seconds,
@@ -221,7 +220,7 @@ class CheckedRequest(CheckedValues):
             num_shards=choice.num_places * choice.pieces,
             num_places=choice.num_places,
             pieces=choice.pieces,
-            is_gang=False,
+            at_once=False,
         )
 
     def make_plan(self, columns: Items[Column], shards: Items[Shard]) -> TrainPlan:

@@ -6,15 +6,15 @@ import json
 import logging
 import pickle
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
 import torch
 
 from sparkdl.comm.file_chunks import gathered
+from sparkdl.data.column_stats import SpooledShard
 from sparkdl.data.plan import assign_near, assign_shards
-from sparkdl.data.spool.spool_source import SpoolSource
 from sparkdl.errors import StorageError
 from sparkdl.report.summary import TrainingSummary
 from sparkdl.serialization.recorded.recipe import give_memory
@@ -25,7 +25,7 @@ from sparkdl.serialization.travel.pickling import dumps
 from sparkdl.spark.cluster.attempt import Attempt, Rows
 from sparkdl.spark.cluster.resize import Resize
 from sparkdl.spark.cluster.supervisor import GangResult, supervise
-from sparkdl.spark.frames.row_table import slots_for
+from sparkdl.spark.frames.placement import Placement, choose_placement
 from sparkdl.spark.run.resume import Attempts, by_host, find_checkpoint, gang_attempts
 from sparkdl.spark.run.run import Run, Trained
 from sparkdl.storage.checkpoint_format import decode, encode
@@ -52,8 +52,9 @@ def train_in_gang(run: Run) -> Trained:
         state = gathered(encode(Snapshot(*pack(run.begins_from.shared()))))
     place = _WEIGHTS if _stores_weights(run) else None
     stored_at = None
-    with gang_attempts(run, run.run_key, partial(_rebuild, run)) as attempts:
-        submit = partial(_submit, run, attempts, payload, state, place)
+    placement = choose_placement(run.table, run.slots, run.plan.world_size)
+    with gang_attempts(run, run.run_key, placement.after_loss) as attempts:
+        submit = partial(_submit, run, placement, attempts, payload, state, place)
         changes = Redeal(run, attempts), Resize(run, partial(_pays, run), attempts.take_at_most)
         try:
             result = supervise(run, submit, heal=attempts.heal, changes=changes)
@@ -105,30 +106,19 @@ def _remove_others(run: Run, kept: str | None) -> None:
 
 def _submit(
     run: Run,
+    placement: Placement[Sequence[SpooledShard]],
     attempts: Attempts,
     payload: bytes,
     state: bytes | None,
     weights_in: str | None,
     attempt: Attempt,
 ) -> Callable[[], Rows]:
-    """Prepare a submission: lost shards are rebuilt, the newest checkpoint is found.
-
-    A gang that may have another size than at first, or whose shards are own partitions, finds the
-    shards where they are; see `worker.held_shards`.
-    """
+    """Prepare a submission: the newest checkpoint is found, and shards that were lost are there."""
     find = partial(find_checkpoint, run, passed_over=attempts.passed_over, lease=attempts.lease)
     path = attempts.begin(attempt, find, run.plan.first_step)
-    df, plan, world_size = run.table.df, run.plan, attempt.world_size
-    mesh, is_kept = run.config.parallelism, run.table.is_kept
-    own = _finds_shards(run)
-    may_move = run.slots.may_move or own or is_kept
-    if attempt.number > 0 and not may_move:
-        plan = plan.for_shards([part.shard for part in run.table.collect()])
-    elif attempt.number > 0 or run.table.is_scattered(world_size):
-        found, df = run.table.restore(world_size)
-        plan = plan.for_shards([part.shard for part in found])
-    elif own:
-        df = slots_for(run.spark, world_size)
+    world_size, mesh = attempt.world_size, run.config.parallelism
+    found, df = placement.start(attempt.number, world_size)
+    plan = run.plan.for_shards([part.shard for part in found])
     strategy: SyncStrategy = run.config.sync_strategy
     readers = world_size if mesh is None else mesh.num_readers
     attempt.held = assign_shards(len(plan.shards), readers)
@@ -150,27 +140,12 @@ def _submit(
         resume_path=path,
         source=run.table.reader,
         speeds=attempts.speeds,
-        is_placed=not (may_move or has_speeds) and isinstance(run.table.reader, SpoolSource),
-        is_assigned=is_kept and not (run.slots.may_move or own or has_speeds),
+        holding="near" if has_speeds else placement.holding,
         looks=run.looks,
         spares_memory=mesh is not None and mesh.is_divided,
         stored_at=weights_in and f"{weights_in}/{run.run_id}-{attempt.number}",
     )
     return run.gang_job(df, training.run, order, num_workers=world_size)
-
-
-def _finds_shards(run: Run) -> bool:
-    """True if workers look for their shards, which lie in other numbers than theirs."""
-    mesh = run.config.parallelism
-    return run.table.owns_partitions or (mesh is not None and mesh.num_readers < mesh.size)
-
-
-def _rebuild(run: Run, missing: Collection[int]) -> None:
-    """Have lost shards written anew: with the table's own partitions, or only those that are."""
-    if not (run.slots.may_move or _finds_shards(run) or run.table.is_kept):
-        run.table.rebuild()
-    else:
-        run.table.remake(missing or range(len(run.plan.shards)))
 
 
 class Redeal:

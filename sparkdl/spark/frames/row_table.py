@@ -13,7 +13,7 @@ import logging
 import math
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Literal, Protocol
 
 from pyspark.sql import DataFrame, SparkSession
 from pyspark.sql import functions as F
@@ -59,7 +59,7 @@ class TableSpec:
     """Place where later fits find the shards; None: they are removed when the run ends."""
     seed: int = 0
     """The estimator's, for a source that draws; of a DataFrame 0: fits share its spools."""
-    is_gang: bool = True
+    at_once: bool = True
     """True if all shards are spooled at once, as a gang will hold them; otherwise one after the
     other where slots are few."""
     is_barrier: bool = True
@@ -82,6 +82,11 @@ class TableSpec:
         if self.num_partitions == self.num_shards or self.pieces is not None:
             return None
         return assign_shards(self.num_shards, self.num_partitions)
+
+
+Origin = Literal["dealt", "partitions", "kept", "source"]
+"""How shards come to where they lie: dealt there by this run, written where Spark has read the
+partitions that they are of, kept by an earlier run, or not at all, as workers read a source."""
 
 
 class ShownRows(Protocol):
@@ -118,14 +123,13 @@ class RowTable(ShownRows, Protocol):
         """Opens the shards on workers."""
 
     @property
-    def owns_partitions(self) -> bool:
-        """True if shards lie where Spark has read them: ranks find them, whatever their number."""
-        return False
+    def origin(self) -> Origin:
+        """Says how the shards came to where they are."""
 
     @property
-    def is_kept(self) -> bool:
-        """True if an earlier run has left the shards: ranks find them where they lie."""
-        return False
+    def notes(self) -> tuple[str, ...]:
+        """What is to be said of the shards besides their number."""
+        return ()
 
     def begin(self) -> None:
         """Have Spark begin to make the shards, if it needs a job; `collect` waits for that."""
@@ -172,7 +176,7 @@ class RowTable(ShownRows, Protocol):
         return self.known, slots_for(self.df.sparkSession, num_workers)
 
     def remake(self, missing: Collection[int]) -> None:
-        """Write some shards anew, wherever there are slots; `known` tells where."""
+        """Write some shards anew, wherever there are slots; `known` tells where. Empty: all."""
         return
 
     @property
@@ -229,6 +233,8 @@ def require_same(
 
 class SourceTable(RowTable):
     """The shards of a source; see `RowTable` for what the methods are for."""
+
+    origin: Origin = "source"
 
     def __init__(
         self, spark: SparkSession, source: Source, spec: TableSpec, homes: str | None = None

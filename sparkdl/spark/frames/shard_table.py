@@ -39,6 +39,7 @@ from sparkdl.spark.frames.columns import quoted
 from sparkdl.spark.frames.example_rows import UserRows, in_words
 from sparkdl.spark.frames.first_shards import FirstShards
 from sparkdl.spark.frames.row_table import (
+    Origin,
     ShownRows,
     TableSpec,
     payloads_of,
@@ -113,7 +114,7 @@ class SpoolTable:
         """Have Spark keep what the task yields of each partition of the rows."""
         self._dealt, self._task, self._profile = dealt, task, spec.profile
         table = dealt(None).mapInArrow(
-            task, TABLE_SCHEMA, barrier=spec.is_gang, profile=spec.profile
+            task, TABLE_SCHEMA, barrier=spec.at_once, profile=spec.profile
         )
         self.df = table.persist()
         self._queue_timeout_seconds = spec.queue_timeout_seconds
@@ -215,9 +216,21 @@ class SpoolTable:
         )
 
     def rebuild(self) -> None:
+        """Forget all shards, so that they are made anew."""
         for table in (self.df, *self._for_others.values()):
             table.unpersist()
             table.persist()
+
+    def remake(self, missing: Collection[int]) -> None:
+        """Write some shards anew, wherever there are slots; empty: all."""
+        if self._is_followed:
+            self.rebuild()
+        else:
+            self._remake(missing)
+
+    def _remake(self, missing: Collection[int]) -> None:
+        """Do so for a gang that finds them."""
+        raise NotImplementedError
 
     def note(self, paths: set[str]) -> None:
         """Take note of where tasks found their shards; what was lost, Spark has written anew."""
@@ -415,12 +428,25 @@ class ShardTable(SpoolTable, SpooledRows):
         )
         self._describe_by = partial(self._describe, partial(spread, df, spec), spec=spec)
         self._describe_by(task=task)
-        self.is_kept = False
-        self.owns_partitions = spec.pieces is not None
+        self._is_kept = False
+        """True if the shards are those of an earlier run, of which Spark knows nothing."""
         self._unreachable: set[str] = set()
         """Spools of own partitions that no worker could read, though Spark knows their hosts."""
         self._moved: dict[int, SpooledShard] = {}
         """Shards that were written anew elsewhere for that."""
+
+    @property
+    def origin(self) -> Origin:
+        """See `RowTable.origin`."""
+        if self._spec.pieces is not None:
+            return "partitions"
+        return "kept" if self._is_kept else "dealt"
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """See `RowTable.notes`."""
+        own, kept = self._spec.pieces is not None, self._is_kept
+        return ("own partitions",) * own + ("with those of an earlier fit",) * kept
 
     def unstable(self) -> str | None:
         return unstable_operator(self._frame)
@@ -459,7 +485,7 @@ class ShardTable(SpoolTable, SpooledRows):
         )
         shards = self.checked(tuple(found[number] for number in range(spec.num_shards)))
         self.df.unpersist()
-        self.df, self.is_kept = placed_near(self._spark, shards, spec), True
+        self.df, self._is_kept = placed_near(self._spark, shards, spec), True
         return shards
 
     def rebuild(self) -> None:
@@ -468,7 +494,7 @@ class ShardTable(SpoolTable, SpooledRows):
             super().rebuild()
             return
         self._keep_no_more()
-        self.is_kept = False
+        self._is_kept = False
         for table in (self.df, *self._for_others.values()):
             table.unpersist()
         self._for_others.clear()
@@ -480,15 +506,15 @@ class ShardTable(SpoolTable, SpooledRows):
 
     def is_scattered(self, num_workers: int) -> bool:
         """See `RowTable.is_scattered`."""
-        if self.owns_partitions:
+        if self._spec.pieces is not None:
             return self._has_spare(num_workers)
         hosts = {part.shard.host for part in self.known if part.shard.num_all_rows}
-        return self.is_kept and len(hosts) > num_workers
+        return self._is_kept and len(hosts) > num_workers
 
     def restore(self, num_workers: int) -> tuple[tuple[SpooledShard, ...], DataFrame]:
         """See `RowTable.restore`."""
         shards = [part.shard for part in self.known]
-        if self.is_kept and self._has_spare(num_workers):
+        if self._is_kept and self._has_spare(num_workers):
             self.rebuild()
         if table := self._to_follow(num_workers, len(shards)):
             (made,) = self._spooled(table=table)
@@ -496,16 +522,13 @@ class ShardTable(SpoolTable, SpooledRows):
             return self.checked_with(made), table
         if missing := self._nowhere(shards, num_workers, is_barrier=self._spec.is_barrier):
             self.remake(missing)
-        if not self.is_kept or num_workers != self.num_places:
+        if not self._is_kept or num_workers != self.num_places:
             return self.known, slots_for(self._spark, num_workers)
         self.df = placed_near(self._spark, self.known, self._spec)
         return self.known, self.df
 
-    def remake(self, missing: Collection[int]) -> None:
-        """See `RowTable.remake`."""
-        if self._is_followed:
-            self.rebuild()
-            return
+    def _remake(self, missing: Collection[int]) -> None:
+        missing = missing or range(self._spec.num_shards)
         self._keep_no_more()
         if self._spec.pieces is not None:
             self._remake_partitions(missing)
@@ -557,7 +580,7 @@ class ShardTable(SpoolTable, SpooledRows):
             for number in missing:
                 self._moved.pop(number, None)
             wanted = set(missing)  # of kept ones Spark knows nothing
-            if not self.is_kept:
+            if not self._is_kept:
                 wanted = {
                     part.shard.shard_id
                     for part in self.collect()
@@ -568,7 +591,7 @@ class ShardTable(SpoolTable, SpooledRows):
             (made,) = self._made_anew(wanted)
             self._require_same_partitions(made, wanted)
             moved = {part.shard.shard_id: part for part in made if part.shard.shard_id in wanted}
-            if self.is_kept:
+            if self._is_kept:
                 self.checked_with(tuple(moved.values()))
                 return
             self._moved.update(moved)

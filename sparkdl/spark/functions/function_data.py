@@ -25,8 +25,15 @@ from sparkdl.spark.cluster.slots import Slots
 from sparkdl.spark.frames import shard_table
 from sparkdl.spark.frames.columns import schema_of
 from sparkdl.spark.frames.example_rows import UserRows
+from sparkdl.spark.frames.placement import is_fixed
 from sparkdl.spark.frames.prepare_columns import prepare
-from sparkdl.spark.frames.row_table import SourceTable, TableSpec, slots_for, spool_columns
+from sparkdl.spark.frames.row_table import (
+    Origin,
+    SourceTable,
+    TableSpec,
+    slots_for,
+    spool_columns,
+)
 from sparkdl.spark.frames.spool_task import SpoolTask
 from sparkdl.spark.frames.user_data import UserData, spooled_and_read
 from sparkdl.spark.session.compat import conf
@@ -98,7 +105,12 @@ def local_data_sets(
 
 
 class DataSets(shard_table.SpoolTable):
-    """The run's data sets, in shards that lie where their worker will be."""
+    """The run's data sets, in shards that lie where their worker will be.
+
+    Numbers of shards are meant in all data sets.
+    """
+
+    origin: Origin = "dealt"
 
     def __init__(
         self,
@@ -118,8 +130,6 @@ class DataSets(shard_table.SpoolTable):
         places = num_readers or slots.num_workers
         super().__init__(spark, run_id=run_id, num_places=places)
         self._slots = slots
-        self.are_found = slots.may_move or places < slots.num_workers
-        """True if workers must look for their shards, wherever these are."""
         self._num_shards = num_shards or slots.max_workers or places
         self._windows: dict[str, Windows | None] = {}
         settings = session_settings(spark)
@@ -130,7 +140,7 @@ class DataSets(shard_table.SpoolTable):
                 num_shards=self._num_shards,
                 num_places=places,
                 # Where workers come and go shards move to them, and no stage may need all slots.
-                is_gang=not self.are_found,
+                at_once=is_fixed(slots, places),
                 is_barrier=slots.is_barrier,
                 profile=slots.profile,
                 heartbeat_timeout_seconds=seconds,
@@ -173,8 +183,9 @@ class DataSets(shard_table.SpoolTable):
         for (name, rows), shards in zip(self._spools.items(), spooled, strict=True):
             with naming(name):
                 rows.checked(shards)
-        return self.known()
+        return self.known
 
+    @property
     def known(self) -> dict[str, DataSet]:
         """The data sets as they were seen last."""
         found, get = {}, partial(conf, self._spark)
@@ -199,18 +210,20 @@ class DataSets(shard_table.SpoolTable):
         if shards:
             missing = self._nowhere(shards, num_workers, is_barrier=self._slots.is_barrier)
             if missing:
-                self.mend(missing)
-        return self.known(), slots_for(self._spark, num_workers)
+                self.remake(missing)
+        return self.known, slots_for(self._spark, num_workers)
 
-    def mend(self, missing: Collection[int]) -> None:
-        """Have lost shards written anew: with the table's own partitions, or only those that are.
+    def is_scattered(self, num_workers: int) -> bool:
+        """See `RowTable.is_scattered`."""
+        return False
 
-        ``missing`` are the numbers of the latter, in all data sets; empty: it is not known which.
-        """
+    def rebuild(self) -> None:
+        """See `RowTable.rebuild`."""
+        if self._spools:
+            super().rebuild()
+
+    def _remake(self, missing: Collection[int]) -> None:
         if not self._spools:
-            return
-        if self._is_followed or not self.are_found:
-            self.rebuild()
             return
         made_anew = self._made_anew(missing or range(self._num_shards))
         for (name, rows), made in zip(self._spools.items(), made_anew, strict=True):

@@ -33,7 +33,7 @@ from sparkdl.spark.cluster.link import open_link
 from sparkdl.spark.cluster.resize import Resize
 from sparkdl.spark.cluster.slots import plan_slots, wait_again
 from sparkdl.spark.cluster.supervisor import GangResult, Launch, persistently, supervise
-from sparkdl.spark.frames.row_table import slots_for
+from sparkdl.spark.frames.placement import Placement, choose_placement
 from sparkdl.spark.frames.user_data import Data, user_data
 from sparkdl.spark.functions.function_data import DataSets, local_data_sets, prepare_sets
 from sparkdl.spark.run.resume import Attempts, gang_attempts, newest, patiently
@@ -65,6 +65,7 @@ from sparkdl.worker.function_rank import (
     in_turn,
     load_part,
 )
+from sparkdl.worker.loader import DataSet
 
 logger = logging.getLogger(__name__)
 
@@ -234,10 +235,11 @@ class FunctionJob(Launch):
 
     def run(self) -> FunctionResult:
         """Run the gang to its end, however many submissions that takes."""
-        with gang_attempts(self, RUN_KEY, self.sets.mend) as attempts:
+        placement = choose_placement(self.sets, self.slots, self.sets.num_places)
+        with gang_attempts(self, RUN_KEY, placement.after_loss) as attempts:
             result = supervise(
                 self,
-                partial(self._submit, attempts),
+                partial(self._submit, placement, attempts),
                 heal=attempts.heal,
                 changes=[Resize(self, self._pays, attempts.take_at_most)],
                 what="run a function",
@@ -245,16 +247,13 @@ class FunctionJob(Launch):
             )
             return self._result(result)
 
-    def _submit(self, attempts: Attempts, attempt: Attempt) -> Callable[[], Rows]:
+    def _submit(
+        self, placement: Placement[dict[str, DataSet]], attempts: Attempts, attempt: Attempt
+    ) -> Callable[[], Rows]:
         path = attempts.begin(attempt, partial(self._newest, attempts))
         request, world_size = self.request, attempt.world_size
         self.sizes.append(world_size)
-        if attempt.number > 0 and self.sets.are_found:
-            sets, df = self.sets.restore(world_size)
-        else:
-            df, sets = self.sets.df, self.sets.collect()
-        if self.sets.num_places < world_size:  # the table has no row for each worker
-            df = slots_for(self.spark, world_size)
+        sets, df = placement.start(attempt.number, world_size)
         in_task = self.link.send(
             function_rank.FUNCTION,
             self.payload,
@@ -269,7 +268,7 @@ class FunctionJob(Launch):
             device=request.device,
             payload=in_task or b"",
             sets=sets,
-            is_placed=not self.sets.are_found,
+            holding=placement.holding,
             mesh=request.parallelism,
             results=request.results,
             keep=request.keep_checkpoints,

@@ -116,10 +116,8 @@ def facts(run: Run) -> dict[str, Any]:
 def _shards_text(run: Run) -> str:
     """See `TrainingSummary.shards`."""
     number, table = len(run.plan.shards), run.table
-    notes = ["own partitions"] * table.owns_partitions
-    notes += ["with those of an earlier fit"] * table.is_kept
     text = f"{number:,} shard{'s' * (number != 1)}"
-    return f"{text} ({', '.join(notes)})" if notes else text
+    return f"{text} ({', '.join(table.notes)})" if table.notes else text
 
 
 def _spark_facts(spark: SparkSession) -> dict[str, Any]:

@@ -133,7 +133,7 @@ def test_skew_is_that_of_the_spool(spark: SparkSession) -> None:
     sample = take_sample(many, prepared, None, 60.0)
     assert sample.is_all
     expected = shard_rows(sample.hashes, 1000, 5)
-    spec = TableSpec(columns=tuple(prepared), num_shards=5, is_gang=False)
+    spec = TableSpec(columns=tuple(prepared), num_shards=5, at_once=False)
     table = ShardTable(many, spec, run_id="skew")
     try:
         found = [part.shard.num_rows for part in table.collect()]

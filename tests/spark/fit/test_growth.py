@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Collection
 from dataclasses import replace
 from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any
 
 import pytest
 
@@ -16,8 +15,7 @@ from sparkdl.errors import ClusterError
 from sparkdl.spark.cluster import cluster_info
 from sparkdl.spark.cluster import slots as slots_module
 from sparkdl.spark.cluster.attempt import Attempt
-from sparkdl.spark.cluster.cluster_info import ClusterInfo
-from sparkdl.spark.cluster.slots import Slots, wait_for_workers
+from sparkdl.spark.cluster.slots import wait_for_workers
 from sparkdl.spark.cluster.supervisor import GangResult
 from sparkdl.spark.fit import gang_fit
 from sparkdl.spark.session.settings import Settings
@@ -71,53 +69,19 @@ def test_a_fit_that_goes_on_from_another_has_its_own_steps_to_go() -> None:
     assert gang_fit._pays(run_of(300, first_step=700), attempt(), 4, 0.0) is not None
 
 
-class Table:
-    """Remembers what was asked of it."""
-
-    reader = SpoolSource()
-    df = "the table"
-
-    def __init__(self, *, owns_partitions: bool, is_kept: bool) -> None:
-        self.owns_partitions, self.is_kept, self.asked = owns_partitions, is_kept, list[Any]()
-        self.spare = False
-
-    def collect(self) -> list[Any]:
-        self.asked.append("collect")
-        return self._found("as before")
-
-    def is_scattered(self, num_workers: int) -> bool:
-        return self.spare
-
-    def restore(self, num_workers: int) -> tuple[list[Any], str]:
-        self.asked.append(num_workers)
-        return self._found("restored"), "restored table"
-
-    def rebuild(self) -> None:
-        self.asked.append("rebuild")
-
-    def remake(self, missing: Collection[int]) -> None:
-        self.asked.append(list(missing))
-
-    def _found(self, path: str) -> list[Any]:
-        return [SimpleNamespace(shard=shard(number, path)) for number in range(3)]
-
-
 def shard(number: int, path: str = "at first") -> Shard:
     return Shard(
         shard_id=number, path=path, num_rows=4, num_validation_rows=0, fingerprint=str(number)
     )
 
 
-def gang_run(*, most: int | None, owns: bool, kept: bool = False, wish: Any = None) -> Any:
-    cluster = ClusterInfo(master="spark://h:7077", num_executors=1, cores_per_executor=2)
+def gang_run(*, wish: Any = None) -> Any:
     return SimpleNamespace(
-        table=Table(owns_partitions=owns, is_kept=kept),
+        table=SimpleNamespace(reader=SpoolSource()),
         plan=make_plan(
             columns=[Column(name="x", role="feature", dtype="float32", shape=())],
             shards=[shard(number) for number in range(3)], world_size=2, batch_size=4, epochs=1,
         ),
-        slots=Slots(num_workers=2, threads=1, cluster=cluster, max_workers=most),
-        spark=SimpleNamespace(range=lambda *rows: rows),
         link=SimpleNamespace(send=lambda *_, **__: b""),
         packed=SimpleNamespace(pieces=None, recipe=b"", tensors={}), config=SimpleNamespace(
             parallelism=None,
@@ -129,92 +93,44 @@ def gang_run(*, most: int | None, owns: bool, kept: bool = False, wish: Any = No
     )  # fmt: skip
 
 
+class Placement:
+    """Remembers the submissions."""
+
+    holding = "here"
+
+    def __init__(self) -> None:
+        self.asked: list[tuple[int, int]] = []
+
+    def start(self, attempt: int, num_workers: int) -> tuple[list[Any], str]:
+        self.asked.append((attempt, num_workers))
+        return [SimpleNamespace(shard=shard(number, "found")) for number in range(3)], "rows"
+
+
 @pytest.mark.parametrize(
-    ("most", "owns", "kept", "number", "workers", "df", "asked", "path"),
+    ("workers", "wish", "speeds", "holding"),
     [
-        (None, False, False, 0, 2, "the table", [], "at first"),
-        (None, False, False, 1, 2, "the table", ["collect"], "as before"),
-        (None, True, False, 1, 2, "restored table", [2], "restored"),
-        (None, False, True, 0, 2, "the table", [], "at first"),
-        (None, False, True, 1, 2, "restored table", [2], "restored"),
-        (3, False, False, 0, 2, "the table", [], "at first"),
-        (3, False, False, 1, 2, "restored table", [2], "restored"),
-        (3, True, False, 1, 3, "restored table", [3], "restored"),
+        (2, None, {}, "here"),
+        (2, None, {"far": 3.0}, "near"),
+        (2, {"gpu-*": 3}, {}, "near"),
+        (3, {"gpu-*": 3}, {"far": 3.0}, "here"),  # with one shard each nothing can be done
     ],
 )
-@pytest.mark.parametrize("wish", [None, {"gpu-*": 3}])
-def test_a_submission_finds_the_shards_where_they_are(
-    most: int | None, owns: bool, kept: bool, number: int, workers: int, df: Any,
-    asked: list[Any], path: str, wish: Any,
-) -> None:  # fmt: skip
-    run: Any = gang_run(most=most, owns=owns, kept=kept, wish=wish)
-    speeds = {} if wish else {"far": 3.0}
+def test_a_submission_has_the_shards_where_they_are_by_the_speeds_of_hosts(
+    workers: int, wish: Any, speeds: dict[str, float], holding: str
+) -> None:
+    run: Any = gang_run(wish=wish)
     attempts: Any = SimpleNamespace(
         begin=lambda *_: None, passed_over=set(), lease=None, speeds=speeds
     )
-    job: Any = gang_fit._submit(
-        run, attempts, b"", None, None, Attempt(number=number, world_size=workers, submitted=0)
-    )
+    placement: Any = Placement()
+    made = Attempt(number=1, world_size=workers, submitted=0)
+    job: Any = gang_fit._submit(run, placement, attempts, b"", None, None, made)
     rows, order, num_workers = job
-    assert (rows, num_workers, run.table.asked) == (df, workers, asked)
-    assert {one.path for one in order.plan.shards} == {path}
+    assert (rows, num_workers, placement.asked) == ("rows", workers, [(1, workers)])
+    assert {one.path for one in order.plan.shards} == {"found"}
     lengths = [len(own) for own in order.plan.shards_by_rank]
     assert lengths == {2: [1, 2], 3: [1, 1, 1]}[workers]
-    # What was dealt to the ranks' own tasks stays, unless hosts differ in speed.
-    assert not order.is_placed
-    assert not order.is_assigned
-    assert order.speeds == speeds
-
-
-def test_scattered_shards_are_restored_before_the_first_submission() -> None:
-    """As own partitions are that more executors have spooled than there are workers."""
-    run: Any = gang_run(most=None, owns=True)
-    run.table.spare = True
-    attempts: Any = SimpleNamespace(begin=lambda *_: None, passed_over=set(), lease=None, speeds={})
-    attempt = Attempt(number=0, world_size=2, submitted=0)
-    rows, order, _ = cast(Any, gang_fit._submit(run, attempts, b"", None, None, attempt))
-    assert (rows, {one.path for one in order.plan.shards}) == ("restored table", {"restored"})
-
-
-@pytest.mark.parametrize("kept", [False, True])
-@pytest.mark.parametrize(
-    ("most", "workers", "wish", "in_tasks", "keep"),
-    [
-        (None, 2, None, True, True),
-        (None, 3, {"gpu-*": 3}, True, True),  # with one shard each nothing can be done
-        (3, 2, None, True, False),  # workers come and go
-        (None, 2, None, False, True),  # a source's, which are in no task
-    ],
-)
-def test_ranks_of_equal_speed_keep_the_shards_that_the_plan_gives_them(
-    kept: bool, most: int | None, workers: int, wish: Any, in_tasks: bool, keep: bool
-) -> None:
-    run: Any = gang_run(most=most, owns=False, kept=kept, wish=wish)
-    if not in_tasks:
-        run.table.reader = object()
-    attempts: Any = SimpleNamespace(begin=lambda *_: None, passed_over=set(), lease=None, speeds={})
-    job: Any = gang_fit._submit(
-        run, attempts, b"", None, None, Attempt(number=0, world_size=workers, submitted=0)
-    )
-    is_placed, is_assigned = job[1].is_placed, job[1].is_assigned
-    assert (is_placed, is_assigned) == (keep and in_tasks and not kept, keep and kept)
-
-
-@pytest.mark.parametrize(
-    ("most", "owns", "missing", "asked"),
-    [
-        (None, False, {1}, "rebuild"),
-        (None, True, {1}, [1]),
-        (3, False, {1}, [1]),
-        (3, False, set(), [0, 1, 2]),
-    ],
-)
-def test_lost_shards_are_written_anew(
-    most: int | None, owns: bool, missing: set[int], asked: Any
-) -> None:
-    run: Any = gang_run(most=most, owns=owns)
-    gang_fit._rebuild(run, missing)
-    assert run.table.asked == [asked]
+    assert (order.holding, order.speeds) == (holding, speeds)
 
 
 def test_the_summary_tells_the_last_gang() -> None:

@@ -39,8 +39,7 @@ class Table(ShardTable):
         self._task = SpoolTask(run_id="r", sets=((),), pieces=pieces)
         self.df = "the first table"  # type: ignore[assignment]
         self._unreachable, self._moved = set(), {}
-        self._keep, self.is_kept, self._is_followed, self._for_others = None, False, False, {}
-        self.owns_partitions = pieces is not None
+        self._keep, self._is_kept, self._is_followed, self._for_others = None, False, False, {}
         self._spark, self._profile, self._run_id = MagicMock(), None, "r"
         self._seen, self._stragglers, self._begun = set(), False, None
         self._queue_timeout_seconds, self._first_shards = 1.0, MagicMock()
@@ -161,7 +160,7 @@ def test_kept_shards_of_more_hosts_than_workers_are_scattered(
         for found, host in zip(table.old, hosts, strict=False)
     ]
     table.collect()
-    table.is_kept = True
+    table._is_kept = True
     assert table.is_scattered(2) is is_scattered
     forgotten = list[bool]()
     monkeypatch.setattr(Table, "rebuild", lambda table: forgotten.append(True))
@@ -176,7 +175,7 @@ def test_what_was_kept_and_lost_is_not_kept_again(pieces: int | None) -> None:
     table = Table(pieces)
     table._keep = Keep(directory="/kept", key="k")
     table._task = replace(table._task, keep=table._keep)
-    table.known, table.is_kept = tuple(table.old), True
+    table.known, table._is_kept = tuple(table.old), True
     table.made = [part(number, "new") for number in (2, 3)]
     table.remake([2, 3])
     assert table.task().keep is None
@@ -186,7 +185,7 @@ def test_what_was_kept_and_lost_is_not_kept_again(pieces: int | None) -> None:
     table._describe_by = lambda task: described.append(task.keep)  # type: ignore[assignment]
     table.df, table._for_others = MagicMock(), {3: MagicMock()}
     table.rebuild()
-    assert (described, table.is_kept, table._for_others) == ([None], False, {})
+    assert (described, table._is_kept, table._for_others) == ([None], False, {})
 
 
 def test_each_data_set_has_its_shards(monkeypatch: pytest.MonkeyPatch) -> None:

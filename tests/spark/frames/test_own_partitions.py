@@ -124,7 +124,7 @@ class Tables:
         )
         spec = TableSpec(
             columns=columns, num_shards=num_places * pieces, num_places=num_places,
-            pieces=pieces, is_gang=False,
+            pieces=pieces, at_once=False,
         )  # fmt: skip
         self.open.append(ShardTable(df, spec, run_id=uuid.uuid4().hex[:12]))
         return self.open[-1]

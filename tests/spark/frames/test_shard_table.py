@@ -62,7 +62,7 @@ class Tables:
         )
         fits = (num_places or num_shards) <= 2  # slots of this session
         spec = TableSpec(
-            columns=columns, num_shards=num_shards, num_places=num_places, is_gang=fits
+            columns=columns, num_shards=num_shards, num_places=num_places, at_once=fits
         )
         if validation:
             indicator = validation_indicator(df.schema, "v")
