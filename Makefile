@@ -21,7 +21,7 @@ SUBMIT := $(BIN)/spark-submit
 .DEFAULT_GOAL := help
 .PHONY: help setup tools train evaluate predict test test-all promises lint format types docs picture record-notebooks unit plain
 .PHONY: gangs spark pages connect cluster cluster-gpu notebooks test-hdfs standalone petastorm
-.PHONY: archive package versions bench lock clean prerequisites faults soak competing fuzz
+.PHONY: archive package versions bench lock clean prerequisites faults soak competing every-step fuzz
 
 help: ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 18
@@ -167,6 +167,11 @@ faults: tools ## losses in every phase, on three hosts of this machine
 
 soak: tools ## fits, checkpoints and reports in numbers that would show a leak; make test-all has a tenth
 	@SOAK=1 $(PYTEST) -m "not bench" tests/soak
+
+every-step: tools ## a loss at every step and in every phase, by kind and mode; make test-all has a tenth
+	@rm -f build/every_step.jsonl
+	@EVERY_STEP=1 $(PYTEST) tests/cluster/test_every_step.py
+	@$(BIN)/python -m tests.cluster.every_step_table
 
 competing: tools ## three gangs and a query on two slots, in five orders; make test-all has two gangs
 	@$(PYTEST) tests/competing

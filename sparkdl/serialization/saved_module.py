@@ -52,6 +52,7 @@ from sparkdl.storage.sharded_weights import ShardedWeights
 from sparkdl.storage.storage import Data, Folder, Storage
 from sparkdl.storage.tensor_tree import Snapshot, pack
 from sparkdl.sync.frozen_layers import evaluating
+from sparkdl.sync.module_tensors import misfit
 
 VERSION = 3
 """Version of the layout. 1 had no sum of the index itself, 2 no weights in several files; every
@@ -168,7 +169,9 @@ class SavedModule:
         """The module with what its weights lack."""
         if _UNLISTED in self.files:
             give_unlisted(module, decode(self.files[_UNLISTED], f"{self.path}/{_UNLISTED}"))
-            _check_sizes(module)
+            name = misfit(module)
+            if name is not None:
+                raise ConfigError(f"a saved file gives the LSTM {name!r} sizes that its weights lack")
         return evaluating(module)
 
     def weights(self) -> dict[str, Any]:
@@ -396,27 +399,6 @@ def _check_names(module: nn.Module) -> None:
         for name in (*part._modules, *part._parameters, *part._buffers):
             if not name.isprintable() or not _QUOTES.isdisjoint(name):
                 check_name(name)
-
-
-def _check_sizes(module: nn.Module) -> None:
-    """Raise ConfigError if the sizes of an LSTM are not those of its weights.
-
-    Its kernel for CPUs believes them, and reads memory behind the weights.
-    """
-    for name, part in module.named_modules():
-        if not isinstance(part, nn.LSTM):
-            continue
-        like = nn.LSTM(
-            part.input_size, part.hidden_size, part.num_layers, bias=part.bias, device="meta",
-            bidirectional=part.bidirectional, proj_size=part.proj_size,
-        )  # fmt: skip
-        own, others = (
-            [getattr(w, "shape", None) for w in one._flat_weights] for one in (part, like)
-        )
-        pairs = zip(own, others, strict=False)
-        is_right = len(own) == len(others) and all(a in (None, b) for a, b in pairs)
-        if not is_right:
-            raise ConfigError(f"a saved file gives the LSTM {name!r} sizes that its weights lack")
 
 
 def _load_weights(module: nn.Module, weights: Mapping[str, Any], recipe: Any) -> None:

@@ -122,11 +122,13 @@ def scheme_of(path_or_url: str) -> str | None:
 _USER = re.compile(r"//(?:[^/\s:@\"']*:[^\s\"']*|[^/\s\"']*)@")
 """User and password of a URL. The password may have slashes, which a URL should not have."""
 _PASSWORD = re.compile(r"(//[^/\s:@]*):(?:[^/\s]*|(?!\d+/)[^\s@]*)@")
+_ORACLE = re.compile(r"(?<=:thin:)[^\s@]+@")
+"""User and password for Oracle's JDBC driver."""
 _WORD, _UNQUOTED = re.compile(r"\S+"), re.compile(r"[^\s\"']+")
 _SECRET = re.compile(
     r"([?&;#](?:sig|signature|x-(?:amz|goog)-(?:signature|credential|security-token)"
     r"|awsaccesskeyid|googleaccessid|delegation|sas|jwt|hmac|bearer|pwd|passphrase"
-    r"|credential|auth(?:_?key)?"
+    r"|credential|key|auth(?:_?key)?"
     r"|[\w-]*(?:token|secret|password|passwd|account_?key|(?:access|secret|api|private)[_-]?key))=)"
     r"[^&;#\s\"']+",
     re.IGNORECASE,
@@ -137,12 +139,16 @@ of WebHDFS (``delegation``), a token, a password or a key."""
 
 def without_password(url: str) -> str:
     """A URL, or a text with URLs in it, as errors and logs may show it: ``***`` for each secret."""
-    return _SECRET.sub(r"\1***", _UNQUOTED.sub(partial(_until_last_at, _USER, "//***@"), url))
+    for pattern, shown in ((_ORACLE, "***@"), (_USER, "//***@")):
+        url = _UNQUOTED.sub(partial(_until_last_at, pattern, shown), url)
+    return _SECRET.sub(r"\1***", url)
 
 
 def drop_password(text: str) -> str:
     """A text whose URLs keep the user, but neither the password nor other secrets."""
-    return _SECRET.sub(r"\1", _WORD.sub(partial(_until_last_at, _PASSWORD, r"\1@"), text))
+    for pattern, shown in ((_ORACLE, "@"), (_PASSWORD, r"\1@")):
+        text = _WORD.sub(partial(_until_last_at, pattern, shown), text)
+    return _SECRET.sub(r"\1", text)
 
 
 def _until_last_at(pattern: re.Pattern[str], shown: str, word: re.Match[str]) -> str:

@@ -18,7 +18,7 @@ from torch import nn
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from sparkdl.comm.communicator import Communicator
-from sparkdl.errors import ConfigError
+from sparkdl.errors import CheckpointError, ConfigError
 from sparkdl.sync.frozen_layers import is_held
 
 EXTRA = "_extra_state"
@@ -123,6 +123,37 @@ def give_tensors(
                 "parameters in __init__, not in forward"
             )
         layers[path].register_buffer(key, value, persistent=False)
+
+
+def misfit(module: nn.Module) -> str | None:
+    """Return the name of an LSTM whose sizes are not those of its weights, as a file may have it.
+
+    Its kernel for CPUs believes them, and reads memory behind the weights.
+    """
+    for name, part in module.named_modules():
+        if not isinstance(part, nn.LSTM):
+            continue
+        like = nn.LSTM(
+            part.input_size, part.hidden_size, part.num_layers, bias=part.bias, device="meta",
+            bidirectional=part.bidirectional, proj_size=part.proj_size,
+        )  # fmt: skip
+        own, others = (
+            [getattr(w, "shape", None) for w in one._flat_weights] for one in (part, like)
+        )
+        pairs = zip(own, others, strict=False)
+        if len(own) != len(others) or not all(a in (None, b) for a, b in pairs):
+            return name
+    return None
+
+
+def check_sizes(module: nn.Module) -> None:
+    """Raise CheckpointError if what a checkpoint has given to a module has a `misfit`."""
+    name = misfit(module)
+    if name is not None:
+        raise CheckpointError(
+            f"the checkpoint gives the LSTM {name!r} sizes that its weights lack; resume from an "
+            "older one"
+        )
 
 
 def _with_extra(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:

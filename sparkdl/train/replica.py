@@ -17,7 +17,7 @@ from sparkdl.data.batches import Batch, Batches, copied_ahead
 from sparkdl.data.collate import example_arguments
 from sparkdl.data.plan import TrainPlan
 from sparkdl.data.source import ShardRows
-from sparkdl.sync.module_tensors import give_tensors, set_trains, tensors_of, trains
+from sparkdl.sync.module_tensors import check_sizes, give_tensors, set_trains, tensors_of, trains
 from sparkdl.sync.population.hyperparameters import rescaled, set_present_rate
 from sparkdl.sync.strategy import MakeOptimizer, Synchronizer, parameters_for
 from sparkdl.train.modules.compiled import compile_in_place
@@ -163,6 +163,7 @@ class Replica:
         """Restore what `state_dict` gave, or a part of it without model or optimizer."""
         if "model" in state:
             give_tensors(self.own_module, state["model"])
+            check_sizes(self.own_module)
         if state.get("trains") is not None and set_trains(self.module, state["trains"]):
             self.synchronizer.follow_freezing()
         if state["optimizer"] is not None:

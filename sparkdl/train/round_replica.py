@@ -28,7 +28,7 @@ from sparkdl.errors import ConfigError
 from sparkdl.sync.apart import ApartSynchronizer
 from sparkdl.sync.averaging.mean import CHANGES
 from sparkdl.sync.frozen_layers import still_names, training_mode
-from sparkdl.sync.module_tensors import give_tensors, is_same, places_of, shape_of
+from sparkdl.sync.module_tensors import check_sizes, give_tensors, is_same, places_of, shape_of
 from sparkdl.sync.population.hyperparameters import set_values
 from sparkdl.train.callbacks import IN_TASKS, CallbackState, Observer, Requests
 from sparkdl.train.layer_looks import LayerLooks
@@ -236,6 +236,7 @@ class RoundReplica:
         self._replica.kept.load_state_dict((attributes or {}).get(KEPT))
         model = {**self._first["model"], **state["model"]}
         give_tensors(self._replica.module, model, removes_others=True)
+        check_sizes(self._replica.module)
         return model
 
     def _attributes(self) -> dict[str, Any] | None:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from tests import jvm
+from tests.cluster.daemon import FOLDER
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
@@ -22,7 +23,13 @@ def local_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="session")
-def cluster(local_dir: Path) -> Iterator[SparkSession]:
+def moments(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Where tests ask for losses at moments; see `daemon`."""
+    return tmp_path_factory.mktemp("moments")
+
+
+@pytest.fixture(scope="session")
+def cluster(local_dir: Path, moments: Path) -> Iterator[SparkSession]:
     """`local-cluster[2,1,1024]`; executors that die are replaced, as on a real cluster."""
     from pyspark.sql import SparkSession
 
@@ -35,6 +42,8 @@ def cluster(local_dir: Path) -> Iterator[SparkSession]:
         .config("spark.driver.bindAddress", "127.0.0.1")
         .config("spark.executorEnv.SPARK_LOCAL_IP", "127.0.0.1")
         .config(map=jvm.ENTRIES)
+        .config("spark.python.daemon.module", "tests.cluster.daemon")
+        .config(f"spark.executorEnv.{FOLDER}", str(moments))
         .config("spark.sparkdl.heartbeatTimeout", "5")
         .config("spark.local.dir", str(local_dir))
         .getOrCreate()

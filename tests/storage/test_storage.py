@@ -144,6 +144,9 @@ SECRETS = [
     "https://host/x?api-key=s3cret&secret_key=s3cret&pwd=s3cret",
     "https://host/x?private-token=s3cret&jwt=s3cret",
     "https://host/x#access_token=s3cret&state=1",
+    "https://host/x?key=s3cret",
+    "jdbc:oracle:thin:user/s3cret@//host:1521/x",
+    "jdbc:oracle:thin:user/s3cret@host:1521:x?a=/x",
 ]
 
 
@@ -158,7 +161,7 @@ def test_no_secret_of_a_url_is_shown_or_saved(url: str) -> None:
     assert "s3cret" not in str(caught.value)
 
 
-@pytest.mark.parametrize("text", ["//a:", "//", "//a", "//a:b@", "?token", ";sig", "?a"])
+@pytest.mark.parametrize("text", ["//a:", "//", "//a", "//a:b@", "?token", ";sig", "?a", ":thin:"])
 def test_long_texts_are_looked_at_in_little_time(text: str) -> None:
     """The message of an error may be one, such as that of a rank."""
     began = time.monotonic()

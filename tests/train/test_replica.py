@@ -2,12 +2,14 @@ from __future__ import annotations
 
 import json
 
+import pytest
 import torch
 from torch import nn
 
 from sparkdl.config import EarlyStopping, TrainConfig
+from sparkdl.errors import CheckpointError
 from sparkdl.storage.tensor_tree import pack
-from tests.train.runs import NUM_FEATURES, make_data, run, seeded
+from tests.train.runs import NUM_FEATURES, Keeper, make_data, run, seeded
 
 
 def test_every_state_fits_into_a_checkpoint() -> None:
@@ -36,3 +38,25 @@ def test_every_state_fits_into_a_checkpoint() -> None:
         value, tensors = pack(part)
         assert json.dumps(value)
         assert tensors
+
+
+class Recurrent(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.lstm = nn.LSTM(NUM_FEATURES, 8, batch_first=True)
+        self.head = nn.Linear(8, 1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head(self.lstm(x.unsqueeze(1))[1][0][0])  # type: ignore[no-any-return]
+
+
+def test_weights_of_other_sizes_than_their_lstm_has_are_refused() -> None:
+    """Its kernel would read memory behind them."""
+    data, sink = make_data([10], dtype=torch.float32), Keeper(steps=(2,))
+    config = TrainConfig(epochs=1, batch_size=4)
+    run(seeded(Recurrent), config, data, sink=sink)
+    point = sink.points[2]
+    weights = point.shared["model"]["lstm.weight_hh_l0"]
+    point.shared["model"]["lstm.weight_hh_l0"] = weights[:, :1].clone()
+    with pytest.raises(CheckpointError, match="gives the LSTM 'lstm' sizes that its weights lack"):
+        run(seeded(Recurrent), config, data, resume=point)
