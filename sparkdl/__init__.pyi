@@ -84,6 +84,6 @@ from sparkdl.tuning.tune import TuneResult as TuneResult
 from sparkdl.tuning.tune import tune as tune
 from sparkdl.worker.context import Context as Context
 from sparkdl.worker.context import context as context
-from sparkdl.worker.loader import Loader as Loader
+from sparkdl.worker.function_loader import Loader as Loader
 
 __version__: str

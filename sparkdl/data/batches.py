@@ -145,8 +145,8 @@ class Batches:
             in_step = [-(-rows.num_rows // num_steps) for rows in shards]
             pairs_of = zip(epochs, in_step, strict=True)
             step_bytes = sum(epoch.row_bytes * size for epoch, size in pairs_of)
-            num_together = min(num_steps, max(1, GATHER_BYTES // max(1, step_bytes)))
-            most = [num_together * size for size in in_step]
+            steps_at_once = min(num_steps, max(1, GATHER_BYTES // max(1, step_bytes)))
+            most = [steps_at_once * size for size in in_step]
             # The consumer holds one buffer and the last batch of another, the next is ready, and
             # the thread fills the fourth. Pinned memory is taken afresh instead: torch's allocator
             # knows when the device has read it.
@@ -155,9 +155,9 @@ class Batches:
             parts = [Buffer(capacity) for capacity in most] if len(shards) > 1 else []
             # A run that is resumed gathers the same steps together: where a batch lies in memory,
             # to 16 bytes, decides about bits of matrix products.
-            begin = self.start_step - self.start_step % num_together
-            for number, first in enumerate(range(begin, num_steps, num_together)):
-                steps = range(first, min(first + num_together, num_steps))
+            begin = self.start_step - self.start_step % steps_at_once
+            for number, first in enumerate(range(begin, num_steps, steps_at_once)):
+                steps = range(first, min(first + steps_at_once, num_steps))
                 buffer = buffers[number % num_buffers]
                 if self.pin_memory:
                     buffer = Buffer(sum(most), pin_memory=True)

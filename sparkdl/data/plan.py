@@ -21,6 +21,7 @@ Split = Literal["train", "validation"]
 Holding = Literal["here", "planned", "near"]
 """How a rank comes to its shards: those that the plan gives it lie where it runs; it has those all
 the same, wherever they lie; or shards are dealt to the ranks that are near them, by their speeds.
+Nobody checks "here": a rank that Spark runs elsewhere raises `ShardLost`, so all are written anew.
 """
 HOMES = "homes"
 """Key in a checkpoint's manifest of the plan's ``homes``."""

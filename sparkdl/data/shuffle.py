@@ -1,6 +1,6 @@
 """The order in which the rows of a shard are read in an epoch.
 
-The order is a pure function of the seed, the epoch and the shard's content, so that any machine
+The order is a pure function of the seed, the epoch and the shard's fingerprint, so that any machine
 at any time, also after a restart, reads the same rows in the same steps. Rows that fit into memory
 are permuted as a whole. More of them are read in row groups, runs of neighbouring rows: the groups
 come in random order, and the rows of some of them, a window, are mixed (see `WindowedOrder`).
@@ -25,7 +25,7 @@ def epoch_order(seed: int, epoch: int, fingerprint: str, num_rows: int) -> Order
     Args:
         seed: the run's seed.
         epoch: number of the epoch, from 0.
-        fingerprint: content hash of the shard.
+        fingerprint: the shard's: a hash of its rows in their order.
         num_rows: its rows.
 
     Returns:
@@ -105,7 +105,7 @@ def windowed_order(
     Args:
         seed: the run's seed.
         epoch: number of the epoch, from 0.
-        fingerprint: content hash of the shard.
+        fingerprint: the shard's: a hash of its rows in their order.
         group_sizes: rows of each of its row groups, in their order.
         groups_together: row groups whose rows are mixed.
 

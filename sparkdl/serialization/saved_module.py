@@ -171,7 +171,9 @@ class SavedModule:
             give_unlisted(module, decode(self.files[_UNLISTED], f"{self.path}/{_UNLISTED}"))
             name = misfit(module)
             if name is not None:
-                raise ConfigError(f"a saved file gives the LSTM {name!r} sizes that its weights lack")
+                raise ConfigError(
+                    f"a saved file gives the LSTM {name!r} sizes that its weights lack"
+                )
         return evaluating(module)
 
     def weights(self) -> dict[str, Any]:

@@ -20,7 +20,7 @@ PRELOADED = (
     "torch",
     "torch._dynamo",  # imported by the first optimizer of a process
     "sparkdl.worker.function_rank",
-    "sparkdl.worker.loader",
+    "sparkdl.worker.function_loader",
     "sparkdl.spark.cluster.gang",
     "sparkdl.spark.cluster.probe",
     "sparkdl.spark.frames.shard_table",

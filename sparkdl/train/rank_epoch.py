@@ -1,22 +1,35 @@
-"""A rank's part of the present epoch: what adds up over its samples, and what it draws."""
+"""A rank's part of the present epoch: what adds up over its samples, and what it draws.
+
+When the epoch ends, buffers such as BatchNorm's statistics become equal on all ranks.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
+from torch import nn
 
 from sparkdl.comm.communicator import Communicator
 from sparkdl.data.batches import Batch, sequential_batches
 from sparkdl.data.source import ShardRows
-from sparkdl.sync.module_tensors import Place, fingerprints, give_tensors, moved, places_of
+from sparkdl.sync.averaging.mean import as_real, fill, flat_of, is_number
+from sparkdl.sync.module_tensors import (
+    Agreement,
+    Place,
+    device_of,
+    fingerprints,
+    give_tensors,
+    moved,
+    places_of,
+)
 from sparkdl.train.objective.label_losses import no_sums
 from sparkdl.train.random_state import random_state
 from sparkdl.train.replica import Replica
 from sparkdl.train.step import StepSums, TrainStep
-from sparkdl.train.validation import evaluate, in_step, sync_buffers
+from sparkdl.train.validation import evaluate, in_step
 
 if TYPE_CHECKING:
     from sparkdl.sync.divided.mesh_ranks import MeshRanks  # brings torch's compiler
@@ -114,7 +127,7 @@ class RankEpoch:
         own = []
         if not synchronizer.buffers_agree:
             trained = [] if synchronizer.divided is not None else synchronizer.trained_parameters()
-            own = sync_buffers(self._replica.module, self._comm, self._with_rows, trained)
+            own = agree_on_buffers(self._replica.module, self._comm, self._with_rows, trained)
         self._own = [] if for_good else own
 
     def put_back(self) -> None:
@@ -164,3 +177,58 @@ class RankEpoch:
         if collector is not None:
             collected = state["collected"]
             collector.load_state_dict(collector.joined(collected) if is_united else collected)
+
+
+def agree_on_buffers(
+    module: nn.Module,
+    comm: Communicator,
+    ranks_with_rows: Sequence[int],
+    trained: Iterable[torch.Tensor] = (),
+) -> list[tuple[Place, torch.Tensor | None]]:
+    """Make buffers, such as BatchNorm's running statistics, equal on all ranks. Collective.
+
+    Floating ones become the mean over ranks with rows; others those of the first of these. So do
+    frozen parameters, and those ``trained``, where they differ because forward has changed them.
+
+    Args:
+        module: the replica.
+        comm: the ranks.
+        ranks_with_rows: those of them that have trained.
+        trained: parameters that are equal on all ranks unless forward changes them.
+
+    Returns:
+        What has been made equal, and a copy of what it was.
+
+    Raises:
+        ConfigError: a persistent buffer has other shapes on other ranks.
+    """
+    if comm.world_size == 1:
+        return []
+    held = {place.name: place.value for place in places_of(module, aliases=False)}
+    agreement = Agreement(module, trained)
+    device = device_of(module)
+    digests = comm.all_gather(torch.tensor([agreement.digest], device=device)).flatten().tolist()
+    counts = [rank in ranks_with_rows for rank in range(comm.world_size)]
+    places = agreement.places(comm, digests, counts)
+    olds = [held.get(place.name) for place in places]
+    before = [(p, old if old is None else old.clone()) for p, old in zip(places, olds, strict=True)]
+    values = [(place, value) for place in places if (value := place.value) is not None]
+    floating = [(place, value) for place, value in values if is_number(value)]
+    if floating:
+        means = [as_real(value).double() for _, value in floating]
+        flat = flat_of(means)
+        if comm.rank not in ranks_with_rows:
+            flat.zero_()
+        comm.all_reduce(flat)
+        fill(means, flat.div_(len(ranks_with_rows)))
+        for (place, value), mean in zip(floating, means, strict=True):
+            place.set((torch.view_as_complex(mean) if value.is_complex() else mean).to(value.dtype))
+    others = [(place, value) for place, value in values if not is_number(value)]
+    if others:
+        sent = torch.cat([value.flatten().view(torch.uint8) for _, value in others])
+        comm.broadcast(sent, ranks_with_rows[0])
+        pieces = torch.split(sent, [value.nbytes for _, value in others])
+        for (place, value), piece in zip(others, pieces, strict=True):
+            # Cloned: a view of a wider dtype needs memory that begins at a multiple of its size.
+            place.set(piece.clone().view(value.dtype).view(value.shape))
+    return before

@@ -22,7 +22,7 @@ from sparkdl.train.step import TrainStep
 DIVIDED = "divided"
 """Key in a rank's state of what it has of a model that is divided; see `DividedState.part`."""
 
-KEPT = "kept"
+OWN_STATES = "kept"
 """Key of what loss, training step and augmentation keep, see `Kept`."""
 OWN_ROWS = "has_own_rows"
 """Key of `DividedState.has_own_rows`."""
@@ -97,12 +97,12 @@ class RankState:
                 **({} if divided is None else {"best_model": None}),
                 "callbacks": states_of(self.replica.config.callbacks),
                 "attributes": attributes,
-                KEPT: kept,
+                OWN_STATES: kept,
             },
             rank_state={
                 **own,
                 "attributes": attributes,
-                KEPT: kept,
+                OWN_STATES: kept,
                 "strategy": synchronizer.rank_state_dict(),
                 "own": self._own_state(),
                 "gradient_norms": self.step.gradient_norms,
@@ -121,7 +121,7 @@ class RankState:
         state = point.rank_state
         if self.held is not None:  # before weights, which may be of other layers
             self.held.load_state_dict((state or point.shared).get("attributes"))
-        self.replica.kept.load_state_dict((state or point.shared).get(KEPT))
+        self.replica.kept.load_state_dict((state or point.shared).get(OWN_STATES))
         best = self._restore_weights(point)
         synchronizer = self.replica.synchronizer
         was_divided = point.parts is not None and synchronizer.divided is None

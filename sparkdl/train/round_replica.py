@@ -38,7 +38,7 @@ from sparkdl.train.optimizers.nested_states import own_parts
 from sparkdl.train.optimizers.optimizers import require_steps
 from sparkdl.train.optimizers.stepping import set_mode
 from sparkdl.train.random_state import deterministic_algorithms, seed_everything
-from sparkdl.train.rank_state import KEPT, HeldAttributes
+from sparkdl.train.rank_state import OWN_STATES, HeldAttributes
 from sparkdl.train.replica import begin_optimizer, make_replica
 from sparkdl.train.step import TrainStep
 from sparkdl.train.time_spent import Clock
@@ -233,7 +233,7 @@ class RoundReplica:
         attributes = state.get("attributes")
         if self._held is not None:
             self._held.load_state_dict(attributes)
-        self._replica.kept.load_state_dict((attributes or {}).get(KEPT))
+        self._replica.kept.load_state_dict((attributes or {}).get(OWN_STATES))
         model = {**self._first["model"], **state["model"]}
         give_tensors(self._replica.module, model, removes_others=True)
         check_sizes(self._replica.module)
@@ -245,7 +245,7 @@ class RoundReplica:
             return None
         found = self._held.state_dict()
         check_held(found)
-        return {**found, KEPT: self._replica.kept.state_dict()}
+        return {**found, OWN_STATES: self._replica.kept.state_dict()}
 
     def moving(self, state: dict[str, Any], *, compressed: bool = False) -> dict[str, Any]:
         """An outcome's state without those weights and buffers that training has left alone.

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     import torch
     from torch.distributed.device_mesh import DeviceMesh
 
-    from sparkdl.worker.loader import DataSet, Loader
+    from sparkdl.worker.function_loader import DataSet, Loader
 
 Save = Callable[[int, dict[str, Any], dict[str, Any] | None], None]
 """``save(number, shared, part)`` writes a checkpoint: what is equal on all ranks, and this rank's
@@ -157,7 +157,7 @@ class Context:
             DataError: with shuffling, a rank has too few rows to have one in each batch; with a
                 range of workers, a shard has.
         """
-        from sparkdl.worker.loader import Loader
+        from sparkdl.worker.function_loader import Loader
 
         if name not in self._sets:
             known = ", ".join(map(repr, self._sets)) or "none: pass TorchRunner(data=...)"

@@ -48,7 +48,7 @@ if TYPE_CHECKING:
     from sparkdl.storage.checkpoint_writer import CheckpointManager, KeyValue
     from sparkdl.storage.storage import Storage
     from sparkdl.worker.context import Context, Save
-    from sparkdl.worker.loader import DataSet
+    from sparkdl.worker.function_loader import DataSet
 
 logger = logging.getLogger(__name__)
 

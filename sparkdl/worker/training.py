@@ -61,7 +61,7 @@ STATE = f"{OF_DRIVER}/state.safetensors"
 """File that an earlier fit has left."""
 LEFT = "left.safetensors"
 """File that this one leaves."""
-HELD = "held.pickle"
+ATTRIBUTES = "attributes.pickle"
 """File of the module's changes besides parameters and buffers, see `Attributes.packed`."""
 _MESH = "mesh"
 """Key in a checkpoint's manifest of the mesh along which the model was divided."""
@@ -73,15 +73,15 @@ class WorkOrder(GangOrder):
 
     plan: TrainPlan
     payload: bytes
-    """cloudpickle of ``(TrainConfig, structure of the module)``."""
+    """Pickle of values of the program, `TrainConfig`, and `PackedModule.skeleton`."""
     weights: bytes | None
-    """safetensors of the initial weights; None: read them from the storage."""
+    """safetensors of the initial weights; None: rank 0 reads the driver's `INITIAL`."""
     recipe: bytes = b""
     """Recipe of weights that are not in there, see `RecordedWeights`; empty: all are there."""
     begins_from_state: bool = False
     """True if training goes on from the state of an earlier fit."""
     state: bytes | None = None
-    """safetensors of that; None: read it from the storage."""
+    """safetensors of that; None: rank 0 reads the driver's `STATE`."""
     keeps_state: bool = False
     """True if rank 0 sends what this fit leaves for another."""
     source: ShardSource = field(default_factory=SpoolSource)
@@ -100,8 +100,8 @@ def run(environment: WorkerEnvironment, order: WorkOrder) -> Iterator[tuple[str,
     """Train one rank's replica.
 
     Yields:
-        ``("error", JSON)`` alone, or ``("result", JSON)`` and, from rank 0 when the driver keeps
-        no files or cannot take this one, ``("weights", safetensors)``.
+        ``("error", JSON)`` alone, or ``("result", JSON)`` and, from rank 0, ``("stored", folder)``
+        or those of "weights", "left" and "attributes" that do not go to the driver as files.
     """
     yield from live(environment, order, partial(_train, order))
 
@@ -122,7 +122,7 @@ def _train(order: WorkOrder, member: Member) -> Results:
 
     spaces: dict[str, dict[str, Any]] = {}
     with shared_globals(spaces):
-        _, config, structure = cloudpickle.loads(order.payload)
+        _, config, skeleton = cloudpickle.loads(order.payload)
     strategy, mesh = sync.resolve(config.sync_strategy), config.parallelism
     comm, files, reporter = member.comm, member.files, member.reporter
     reporter.phase("setup")
@@ -139,17 +139,17 @@ def _train(order: WorkOrder, member: Member) -> Results:
     )
     reader = comm.rank if mesh is None else mesh.reader(comm.rank)
     with contextlib.ExitStack() as stack:
-        stack.enter_context(as_on_driver(structure))
+        stack.enter_context(as_on_driver(skeleton))
         unfilled: Unfilled | None = None
         if order.weights is None and mesh is not None and mesh.is_divided:
             assert files is not None
-            unfilled = SentWeights(structure, INITIAL, files, comm, order.recipe)
+            unfilled = SentWeights(skeleton, INITIAL, files, comm, order.recipe)
         elif order.weights is not None and order.recipe:
-            unfilled = MadeWeights(structure, order.weights, order.recipe, comm)
+            unfilled = MadeWeights(skeleton, order.weights, order.recipe, comm)
         fill = None
         if unfilled is None:
             with shared_globals(spaces):
-                module = initial_module(order.weights, structure, files, comm)
+                module = initial_module(order.weights, skeleton, files, comm)
         else:
             stack.enter_context(contextlib.closing(unfilled))
             module, fill = unfilled.module, partial(unfilled.fill, device=member.device)
@@ -224,7 +224,7 @@ def _train(order: WorkOrder, member: Member) -> Results:
                 results += deliver(member, "left", LEFT, lambda: encode(left))
         if comm.rank == 0:
             packed = pickle.dumps(held.packed())
-            results += deliver(member, "held", HELD, lambda: [packed])
+            results += deliver(member, "attributes", ATTRIBUTES, lambda: [packed])
     return results
 
 
@@ -242,12 +242,12 @@ def _gathered(module: nn.Module, outcome: TrainOutcome, member: Member) -> Resul
 
 
 def initial_module(
-    weights: bytes | None, structure: bytes, files: ChannelStorage | None, comm: Communicator
+    weights: bytes | None, skeleton: bytes, files: ChannelStorage | None, comm: Communicator
 ) -> nn.Module:
     """The module with its initial weights, which rank 0 reads unless all have them."""
     from sparkdl.serialization.travel.packed_module import unpack
 
-    return unpack(structure, _read(INITIAL, files, comm) if weights is None else weights)
+    return unpack(skeleton, _read(INITIAL, files, comm) if weights is None else weights)
 
 
 def _read(name: str, files: ChannelStorage | None, comm: Communicator) -> bytes:

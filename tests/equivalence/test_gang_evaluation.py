@@ -12,7 +12,7 @@ from sparkdl.config import EarlyStopping, Task, TrainConfig
 from sparkdl.errors import TrainingDiverged
 from sparkdl.inference.classification import CLASSIFICATION
 from sparkdl.inference.regression import REGRESSION
-from sparkdl.train.validation import sync_buffers
+from sparkdl.train.rank_epoch import agree_on_buffers
 from tests.gang import Gang
 from tests.train.runs import NUM_FEATURES, Keeper, make_data, run, seeded, weights
 
@@ -159,7 +159,7 @@ def mean_of_buffers(comm: Any) -> tuple[list[float], list[float]]:
         net = nn.Module()
         net.register_buffer("value", torch.tensor(2.0 * comm.rank))
         net.register_buffer("count", torch.tensor(comm.rank))
-        sync_buffers(net, comm, ranks)
+        agree_on_buffers(net, comm, ranks)
         results.append([net.value.item(), net.count.item()])
     return results[0], results[1]
 

@@ -170,7 +170,7 @@ def test_weights_come_as_rows_when_the_driver_hosts_no_channel(
     assert [kind for kind, _ in over_channel] == ["result"]
     expected = (driver.folder / training.FINAL).read_bytes()
     results = list(run(driver, order(plan, packed, driver_hosts_channel=False, attempt=1)))
-    assert [kind for kind, _ in results] == ["result", "weights", "held"]
+    assert [kind for kind, _ in results] == ["result", "weights", "attributes"]
     assert results[1][1] == expected
 
 
@@ -424,7 +424,7 @@ def test_a_full_driver_costs_neither_the_run_nor_its_weights(
     whole = weights_with(tmp_path / "a", lambda path: False, one)
     assert whole[0] == ["result"]
     found = weights_with(tmp_path / "b", lambda path: True, one)
-    assert found[:2] == (["result", "weights", "held"], whole[1])
+    assert found[:2] == (["result", "weights", "attributes"], whole[1])
     assert any("there is no checkpoint 0123456789abcdef/run-0/step-" in line for line in found[2])
     assert any("final.safetensors goes to the driver as a row" in line for line in found[2])
     # Where the user has named a place for checkpoints, one that is of no use ends the run.

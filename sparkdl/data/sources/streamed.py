@@ -45,7 +45,7 @@ class StreamedRows(Generic[P]):
     """Gives a piece's rows, in memory of their own; called in one thread at a time."""
     _: KW_ONLY
     fingerprint: str
-    """Content hash of the shard."""
+    """The shard's: a hash of its rows in their order."""
     pieces_together: int
     """Pieces whose rows are mixed."""
     row_bytes: int

@@ -1,7 +1,8 @@
 """A module on its way from the driver to the executors, and the trial of that way on the driver.
 
-The memory of tensors travels as safetensors; the rest of the module is pickled, see `pickling`. The
-three ways to get the bytes are the three functions at the end.
+The memory of tensors travels as safetensors; the rest of the module is pickled, see `pickling`. A
+fit sends both by `Link.send`, and workers call `unpack`; for ``transform`` the three functions at
+the end are three ways to get the bytes.
 """
 
 from __future__ import annotations
@@ -46,7 +47,7 @@ class PackedModule:
 
     digest: str
     skeleton: bytes
-    """The module without the memory of its tensors, pickled, behind a `pickling.Head`."""
+    """The module without the memory of its tensors, pickled, behind a `pickling.PickleHead`."""
     tensors: bytes
     """The memories by their numbers in the skeleton, as `checkpoint_format.encode` writes them."""
     recipe: bytes = b""

@@ -1,4 +1,4 @@
-"""The stage in which the workers of a run train together and give their results back.
+"""The stage in which the workers of a run work together and give their results back.
 
 It is a barrier stage, unless Spark refuses these, as it does under dynamic allocation: then it is a
 plain one, whose tasks wait for each other. It runs over the shard table, or over nothing. A worker
@@ -53,7 +53,7 @@ class GangTask:
 
     def __call__(self, batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
         """Run the work and yield its results in chunks."""
-        next(batches, None)  # the spool's only row: when it has come, the shard is there
+        next(batches, None)  # a row of the table, of which Spark has made the shard, or of a range
         if self.keeps_process:
             for _ in batches:  # to the end, or Spark does not use this Python worker again
                 pass

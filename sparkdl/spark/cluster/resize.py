@@ -8,8 +8,8 @@ from dataclasses import replace
 from functools import partial
 
 from sparkdl.spark.cluster.attempt import Attempt
+from sparkdl.spark.cluster.launch import Launch
 from sparkdl.spark.cluster.scouts import Scouts
-from sparkdl.spark.cluster.supervisor import Launch
 from sparkdl.spark.session.compat import num_slots
 
 Pays = Callable[[Attempt, int, float], str | None]

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import pyarrow as pa
 
 from sparkdl.spark.cluster.cluster_info import slots_per_executor
-from sparkdl.spark.cluster.supervisor import Launch
+from sparkdl.spark.cluster.launch import Launch
 from sparkdl.spark.session.background_job import BackgroundJob, TaskProgress
 from sparkdl.spark.session.compat import conf, is_connect
 

@@ -63,7 +63,7 @@ def train_in_gang(run: Run) -> Trained:
         finally:
             if place is not None:
                 _remove_others(run, stored_at)
-    packed: PackedModule = pickle.loads(_data(run, result, "held", training.HELD))
+    packed: PackedModule = pickle.loads(_data(run, result, "attributes", training.ATTRIBUTES))
     module = come_back(run.module, packed)
     if stored_at is None and module is run.module:
         if any(parameter.is_meta for parameter in run.module.parameters()):

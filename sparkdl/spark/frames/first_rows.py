@@ -19,9 +19,10 @@ from sparkdl.data.column_stats import SpooledShard, merge_stats
 from sparkdl.data.spool.head import Head
 from sparkdl.data.spool.writer import SpoolWriter
 from sparkdl.runtime.activity import doing
+from sparkdl.spark.frames.deal_rows import selected
 from sparkdl.spark.frames.frame_sample import take_look
 from sparkdl.spark.frames.row_table import TableSpec
-from sparkdl.spark.frames.shard_table import SpooledRows, selected
+from sparkdl.spark.frames.shard_table import SpooledRows
 from sparkdl.spark.session.background_job import bounded
 from sparkdl.spark.session.compat import is_connect
 

@@ -19,7 +19,7 @@ from pyspark.sql import functions as F
 from sparkdl.data.plan import SpoolColumn
 from sparkdl.errors import DataError
 from sparkdl.runtime.activity import doing
-from sparkdl.spark.frames.shard_table import selected
+from sparkdl.spark.frames.deal_rows import selected
 from sparkdl.spark.session.background_job import bounded
 from sparkdl.spark.session.compat import is_connect
 

@@ -38,7 +38,7 @@ class Placeable(Protocol[T]):
 
     def restore(self, num_workers: int) -> tuple[T, DataFrame]: ...
 
-    def rebuild(self) -> None: ...
+    def forget(self) -> None: ...
 
     def remake(self, missing: Collection[int]) -> None: ...
 
@@ -70,7 +70,7 @@ class OnTable(Generic[T]):
 
     def after_loss(self, missing: Collection[int]) -> None:
         """See `Placement.after_loss`: Spark holds the rows of files that are gone."""
-        self._table.rebuild()
+        self._table.forget()
 
 
 class Anywhere(Generic[T]):

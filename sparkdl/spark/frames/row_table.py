@@ -112,7 +112,11 @@ class ShownRows(Protocol):
 
 
 class RowTable(ShownRows, Protocol):
-    """The shards of one run. What has a default is for shards that lie on executors' disks."""
+    """The shards of one run. What has a default is for shards that lie on executors' disks.
+
+    After a loss `forget` has Spark make all anew with the next `collect`; `remake` writes some at
+    once, in a plain stage; `restore` does so with those that no slot can open.
+    """
 
     @property
     def df(self) -> DataFrame:
@@ -159,7 +163,7 @@ class RowTable(ShownRows, Protocol):
         """In which windows a run that begins mixes its rows; None: as a whole."""
         return None
 
-    def rebuild(self) -> None:
+    def forget(self) -> None:
         """Forget all shards, so that they are made anew."""
         return
 

@@ -1,8 +1,8 @@
 """The table of a DataFrame's shards, which lie on the executors' disks and can be made anew.
 
-Each task of the table writes its partition once and yields where it lies. The spooling stage is a
-barrier stage like the gang's, so that shards are spread over the executors the way the gang will
-be.
+Each task of the table writes its partition once and yields where it lies. For a gang of fixed
+workers (`TableSpec.at_once`) the spooling stage is a barrier stage too, so that shards are spread
+over the executors the way the gang will be; otherwise it is a plain one.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from pyspark.sql import functions as F
 
 from sparkdl import errors
 from sparkdl.data.column_stats import SpooledShard, merge_stats, no_rows, skipped_rows
-from sparkdl.data.plan import Column, Shard, SpoolColumn, TrainPlan, assign_shards
+from sparkdl.data.plan import Column, Shard, TrainPlan, assign_shards
 from sparkdl.data.shuffle_windows import HostLoad, Windows, choose_windows
 from sparkdl.data.spool.head import rows_of_head
 from sparkdl.data.spool.kept_spools import Keep
@@ -36,6 +36,7 @@ from sparkdl.data.spool.writer import SpoolWriter
 from sparkdl.errors import DataError
 from sparkdl.spark.cluster.cluster_info import ClusterInfo, Get, parse_bytes, registered_executors
 from sparkdl.spark.frames.columns import quoted
+from sparkdl.spark.frames.deal_rows import ShardsByPlace, spread
 from sparkdl.spark.frames.example_rows import UserRows, in_words
 from sparkdl.spark.frames.first_shards import FirstShards
 from sparkdl.spark.frames.row_table import (
@@ -60,8 +61,6 @@ from sparkdl.spark.session.compat import conf, described, has_ended, is_connect,
 from sparkdl.spark.session.interrupts import is_hurried
 
 if TYPE_CHECKING:
-    from pyspark.sql import Column as SparkColumn
-
     from sparkdl.data.collate import Rows
 
 logger = logging.getLogger(__name__)
@@ -76,7 +75,6 @@ _KILL_SECONDS = 3.0
 """A task that Spark has given up is dead by then (`spark.python.task.killTimeout` is 2 s)."""
 
 
-ShardsByPlace = Sequence[Sequence[int]]
 Dealt = Callable[[ShardsByPlace | None], DataFrame]
 """Gives rows in the partitions of all shards, or of some; see `spread`."""
 _left: dict[str, set[str]] = {}
@@ -215,7 +213,7 @@ class SpoolTable:
             name=f"sparkdl {self._run_id}: spool",
         )
 
-    def rebuild(self) -> None:
+    def forget(self) -> None:
         """Forget all shards, so that they are made anew."""
         for table in (self.df, *self._for_others.values()):
             table.unpersist()
@@ -224,7 +222,7 @@ class SpoolTable:
     def remake(self, missing: Collection[int]) -> None:
         """Write some shards anew, wherever there are slots; empty: all."""
         if self._is_followed:
-            self.rebuild()
+            self.forget()
         else:
             self._remake(missing)
 
@@ -488,10 +486,10 @@ class ShardTable(SpoolTable, SpooledRows):
         self.df, self._is_kept = placed_near(self._spark, shards, spec), True
         return shards
 
-    def rebuild(self) -> None:
-        """See `RowTable.rebuild`: what was kept is looked for no more."""
+    def forget(self) -> None:
+        """See `RowTable.forget`: what was kept is looked for no more."""
         if self._keep is None:
-            super().rebuild()
+            super().forget()
             return
         self._keep_no_more()
         self._is_kept = False
@@ -515,7 +513,7 @@ class ShardTable(SpoolTable, SpooledRows):
         """See `RowTable.restore`."""
         shards = [part.shard for part in self.known]
         if self._is_kept and self._has_spare(num_workers):
-            self.rebuild()
+            self.forget()
         if table := self._to_follow(num_workers, len(shards)):
             (made,) = self._spooled(table=table)
             self._require_same_partitions(made, [s.shard_id for s in shards if s.num_all_rows])
@@ -686,65 +684,6 @@ class LocalTable(SpooledRows):
             for batch in rows.to_batches():
                 writer.write(batch)
         return self.checked((writer.summary(),))
-
-
-def selected(
-    df: DataFrame, columns: Sequence[SpoolColumn], validation: SparkColumn | None = None
-) -> DataFrame:
-    """The prepared columns by number, and which rows are for validation, if some are."""
-    expressions = [column.expression.alias(f"c{index}") for index, column in enumerate(columns)]
-    if validation is not None:
-        expressions.append(validation.alias("validation"))
-    return df.select(*expressions)
-
-
-def spread(
-    df: DataFrame, spec: TableSpec, shards_by_place: ShardsByPlace | None = None
-) -> DataFrame:
-    """The rows as they are written, shard by shard, each with its hash.
-
-    The order is canonical: equal data gives equal shards in equal order, run after run and after
-    the loss of an executor, which round-robin repartitioning does not. The DataFrame's own
-    partitions (``spec.pieces``) stay as Spark reads them, at most packed together.
-
-    Args:
-        df: the rows.
-        spec: what the shards shall hold.
-        shards_by_place: those of each partition, where they are some of all; None: all of them.
-    """
-    rows = selected(df, spec.columns, spec.validation)
-    hashed = rows.withColumn("hash", F.xxhash64(*[F.col(name) for name in rows.columns]))
-    if spec.pieces is not None:
-        return hashed.coalesce(spec.num_partitions)
-    # Rows that differ only in where nulls or ends of arrays are have equal hashes.
-    return dealt(hashed, spec, ("hash", *rows.columns), shards_by_place)
-
-
-def dealt(
-    hashed: DataFrame,
-    spec: TableSpec,
-    order: Sequence[str],
-    shards_by_place: ShardsByPlace | None = None,
-) -> DataFrame:
-    """Rows with a ``hash`` in the partitions of their shards, in this order of columns.
-
-    Where a partition may have several shards, the first column is ``shard``, after which the rows
-    are ordered first.
-    """
-    if shards_by_place is None and spec.shards_by_place is None:
-        return hashed.repartition(spec.num_shards, "hash").sortWithinPartitions(*order)
-    shard = F.pmod(F.hash("hash"), F.lit(spec.num_shards))  # to which `repartition` deals a row
-    numbered = hashed.select(shard.alias("shard"), *hashed.columns)
-    if shards_by_place is None:
-        # As `assign_shards` has it: the last place that begins at the shard, or before.
-        place = F.floor(((F.col("shard") + 1) * spec.num_partitions - 1) / spec.num_shards)
-        places = numbered.repartitionById(spec.num_partitions, place.cast("int"))
-        return places.sortWithinPartitions("shard", *order)
-    place_of = {shard: place for place, own in enumerate(shards_by_place) for shard in own}
-    entries = [F.lit(number) for pair in place_of.items() for number in pair]
-    wanted = numbered.where(F.col("shard").isin(list(place_of)))
-    place = F.element_at(F.create_map(*entries), F.col("shard"))
-    return wanted.repartitionById(len(shards_by_place), place).sortWithinPartitions("shard", *order)
 
 
 def parse_shards(payload: dict[str, Any]) -> list[SpooledShard]:

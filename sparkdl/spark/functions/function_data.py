@@ -22,7 +22,7 @@ from sparkdl.data.shuffle_windows import Windows
 from sparkdl.errors import ConfigError, DataError
 from sparkdl.inputs import Specification, Tensor, named
 from sparkdl.spark.cluster.slots import Slots
-from sparkdl.spark.frames import shard_table
+from sparkdl.spark.frames import deal_rows, shard_table
 from sparkdl.spark.frames.columns import schema_of
 from sparkdl.spark.frames.example_rows import UserRows
 from sparkdl.spark.frames.placement import is_fixed
@@ -38,7 +38,7 @@ from sparkdl.spark.frames.spool_task import SpoolTask
 from sparkdl.spark.frames.user_data import UserData, spooled_and_read
 from sparkdl.spark.session.compat import conf
 from sparkdl.spark.session.settings import session_settings
-from sparkdl.worker.loader import DataSet
+from sparkdl.worker.function_loader import DataSet
 
 logger = logging.getLogger(__name__)
 
@@ -217,10 +217,10 @@ class DataSets(shard_table.SpoolTable):
         """See `RowTable.is_scattered`."""
         return False
 
-    def rebuild(self) -> None:
-        """See `RowTable.rebuild`."""
+    def forget(self) -> None:
+        """See `RowTable.forget`."""
         if self._spools:
-            super().rebuild()
+            super().forget()
 
     def _remake(self, missing: Collection[int]) -> None:
         if not self._spools:
@@ -238,13 +238,13 @@ class DataSets(shard_table.SpoolTable):
 def _spread(
     data: Mapping[str, DataFrame],
     specs: Mapping[str, TableSpec],
-    shards_by_place: shard_table.ShardsByPlace | None,
+    shards_by_place: deal_rows.ShardsByPlace | None,
 ) -> DataFrame:
     """The rows of all data sets in one frame: ``set``, ``set0``, ``set1``, ..., ``hash``."""
     if len(data) == 1:
         ((name, df),) = data.items()
-        return shard_table.spread(df, specs[name], shards_by_place)
-    frames = [shard_table.selected(df, specs[name].columns) for name, df in data.items()]
+        return deal_rows.spread(df, specs[name], shards_by_place)
+    frames = [deal_rows.selected(df, specs[name].columns) for name, df in data.items()]
     types = [df.select(F.struct(*df.columns).alias("row")).schema["row"].dataType for df in frames]
     parts = []
     for number, df in enumerate(frames):
@@ -258,4 +258,4 @@ def _spread(
         parts.append(df.select(F.lit(number).alias("set"), *structs, row_hash))
     united = reduce(lambda above, below: above.unionAll(below), parts)
     order = ["set", "hash", *(f"set{number}" for number in range(len(frames)))]
-    return shard_table.dealt(united, next(iter(specs.values())), order, shards_by_place)
+    return deal_rows.dealt(united, next(iter(specs.values())), order, shards_by_place)

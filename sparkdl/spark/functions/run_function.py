@@ -29,10 +29,11 @@ from sparkdl.runtime.activity import doing
 from sparkdl.runtime.hardware import choose_device, hardware
 from sparkdl.serialization.travel.pickling import dumps
 from sparkdl.spark.cluster.attempt import Attempt, Rows
+from sparkdl.spark.cluster.launch import Launch
 from sparkdl.spark.cluster.link import open_link
 from sparkdl.spark.cluster.resize import Resize
 from sparkdl.spark.cluster.slots import plan_slots, wait_again
-from sparkdl.spark.cluster.supervisor import GangResult, Launch, persistently, supervise
+from sparkdl.spark.cluster.supervisor import GangResult, persistently, supervise
 from sparkdl.spark.frames.placement import Placement, choose_placement
 from sparkdl.spark.frames.user_data import Data, user_data
 from sparkdl.spark.functions.function_data import DataSets, local_data_sets, prepare_sets
@@ -56,6 +57,7 @@ from sparkdl.storage.retried import Retried
 from sparkdl.storage.storage import Storage, check_writable, open_storage
 from sparkdl.worker import function_rank
 from sparkdl.worker.context import Context, entered
+from sparkdl.worker.function_loader import DataSet
 from sparkdl.worker.function_mesh import device_mesh
 from sparkdl.worker.function_rank import (
     called,
@@ -65,7 +67,6 @@ from sparkdl.worker.function_rank import (
     in_turn,
     load_part,
 )
-from sparkdl.worker.loader import DataSet
 
 logger = logging.getLogger(__name__)
 

@@ -1,7 +1,9 @@
 """The Params of estimators and models, one row each.
 
-A row is an entry of a TypedDict: the Param's name, its type, and an `Option` with all the rest;
-docs/extending.md has an example, and all that follows from it. Imports neither torch nor pyspark.
+A row is an entry of a TypedDict: the Param's name, its type, and an `Option` with all the rest. A
+new Param is a row here, with ``fills="config"`` a field and a check in `config.TrainConfig`, the
+file `accessors.pyi` made anew, and whoever reads the field. Setters, keys of job files and saving
+follow; docs/extending.md has an example. Imports neither torch nor pyspark.
 """
 
 from __future__ import annotations

@@ -29,7 +29,7 @@ from sparkdl.sync.averaging.averaging import AveragingStrategy
 from sparkdl.sync.averaging.mean import CHANGES, is_number, weighted_mean
 from sparkdl.sync.module_tensors import no_mean, set_trains, shape_of, tensors_of, trains
 from sparkdl.sync.population.hyperparameters import rescaled, set_present_rate
-from sparkdl.train.rank_state import KEPT
+from sparkdl.train.rank_state import OWN_STATES
 from sparkdl.train.state import Record, TrainState
 from sparkdl.worker.round_task import ATTRIBUTES
 
@@ -152,8 +152,8 @@ class Averaged(Stateful):
         return found
 
     def set_attributes(self, attributes: dict[str, Any]) -> None:
-        kept = (self.attributes() or {}).get(KEPT)  # callbacks on the driver do not change it
-        self._round["attributes"] = {KEPT: kept, **attributes}
+        kept = (self.attributes() or {}).get(OWN_STATES)  # callbacks on the driver do not change it
+        self._round["attributes"] = {OWN_STATES: kept, **attributes}
 
     def set_tensors(self, tensors: dict[str, Any]) -> None:
         self._round["model"] = {**self.model(), **tensors}

@@ -1,4 +1,8 @@
-"""The Spark jobs of a run in rounds, each of which trains or measures; lost jobs are run again."""
+"""The Spark jobs of a run in rounds, each of which trains or measures.
+
+Spark alone runs lost tasks again. A job that has failed comes back here, and all shards are made
+anew before it is run again.
+"""
 
 from __future__ import annotations
 
@@ -134,7 +138,7 @@ class RoundJobs:
         if attempt.number > self._next_attempt:
             number = self.restarts + attempt.number - self._next_attempt
             run.view.begun_again(number, self._book.state.step)
-            run.table.rebuild()  # whatever was lost: all shards are written anew
+            run.table.forget()  # whatever was lost: all shards are written anew
             logger.info("running the round again from its beginning")
         order = RoundOrder(
             run_id=run.run_id,

@@ -26,8 +26,8 @@ from sparkdl.errors import CheckpointError, CheckpointLost, ShardLost, StorageEr
 from sparkdl.serialization.identity import identity
 from sparkdl.serialization.recorded.recipe import RecordedWeights
 from sparkdl.spark.cluster.attempt import Attempt
+from sparkdl.spark.cluster.launch import Launch
 from sparkdl.spark.cluster.slots import wait_again
-from sparkdl.spark.cluster.supervisor import Launch
 from sparkdl.spark.frames.row_table import SourceTable
 from sparkdl.spark.run.run import Run
 from sparkdl.spark.session.interrupts import raise_if_asked
@@ -52,7 +52,10 @@ _PATIENCE_SECONDS = 300.0
 _PAUSES_SECONDS = (1.0, 3.0, 10.0)
 """Between these requests; the last pause is repeated."""
 _LEFT_OUT = ("epochs", "max_steps", "checkpoint", "callbacks", "device", "parallelism")
-"""Options that change nothing of what is learnt: how long to train, how to watch it, and where."""
+"""Options that change nothing of what is learnt: how long to train, how to watch it, and where.
+
+All others are in the run key, so that a new one changes all keys.
+"""
 
 
 def run_key(
@@ -209,7 +212,7 @@ class Attempts:
     """The submissions of a gang: what one of them leaves for the next to know."""
 
     run: Launch
-    rebuild: Callable[[Collection[int]], None]
+    after_loss: Callable[[Collection[int]], None]
     """Has shards that were lost written anew: those that no worker could read, or all if it is
     not known which."""
     lease: Lease | None = None
@@ -227,7 +230,7 @@ class Attempts:
     def heal(self, failed: Attempt) -> None:
         """Mend what would make the next submission fail too."""
         if failed.has_reported(ShardLost):  # the file is gone, although Spark still holds its row
-            self.rebuild(failed.missing)
+            self.after_loss(failed.missing)
         path = self.begun_from[-1] if self.begun_from else None
         if failed.has_reported(CheckpointLost) and path is not None:
             self.passed_over.add(path)
@@ -278,7 +281,7 @@ def by_host(attempt: Attempt) -> dict[str, float]:
 
 @contextlib.contextmanager
 def gang_attempts(
-    run: Launch, key: str, rebuild: Callable[[Collection[int]], None]
+    run: Launch, key: str, after_loss: Callable[[Collection[int]], None]
 ) -> Iterator[Attempts]:
     """Yield the attempts of a gang that keeps its checkpoints under ``key``, with their lease."""
     checkpoints = run.link.checkpoints
@@ -286,7 +289,7 @@ def gang_attempts(
         lease = None
         if checkpoints is not None:
             lease = stack.enter_context(Lease(checkpoints, key, run.run_id))
-        yield Attempts(run, rebuild, lease)
+        yield Attempts(run, after_loss, lease)
 
 
 def patiently(action: Callable[[], T]) -> T:

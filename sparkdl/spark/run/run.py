@@ -14,7 +14,7 @@ from sparkdl.report.summary import TrainingSummary
 from sparkdl.serialization.initial_state import InitialState
 from sparkdl.serialization.initial_weights import InitialWeights
 from sparkdl.serialization.travel.packed_module import PackedModule
-from sparkdl.spark.cluster.supervisor import Launch
+from sparkdl.spark.cluster.launch import Launch
 from sparkdl.spark.frames.row_table import RowTable
 
 if TYPE_CHECKING:

@@ -35,8 +35,9 @@ from sparkdl.report.live.progress import Progress, View
 from sparkdl.spark.cluster import supervisor as module
 from sparkdl.spark.cluster.attempt import Attempt, Rows
 from sparkdl.spark.cluster.cluster_info import ClusterInfo
+from sparkdl.spark.cluster.launch import Launch
 from sparkdl.spark.cluster.slots import Slots
-from sparkdl.spark.cluster.supervisor import GangResult, Launch, persistently, supervise
+from sparkdl.spark.cluster.supervisor import GangResult, persistently, supervise
 from sparkdl.spark.session import background_job
 from sparkdl.spark.session.settings import Settings
 from sparkdl.worker.lifecycle import GangOrder

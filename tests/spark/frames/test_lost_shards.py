@@ -163,7 +163,7 @@ def test_kept_shards_of_more_hosts_than_workers_are_scattered(
     table._is_kept = True
     assert table.is_scattered(2) is is_scattered
     forgotten = list[bool]()
-    monkeypatch.setattr(Table, "rebuild", lambda table: forgotten.append(True))
+    monkeypatch.setattr(Table, "forget", lambda table: forgotten.append(True))
     table.made = table.old
     table.restore(2)
     assert forgotten == [True]  # three executors: what is kept is written where workers will be
@@ -184,7 +184,7 @@ def test_what_was_kept_and_lost_is_not_kept_again(pieces: int | None) -> None:
     table._task = replace(table._task, keep=table._keep)
     table._describe_by = lambda task: described.append(task.keep)  # type: ignore[assignment]
     table.df, table._for_others = MagicMock(), {3: MagicMock()}
-    table.rebuild()
+    table.forget()
     assert (described, table._is_kept, table._for_others) == ([None], False, {})
 
 

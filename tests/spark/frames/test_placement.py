@@ -35,8 +35,8 @@ class Table:
         self.asked.append(num_workers)
         return "restored", "restored table"
 
-    def rebuild(self) -> None:
-        self.asked.append("rebuild")
+    def forget(self) -> None:
+        self.asked.append("forget")
 
     def remake(self, missing: Collection[int]) -> None:
         self.asked.append(list(missing))
@@ -68,7 +68,7 @@ def test_a_gang_of_fixed_workers_follows_its_table(origin: Origin, holding: str)
     assert table.asked == []
     placement.after_loss({1})
     assert placement.start(1, 2) == ("made anew", table.df)
-    assert table.asked == ["rebuild", "collect"]
+    assert table.asked == ["forget", "collect"]
 
 
 @pytest.mark.parametrize(

@@ -418,7 +418,7 @@ def test_shards_whose_files_are_gone_can_be_written_anew(good: DataFrame, tables
     for part in before:
         shutil.rmtree(part.shard.path)
     assert table.collect() == before  # Spark has kept the rows
-    table.rebuild()
+    table.forget()
     assert read(table, table.collect())
 
 

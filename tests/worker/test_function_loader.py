@@ -17,7 +17,7 @@ from sparkdl.data.spool.spool_source import SpoolSource
 from sparkdl.data.spool.writer import SpoolWriter
 from sparkdl.errors import ConfigError, DataError, ShardLost
 from sparkdl.worker.context import Context
-from sparkdl.worker.loader import DataSet, Loader
+from sparkdl.worker.function_loader import DataSet, Loader
 
 COLUMNS = (
     Column(name="x", role="feature", dtype="float32", shape=(2,), argument="x"),

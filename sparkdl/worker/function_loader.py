@@ -1,4 +1,4 @@
-"""The batches of its rank's rows that a training function iterates over."""
+"""The batches that `Context.loader` gives a training function; those of a fit: `data.batches`."""
 
 from __future__ import annotations
 
