@@ -11,6 +11,8 @@ if TYPE_CHECKING:
 
 RESULT_COLUMNS = "rank int, kind string, seq int, payload binary"
 """The columns of results, as Spark writes a schema."""
+JobResults = list[tuple[int, str, bytes]]
+"""Rank, kind and payload of everything that the tasks of a job have said, chunks joined."""
 CHUNK_BYTES = 8 * 2**20
 
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from sparkdl import errors
+from sparkdl.comm.file_chunks import JobResults
 from sparkdl.comm.worker_environment import SparkTask
 from sparkdl.errors import CollectiveError, CommunicationError, SparkDLError, WorkerError
 from sparkdl.spark.session.background_job import Fate
@@ -17,8 +18,6 @@ from sparkdl.spark.session.failures import (
     raise_unless_loss,
 )
 
-Rows = list[tuple[int, str, bytes]]
-"""(rank, kind, payload) of everything that the workers gave back."""
 _CONSEQUENCES = (CommunicationError.__name__, CollectiveError.__name__)
 """Types of the errors that ranks report because a peer fell away."""
 
@@ -78,7 +77,7 @@ class Attempt:
     """True if workers may talk by NCCL, whose watchdog aborts ranks whose peers are lost."""
     cancelled: bool = False
     """True if we ended the job, so that Spark's error says nothing new."""
-    rows: Rows | None = None
+    rows: JobResults | None = None
     spark_error: Exception | None = None
 
     def silent(self, now: float, timeout_seconds: float) -> list[int]:

@@ -9,10 +9,10 @@ from typing import Any, TypeVar
 
 from pyspark.sql import DataFrame, SparkSession
 
+from sparkdl.comm.file_chunks import JobResults
 from sparkdl.errors import ClusterError
 from sparkdl.report.live.progress import View
 from sparkdl.runtime.versions import versions
-from sparkdl.spark.cluster.attempt import Rows
 from sparkdl.spark.cluster.gang import GangTask, Work, launch
 from sparkdl.spark.cluster.link import Link
 from sparkdl.spark.cluster.slots import Slots
@@ -64,7 +64,7 @@ class Launch:
         *,
         num_workers: int,
         keeps_process: bool = True,
-    ) -> Callable[[], Rows]:
+    ) -> Callable[[], JobResults]:
         """The call that runs ``work`` on a worker for each row of ``table``; see `gang.launch`.
 
         Raises:

@@ -18,12 +18,13 @@ from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
 
 from sparkdl.comm.channel import Event
+from sparkdl.comm.file_chunks import JobResults
 from sparkdl.comm.worker_environment import SparkTask
 from sparkdl.errors import TrainingFailed
 from sparkdl.report.live.progress import Progress
 from sparkdl.runtime.activity import doing
 from sparkdl.runtime.versions import untested
-from sparkdl.spark.cluster.attempt import Attempt, Rows, Silence, restart_reason
+from sparkdl.spark.cluster.attempt import Attempt, Silence, restart_reason
 from sparkdl.spark.cluster.launch import Launch
 from sparkdl.spark.cluster.let_go import LetGo
 from sparkdl.spark.session import failures
@@ -63,7 +64,7 @@ class Change(Protocol):
 class GangResult:
     """The results of a run."""
 
-    rows: Rows
+    rows: JobResults
     restarts: int
     """After losses."""
     sizes: list[tuple[int, int]]
@@ -72,7 +73,7 @@ class GangResult:
 
 def supervise(
     run: Launch,
-    submit: Callable[[Attempt], Callable[[], Rows]],
+    submit: Callable[[Attempt], Callable[[], JobResults]],
     *,
     first_attempt: int = 0,
     heal: Callable[[Attempt], None] | None = None,
@@ -192,7 +193,7 @@ def persistently(
 
 def _run(
     run: Launch,
-    work: Callable[[], Rows],
+    work: Callable[[], JobResults],
     attempt: Attempt,
     name: str,
     changes: Sequence[Change],
@@ -233,7 +234,7 @@ def _await_crash(run: Launch, attempt: Attempt) -> None:
 def _watch(
     run: Launch,
     attempt: Attempt,
-    job: BackgroundJob[Rows],
+    job: BackgroundJob[JobResults],
     changes: Sequence[Change],
 ) -> None:
     """Return when the job has ended, or when it must be cancelled."""
@@ -266,7 +267,9 @@ def _watch(
                     return
 
 
-def _say_how_many(attempt: Attempt, job: BackgroundJob[Rows], *, reaches_driver: bool) -> None:
+def _say_how_many(
+    attempt: Attempt, job: BackgroundJob[JobResults], *, reaches_driver: bool
+) -> None:
     """Show how many workers are there until all are."""
     num_there = len(attempt.last_event) if reaches_driver else job.progress.num_begun
     if num_there < attempt.world_size:
@@ -281,7 +284,7 @@ def _say_how_many(attempt: Attempt, job: BackgroundJob[Rows], *, reaches_driver:
         doing("training", "the workers cannot say how far they are")
 
 
-def _check_start(attempt: Attempt, now: float, run: Launch, job: BackgroundJob[Rows]) -> None:
+def _check_start(attempt: Attempt, now: float, run: Launch, job: BackgroundJob[JobResults]) -> None:
     """Wait long for slots, but not for workers that have them; raises ClusterError.
 
     Where workers do not reach the driver, as many are there as Spark runs tasks. The tasks of a
@@ -314,7 +317,9 @@ def _check_start(attempt: Attempt, now: float, run: Launch, job: BackgroundJob[R
         attempt.failures.append(_failure(first, "Missing", message))
 
 
-def _check_silence(attempt: Attempt, now: float, run: Launch, job: BackgroundJob[Rows]) -> bool:
+def _check_silence(
+    attempt: Attempt, now: float, run: Launch, job: BackgroundJob[JobResults]
+) -> bool:
     """Ask Spark about the tasks of silent ranks; True if the attempt has failed by one.
 
     A rank whose task Spark has lost does not exist until Spark has started it again, and that may

@@ -22,6 +22,7 @@ from torch import nn
 
 from sparkdl.comm import compression
 from sparkdl.comm.compression.compression import Compression
+from sparkdl.comm.file_chunks import JobResults
 from sparkdl.data.plan import RoundPart, make_plan
 from sparkdl.errors import ClusterError, ConfigError
 from sparkdl.explain import measure_worker, trials
@@ -34,7 +35,7 @@ from sparkdl.report.live.progress import SilentView
 from sparkdl.runtime.activity import doing
 from sparkdl.serialization.travel.packed_module import pack
 from sparkdl.serialization.travel.pickling import dumps
-from sparkdl.spark.cluster.attempt import Attempt, Rows
+from sparkdl.spark.cluster.attempt import Attempt
 from sparkdl.spark.cluster.cluster_info import ClusterInfo, require_gang_support
 from sparkdl.spark.cluster.link import Link, open_link
 from sparkdl.spark.cluster.slots import Slots, plan_slots, threads_per_worker, wait_again
@@ -332,7 +333,7 @@ def _asked(
     )
     submitted = 0.0
 
-    def submit(attempt: Attempt) -> Callable[[], Rows]:
+    def submit(attempt: Attempt) -> Callable[[], JobResults]:
         nonlocal submitted
         submitted = time.perf_counter()
         order = run.gang_order(

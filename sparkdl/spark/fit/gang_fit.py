@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from sparkdl.comm.file_chunks import gathered
+from sparkdl.comm.file_chunks import JobResults, gathered
 from sparkdl.data.column_stats import SpooledShard
 from sparkdl.data.plan import assign_near, assign_shards
 from sparkdl.errors import StorageError
@@ -22,7 +22,7 @@ from sparkdl.serialization.stored_module import can_be_stored
 from sparkdl.serialization.travel.attributes import come_back
 from sparkdl.serialization.travel.packed_module import PackedModule
 from sparkdl.serialization.travel.pickling import dumps
-from sparkdl.spark.cluster.attempt import Attempt, Rows
+from sparkdl.spark.cluster.attempt import Attempt
 from sparkdl.spark.cluster.resize import Resize
 from sparkdl.spark.cluster.supervisor import GangResult, supervise
 from sparkdl.spark.frames.placement import Placement, choose_placement
@@ -112,7 +112,7 @@ def _submit(
     state: bytes | None,
     weights_in: str | None,
     attempt: Attempt,
-) -> Callable[[], Rows]:
+) -> Callable[[], JobResults]:
     """Prepare a submission: the newest checkpoint is found, and shards that were lost are there."""
     find = partial(find_checkpoint, run, passed_over=attempts.passed_over, lease=attempts.lease)
     path = attempts.begin(attempt, find, run.plan.first_step)

@@ -20,6 +20,7 @@ from typing import Any, Literal
 from pyspark.sql import SparkSession
 
 from sparkdl.comm.channel import Hub
+from sparkdl.comm.file_chunks import JobResults
 from sparkdl.errors import ConfigError
 from sparkdl.inputs import Specification
 from sparkdl.mesh import Mesh
@@ -28,7 +29,7 @@ from sparkdl.report.recorder import Recorder
 from sparkdl.runtime.activity import doing
 from sparkdl.runtime.hardware import choose_device, hardware
 from sparkdl.serialization.travel.pickling import dumps
-from sparkdl.spark.cluster.attempt import Attempt, Rows
+from sparkdl.spark.cluster.attempt import Attempt
 from sparkdl.spark.cluster.launch import Launch
 from sparkdl.spark.cluster.link import open_link
 from sparkdl.spark.cluster.resize import Resize
@@ -250,7 +251,7 @@ class FunctionJob(Launch):
 
     def _submit(
         self, placement: Placement[dict[str, DataSet]], attempts: Attempts, attempt: Attempt
-    ) -> Callable[[], Rows]:
+    ) -> Callable[[], JobResults]:
         path = attempts.begin(attempt, partial(self._newest, attempts))
         request, world_size = self.request, attempt.world_size
         self.sizes.append(world_size)

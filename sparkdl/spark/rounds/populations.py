@@ -18,12 +18,13 @@ from typing import Any, ClassVar
 
 import torch
 
+from sparkdl.comm.file_chunks import JobResults
 from sparkdl.data.plan import RoundPart
 from sparkdl.errors import CheckpointError, ConfigError, TrainingDiverged
 from sparkdl.serialization.travel.packed_module import travelled
 from sparkdl.spark.rounds.round_driver import RoundDone, run_rounds
 from sparkdl.spark.rounds.round_jobs import RoundEvaluation, RoundJobs
-from sparkdl.spark.rounds.round_stages import Rows, run_member_stage
+from sparkdl.spark.rounds.round_stages import run_member_stage
 from sparkdl.spark.run.run import Run, Trained
 from sparkdl.storage.stateful import Stateful
 from sparkdl.sync.averaging.mean import merge
@@ -112,7 +113,7 @@ class Population:
         """
         by_shard = dict(zip(shards, parts, strict=True))
 
-        def stage(order: RoundOrder) -> Rows:
+        def stage(order: RoundOrder) -> JobResults:
             return run_member_stage(self._run, order, by_shard)
 
         results: dict[int, Parts] = {shard: {} for shard in by_shard}

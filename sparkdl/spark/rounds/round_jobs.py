@@ -15,13 +15,13 @@ from typing import Any
 
 import torch
 
-from sparkdl.comm.file_chunks import gathered
+from sparkdl.comm.file_chunks import JobResults, gathered
 from sparkdl.data.plan import RoundPart
 from sparkdl.runtime.versions import versions
 from sparkdl.serialization.travel.packed_module import pack_blank
 from sparkdl.spark.cluster.attempt import Attempt
 from sparkdl.spark.cluster.supervisor import supervise
-from sparkdl.spark.rounds.round_stages import PATH, Merge, Rows, run_stage
+from sparkdl.spark.rounds.round_stages import PATH, Merge, run_stage
 from sparkdl.spark.run.run import Run
 from sparkdl.spark.session.compat import is_connect
 from sparkdl.storage.checkpoint_format import encode
@@ -40,7 +40,7 @@ _PATIENCE = 3
 """Heartbeat time-outs that a task may be silent on Spark Connect, which does not say which ones
 Spark has lost: it replaces them meanwhile."""
 
-Stage = Callable[[RoundOrder], Rows]
+Stage = Callable[[RoundOrder], JobResults]
 """Runs one job, given what all its tasks need to know."""
 
 
@@ -79,7 +79,7 @@ class RoundJobs:
         blank = pack_blank(run.module)
         self._payload = pack_payload(run.config, blank.skeleton, blank.tensors, run.link.values)
 
-    def run(self, part: RoundPart | None, work: RoundWork, stage: Stage) -> Rows:
+    def run(self, part: RoundPart | None, work: RoundWork, stage: Stage) -> JobResults:
         """Run one job, which measures if there is no part; raises what `supervise` raises."""
         run, settings = self._run, self._run.settings
         if is_connect(run.spark):
@@ -105,7 +105,7 @@ class RoundJobs:
         *,
         work: RoundWork = train_or_evaluate,
         merge: Merge | None = None,
-    ) -> Rows:
+    ) -> JobResults:
         """Run one job in which all shards get the same state; see `run` and `run_stage`."""
         if merge is not None:
             work = partial(train_or_evaluate, pieces=merge.pieces)
@@ -133,7 +133,7 @@ class RoundJobs:
 
     def _submit(
         self, part: RoundPart | None, work: RoundWork, stage: Stage, attempt: Attempt
-    ) -> Callable[[], Rows]:
+    ) -> Callable[[], JobResults]:
         run = self._run
         if attempt.number > self._next_attempt:
             number = self.restarts + attempt.number - self._next_attempt

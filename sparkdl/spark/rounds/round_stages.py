@@ -26,6 +26,7 @@ from pyspark.sql import functions as F
 from sparkdl.comm import file_chunks
 from sparkdl.comm.access import OF_DRIVER, Address
 from sparkdl.comm.channel import ChannelStorage
+from sparkdl.comm.file_chunks import JobResults
 from sparkdl.spark.cluster.gang import task_of
 from sparkdl.spark.frames.shard_table import parse_shards
 from sparkdl.spark.run.run import Run
@@ -35,8 +36,6 @@ from sparkdl.sync.averaging.state_pieces import FRAME, Pieces
 from sparkdl.worker import round_task
 from sparkdl.worker.population_member import pack_parts
 from sparkdl.worker.round_task import RoundOrder, RoundPlace
-
-Rows = list[tuple[int, str, bytes]]
 
 AT_ONCE_BYTES = 8 << 20
 """States that are not larger than this all together come to the driver as they are: one more stage
@@ -156,7 +155,7 @@ def num_merge_tasks(num_shards: int, state_bytes: int) -> int:
 
 def run_stage(
     run: Run, order: RoundOrder, state: Callable[[], bytes], merge: Merge | None = None
-) -> Rows:
+) -> JobResults:
     """Run one round's job; raises TaskLost if a task cannot find its shard, or Spark's own errors.
 
     ``state`` makes what all tasks get. With ``merge`` executors take the mean of what they return.
@@ -181,7 +180,7 @@ def run_stage(
             broadcast.destroy()
 
 
-def collected(results: DataFrame) -> Rows:
+def collected(results: DataFrame) -> JobResults:
     """Run the job, and put the chunks of each result together; see `run_stage`."""
     try:
         return sorted(file_chunks.joined_results(results.toArrow().to_pylist()))
@@ -201,7 +200,9 @@ def _as_rows(table: DataFrame, state: bytes) -> DataFrame:
     return table.sparkSession.createDataFrame(pa.table(columns))
 
 
-def run_member_stage(run: Run, order: RoundOrder, parts: Mapping[int, Mapping[str, bytes]]) -> Rows:
+def run_member_stage(
+    run: Run, order: RoundOrder, parts: Mapping[int, Mapping[str, bytes]]
+) -> JobResults:
     """As `run_stage`, but each shard trains the member that is sent to it.
 
     ``parts`` has the state of each shard's member, as `population_member.work` takes it; other

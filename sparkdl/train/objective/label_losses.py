@@ -14,7 +14,14 @@ from torch import nn
 
 from sparkdl.config import CUSTOM, Task
 from sparkdl.errors import ConfigError
-from sparkdl.train.objective.loss import ClassLoss, LossFunction, Rows, Sums, resolve_loss, rows_of
+from sparkdl.train.objective.loss import (
+    ClassLoss,
+    LossFunction,
+    LossRows,
+    Sums,
+    resolve_loss,
+    rows_of,
+)
 
 
 def loss_of(loss: Any, task: Task, weights: Mapping[str, float]) -> LossFunction:
@@ -89,7 +96,7 @@ class LossSum:
         loss_sum, weight_sum, _ = self.apart(output, target, weight)
         return loss_sum, weight_sum
 
-    def rows(self, output: Any, target: Mapping[str, torch.Tensor]) -> Rows | None:
+    def rows(self, output: Any, target: Mapping[str, torch.Tensor]) -> LossRows | None:
         weighted = []
         for name, part, value in self.pairs(output):
             rows = part.rows(value, target[name])

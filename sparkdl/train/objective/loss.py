@@ -17,7 +17,7 @@ from sparkdl.config import Task
 from sparkdl.errors import ConfigError, unknown
 
 Sums = tuple[torch.Tensor, torch.Tensor | float]
-Rows = tuple[torch.Tensor, torch.Tensor | None]
+LossRows = tuple[torch.Tensor, torch.Tensor | None]
 
 LOSSES: dict[str, type[nn.Module]] = {
     "bce": nn.BCELoss,
@@ -50,7 +50,7 @@ class LossFunction(Protocol):
         union of these. ``weight`` is ``(batch,)``; None counts every sample once.
         """
 
-    def rows(self, output: Any, target: Any) -> Rows | None:
+    def rows(self, output: Any, target: Any) -> LossRows | None:
         """The losses of a batch's samples, and by how much each counts; both ``(batch,)``.
 
         No counts means that all count once. ``__call__`` gives the sums of both, times the
@@ -129,7 +129,7 @@ class ModuleLoss:
     def __call__(self, output: Any, target: Any, weight: torch.Tensor | None) -> Sums:
         return _summed(*self.rows(output, target), weight)
 
-    def rows(self, output: Any, target: Any) -> Rows:
+    def rows(self, output: Any, target: Any) -> LossRows:
         output = _full_precision(output)
         if isinstance(self._module, ELEMENTWISE_LOSSES):
             output, target = match_shapes(output, target)
@@ -180,7 +180,7 @@ class ClassLoss(ModuleLoss):
         """The class number of samples that count for nothing."""
         return int(self._module.ignore_index)
 
-    def rows(self, output: Any, target: Any) -> Rows:
+    def rows(self, output: Any, target: Any) -> LossRows:
         losses, classes = self._losses(output, target)
         if classes is None:
             return _per_sample(losses), None
@@ -262,7 +262,7 @@ class CallableLoss:
             return result if is_pair else (result * num_rows, float(num_rows))
         return _summed(self._checked(result, target), None, weight)
 
-    def rows(self, output: Any, target: Any) -> Rows | None:
+    def rows(self, output: Any, target: Any) -> LossRows | None:
         result = self._function(_full_precision(output), target)
         return None if _is_sum(result) else (self._checked(result, target), None)
 

@@ -22,6 +22,7 @@ from pyspark.errors import (
 )
 
 from sparkdl.comm.channel import Event, Hub
+from sparkdl.comm.file_chunks import JobResults
 from sparkdl.errors import (
     CheckpointError,
     ClusterError,
@@ -33,7 +34,7 @@ from sparkdl.errors import (
 )
 from sparkdl.report.live.progress import Progress, View
 from sparkdl.spark.cluster import supervisor as module
-from sparkdl.spark.cluster.attempt import Attempt, Rows
+from sparkdl.spark.cluster.attempt import Attempt
 from sparkdl.spark.cluster.cluster_info import ClusterInfo
 from sparkdl.spark.cluster.launch import Launch
 from sparkdl.spark.cluster.slots import Slots
@@ -42,7 +43,7 @@ from sparkdl.spark.session import background_job
 from sparkdl.spark.session.settings import Settings
 from sparkdl.worker.lifecycle import GangOrder
 
-Job = Callable[[], Rows]
+Job = Callable[[], JobResults]
 
 
 class FakeContext:
@@ -160,7 +161,7 @@ class Stage:
     def fail(self, failure: Mapping[str, Any], *, attempt: int = 0) -> None:
         self.say(failure["rank"], "error", attempt=attempt, failure=failure)
 
-    def until_cancelled(self) -> Rows:
+    def until_cancelled(self) -> JobResults:
         assert self.spark.sparkContext.ended.wait(10), "nobody cancelled the job"
         raise PySparkException("job cancelled")
 
@@ -232,11 +233,11 @@ def failure(rank: int, kind: str, type_name: str = "X", message: str = "m") -> d
     }  # fmt: skip
 
 
-def result(*ranks: int) -> Rows:
+def result(*ranks: int) -> JobResults:
     return [(rank, "result", b"{}") for rank in ranks]
 
 
-def error_rows(*failures: Mapping[str, Any]) -> Rows:
+def error_rows(*failures: Mapping[str, Any]) -> JobResults:
     return [(f["rank"], "error", json.dumps(f).encode()) for f in failures]
 
 
@@ -262,7 +263,7 @@ def no_thread_left() -> Any:
 def test_each_attempt_shuts_out_the_one_before(stage: Stage) -> None:
     seen: list[tuple[int, str]] = []
 
-    def job() -> Rows:
+    def job() -> JobResults:
         stage.hub.set(f"{stage.hub.access.attempt}/key", b"")
         seen.append((stage.hub.access.attempt, stage.hub.access.secret))
         return error_rows(PEER_0, PEER_1) if len(seen) == 1 else result(0, 1)
@@ -279,7 +280,7 @@ def test_a_gang_that_starts_again_with_more_workers_has_not_failed(
     monkeypatch.setattr(module, "_RESIZE_SECONDS", 0.1)
     seen: list[tuple[float, Attempt]] = []
 
-    def job() -> Rows:
+    def job() -> JobResults:
         for rank, step in ((0, 5), (0, 6), (1, 9), (0, 8), (1, 7)):
             stage.say(rank, "heartbeat", epoch=1, step=step, loss=0.5, rows=9)
         stage.say(0, "checkpoint", step=6)
@@ -310,7 +311,7 @@ def test_a_gang_that_is_ended_before_it_begins_is_not_counted(
 ) -> None:
     monkeypatch.setattr(module, "_RESIZE_SECONDS", 0.0)
 
-    def job() -> Rows:
+    def job() -> JobResults:
         stage.say(0, "heartbeat", epoch=1, step=6 if has_begun else 5, loss=0.5, rows=9)
         return stage.until_cancelled()
 
@@ -327,7 +328,7 @@ def test_a_gang_that_ends_while_it_is_ended_has_ended(
 ) -> None:
     monkeypatch.setattr(module, "_RESIZE_SECONDS", 0.0)
 
-    def job() -> Rows:
+    def job() -> JobResults:
         assert stage.spark.sparkContext.ended.wait(10)
         return result(0, 1)
 
@@ -337,7 +338,7 @@ def test_a_gang_that_ends_while_it_is_ended_has_ended(
 def test_the_speed_of_a_rank_is_that_of_its_own_work(stage: Stage) -> None:
     seen: list[Attempt] = []
 
-    def job() -> Rows:
+    def job() -> JobResults:
         spent = {"data": 2.0, "compute": 8.0, "communication": 90.0}
         stage.say(1, "hardware", hardware={"host": "far"})
         stage.say(0, "hardware", hardware={"host": "near", "gpu": "H100"})  # see Attempt.speeds
@@ -362,7 +363,7 @@ def test_what_is_lost_while_a_gang_is_resized_is_a_loss(
 ) -> None:
     monkeypatch.setattr(module, "_RESIZE_SECONDS", 0.1)
 
-    def fails() -> Rows:
+    def fails() -> JobResults:
         time.sleep(0.3)
         stage.fail(USER_1)
         return stage.until_cancelled()
@@ -374,7 +375,7 @@ def test_what_is_lost_while_a_gang_is_resized_is_a_loss(
 
 
 def test_a_good_run(stage: Stage) -> None:
-    def job() -> Rows:
+    def job() -> JobResults:
         for rank in (0, 1):
             stage.say(rank, "heartbeat")
             stage.say(rank, "log", lines=[[20, f"line of {rank}"]])
@@ -409,7 +410,7 @@ def test_a_good_run(stage: Stage) -> None:
 def test_the_first_error_of_the_user_ends_the_run(
     stage: Stage, failures: Sequence[Mapping[str, Any]], rank: int, way: str
 ) -> None:
-    def job() -> Rows:
+    def job() -> JobResults:
         if way == "events":
             for one in failures:
                 stage.fail(one)
@@ -425,7 +426,7 @@ def test_the_first_error_of_the_user_ends_the_run(
 
 
 def test_arrival_counts_not_the_order_of_the_rows(stage: Stage) -> None:
-    def job() -> Rows:
+    def job() -> JobResults:
         stage.fail(USER_1)
         return error_rows(USER_0, USER_1)
 
@@ -434,7 +435,7 @@ def test_arrival_counts_not_the_order_of_the_rows(stage: Stage) -> None:
 
 
 def test_peers_that_compute_on_are_cancelled(stage: Stage) -> None:
-    def job() -> Rows:
+    def job() -> JobResults:
         stage.fail(USER_1)
         return stage.until_cancelled()
 
@@ -447,7 +448,7 @@ def test_peers_that_compute_on_are_cancelled(stage: Stage) -> None:
 
 
 def test_the_cause_may_arrive_after_its_consequence(stage: Stage) -> None:
-    def job() -> Rows:
+    def job() -> JobResults:
         stage.fail(PEER_0)
         time.sleep(0.15)
         stage.fail(USER_1)
@@ -462,7 +463,7 @@ ALONE_0 = failure(0, "gang", "CollectiveError", "Connection closed by peer")
 
 @pytest.mark.parametrize("way", ["events", "rows"])
 def test_a_rank_that_waits_for_one_that_has_ended_is_a_mistake(stage: Stage, way: str) -> None:
-    def job() -> Rows:
+    def job() -> JobResults:
         if way == "rows":
             return error_rows(ALONE_0)
         stage.say(1, "done")
@@ -479,7 +480,7 @@ def test_a_rank_that_waits_for_one_that_has_ended_is_a_mistake(stage: Stage, way
 def test_a_rank_that_waits_for_one_that_was_lost_starts_again(
     stage: Stage, others: list[Mapping[str, Any]]
 ) -> None:
-    def job() -> Rows:
+    def job() -> JobResults:
         stage.say(2, "done")
         for one in (ALONE_0, *others):
             stage.fail(one)
@@ -524,7 +525,7 @@ def test_what_broke_a_gang_is_mended_before_it_starts_again(stage: Stage) -> Non
 
 
 def test_a_job_cancelled_by_hand_is_not_started_again(stage: Stage) -> None:
-    def job() -> Rows:
+    def job() -> JobResults:
         raise PySparkException("cancelled", errorClass="SPARK_JOB_CANCELLED")
 
     with pytest.raises(TrainingFailed, match="the Spark job was cancelled"):
@@ -532,14 +533,14 @@ def test_a_job_cancelled_by_hand_is_not_started_again(stage: Stage) -> None:
     assert stage.submitted == [0]
 
 
-def lost() -> Rows:
+def lost() -> JobResults:
     raise PySparkException("ExecutorLostFailure\n  at org.apache...")
 
 
 def test_a_lost_worker_outweighs_what_its_peers_report(
     stage: Stage, caplog: pytest.LogCaptureFixture
 ) -> None:
-    def job() -> Rows:
+    def job() -> JobResults:
         stage.fail(USER_0)
         return lost()
 
@@ -555,7 +556,7 @@ ABORTED = 'Fatal Python error: Aborted\n\nThread 1:\n  File "/x/distributed_c10d
 def test_sizes_that_differ_between_ranks_are_a_mistake_of_the_users(stage: Stage) -> None:
     """Gloo aborts the rank that gets too much, and the others see its end."""
 
-    def job() -> Rows:
+    def job() -> JobResults:
         stage.fail(PEER_0)
         stage.say(1, "crash", text=ABORTED)
         raise PySparkException(CRASH)
@@ -569,7 +570,7 @@ def test_sizes_that_differ_between_ranks_are_a_mistake_of_the_users(stage: Stage
 def test_another_crash_is_told_and_may_be_healed(
     stage: Stage, caplog: pytest.LogCaptureFixture
 ) -> None:
-    def job() -> Rows:
+    def job() -> JobResults:
         stage.say(0, "crash", text="")  # Spark has ended this one
         later = threading.Timer(0.1, lambda: stage.say(1, "crash", text=f"{SEGFAULT}\nThread 1:"))
         later.start()  # it comes after Spark's own word
@@ -590,7 +591,7 @@ def test_a_worker_that_ends_without_a_word_is_told_by_its_rank(
         f"org.apache.spark.SparkException: {CRASH}. Consider setting 'spark.python.x' to 'true'."
     )
 
-    def job() -> Rows:
+    def job() -> JobResults:
         stage.say(1, "crash", text="")
         stage.say(0, "crash", text="")  # Spark has ended this one
         raise PySparkException(words)
@@ -658,7 +659,7 @@ def test_what_starting_again_cannot_heal_while_preparing(stage: Stage, error: Ex
 
 
 def test_a_mistake_of_ours_in_the_job_is_not_taken_for_a_lost_worker(stage: Stage) -> None:
-    def job() -> Rows:
+    def job() -> JobResults:
         raise TypeError("cannot pickle")
 
     with pytest.raises(TypeError, match="cannot pickle"):
@@ -677,7 +678,7 @@ def test_a_mistake_of_ours_in_the_job_is_not_taken_for_a_lost_worker(stage: Stag
 def test_an_error_of_spark_that_would_come_again_is_raised(
     stage: Stage, kind: type[Exception], told: type[Exception]
 ) -> None:
-    def job() -> Rows:
+    def job() -> JobResults:
         raise kind("always the same")
 
     with pytest.raises(told, match="always the same"):
@@ -711,7 +712,7 @@ def beating(stage: Stage, ranks: Sequence[int], seconds: float, attempt: int = 0
 
 
 def test_silence_is_a_hang(stage: Stage, caplog: pytest.LogCaptureFixture) -> None:
-    def hangs() -> Rows:
+    def hangs() -> JobResults:
         stage.say(1, "heartbeat")
         beating(stage, [0], 8)
         return stage.until_cancelled()
@@ -734,7 +735,7 @@ def test_a_rank_that_spark_runs_may_not_be_silent(
     context.task(3, partition=0)
     context.task(4, partition=1)
 
-    def hangs() -> Rows:
+    def hangs() -> JobResults:
         stage.say_task(1, 4)
         beating(stage, [0], 8)
         return stage.until_cancelled()
@@ -753,7 +754,7 @@ def test_a_rank_whose_task_is_lost_is_waited_for_in_rounds(stage: Stage) -> None
     context.task(3, partition=0)
     context.task(4, partition=1, status="FAILED")
 
-    def job() -> Rows:
+    def job() -> JobResults:
         stage.say_task(0, 3)
         stage.say_task(1, 4)
         beating(stage, [0], 0.6)
@@ -770,7 +771,7 @@ def test_lost_tasks_are_not_waited_for_without_end(stage: Stage) -> None:
     context = stage.spark.sparkContext
     context.task(3, partition=0, status="KILLED")
 
-    def job() -> Rows:
+    def job() -> JobResults:
         stage.say_task(0, 3)
         return stage.until_cancelled()
 
@@ -786,7 +787,7 @@ def test_a_new_worker_that_says_nothing_is_started_again(
     context.task(4, partition=1, status="FAILED")
     context.task(5, partition=1, age=60)
 
-    def job() -> Rows:
+    def job() -> JobResults:
         stage.say_task(1, 4)
         beating(stage, [0], 8)
         return stage.until_cancelled()
@@ -801,7 +802,7 @@ def test_a_gang_does_not_wait_for_a_lost_rank(
 ) -> None:
     stage.spark.sparkContext.task(4, partition=1, status="FAILED")
 
-    def job() -> Rows:
+    def job() -> JobResults:
         stage.say_task(1, 4)
         beating(stage, [0], 8)
         return stage.until_cancelled()
@@ -814,7 +815,7 @@ def test_a_gang_does_not_wait_for_a_lost_rank(
 def test_a_rank_whose_last_report_was_lost_is_not_silent(stage: Stage) -> None:
     stage.spark.sparkContext.task(4, partition=1, status="SUCCESS")
 
-    def job() -> Rows:
+    def job() -> JobResults:
         stage.say_task(1, 4)
         beating(stage, [0], 1)
         return result(0, 1)
@@ -826,7 +827,7 @@ def test_a_rank_that_spark_runs_again_may_not_be_silent_though_it_was_done(stage
     """An executor that is lost takes with it what Spark keeps of its tasks."""
     stage.spark.sparkContext.task(5, partition=1)
 
-    def job() -> Rows:
+    def job() -> JobResults:
         stage.say_task(1, 4)
         stage.say(1, "done")
         stage.say_task(1, 5)
@@ -838,7 +839,7 @@ def test_a_rank_that_spark_runs_again_may_not_be_silent_though_it_was_done(stage
 
 
 def test_a_watcher_may_speak_for_a_rank(stage: Stage) -> None:
-    def job() -> Rows:
+    def job() -> JobResults:
         stage.say(1, "heartbeat")
         until = time.monotonic() + 1.5
         while time.monotonic() < until:
@@ -851,7 +852,7 @@ def test_a_watcher_may_speak_for_a_rank(stage: Stage) -> None:
 
 
 def test_a_rank_that_has_finished_may_be_silent(stage: Stage) -> None:
-    def job() -> Rows:
+    def job() -> JobResults:
         stage.say(1, "heartbeat")
         stage.say(1, "done")
         beating(stage, [0], 1.5)
@@ -861,7 +862,7 @@ def test_a_rank_that_has_finished_may_be_silent(stage: Stage) -> None:
 
 
 def test_without_a_channel_silence_means_nothing(stage: Stage) -> None:
-    def job() -> Rows:
+    def job() -> JobResults:
         time.sleep(0.6)
         return result(0, 1)
 
@@ -876,11 +877,11 @@ def test_without_a_channel_spark_says_whether_the_gang_has_begun(
     with pytest.raises(ClusterError, match=r"no worker started within 0.2 s.*queueTimeout"):
         stage.run(stage.until_cancelled, queue_timeout=0.2, is_watched=False)
 
-    def part() -> Rows:
+    def part() -> JobResults:
         stage.spark.sparkContext.num_running = 1
         return stage.until_cancelled()
 
-    def whole() -> Rows:
+    def whole() -> JobResults:
         stage.spark.sparkContext.num_running = 2
         time.sleep(1.7)
         return result(0, 1)
@@ -899,7 +900,7 @@ def test_a_pause_of_the_driver_is_no_hang(stage: Stage) -> None:
             paused.append(1)
             time.sleep(1.2)
 
-    def job() -> Rows:
+    def job() -> JobResults:
         for rank in (0, 1):
             stage.say(rank, "heartbeat")
         while not paused:
@@ -917,7 +918,7 @@ def test_short_pauses_of_a_driver_that_gets_no_cpu_are_no_hang(
     monkeypatch.setattr(module, "_PAUSE_SECONDS", 0.2)
     stage.view.on_heartbeat = lambda: time.sleep(0.3)
 
-    def job() -> Rows:
+    def job() -> JobResults:
         stage.say(1, "heartbeat")
         for _ in range(5):
             stage.say(0, "heartbeat")
@@ -945,11 +946,11 @@ def test_workers_that_say_nothing_from_the_first_are_started_again(
     monkeypatch.setattr(background_job, "_ASK_SECONDS", 0.1)
     context = stage.spark.sparkContext
 
-    def job() -> Rows:
+    def job() -> JobResults:
         context.num_running = 2
         return stage.until_cancelled()
 
-    def again() -> Rows:
+    def again() -> JobResults:
         context.num_running = 0  # now other jobs hold the slots
         time.sleep(0.7)
         return result(0, 1)
@@ -962,7 +963,7 @@ def test_workers_that_say_nothing_from_the_first_are_started_again(
 
 
 def test_part_of_a_gang_is_started_again(stage: Stage) -> None:
-    def job() -> Rows:
+    def job() -> JobResults:
         beating(stage, [0], 20)
         return stage.until_cancelled()
 
@@ -975,7 +976,7 @@ def test_a_gang_that_grows_has_not_failed(stage: Stage, monkeypatch: pytest.Monk
     """Whatever the workers that are ended say of each other."""
     monkeypatch.setattr(module, "_RESIZE_SECONDS", 0.0)
 
-    def job() -> Rows:
+    def job() -> JobResults:
         stage.say(0, "heartbeat")
         stage.say(0, "checkpoint", step=3)
         try:
@@ -993,7 +994,7 @@ def test_a_gang_that_grows_has_not_failed(stage: Stage, monkeypatch: pytest.Monk
 
 
 def test_late_news_of_an_earlier_attempt_is_ignored(stage: Stage) -> None:
-    def again() -> Rows:
+    def again() -> JobResults:
         stage.fail(USER_0, attempt=0)
         stage.say(0, "log", lines=[[20, "late"]], attempt=0)
         stage.say(0, "log", lines=[[20, "news"]], attempt=1)
@@ -1008,7 +1009,7 @@ def test_interrupting_cancels_the_job(stage: Stage) -> None:
     def interrupt() -> None:
         raise KeyboardInterrupt
 
-    def job() -> Rows:
+    def job() -> JobResults:
         stage.say(0, "heartbeat")
         return stage.until_cancelled()
 
@@ -1033,7 +1034,7 @@ def test_a_job_that_spark_did_not_know_yet_is_cancelled_as_well(stage: Stage) ->
     context = stage.spark.sparkContext
     asked = threading.Event()
 
-    def job() -> Rows:
+    def job() -> JobResults:
         threading.Timer(0.1, signal.pthread_kill, (main, signal.SIGINT)).start()
         assert asked.wait(10)  # only now does Spark learn of the job
         context.ended.clear()
@@ -1068,7 +1069,7 @@ def test_a_job_that_was_cancelled_before_it_began_never_begins(stage: Stage) -> 
         time.sleep(0.3)
         tag(name)
 
-    def job() -> Rows:
+    def job() -> JobResults:
         raise AssertionError("it must not begin")
 
     context.addJobTag = slowly  # type: ignore[method-assign]
@@ -1093,7 +1094,7 @@ def test_a_view_that_fails_does_not_leave_the_job_running(stage: Stage) -> None:
     def fail() -> None:
         raise BrokenPipeError
 
-    def job() -> Rows:
+    def job() -> JobResults:
         stage.say(0, "heartbeat")
         return stage.until_cancelled()
 
@@ -1109,7 +1110,7 @@ def test_a_session_that_has_ended_is_no_lost_worker(
     ended = MagicMock()
     ended.sc.return_value.isStopped.return_value = True
 
-    def job() -> Rows:
+    def job() -> JobResults:
         monkeypatch.setattr(FakeContext, "_jsc", ended)
         raise PySparkException("Job 3 cancelled because SparkContext was shut down")
 
