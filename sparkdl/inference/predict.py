@@ -25,7 +25,7 @@ from sparkdl.data.collate import Rows as Tensors
 from sparkdl.data.column_readers import read_trained
 from sparkdl.data.kinds import Rows
 from sparkdl.data.plan import Column
-from sparkdl.data.ragged import Ragged
+from sparkdl.data.ragged import Ragged, gather
 from sparkdl.errors import ConfigError
 from sparkdl.inference.outputs import Forward, Output, check_rows, pick
 from sparkdl.inputs import Image
@@ -47,6 +47,8 @@ MODULES_PER_WORKER = 3
 """Modules that a Python worker keeps; a pipeline or a comparison of a few models needs no more."""
 FLUSH_BYTES = 32 << 20
 """Outputs are handed to Spark when they reach this size, or with the record batch's last row."""
+MOST_TOGETHER = 32
+"""Forward passes whose rows are sorted by length together, if their outputs are not larger."""
 _MOST_IN_A_LIST = 2**31 - 1
 
 
@@ -113,16 +115,34 @@ def predict(batches: Iterator[Sequence[pa.Array]], task: PredictTask) -> Iterato
     """Predict record batch by record batch; runs in the Python worker of a task.
 
     A batch is one array per input column. It gives struct arrays with the fields that ``task``
-    names, together as long as the batch. DataError for a null, or a row of another shape than the
-    module was trained on.
+    names, together as long as the batch. Sequences of similar length are padded together. DataError
+    for a null, or a row of another shape than the module was trained on.
     """
+    most = task.batch_size
+    """Rows that are sorted together."""
     with ready(task) as (module, device):
         for arrays in batches:
+            inputs, start = Inputs(arrays, task.columns), 0
             pieces: list[pa.Array] = []  # Spark only asks that all together are as long
             num_bytes = 0
-            for run in runs(arrays, task.columns, task.batch_size, device):
-                pieces.append(predicted(module, run, task))
-                num_bytes += pieces[-1].nbytes
+            while start < inputs.num_rows:
+                rows = np.arange(start, min(start + most, inputs.num_rows))
+                start = int(rows[-1]) + 1
+                order = inputs.by_length(rows)
+                found = pa.concat_arrays(
+                    [
+                        predicted(
+                            module, inputs.run(order[first : first + task.batch_size], device), task
+                        )
+                        for first in range(0, len(order), task.batch_size)
+                    ]
+                )
+                if order is not rows:
+                    found = found.take(pa.array(np.argsort(order)))
+                    together = FLUSH_BYTES * len(rows) // (task.batch_size * max(1, found.nbytes))
+                    most = task.batch_size * max(1, min(together, MOST_TOGETHER))
+                pieces.append(found)
+                num_bytes += found.nbytes
                 if num_bytes >= FLUSH_BYTES:
                     yield pa.concat_arrays(pieces)
                     pieces, num_bytes = [], 0
@@ -182,45 +202,72 @@ class RowRange:
         return values.take(pa.array(np.cumsum(self.kept) - 1, mask=~self.kept))
 
 
-def runs(
-    arrays: Sequence[pa.Array], columns: Sequence[Column], batch_size: int, device: torch.device
-) -> Iterator[RowRange]:
-    """The inputs of a record batch in runs of at most ``batch_size`` rows.
+class Inputs:
+    """The inputs of a record batch, one array per column; images are decoded when they are wanted.
 
     DataError for a null, or a row of another shape than the module was trained on.
     """
-    readers = [_reader(array, column) for array, column in zip(arrays, columns, strict=True)]
-    total = len(arrays[0])
-    for start in range(0, total, batch_size):
-        stop = min(start + batch_size, total)
-        found = [read(start, stop) for read in readers]
+
+    def __init__(self, arrays: Sequence[pa.Array], columns: Sequence[Column]) -> None:
+        """Read what may be read at once."""
+        self.num_rows = len(arrays[0])
+        self._columns = columns
+        self._arrays = arrays
+        self._read = [
+            # Decoded, images need many times their bytes.
+            None if isinstance(column.kind, Image) else _tensor(read_trained(array, column)[0])
+            for array, column in zip(arrays, columns, strict=True)
+        ]
+
+    def by_length(self, rows: np.ndarray) -> np.ndarray:
+        """The same rows, the shortest sequences first; as they are where nothing is padded."""
+        padded = [
+            read.lengths[rows]
+            for read, column in zip(self._read, self._columns, strict=True)
+            if isinstance(read, Ragged) and column.kind.num_parts == 1
+        ]
+        if not padded or any(read is None for read in self._read):
+            return rows
+        lengths = np.maximum.reduce(padded)
+        return rows if lengths.min() == lengths.max() else rows[np.argsort(lengths, kind="stable")]
+
+    def run(self, rows: np.ndarray, device: torch.device) -> RowRange:
+        """The arguments of ``forward`` for some rows."""
+        found = [self._rows(number, rows) for number in range(len(self._columns))]
         masks = [usable for _, usable in found if usable is not None]
         kept = np.logical_and.reduce(masks) if masks else None
-        if kept is None or kept.any():
-            rows = [
-                rows if kept is None else _where(rows, kept if usable is None else kept[usable])
-                for rows, usable in found
-            ]
-            given = arguments(columns, rows).to(device)
-            yield RowRange(given, stop - start, None if kept is None or kept.all() else kept)
-        else:
-            yield RowRange(None, stop - start, kept)
+        if kept is not None and not kept.any():
+            return RowRange(None, len(rows), kept)
+        values = [
+            value if kept is None else _where(value, kept if usable is None else kept[usable])
+            for value, usable in found
+        ]
+        given = arguments(self._columns, values).to(device)
+        return RowRange(given, len(rows), None if kept is None or kept.all() else kept)
+
+    def _rows(self, number: int, rows: np.ndarray) -> tuple[Tensors, np.ndarray | None]:
+        """Those of a column that can be used, and which these are; None: all."""
+        read, first, last = self._read[number], int(rows[0]), int(rows[-1])
+        is_slice = last - first + 1 == len(rows) and bool((np.diff(rows) == 1).all())
+        if read is None:
+            assert is_slice
+            part = self._arrays[number].slice(first, len(rows))
+            values, usable = read_trained(part, self._columns[number], first_row=first)
+            return _tensor(values), usable
+        if is_slice:
+            return read[first : last + 1], None
+        if isinstance(read, Ragged):
+            return gather([read], rows), None
+        return read[torch.from_numpy(rows)], None
 
 
-_Reader = Callable[[int, int], tuple[Tensors, np.ndarray | None]]
-"""Gives the rows of a slice that can be used, and which these are; None: all."""
-
-
-def _reader(array: pa.Array, column: Column) -> _Reader:
-    def decoded(start: int, stop: int) -> tuple[Tensors, np.ndarray | None]:
-        part = array.slice(start, stop - start)
-        rows, usable = read_trained(part, column, first_row=start)
-        return _tensor(rows), usable
-
-    if isinstance(column.kind, Image):  # which need many times their bytes, once decoded
-        return decoded
-    rows = _tensor(read_trained(array, column)[0])
-    return lambda start, stop: (rows[start:stop], None)
+def runs(
+    arrays: Sequence[pa.Array], columns: Sequence[Column], batch_size: int, device: torch.device
+) -> Iterator[RowRange]:
+    """The inputs of a record batch in runs of at most ``batch_size`` rows; raises as `Inputs`."""
+    inputs = Inputs(arrays, columns)
+    for start in range(0, inputs.num_rows, batch_size):
+        yield inputs.run(np.arange(start, min(start + batch_size, inputs.num_rows)), device)
 
 
 def _where(rows: Tensors, mask: np.ndarray) -> Tensors:

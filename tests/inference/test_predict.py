@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -13,6 +14,7 @@ from sparkdl.errors import ConfigError, DataError
 from sparkdl.inference import predict
 from sparkdl.inference.outputs import Forward, Output
 from sparkdl.inference.predict import Leaf, Make, PredictTask
+from sparkdl.inputs import Sequence
 from sparkdl.serialization.travel.packed_module import pack
 
 ROWS = np.arange(21, dtype=np.float32).reshape(7, 3)
@@ -68,6 +70,48 @@ def test_large_outputs_leave_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
     pieces = predicted(task(nn.Identity(), leaf("array", FLOATS)), ROWS)
     assert [len(piece) for piece in pieces] == [3, 3, 1]
     assert pa.concat_arrays(pieces).field(0).to_pylist() == ROWS.tolist()
+
+
+class MeanOfTokens(nn.Module):
+    """Remembers the shapes that it was given."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(50, 4)
+        self.shapes: list[torch.Size] = []
+
+    def forward(self, tokens: torch.Tensor, is_token: torch.Tensor) -> torch.Tensor:
+        self.shapes.append(tokens.shape)
+        summed = (self.embedding(tokens) * is_token.unsqueeze(-1)).sum(1)
+        return summed / is_token.sum(1, keepdim=True)  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("flush_bytes", [1, 100, 1 << 20])
+def test_sequences_of_similar_length_are_padded_together(
+    flush_bytes: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(predict, "FLUSH_BYTES", flush_bytes)
+    generator = np.random.default_rng(3)
+    texts = [generator.integers(0, 50, generator.integers(1, 40)).tolist() for _ in range(60)]
+    module = MeanOfTokens()
+    job = task(module, leaf("array", FLOATS), batch_size=4)
+    tokens = Column(
+        name="t", role="feature", dtype="int64", shape=(), argument="tokens",
+        specification=Sequence("t", mask="is_token"), longest=40,
+    )  # fmt: skip
+    job = replace(job, columns=(tokens,))
+    batches = [[pa.array(texts[:50])], [pa.array(texts[50:])]]
+    found = pa.concat_arrays(list(predict.predict(iter(batches), job))).field(0).to_pylist()
+    alone = [module(torch.tensor([t]), torch.ones(1, len(t), dtype=torch.bool)) for t in texts]
+    assert torch.tensor(found).allclose(torch.cat(alone), atol=1e-6)
+    kept = list(predict.load(job, torch.device("cpu")).shapes)
+    assert sum(shape[0] for shape in kept) == 60
+    cells = sum(shape.numel() for shape in kept)
+    as_they_are = sum(
+        max(map(len, texts[first : first + 4])) * len(texts[first : first + 4])
+        for first in (*range(0, 50, 4), *range(50, 60, 4))
+    )
+    assert (cells < 0.75 * as_they_are) == (flush_bytes > 100)
 
 
 def test_batches_of_different_width_stay_lists() -> None:
