@@ -26,7 +26,7 @@ from concurrent.futures import Future, wait
 from dataclasses import dataclass, replace
 from functools import partial
 from types import TracebackType
-from typing import Any, ClassVar, TypeVar
+from typing import Any, ClassVar, NamedTuple, TypeVar
 
 from sparkdl.comm.access import Access, Address, Caller, Unauthenticated, require_file, require_key
 from sparkdl.comm.certificates import make_certificate, tls
@@ -101,6 +101,16 @@ class _Waiter:
     wake: Callable[[], None]
 
 
+class Answer(NamedTuple):
+    """The driver's answer to a report."""
+
+    shows_lines: bool
+    pause: float
+    """Seconds until the next report."""
+    is_over: bool
+    """True if nobody waits for the rank's work any more."""
+
+
 class Hub:
     """The state behind the server: secrets, keys that can be waited for, and events received."""
 
@@ -110,6 +120,8 @@ class Hub:
         self.keeps_events = keeps_events
         self.shows_lines = False
         """True if what workers print is shown by the driver, on the console that they write to."""
+        self.is_over = False
+        """True if workers of the present attempt shall end."""
         self._newest = -1
         self._keys: dict[str, bytes] = {}
         self._counts: Counter[str] = Counter()
@@ -130,7 +142,7 @@ class Hub:
         What is under way of an earlier one is told by its number, so no number comes twice.
         """
         assert attempt > self._newest, f"attempt {attempt} comes after {self._newest}"
-        self._newest = attempt
+        self._newest, self.is_over = attempt, False
         self.access.begin(attempt)
         with self._lock:
             self._keys.clear()
@@ -250,13 +262,11 @@ class Hub:
         events: Sequence[Mapping[str, Any]],
         queued: Sequence[Mapping[str, Any]] = (),
         number: int = 0,
-    ) -> tuple[bool, float]:
+    ) -> Answer:
         """Note that a worker has reported, and what.
 
         Who hears no answer sends the events ``queued`` again, with the same ``number``, which grows
         from one such list to the next: they count once.
-
-        Returns `shows_lines`, and the seconds until its next report.
         """
         now = time.monotonic()
         self._last_reports[rank] = (attempt, now)
@@ -269,7 +279,8 @@ class Hub:
                 if not (is_full and body["kind"] in _DISPENSABLE):
                     self.events.put(Event(attempt=attempt, rank=rank, received=now, body=body))
         pause = len(self._last_reports) / _REQUESTS_PER_SECOND
-        return self.shows_lines, min(max(pause, _LEAST_PAUSE_SECONDS), _MOST_PAUSE_SECONDS)
+        pause = min(max(pause, _LEAST_PAUSE_SECONDS), _MOST_PAUSE_SECONDS)
+        return Answer(self.shows_lines, pause, self.is_over)
 
     def seconds_since_report(self, attempt: int, rank: int) -> float | None:
         """Seconds since a worker's last report; None if it has made none in this attempt."""
@@ -636,12 +647,13 @@ class ChannelClient:
         events: Sequence[Mapping[str, Any]],
         queued: Sequence[Mapping[str, Any]] = (),
         number: int = 0,
-    ) -> tuple[bool, float]:
+    ) -> Answer:
         """See `Hub.report`; values that are not JSON go as their text."""
-        shows, pause = self._ask(
-            "report", attempt=attempt, rank=rank, events=events, queued=queued, number=number
+        return Answer(
+            *self._ask(
+                "report", attempt=attempt, rank=rank, events=events, queued=queued, number=number
+            )
         )
-        return shows, pause
 
     def seconds_since_report(self, *, attempt: int, rank: int) -> float | None:
         """Seconds since a worker's last report; None if it has made none in this attempt."""

@@ -47,7 +47,8 @@ _SILENT_FAILURES = 5
 class Reporter:
     """Sends one worker's reports. Use it as a context manager around the worker's life.
 
-    It is the training loop's observer, whose calls only set values that the thread sends.
+    It is the training loop's observer, whose calls set values that the thread sends. Once the
+    driver waits for this work no more, the next step is the last one.
     """
 
     def __init__(
@@ -75,6 +76,7 @@ class Reporter:
             )
         self.is_shown = False
         """True if the driver shows what is printed here on the very console that we write to."""
+        self._is_over = False
         self.rows = 0
         """Rows this rank has trained on in this attempt."""
         self._attempt = attempt
@@ -115,7 +117,12 @@ class Reporter:
         self._resources.close()
 
     def step(self, *, epoch: int, step: int, loss: float, rows: int) -> None:
-        """After a training step: epoch from 1, steps done, loss, rows of this rank in the step."""
+        """After a training step: epoch from 1, steps done, loss, rows of this rank in the step.
+
+        Raises CommunicationError if the driver has ended the run.
+        """
+        if self._is_over:  # so that Spark need not end this process, which has imported torch
+            raise CommunicationError("the driver has ended this run")
         self.rows += rows
         self._progress = {
             **self._progress,
@@ -199,7 +206,7 @@ class Reporter:
                 self._lines.clear()
             self._number += 1
         try:
-            self.is_shown, self._interval = self._client.report(
+            self.is_shown, self._interval, self._is_over = self._client.report(
                 attempt=self._attempt,
                 rank=self._rank,
                 events=[self._now()],

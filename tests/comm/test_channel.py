@@ -84,10 +84,16 @@ def test_events_reach_the_hub(hub: Hub, client: ChannelClient) -> None:
     assert second.body["lines"] == ["ä"]
 
 
-def test_a_worker_hears_whether_its_lines_are_shown(hub: Hub, client: ChannelClient) -> None:
-    assert client.report(attempt=0, rank=2, events=[]) == (False, 0.25)
+def test_a_worker_hears_whether_its_lines_are_shown_and_whether_it_shall_end(
+    hub: Hub, client: ChannelClient
+) -> None:
+    assert client.report(attempt=0, rank=2, events=[]) == (False, 0.25, False)
     hub.shows_lines = True
-    assert client.report(attempt=0, rank=2, events=[]) == (True, 0.25)
+    assert client.report(attempt=0, rank=2, events=[]) == (True, 0.25, False)
+    hub.is_over = True
+    assert client.report(attempt=0, rank=2, events=[]) == (True, 0.25, True)
+    hub.begin(1)
+    assert not hub.report(1, 2, []).is_over
 
 
 def test_events_that_come_twice_count_once(hub: Hub, client: ChannelClient) -> None:
@@ -110,7 +116,7 @@ def test_many_ranks_report_less_often(hub: Hub, ranks: int, pause: float) -> Non
     """All of them together 200 times a second."""
     for rank in range(ranks):
         hub.report(0, rank, [])
-    assert hub.report(0, 0, []) == (False, pause)
+    assert hub.report(0, 0, []).pause == pause
 
 
 def test_ranks_hear_what_all_have_given(server: ChannelServer) -> None:

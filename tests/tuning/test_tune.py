@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import optuna
 import pytest
 from torch import nn
 
@@ -163,6 +165,37 @@ def test_rounds_search_as_a_gang_does(rows: DataFrame, regressor: TorchRegressor
     own.setSyncStrategy(sparkdl.ParameterAveraging(averaging_period=2)).setExecutionMode("rounds")
     result = tune(own, {"syncStrategy.averaging_period": [1, 4]}, rows, trials=2)
     assert set(result.trials["state"]) <= {"complete", "pruned"}
+
+
+class NotesProcess(sparkdl.Callback):
+    """Writes down the process of each rank that begins."""
+
+    def __init__(self, path: str) -> None:
+        self.path = path
+
+    def on_train_begin(self, state: sparkdl.CallbackState) -> None:
+        with Path(self.path).open("a") as file:
+            file.write(f"{os.getpid()}\n")
+
+
+class PrunesTheFirst(optuna.pruners.BasePruner):
+    def prune(self, study: optuna.Study, trial: optuna.trial.FrozenTrial) -> bool:
+        return trial.number == 0
+
+
+def test_a_pruned_trial_leaves_its_processes_to_the_next(
+    rows: DataFrame, regressor: TorchRegressor, tmp_path: Path
+) -> None:
+    noted = tmp_path / "processes"
+    own = regressor.copy().setNumWorkers(2).setEpochs(400)
+    own.setCallbacks([NotesProcess(str(noted))])
+    space = {"learningRate": [0.01, 0.02]}
+    found = tune(own, space, rows, trials=2, pruner=PrunesTheFirst(), parallel=1)
+    assert list(found.trials["state"]) == ["pruned", "complete"]
+    assert found.trials["epochs"][0] < 400
+    first, second = (set(noted.read_text().split()[begin : begin + 2]) for begin in (0, 2))
+    assert first == second
+    assert len(first) == 2
 
 
 def test_what_is_wrong_is_found_before_any_trial(

@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 
 from sparkdl.comm import channel
-from sparkdl.comm.channel import ChannelClient, ChannelServer, Event, Hub
+from sparkdl.comm.channel import Answer, ChannelClient, ChannelServer, Event, Hub
 from sparkdl.comm.worker_environment import SparkTask
 from sparkdl.errors import CommunicationError
 from sparkdl.worker import reporter as module
@@ -31,19 +31,17 @@ class FakeClient:
         self.sent: list[tuple[int, list[Any]]] = []
         self.reports = 0
         self.is_there = True
-        self.shows_lines = False
+        self.shows_lines = self.is_over = False
         self.pause = 0.25
         self.address = "127.0.0.1:9"
 
-    def report(
-        self, *, attempt: int, rank: int, events: Any, queued: Any, number: int
-    ) -> tuple[bool, float]:
+    def report(self, *, attempt: int, rank: int, events: Any, queued: Any, number: int) -> Answer:
         self.reports += 1
         self.sent.append((number, list(queued)))
         if not self.is_there:
             raise CommunicationError("nobody there")
         self.events.extend([*events, *queued])
-        return self.shows_lines, self.pause
+        return Answer(self.shows_lines, self.pause, self.is_over)
 
     def bodies(self, kind: str) -> list[Any]:
         return [event for event in self.events if event["kind"] == kind]
@@ -328,6 +326,18 @@ def test_of_a_progress_bar_only_the_last_drawing_is_sent(
         sys.stdout.write("\r")
         sys.stdout.write("last")
     assert client.lines() == ["done", "last"]
+
+
+def test_once_nobody_waits_for_the_work_a_step_is_the_last_one(
+    client: FakeClient, reporter: Reporter, quick: None
+) -> None:
+    with reporter:
+        reporter.step(epoch=1, step=1, loss=0.5, rows=4)
+        client.is_over = True
+        seen = client.reports
+        soon(lambda: client.reports > seen + 1)
+        with pytest.raises(CommunicationError, match="the driver has ended this run"):
+            reporter.step(epoch=1, step=2, loss=0.5, rows=4)
 
 
 def test_what_the_driver_shows_on_this_very_console_is_not_written_twice(

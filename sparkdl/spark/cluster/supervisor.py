@@ -46,6 +46,8 @@ _PAUSE_SECONDS = 1.0
 """A look at the gang that comes so late shows that the driver itself stood still."""
 _MEASURED_SECONDS = 5.0
 """After so much of a rank's own work its speed is known."""
+_LEAVE_SECONDS = 2.0
+"""Longest wait for workers to end by themselves, once nobody wants their work any more."""
 _GRACE_SECONDS = 3.0
 """Longest wait after the first sign of failure for other ranks' reports and Spark's own reason."""
 
@@ -204,6 +206,9 @@ def _run(
     try:
         job.begin()
         _watch(run, attempt, job, changes)
+    except Exception:  # such as a trial of a search that is pruned
+        _dismiss(run, attempt, job)
+        raise
     finally:
         job.end()
         _receive(run, attempt)  # the last events may come a moment after the rows
@@ -215,6 +220,16 @@ def _run(
         reported = [json.loads(payload) for _, kind, payload in attempt.rows if kind == "error"]
         known = {failure["rank"] for failure in attempt.failures}
         attempt.failures.extend(f for f in reported if f["rank"] not in known)
+
+
+def _dismiss(run: Launch, attempt: Attempt, job: BackgroundJob[JobResults]) -> None:
+    """Have workers end by themselves, for a moment.
+
+    Spark would end their processes, and the next ones would have to import torch anew.
+    """
+    if run.link.channel is not None and len(attempt.last_event) == attempt.world_size:
+        run.link.hub.is_over = True
+        job.wait(_LEAVE_SECONDS)
 
 
 def _await_crash(run: Launch, attempt: Attempt) -> None:

@@ -1104,6 +1104,27 @@ def test_a_view_that_fails_does_not_leave_the_job_running(stage: Stage) -> None:
     assert stage.spark.sparkContext.cancelled == ["sparkdl-r-0"]
 
 
+def test_workers_whose_work_nobody_wants_end_by_themselves(stage: Stage) -> None:
+    """As when a search prunes a trial: their processes, which have imported torch, stay."""
+
+    def prune() -> None:
+        raise StopIteration
+
+    def job() -> JobResults:
+        for rank in (0, 1):
+            stage.say(rank, "heartbeat")
+        deadline = time.monotonic() + 20
+        while not stage.hub.is_over and time.monotonic() < deadline:
+            time.sleep(0.01)
+        return error_rows(PEER_0, PEER_1)
+
+    stage.view.on_heartbeat = prune
+    with pytest.raises(StopIteration):
+        stage.run(job)
+    assert stage.hub.is_over
+    assert stage.spark.sparkContext.cancelled == []
+
+
 def test_a_session_that_has_ended_is_no_lost_worker(
     stage: Stage, monkeypatch: pytest.MonkeyPatch
 ) -> None:
