@@ -142,7 +142,7 @@ def misfit(module: nn.Module) -> str | None:
         )
         pairs = zip(own, others, strict=False)
         if len(own) != len(others) or not all(a in (None, b) for a, b in pairs):
-            return name
+            return str(name)
     return None
 
 

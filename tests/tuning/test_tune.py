@@ -183,6 +183,7 @@ class PrunesTheFirst(optuna.pruners.BasePruner):
         return trial.number == 0
 
 
+@pytest.mark.slow
 def test_a_pruned_trial_leaves_its_processes_to_the_next(
     rows: DataFrame, regressor: TorchRegressor, tmp_path: Path
 ) -> None:

@@ -48,12 +48,12 @@ from sparkdl.spark.frames.own_partitions import (
     frame_facts,
     require_partitions,
 )
-from sparkdl.spark.frames.placement import is_fixed
 from sparkdl.spark.frames.prepare_columns import prepare, prepare_labels
 from sparkdl.spark.frames.row_table import TableSpec
 from sparkdl.spark.frames.unstable_rows import unstable_operator
 from sparkdl.spark.frames.user_data import UserData
 from sparkdl.spark.rounds.driver_memory import check_driver_memory, round_state_bytes
+from sparkdl.spark.run.placement import is_fixed
 from sparkdl.spark.run.run import FitRequest
 from sparkdl.spark.session import compat
 from sparkdl.spark.session.settings import Settings, session_settings

@@ -25,7 +25,7 @@ from sparkdl.serialization.travel.pickling import dumps
 from sparkdl.spark.cluster.attempt import Attempt
 from sparkdl.spark.cluster.resize import Resize
 from sparkdl.spark.cluster.supervisor import GangResult, supervise
-from sparkdl.spark.frames.placement import Placement, choose_placement
+from sparkdl.spark.run.placement import Placement, choose_placement
 from sparkdl.spark.run.resume import Attempts, by_host, find_checkpoint, gang_attempts
 from sparkdl.spark.run.run import Run, Trained
 from sparkdl.storage.checkpoint_format import decode, encode

@@ -38,7 +38,6 @@ from sparkdl.spark.cluster.cluster_info import ClusterInfo, Get, parse_bytes, re
 from sparkdl.spark.frames.columns import quoted
 from sparkdl.spark.frames.deal_rows import ShardsByPlace, spread
 from sparkdl.spark.frames.example_rows import UserRows, in_words
-from sparkdl.spark.frames.first_shards import FirstShards
 from sparkdl.spark.frames.row_table import (
     Origin,
     ShownRows,
@@ -52,6 +51,7 @@ from sparkdl.spark.frames.spool_task import (
     TABLE_SCHEMA,
     CleanTask,
     FindTask,
+    FirstShards,
     KeptTask,
     SpoolTask,
 )

@@ -1,4 +1,7 @@
-"""The tasks of executors that write spools, describe them, and remove them."""
+"""The tasks of executors that write spools, describe them, and remove them.
+
+The driver hears of the first shards while others are written.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +11,7 @@ import json
 import shutil
 import socket
 import uuid
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from operator import itemgetter
 from pathlib import Path
@@ -17,6 +20,8 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 from pyspark import Accumulator, BarrierTaskContext, TaskContext
+from pyspark.accumulators import AccumulatorParam
+from pyspark.sql import SparkSession
 
 from sparkdl.data.column_stats import SpooledShard
 from sparkdl.data.plan import Shard, SpoolColumn
@@ -34,6 +39,7 @@ from sparkdl.data.spool.spool_source import SpoolSource
 from sparkdl.data.spool.writer import SpoolWriter
 from sparkdl.errors import SparkDLError
 from sparkdl.runtime.process import memory_bytes
+from sparkdl.spark.session.compat import is_connect
 from sparkdl.worker.held_shards import found_here
 from sparkdl.worker.kept import KEPT
 from sparkdl.worker.watcher import ended_when_hung
@@ -50,6 +56,43 @@ _BLOCK = 64
 
 Part = tuple[int, int]
 """The number of a shard, and that of a data set."""
+
+
+class _Lists(AccumulatorParam[list[str]]):
+    """Lists, one behind the other."""
+
+    def zero(self, value: list[str]) -> list[str]:
+        """Nothing."""
+        return []
+
+    def addInPlace(self, value1: list[str], value2: list[str]) -> list[str]:
+        """Both; the first is changed."""
+        value1 += value2
+        return value1
+
+
+class FirstShards:
+    """Calls somebody with the first shards that tasks have written, once. Lives on the driver."""
+
+    def __init__(self, spark: SparkSession) -> None:
+        """Make the session's accumulator; Spark Connect has none, and reports nothing."""
+        self.told: Accumulator[list[str]] | None = None
+        if not is_connect(spark):
+            self.told = spark.sparkContext.accumulator([], _Lists())
+        self.call: Callable[[list[SpooledShard]], None] | None = None
+        """Function that is called with the shards of which there are rows at hand."""
+
+    def look(self) -> bool:
+        """Call if some have come, and return True then; raises what is raised."""
+        call = self.call
+        if call is None or self.told is None:
+            return False
+        payloads = [json.loads(text) for text in self.told.value]
+        written = [shard for one in payloads for shard in one.get("shards", ()) if shard["head"]]
+        if written:
+            self.call = None
+            call([SpooledShard.from_dict(values) for values in written])
+        return bool(written)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -25,7 +25,6 @@ from sparkdl.spark.cluster.slots import Slots
 from sparkdl.spark.frames import deal_rows, shard_table
 from sparkdl.spark.frames.columns import schema_of
 from sparkdl.spark.frames.example_rows import UserRows
-from sparkdl.spark.frames.placement import is_fixed
 from sparkdl.spark.frames.prepare_columns import prepare
 from sparkdl.spark.frames.row_table import (
     Origin,
@@ -36,6 +35,7 @@ from sparkdl.spark.frames.row_table import (
 )
 from sparkdl.spark.frames.spool_task import SpoolTask
 from sparkdl.spark.frames.user_data import UserData, spooled_and_read
+from sparkdl.spark.run.placement import is_fixed
 from sparkdl.spark.session.compat import conf
 from sparkdl.spark.session.settings import session_settings
 from sparkdl.worker.function_loader import DataSet

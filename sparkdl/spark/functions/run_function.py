@@ -35,9 +35,9 @@ from sparkdl.spark.cluster.link import open_link
 from sparkdl.spark.cluster.resize import Resize
 from sparkdl.spark.cluster.slots import plan_slots, wait_again
 from sparkdl.spark.cluster.supervisor import GangResult, persistently, supervise
-from sparkdl.spark.frames.placement import Placement, choose_placement
 from sparkdl.spark.frames.user_data import Data, user_data
 from sparkdl.spark.functions.function_data import DataSets, local_data_sets, prepare_sets
+from sparkdl.spark.run.placement import Placement, choose_placement
 from sparkdl.spark.run.resume import Attempts, gang_attempts, newest, patiently
 from sparkdl.spark.run.run import Request
 from sparkdl.spark.run.run_facts import record_run

@@ -1108,7 +1108,8 @@ def test_workers_whose_work_nobody_wants_end_by_themselves(stage: Stage) -> None
     """As when a search prunes a trial: their processes, which have imported torch, stay."""
 
     def prune() -> None:
-        raise StopIteration
+        if len(stage.view.shown) == 2:
+            raise StopIteration
 
     def job() -> JobResults:
         for rank in (0, 1):

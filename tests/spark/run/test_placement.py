@@ -10,8 +10,8 @@ import pytest
 
 from sparkdl.spark.cluster.cluster_info import ClusterInfo
 from sparkdl.spark.cluster.slots import Slots
-from sparkdl.spark.frames.placement import Anywhere, OnTable, choose_placement, is_fixed
 from sparkdl.spark.frames.row_table import Origin
+from sparkdl.spark.run.placement import Anywhere, OnTable, choose_placement, is_fixed
 
 
 class Table:
