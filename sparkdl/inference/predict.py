@@ -311,7 +311,7 @@ def _one_number(output: torch.Tensor) -> torch.Tensor:
 
 def _matrix(output: torch.Tensor) -> torch.Tensor:
     """``(rows, width)``; further dimensions flattened in row-major order."""
-    return output.reshape(len(output), -1)
+    return output[:, None].flatten(1)  # which a reshape to -1 cannot do without rows
 
 
 def likeliest_class(output: torch.Tensor) -> torch.Tensor:

@@ -86,6 +86,8 @@ def measure(replica: Replica, batches: Iterable[Batch]) -> torch.Tensor:
             moved = batch.map(lambda value: value.to(replica.device))
             with replica.number_format.autocast():
                 seen = run(loss, module, moved)
+            if not moved.num_rows:  # it has run for other ranks; a mean of no losses is no number
+                continue
             loss_sum, weight_sum, parts = sums_of(loss, seen, moved.target, moved.weight)
             for place, value in enumerate((loss_sum, weight_sum, *parts)):
                 sums[place] += value
@@ -105,6 +107,8 @@ def measure_by_stages(
     sums = no_sums(loss, replica.device)
 
     def see(output: Any, rows: Batch) -> None:
+        if not rows.num_rows:
+            return
         output = taken(loss, output)
         loss_sum, weight_sum, parts = sums_of(loss, output, rows.target, rows.weight)
         for place, value in enumerate((loss_sum, weight_sum, *parts)):

@@ -1,21 +1,24 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
+import torchmetrics
 from torch import nn
 
 from sparkdl.comm.communicator import LocalCommunicator
-from sparkdl.config import TrainConfig
+from sparkdl.config import Task, TrainConfig
 from sparkdl.data.batches import sequential_batches
 from sparkdl.data.spool.mapped import MappedRows, ShardData
+from sparkdl.inference.classification import CLASSIFICATION
 from sparkdl.inference.regression import REGRESSION
 from sparkdl.sync.frozen_layers import evaluation_mode
 from sparkdl.sync.gradients.allreduce import AllReduce
 from sparkdl.train.replica import make_replica
-from sparkdl.train.validation import evaluate
+from sparkdl.train.validation import evaluate, in_step
 from tests.gang import Gang
 from tests.train.runs import NUM_FEATURES, make_data, plan_for, run, seeded
 
@@ -47,6 +50,38 @@ def test_any_cut_gives_the_weighted_mean(batch_size: int, weighted: bool) -> Non
     losses = (net.eval()(x).squeeze(1) - y) ** 2
     w = w if weighted else torch.ones_like(w)
     assert got == pytest.approx(float((losses * w).sum().detach() / w.sum()), abs=1e-12)
+
+
+def mean_squared(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    """A function of the user's that gives one number."""
+    return ((output[:, 0] - target) ** 2).mean()
+
+
+@pytest.mark.parametrize("task", [CLASSIFICATION, REGRESSION])
+@pytest.mark.parametrize("loss", ["of its name", "a function"])
+def test_batches_without_rows_change_nothing(task: Task, loss: str) -> None:
+    """Along a mesh ranks run as many batches as the one with the most rows."""
+    is_class = task == CLASSIFICATION
+    named, own = (
+        ("cross_entropy", torch.nn.functional.cross_entropy) if is_class else ("mse", mean_squared)
+    )
+    metrics = {"f1": torchmetrics.F1Score("multiclass", num_classes=3)} if is_class else {}
+    config = TrainConfig(
+        batch_size=4, loss=named if loss == "of its name" else own, task=task, metrics=metrics,
+    )  # fmt: skip
+    shards = make_data([7], task=task, dtype=torch.float32)
+    plan = plan_for(shards, config, validation=shards)
+    net, comm = seeded(lambda: nn.Linear(NUM_FEATURES, 3 if is_class else 1)), LocalCommunicator()
+    replica = make_replica(net, config, plan, CPU, lambda *made: AllReduce().setup(*made, comm))
+
+    def measured(*, most: int) -> dict[str, float]:
+        longer = replace(plan, shards=(replace(plan.shards[0], num_validation_rows=most),))
+        rows = sequential_batches([MappedRows(shards[0], plan)], plan)
+        return evaluate(replica, in_step(rows, longer), comm)
+
+    expected = measured(most=7)
+    assert all(map(math.isfinite, expected.values()))
+    assert measured(most=25) == expected
 
 
 def test_without_weight_there_is_no_loss() -> None:

@@ -94,7 +94,7 @@ class ClassCounts:
         predicted = probabilities.flatten() > 0.5 if single else probabilities.argmax(1)
         label, predicted = target.long(), predicted.long()
         known = (label >= 0) & (label < num_classes)
-        has_class = ~probabilities.reshape(len(label), -1).isnan().any(1)
+        has_class = ~probabilities[:, None].flatten(1).isnan().any(1)
         counted = torch.ones_like(label, dtype=torch.float64)
         counted = (counted if weight is None else weight.double()).masked_fill(~known, 0.0)
         right = (predicted == label) & has_class

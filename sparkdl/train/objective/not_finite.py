@@ -91,4 +91,4 @@ def _not_finite(values: torch.Tensor) -> torch.Tensor:
     """Bool ``(rows,)``: whether a value of the row is NaN or infinite."""
     if not values.is_floating_point():
         return torch.zeros(len(values), dtype=torch.bool)
-    return ~torch.isfinite(values).reshape(len(values), -1).all(1)
+    return ~torch.isfinite(values)[:, None].flatten(1).all(1)
