@@ -28,7 +28,7 @@ from sparkdl.sync.averaging.parameter_averaging import ParameterAveraging
 from tests.cluster.daemon import MET, RECORD, STRIKES
 from tests.cluster.every_step_table import MEASURED
 from tests.cluster.processes import descendants, state_of
-from tests.cluster.test_recovery import digest, nothing_is_left, request, training_rows
+from tests.cluster.test_recovery import digest, nothing_is_left, request
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame, SparkSession
@@ -42,7 +42,7 @@ __all__ = ["nothing_is_left"]  # a fixture for every test here
 ALL = os.environ.get("EVERY_STEP") == "1"
 SHARE = 10
 """One of so many cases is run where not all are."""
-NUM_ROWS, EPOCHS, STEPS = 260, 3, 12
+NUM_ROWS, EPOCHS, STEPS = 300, 3, 12
 _CASE_SECONDS = 90.0
 
 
@@ -52,7 +52,10 @@ def asked(**changes: Any) -> FitRequest:
         checkpoint=CheckpointConfig(interval=2), validation_fraction=0.1, max_restarts=6
     )
     config = replace(
-        wanted.config, epochs=EPOCHS, early_stopping=EarlyStopping(patience=2), **changes
+        wanted.config,
+        epochs=EPOCHS,
+        early_stopping=EarlyStopping(patience=2),
+        **{"batch_size": 40, **changes},
     )
     return replace(wanted, config=config)
 
@@ -71,7 +74,7 @@ def along_mesh() -> FitRequest:
 
 def with_equal_bits() -> FitRequest:
     """Workers come and go: one is enough."""
-    return replace(asked(elasticity="bits"), num_shards=3, min_workers=1)
+    return replace(asked(elasticity="bits", batch_size=27), num_shards=3, min_workers=1)
 
 
 MODES: dict[str, Callable[[], FitRequest]] = {
@@ -122,9 +125,20 @@ def chosen(mode: str, met: list[str]) -> list[tuple[str, str]]:
 def df(cluster: SparkSession) -> Iterator[DataFrame]:
     cluster.conf.set("spark.sparkdl.elasticWait", "1")
     cluster.conf.set("spark.sparkdl.heartbeatTimeout", "4")
-    yield training_rows(cluster, NUM_ROWS)
+    yield rows_for(cluster)
     cluster.conf.unset("spark.sparkdl.elasticWait")
     cluster.conf.set("spark.sparkdl.heartbeatTimeout", "5")
+
+
+def rows_for(spark: SparkSession) -> DataFrame:
+    """All different, so that shards are about equal, and an epoch has four steps."""
+    from pyspark.sql import functions as F
+
+    features = [(F.col("id") * k % 101 / 50 - 1).cast("float") for k in (1, 7)]
+    features.append((F.col("id") / NUM_ROWS).cast("float"))
+    return spark.range(0, NUM_ROWS, 1, 3).select(
+        F.array(*features).alias("features"), (F.col("id") % 3).alias("label")
+    )
 
 
 def fitted(df: DataFrame, mode: str) -> FitResult:

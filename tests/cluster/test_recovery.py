@@ -35,11 +35,11 @@ def make_net() -> nn.Module:
     return nn.Sequential(nn.Linear(3, 32), nn.ReLU(), nn.Dropout(0.2), nn.Linear(32, 3))
 
 
-def training_rows(spark: SparkSession, num_rows: int = 1000) -> DataFrame:
+def training_rows(spark: SparkSession) -> DataFrame:
     from pyspark.sql import functions as F
 
     features = [((F.col("id") * k) % 7 - 3).cast("float") for k in (1, 2, 3)]
-    return spark.range(0, num_rows, 1, 3).select(
+    return spark.range(0, 1000, 1, 3).select(
         F.array(*features).alias("features"), (F.col("id") % 3).alias("label")
     )
 
