@@ -100,13 +100,20 @@ def install() -> None:
 
 
 def _announced(call: Callable[..., Iterator[Any]], name: str) -> Callable[..., Iterator[Any]]:
+    """The task meets its moment when it reads its first rows."""
+
     @functools.wraps(call)
     def announced(self: Any, batches: Iterable[Any]) -> Iterator[Any]:
         from pyspark import TaskContext
 
         context = TaskContext.get()
-        meet(name, 0 if context is None else context.partitionId())
-        yield from call(self, batches)
+        place = 0 if context is None else context.partitionId()
+
+        def met() -> Iterator[Any]:
+            meet(name, place)
+            yield from batches
+
+        yield from call(self, met())
 
     return announced
 

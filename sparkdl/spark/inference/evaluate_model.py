@@ -50,10 +50,11 @@ def evaluate(task: EvaluateTask, dataset: DataFrame, columns: Sequence[SparkColu
     added = dataset.select(*named).mapInArrow(task, _SCHEMA)
     is_adaptive = spark.conf.get("spark.sql.adaptive.enabled") == "true"
     spread = added.repartition("part") if is_adaptive else added.repartition(_ADDING_TASKS, "part")
-    added = spread.sortWithinPartitions("part").mapInArrow(AddTask(measures), _SCHEMA)
+    add = AddTask(measures, seconds)
+    added = spread.sortWithinPartitions("part").mapInArrow(add, _SCHEMA)
     if measures.metrics:  # their states may be large: then the driver gets one part
         together = added.repartition(1).sortWithinPartitions("part")
-        added = together.mapInArrow(AddTask(measures), _SCHEMA)
+        added = together.mapInArrow(add, _SCHEMA)
     shown = working(spark, "evaluating", has_lines=False)
     with interruptible(spark), described(spark, "sparkdl: evaluate"), shown:
         try:

@@ -93,12 +93,15 @@ class AddTask:
     """Adds up the parts in a partition, in the order of their numbers; passes errors on."""
 
     measures: evaluate_rows.Measures
+    heartbeat_timeout_seconds: float = 60.0
 
     def __call__(self, batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
         payloads = (payload for batch in batches for payload in batch["payload"])
         # One at a time, so that one part only is copied.
         parts = (evaluate_rows.Part.from_bytes(payload.as_py()) for payload in payloads)
-        yield from _as_row(lambda: evaluate_rows.united(parts, self.measures))
+        with ended_when_hung(self.heartbeat_timeout_seconds):
+            rows = list(_as_row(lambda: evaluate_rows.united(parts, self.measures)))
+        yield from rows
 
 
 def _as_row(work: Callable[[], evaluate_rows.Part]) -> Iterator[pa.RecordBatch]:

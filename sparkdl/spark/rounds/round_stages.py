@@ -36,6 +36,7 @@ from sparkdl.sync.averaging.state_pieces import FRAME, Pieces
 from sparkdl.worker import round_task
 from sparkdl.worker.population_member import pack_parts
 from sparkdl.worker.round_task import RoundOrder, RoundPlace
+from sparkdl.worker.watcher import ended_when_hung
 
 AT_ONCE_BYTES = 8 << 20
 """States that are not larger than this all together come to the driver as they are: one more stage
@@ -60,11 +61,12 @@ class RoundTask:
         """Run every shard of the partition, which is one, and yield its results in chunks."""
         shards: dict[int, str] = {}
         chunks: dict[int, bytes] = {}
-        for batch in batches:
-            for row in batch.to_pylist():
-                shards[row["shard_id"]] = row["payload"]
-                if self.state is None:
-                    chunks[row["seq"]] = row["chunk"]
+        with self._watched():
+            for batch in batches:
+                for row in batch.to_pylist():
+                    shards[row["shard_id"]] = row["payload"]
+                    if self.state is None:
+                        chunks[row["seq"]] = row["chunk"]
         context = TaskContext.get()
         assert context is not None
         gpu = context.resources().get("gpu")
@@ -76,10 +78,15 @@ class RoundTask:
                 channel=self.channel,
                 task=task_of(context),
             )
-            data = self._state_of(shard_id, chunks)
+            with self._watched():
+                data = self._state_of(shard_id, chunks)
             yield from file_chunks.result_batches(shard_id, PATH, place.shard.path.encode())
             for kind, result in round_task.run(place, self.order, data):
                 yield from file_chunks.result_batches(shard_id, kind, result)
+
+    def _watched(self) -> contextlib.AbstractContextManager[None]:
+        """Until it has heard a word of this process the driver would not notice that it hangs."""
+        return ended_when_hung(self.order.heartbeat_timeout_seconds)
 
     def _state_of(self, shard_id: int, chunks: dict[int, bytes]) -> bytes:
         if self.state is None:
@@ -109,15 +116,17 @@ class MeanOfPieces:
     """
 
     pieces: Pieces
+    heartbeat_timeout_seconds: float = 60.0
 
     def __call__(self, batches: Iterable[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
         """Yield one row for all replicas' pieces of a name, under the first replica's number."""
-        for kind, group in itertools.groupby(_rows(batches), key=lambda row: row.kind):
-            found = _by_rank(group)
-            if is_of_state(kind):
-                found = {min(found): self.pieces.mean(kind, list(found.values()))}
-            for rank, data in found.items():
-                yield from file_chunks.result_batches(rank, kind, data)
+        with ended_when_hung(self.heartbeat_timeout_seconds):
+            for kind, group in itertools.groupby(_rows(batches), key=lambda row: row.kind):
+                found = _by_rank(group)
+                if is_of_state(kind):
+                    found = {min(found): self.pieces.mean(kind, list(found.values()))}
+                for rank, data in found.items():
+                    yield from file_chunks.result_batches(rank, kind, data)
 
 
 class _Row(NamedTuple):
@@ -172,7 +181,8 @@ def run_stage(
         if merge is not None and merge.num_tasks:
             results = results.repartition(merge.num_tasks, "kind")
             results = results.sortWithinPartitions("kind", "rank", "seq")
-            mean = MeanOfPieces(pieces=merge.pieces)
+            seconds = order.heartbeat_timeout_seconds
+            mean = MeanOfPieces(pieces=merge.pieces, heartbeat_timeout_seconds=seconds)
             results = results.mapInArrow(mean, file_chunks.RESULT_COLUMNS)
         return collected(results)
     finally:
