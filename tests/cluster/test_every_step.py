@@ -111,15 +111,17 @@ def chosen(mode: str, met: list[str]) -> list[tuple[str, str]]:
     for moment in met:
         what, _, step = moment.split(", ")
         ranks.setdefault((what, step), []).append(moment)
-    cases = []
-    for place, same in ranks.items():
+
+    def number(place: tuple[str, str]) -> int:
         text = "/".join((seed, mode, *place))
-        number = int(hashlib.sha256(text.encode()).hexdigest(), 16)
-        kinds, rank = list(STRIKES), number // SHARE % len(same)
-        if ALL:
-            cases += [(kind, same[(rank + n) % len(same)]) for n, kind in enumerate(kinds)]
-        elif number % SHARE == 0:
-            cases.append((kinds[number // SHARE % len(kinds)], same[rank]))
+        return int(hashlib.sha256(text.encode()).hexdigest(), 16)
+
+    places = sorted(ranks, key=number)
+    kinds, cases = list(STRIKES), list[tuple[str, str]]()
+    for place in places if ALL else places[: -(-len(places) // SHARE)]:
+        first, same = number(place), ranks[place]
+        wanted = kinds if ALL else [kinds[first % len(kinds)]]
+        cases += [(kind, same[(first + n) % len(same)]) for n, kind in enumerate(wanted)]
     return cases
 
 
