@@ -107,6 +107,11 @@ class Attributes:
         """True if an attribute is new, another or gone."""
         return any(self._changes())
 
+    def marks(self) -> Iterator[tuple[nn.Module, str, Any]]:
+        """Yield each attribute's layer and path, and what tells its values apart."""
+        for (layer, key), mark in self._all_marks().items():
+            yield self._module.get_submodule(layer), _path(layer, key), mark
+
     def packed(self) -> PackedModule:
         """All that has changed, for `come_back`.
 
@@ -306,6 +311,19 @@ class Attributes:
             own = values.setdefault(layer, {})
             whole = own[key] if key in own else live[layer, key]
             own[key] = _put(whole, steps, value)
+
+
+def showing_weights(module: nn.Module) -> Iterator[tuple[str, str]]:
+    """Yield the paths of attributes that show the memory of parameters, and the names of these."""
+    known = _Known(module)
+    parameters = dict(nn.Module.named_parameters(module, remove_duplicate=False))
+    for layer, key, value in _values(module):
+        objects: list[Any] = []
+        _mark(value, known, objects)
+        for one in objects:
+            shown = known.shown(one)
+            if shown is not None and shown[0] != "itself" and shown[1] in parameters:
+                yield _path(layer, key), shown[1]
 
 
 def come_back(module: nn.Module, packed: PackedModule) -> nn.Module:
