@@ -768,10 +768,11 @@ def check_memory_of_weights(module: nn.Module, config: TrainConfig, mode: str) -
     """Refuse weights in shared memory where it is left, or each is moved by itself; ConfigError."""
     strategy, mesh = config.sync_strategy, config.parallelism
     name = type(strategy).__name__
-    has_outer = isinstance(strategy, AveragingStrategy) and strategy.make_outer(2) is not None
-    if isinstance(strategy, AsyncSGD | ElasticAveraging | Hogwild) or (
-        has_outer and mode == "gang"
-    ):
+    moves_each = isinstance(strategy, AsyncSGD | ElasticAveraging | Hogwild)
+    if isinstance(strategy, AveragingStrategy) and mode == "gang":
+        is_plain = isinstance(strategy, DiLoCo) and not strategy.is_streaming
+        moves_each = strategy.make_outer(2) is not None and not is_plain
+    if moves_each:
         trained = {n: p for n, p in module.named_parameters() if p.requires_grad}
         for names in sharing_memory(trained):
             raise ConfigError(
