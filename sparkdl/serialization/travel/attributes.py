@@ -518,7 +518,7 @@ def _is_of_training(value: Any) -> bool:
     """True for what training itself keeps in a module while it lasts."""
     value = value.func if isinstance(value, functools.partial) else value
     owner = getattr(value, "__module__", None) or ""
-    return str(owner).startswith(("sparkdl.", "torch.distributed."))
+    return str(owner).startswith(("sparkdl.", "torch.distributed.", "torch._subclasses."))
 
 
 def _path(layer: str, key: str) -> str:
