@@ -47,7 +47,7 @@ logger = logging.getLogger(__name__)
 
 _TORCHS = {*vars(nn.Module()), "_compiled_call_impl"}
 """Attributes that torch keeps in each module: registers, hooks, the mode, a compiled twin."""
-_OF_MESH = ("__composable_api_", "_is_fsdp_", "_fsdp_")
+_OF_MESH = ("__composable_api_", "_is_fsdp_", "_fsdp_", "_distribute_module_applied")
 """Begin the names of attributes with which torch divides layers."""
 _PLAIN = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.Size)
 _SHARED = (list, dict, set, deque, bytearray, np.ndarray, torch.Tensor)

@@ -79,9 +79,10 @@ def check_rows(
         try_metrics(checked, example, trial)
         if not checked.slots.cluster.gpus_per_executor or checked.config.device == "cpu":
             slots, apart = checked.slots, checked.config.sync_strategy.trains_apart
-            adds_up = not apart and (slots.max_workers or slots.num_workers) > 1
+            several = (slots.max_workers or slots.num_workers) > 1
+            adds_up = several and not apart
             read_rows = partial(table.read_rows, columns)
-            try_step(checked, example, trial.metrics, read_rows, adds_up=adds_up)
+            try_step(checked, example, trial.metrics, read_rows, adds_up=adds_up, several=several)
     return found
 
 

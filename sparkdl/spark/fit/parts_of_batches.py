@@ -92,9 +92,10 @@ def _check_loss(checked: CheckedValues, example: Example, rows: int) -> None:
     with contextlib.suppress(Exception), torch.no_grad(), borrowed_generator(checked.config.seed):
         loss, batch = copy.deepcopy(given), example.batch(rows)
         output = taken(loss, batch.arguments.call(evaluating(own_copy(checked.module, None))))
-        found = [(loss, output, batch.target)]
+        target: Any = batch.target
+        found = [(loss, output, target)]
         if isinstance(loss, LossSum):
-            found = [(part, seen, batch.target[name]) for name, part, seen in loss.pairs(output)]
+            found = [(part, seen, target[name]) for name, part, seen in loss.pairs(output)]
     for part, output, target in found:
         _compare_halves(checked, part, output, target, rows)
 

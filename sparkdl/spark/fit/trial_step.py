@@ -61,6 +61,7 @@ def try_step(
     read_rows: Callable[[], Mapping[str, Rows] | None],
     *,
     adds_up: bool = True,
+    several: bool = True,
 ) -> None:
     """Take a training step on a copy of module, loss, optimizer and schedule.
 
@@ -76,6 +77,7 @@ def try_step(
         metrics: those of the request, with a metric in place of each name.
         read_rows: reads some rows where none are at hand, or gives None.
         adds_up: whether workers add gradients up.
+        several: whether there is more than one.
 
     Raises:
         ConfigError: what fails, with the line of the user's own where it fails; or a checkpoint
@@ -94,7 +96,7 @@ def try_step(
     seen: list[Changes] = []
     failing = partial(_error, module, config, seen, adds_up=adds_up)
     error = failing(example, _FEW_ROWS, is_first=True)
-    if error is None and not (adds_up and any(seen)):
+    if error is None and not (several and any(seen)):
         return
     if example.rows is None:
         rows = read_rows()
@@ -103,7 +105,7 @@ def try_step(
         example = replace(example, rows=rows)
     if error is None:
         failing(_varied(example), _FEW_ROWS, is_first=True)
-        _check_changes(*seen)
+        _check_changes(*seen, adds_up=adds_up)
         return
     error = failing(example, config.batch_size)
     if isinstance(error, ConfigError):
@@ -127,12 +129,15 @@ def try_step(
         ) from error
 
 
-def _check_changes(first: Changes, *others: Changes) -> None:
+def _check_changes(first: Changes, *others: Changes, adds_up: bool) -> None:
     """Refuse weights, and warn of all else, that a step changes by the rows that it gets.
+
+    Of replicas that train apart weights and buffers are averaged.
 
     Args:
         first: what a step has changed, given some rows.
         others: the same, given other rows; none: these have failed.
+        adds_up: whether workers add gradients up.
 
     Raises:
         ConfigError: some are parameters.
@@ -141,14 +146,14 @@ def _check_changes(first: Changes, *others: Changes) -> None:
     for (kind, name), now in first.items():
         if any(other.get((kind, name), now) != now for other in others):
             changed.setdefault(kind, name)
-    if "parameter" in changed:
+    if adds_up and "parameter" in changed:
         raise ConfigError(
             f"forward changes the parameter {changed['parameter']!r} by the rows that it gets, and "
             "each worker gets others, so replicas would come apart; run the module on some rows "
             "before fit if it does so once, or set numWorkers=1, or a strategy that averages "
             "replicas"
         )
-    if "buffer" in changed:
+    if adds_up and "buffer" in changed:
         logger.warning(
             "forward changes the buffer %r by the rows that it gets, and each worker gets others: "
             "at the end of an epoch all go on with the mean of the workers' values, and of whole "
@@ -325,7 +330,7 @@ def _given(replica: Replica, batch: Batch) -> Changes:
     from sparkdl.train.objective.label_losses import sums_of
     from sparkdl.train.objective.training_step import run
 
-    outputs, values = [], []
+    outputs, values = list[int](), list[float]()
     for is_training in (True, False):
         with contextlib.suppress(Exception), torch.no_grad(), seeded(replica.config.seed):
             replica.module.train(is_training)

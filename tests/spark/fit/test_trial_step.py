@@ -394,7 +394,7 @@ def test_what_depends_on_the_rows_of_a_batch_is_left_to_workers(
 def test_one_worker_may_have_sparse_gradients_that_nobody_expects() -> None:
     checked = checked_values(Strange(), optimizer="adagrad")
     example = Example(columns=(X, Y), rows=ROWS)
-    try_step(checked, example, None, lambda: None, adds_up=False)
+    try_step(checked, example, None, lambda: None, adds_up=False, several=False)
 
 
 class Draws(nn.Linear):
@@ -544,13 +544,23 @@ def test_what_each_worker_goes_on_with_is_told(
     step(module=module, loss=loss, later=ROWS)
     assert (not caplog.records) if said is None else (said in caplog.text)
     caplog.clear()
-    checked = checked_values(module, loss=loss)
-    try_step(checked, Example(columns=(X, Y), rows=ROWS), None, lambda: None, adds_up=False)
-    assert not caplog.records
+    example = Example(columns=(X, Y), rows=ROWS)
+    for several in (True, False):
+        checked = checked_values(module, loss=loss)
+        try_step(checked, example, None, lambda: None, adds_up=False, several=several)
+        assert bool(caplog.records) is (several and said is not None)
+        caplog.clear()
 
 
 @pytest.mark.parametrize("module", [Scaled(), Extremes()], ids=["parameter", "buffer"])
 def test_one_worker_may_change_it(module: nn.Module, caplog: pytest.LogCaptureFixture) -> None:
     checked = checked_values(module)
-    try_step(checked, Example(columns=(X, Y), rows=ROWS), None, lambda: None, adds_up=False)
+    try_step(
+        checked,
+        Example(columns=(X, Y), rows=ROWS),
+        None,
+        lambda: None,
+        adds_up=False,
+        several=False,
+    )
     assert not caplog.records
