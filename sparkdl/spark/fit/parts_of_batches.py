@@ -10,6 +10,7 @@ import contextlib
 import copy
 import logging
 from collections.abc import Callable, Iterator
+from collections.abc import Sequence as Items
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -27,7 +28,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-_MOST_ROWS = 8
+_MOST_ROWS = 4
 """Rows on which modules and training steps are tried; losses take all that are at hand."""
 _MOST_NUMBERS = 1 << 26
 """Modules with more parameters than this are tried only where a pipeline cuts batches."""
@@ -107,15 +108,16 @@ def _compare_halves(
 
     from sparkdl.train.objective.loss import CallableLoss, ModuleLoss
 
-    whole = halves = own = None
+    found, own = None, None
     # The loss may count its calls, and in training it may see another kind of output.
     with contextlib.suppress(Exception), torch.no_grad(), borrowed_generator(checked.config.seed):
-        whole, halves = _of_halves(
+        found = _of_halves(
             lambda some: loss(_some(output, some, rows), _some(target, some, rows), None), rows
         )
         own = loss.own_value(output, target) if isinstance(loss, ModuleLoss) else None
-    if whole is None or halves is None:
+    if found is None:
         return
+    whole = found[0][0] / found[0][1]
     if own is not None and not is_close(own.to(whole.dtype), whole):
         name = type(checked.config.loss).__name__
         raise ConfigError(
@@ -125,7 +127,7 @@ def _compare_halves(
             "losses, sum of weights)"
         )
     if isinstance(loss, CallableLoss):
-        _warn_of_halves("loss function", whole, halves, rows)
+        _judge_halves("loss function", found, rows)
 
 
 def _check_step(checked: CheckedValues, example: Example, rows: int) -> None:
@@ -140,7 +142,7 @@ def _check_step(checked: CheckedValues, example: Example, rows: int) -> None:
     is_own = isinstance(given, StepLoss) and not isinstance(given.step, TrainerStandIn)
     if not is_own or checked.weights is not None or is_compiled(checked.module):
         return
-    whole = halves = again = None
+    found = again = None
     with contextlib.suppress(Exception), torch.no_grad(), borrowed_generator(checked.config.seed):
         loss, batch = copy.deepcopy(given), example.batch(rows)
         module = evaluating(own_copy(checked.module, None))
@@ -149,23 +151,29 @@ def _check_step(checked: CheckedValues, example: Example, rows: int) -> None:
             part = batch.rows(some.start, some.stop)
             return loss(run(loss, module, part), part.target, None)
 
-        whole, halves = _of_halves(sums, rows)
-        again, _ = _of_halves(sums, rows)
-    if whole is not None and halves is not None and again is not None and is_close(whole, again):
-        _warn_of_halves("training step", whole, halves, rows)
+        found, again = _of_halves(sums, rows), _of_halves(sums, rows)
+    if found is not None and again is not None and is_close(found[0][0], again[0][0]):
+        _judge_halves("training step", found, rows)
 
 
-def _of_halves(sums: Callable[[slice], Any], rows: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """The mean that sums of losses and weights give of so many rows, and of their halves."""
+def _of_halves(sums: Callable[[slice], Any], rows: int) -> list[torch.Tensor]:
+    """Sum of losses and of weights of so many rows, of their first half, and of the second."""
     import torch
 
     parts = [slice(0, rows), slice(0, rows // 2), slice(rows // 2, rows)]
-    found = [torch.tensor([float(value) for value in sums(some)]) for some in parts]
+    return [torch.tensor([float(value) for value in sums(some)]) for some in parts]
+
+
+def _judge_halves(what: str, found: Items[torch.Tensor], rows: int) -> None:
+    """Warn if halves mean something else; ConfigError if weights are no sum over rows."""
     together = found[1] + found[2]
-    return found[0][0] / found[0][1], together[0] / together[1]
-
-
-def _warn_of_halves(what: str, whole: torch.Tensor, halves: torch.Tensor, rows: int) -> None:
+    if found[0][1] != 0 and is_close(found[0][1], together[1] / 2):
+        raise ConfigError(
+            f"the {what} returned a pair, which means (sum of losses, sum of weights), and its "
+            f"second value is {found[0][1]:g} for {rows} rows, and about as much for half of them; "
+            "return the loss alone"
+        )
+    whole, halves = found[0][0] / found[0][1], together[0] / together[1]
     if is_close(whole, halves):
         return
     logger.warning(

@@ -108,6 +108,29 @@ def test_what_is_no_mean_over_rows(
         assert f"the {said} is no mean over rows: it gives" in caplog.messages[0]
 
 
+def with_share(output: torch.Tensor, target: torch.Tensor) -> Any:
+    error = output.squeeze(1) - target
+    return error.square().mean(), (error.abs() < 1).double().mean()
+
+
+def with_copy(module: nn.Module, inputs: torch.Tensor, target: torch.Tensor) -> Any:
+    loss = plain(module, inputs, target)
+    return loss, loss.detach()
+
+
+def masked(output: torch.Tensor, target: torch.Tensor) -> Any:
+    kept = (target > 0).to(output.dtype)
+    return ((output.squeeze(1) - target).square() * kept).sum(), kept.sum()
+
+
+def test_a_pair_is_of_sums(caplog: pytest.LogCaptureFixture) -> None:
+    check(nn.Linear(4, 1), loss=masked)
+    assert not caplog.records
+    for options in ({"loss": with_share}, {"training_step": with_copy}):
+        with pytest.raises(ConfigError, match=r"returned a pair.* its second value is"):
+            check(nn.Linear(4, 1), **options)
+
+
 class Mixing(nn.Sequential):
     """Compares rows with their mean: always, in training alone, or never; and draws numbers."""
 
