@@ -417,7 +417,8 @@ class _Stage(nn.Module):
             self.received = ()
         if any(isinstance(value, FakeTensor) for value in pytree.tree_leaves(output)):
             raise ConfigError(
-                "Mesh: the last stage returns values of layers before it; let the module return "
+                "Mesh: the last stage returns values of layers before it, or a layer was skipped "
+                "with which a stage begins; let the module call these layers each time, and return "
                 "what its last layers give"
             )
         return self._see(output, number)

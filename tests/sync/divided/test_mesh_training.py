@@ -238,11 +238,8 @@ class Mixed(nn.Module):
 
 
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")  # without stages
-@pytest.mark.parametrize(
-    "stages",
-    [pytest.param("auto", marks=pytest.mark.slow), ["encoder.layers.0-2", "gru"]],
-    ids=["auto", "gru"],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("stages", ["auto", ["encoder.layers.0-2", "gru"]], ids=["auto", "gru"])
 def test_layers_of_torchs_own_go_through_stages(gang: Gang, stages: Any) -> None:
     # The gradient of a bias of attention's keys is nothing but rounding, which Adam makes large.
     values = {**BASE, "optimizer": "sgd", "learning_rate": 0.1, "loss": "cross_entropy"}
