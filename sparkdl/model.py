@@ -427,11 +427,12 @@ class TorchModel(Model, CheckedParams, Saved, MLReadable["TorchModel"], ModelAcc
             task=self._task, loss=loss, loss_weights=param_table.loss_weights(self), metrics=metrics
         )
         common, inputs = self._module_task(dataset, forward, measures)
+        names = [str(label.argument) for label in labels]
         num_classes, metrics = self._looked_at(
             dataset,
             inputs,
             lambda module, rows: evaluate_model.classes_and_metrics(
-                module, rows, forward, predicted, measures
+                module, rows, forward, predicted, measures, names
             ),
         )
         curved = chosen_curves(curves, num_classes)

@@ -93,9 +93,12 @@ class FlatGradients:
         self.marks.copy_(self._used)
 
     def drop_unused(self, marks: torch.Tensor) -> None:
-        """Let parameters whose sum of marks is 0 have no gradient, until the next `zero`."""
+        """Let parameters whose sum of marks is 0 have no gradient, until the next `zero`.
+
+        But for those of which a compression has sent what it had kept of earlier steps.
+        """
         for parameter, mark in zip(self.parameters, marks.tolist(), strict=True):
-            if not mark:
+            if not mark and (parameter.grad is None or not parameter.grad.any()):
                 parameter.grad = None
 
     def attach(self) -> None:

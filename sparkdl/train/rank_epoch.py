@@ -5,6 +5,7 @@ When the epoch ends, buffers such as BatchNorm's statistics become equal on all 
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
@@ -13,6 +14,7 @@ import torch
 from torch import nn
 
 from sparkdl.comm.communicator import Communicator
+from sparkdl.comm.process_group import speaks_for_all
 from sparkdl.data.batches import Batch, sequential_batches
 from sparkdl.data.source import ShardRows
 from sparkdl.sync.averaging.mean import as_real, fill, flat_of, is_number
@@ -33,6 +35,10 @@ from sparkdl.train.validation import evaluate, in_step
 
 if TYPE_CHECKING:
     from sparkdl.sync.divided.mesh_ranks import MeshRanks  # brings torch's compiler
+
+logger = logging.getLogger(__name__)
+
+_OF_ROUNDING = 1e-3
 
 
 @dataclass(frozen=True)
@@ -108,6 +114,7 @@ class RankEpoch:
         self._first = fingerprints(replica.module)
         """Frozen parameters before training; forward may change them."""
         self._own: list[tuple[Place, torch.Tensor | None]] = []
+        self._has_warned = False
         self.epoch_sums = no_sums(replica.loss, replica.device)
 
     def begin(self, step: int) -> None:
@@ -128,11 +135,33 @@ class RankEpoch:
         if not synchronizer.buffers_agree:
             trained = [] if synchronizer.divided is not None else synchronizer.trained_parameters()
             own = agree_on_buffers(self._replica.module, self._comm, self._with_rows, trained)
+            self._warn_of_apart(own, trained)
         self._own = [] if for_good else own
 
     def put_back(self) -> None:
         for place, value in self._own:
             place.set(value)
+
+    def _warn_of_apart(
+        self, own: Sequence[tuple[Place, torch.Tensor | None]], trained: Sequence[torch.Tensor]
+    ) -> None:
+        """Say so, once, if weights that all ranks step alike were not equal: forward sets them."""
+        if self._has_warned or not speaks_for_all():
+            return
+        wanted = {id(parameter) for parameter in trained}
+        for place, old in own:
+            now = place.value
+            if old is None or now is None or id(place.owner[place.key]) not in wanted:
+                continue
+            if bool((now - old).abs().max() > _OF_ROUNDING * now.abs().max()):
+                self._has_warned = True
+                logger.warning(
+                    "the parameter %r was another on each worker, though all take the same steps: "
+                    "forward changes it by the rows that it gets. Training goes on with the mean; "
+                    "set numWorkers=1, or a strategy that averages replicas",
+                    place.name,
+                )
+                return
 
     def totals(self, norms: torch.Tensor) -> torch.Tensor:
         both = torch.cat([self.epoch_sums, norms])

@@ -7,6 +7,7 @@ follow themselves with a teacher, and have a state dict of their own.
 from __future__ import annotations
 
 import copy
+import logging
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -17,6 +18,7 @@ from torch import nn
 from torch.nn.utils import prune
 
 from sparkdl.comm.communicator import LocalCommunicator
+from sparkdl.comm.compression.topk import TopKCompression
 from sparkdl.config import TrainConfig
 from sparkdl.data.batches import Batches
 from sparkdl.data.plan import RoundPart
@@ -257,6 +259,67 @@ def test_replicas_agree_whatever_each_has_used(gang: Gang, strategy: Any) -> Non
         assert_equal_bits(first, second)
         spare = made(make).get_parameter("spare.weight")
         assert torch.equal(first["spare.weight"], spare) == (make is Net)
+
+
+class UsesOnce(Net):
+    """Uses a layer in the first step alone."""
+
+    def uses(self, x: torch.Tensor) -> bool:
+        return self.steps == 1
+
+
+@pytest.mark.parametrize(
+    "compression", [TopKCompression(density=0.2, momentum=0.0), "powersgd", "int8"], ids=str
+)
+def test_what_a_compression_has_kept_arrives(gang: Gang, compression: Any) -> None:
+    """Also in steps in which nobody uses the parameter."""
+    config = but(config_of("sgd"), optimizer_params={})
+    expected = moved_by_one_step(UsesOnce, but(config, sync_strategy=AllReduce()), gang)
+    found = moved_by_one_step(
+        UsesOnce, but(config, sync_strategy=AllReduce(compression=compression)), gang
+    )
+    torch.testing.assert_close(found, expected, rtol=0, atol=1e-12)
+
+
+def moved_by_one_step(make: Callable[[], nn.Module], config: TrainConfig, gang: Gang) -> Any:
+    """How far the layer has moved that one step has used."""
+    first, _ = gang.run(train_on_rank, make, but(config, epochs=6), ROWS)
+    return first["spare.weight"] - made(make).get_parameter("spare.weight")
+
+
+class SetByRows(Net):
+    """Sets a weight by the first rows that it gets, as ActNorm does, and each rank has others."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(NUM_FEATURES))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.training and self.steps == 0:
+            self.scale.data.copy_(1 / (x.std(0) + 1e-3))
+        return super().forward(x * self.scale)
+
+
+def told_on_rank(comm: Any, make: Callable[[], nn.Module], config: TrainConfig) -> list[str]:
+    told: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: told.append(record.getMessage())  # type: ignore[method-assign]
+    logger = logging.getLogger("sparkdl.train.rank_epoch")
+    logger.addHandler(handler)
+    try:
+        run(made(make), config, make_data(ROWS), comm=comm)
+    finally:
+        logger.removeHandler(handler)
+    return told
+
+
+def test_weights_that_come_apart_are_told_once(gang: Gang) -> None:
+    """The driver tells it first, unless it cannot try the module."""
+    config = config_of("sgd", sync_strategy=AllReduce())
+    first, second = gang.run(told_on_rank, SetByRows, config)
+    assert len(first) == 1 and not second
+    assert "the parameter 'scale' was another on each worker" in first[0]
+    assert gang.run(told_on_rank, OnSomeRanks, config) == [[], []]
 
 
 class Freezing(Callback):

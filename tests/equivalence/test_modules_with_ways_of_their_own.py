@@ -6,7 +6,9 @@ Each has a loop beside it that a user would write: training, then evaluation, af
 from __future__ import annotations
 
 import copy
+import json
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,18 +17,26 @@ from torch import nn
 from torch.nn.utils.parametrize import register_parametrization
 
 from sparkdl.comm.communicator import LocalCommunicator
+from sparkdl.comm.file_chunks import gathered
 from sparkdl.config import TrainConfig
 from sparkdl.data import batches
 from sparkdl.data.batches import Batches, sequential_batches
 from sparkdl.data.plan import RoundPart, TrainPlan
 from sparkdl.data.spool.mapped import MappedRows, ShardData
 from sparkdl.serialization.travel.attributes import Attributes
+from sparkdl.spark.rounds.averaging_rounds import Averaged
+from sparkdl.spark.rounds.round_stages import Merge
+from sparkdl.storage.checkpoint_format import decode, encode
+from sparkdl.storage.tensor_tree import snapshot
+from sparkdl.sync.averaging.averaging import AveragingStrategy
+from sparkdl.sync.averaging.block_momentum import BlockMomentum
 from sparkdl.sync.averaging.parameter_averaging import ParameterAveraging
 from sparkdl.sync.averaging.state_pieces import Pieces
 from sparkdl.sync.gradients.allreduce import AllReduce
 from sparkdl.sync.module_tensors import tensors_of
 from sparkdl.train.callbacks import NullObserver
 from sparkdl.train.round_replica import RoundReplica
+from sparkdl.worker.round_task import ATTRIBUTES
 from tests.gang import Gang
 from tests.train.runs import NUM_FEATURES, but, make_data, plan_for, run, seeded
 
@@ -323,6 +333,84 @@ def test_in_a_gang_it_does_too(gang: Gang, make: Callable[[], nn.Module]) -> Non
 def test_two_shards_in_rounds_are_an_averaging_loop(make: Callable[[], nn.Module]) -> None:
     """Whatever the module calls its parameters."""
     assert_found(in_rounds(make, ROWS), averaging_loop(make))
+
+
+class Tied(nn.Module):
+    """Has one weight under two names."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.into, self.back = nn.Linear(NUM_FEATURES, 4), nn.Linear(4, NUM_FEATURES)
+        self.head = nn.Linear(NUM_FEATURES, 1)
+        self.back.weight = self.into.weight
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head(self.back(self.into(x).tanh()))
+
+
+class Shards:
+    """Trains each shard where the driver would ask its tasks to."""
+
+    def __init__(self, loop: Loop, replica: RoundReplica) -> None:
+        self.loop, self.replica = loop, replica
+
+    def run_on_all(self, part: RoundPart, state: Any, merge: Merge) -> list[tuple[int, str, bytes]]:
+        found: dict[str, list[bytes]] = {}
+        rows = []
+        for number, shard in enumerate(self.loop.shards):
+            outcome = self.replica.train(
+                decode(state(), "a state"), number, MappedRows(shard, self.loop.plan), part,
+                NullObserver(),
+            )  # fmt: skip
+            moving = self.replica.moving(outcome.state)
+            for name, data in merge.pieces.cut(moving, outcome.weight):
+                found.setdefault(name, []).append(data)
+            told = {"weight": outcome.weight, "bytes_sent": 0, **self.replica.odd(moving)}
+            rows.append((number, "result", json.dumps(told).encode()))
+            held = gathered(encode(snapshot(outcome.state["attributes"])))
+            rows.append((number, ATTRIBUTES, held))
+        return rows + [(0, name, merge.pieces.mean(name, data)) for name, data in found.items()]
+
+
+def by_driver(make: Callable[[], nn.Module], strategy: AveragingStrategy) -> dict[str, Any]:
+    net, loop, config = made(make), Loop(make, ROWS), but(CONFIG, sync_strategy=strategy)
+    held = Attributes(net, resets=True)
+    replica = RoundReplica(made(make), config, loop.plan, torch.device("cpu"), None, held)
+    run: Any = SimpleNamespace(plan=loop.plan, module=net, config=config)
+    jobs: Any = Shards(loop, replica)
+    averaged = Averaged(run, strategy, jobs)
+    for epoch in range(CONFIG.epochs):
+        averaged.train(part_of(loop.plan, epoch))
+    return averaged.model()
+
+
+def block_momentum_loop(make: Callable[[], nn.Module]) -> dict[str, Any]:
+    """Two loops that go on from their mean and a third of the last change of it, each epoch."""
+    loops, shares = [Loop(make, ROWS) for _ in ROWS], [count / sum(ROWS) for count in ROWS]
+    change = [torch.zeros_like(parameter) for parameter in loops[0].net.parameters()]
+    for epoch in range(CONFIG.epochs):
+        begin = [parameter.detach().clone() for parameter in loops[0].net.parameters()]
+        for number, loop in enumerate(loops):
+            loop.train(epoch, [number])
+            loop.optimizer.state.clear()
+        with torch.no_grad():
+            for place, each in enumerate(
+                zip(*(loop.net.parameters() for loop in loops), strict=True)
+            ):
+                mean = sum(share * one for share, one in zip(shares, each, strict=True))
+                change[place] = change[place] / 3 + mean - begin[place]
+                for one in each:
+                    one.copy_(begin[place] + change[place])
+    return tensors_of(loops[0].net)
+
+
+@pytest.mark.parametrize("make", [Net, Tied])
+def test_what_follows_the_mean_moves_a_weight_of_two_names(make: Callable[[], nn.Module]) -> None:
+    strategy = BlockMomentum(averaging_period=99, block_momentum=1 / 3, nesterov=False)
+    found, expected = by_driver(make, strategy), block_momentum_loop(make)
+    assert found.keys() == expected.keys()
+    for name, value in expected.items():
+        torch.testing.assert_close(found[name], value, rtol=0, atol=1e-12, msg=name)
 
 
 def test_batches_that_a_module_keeps_stay_as_they_were(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -47,7 +47,7 @@ logger = logging.getLogger(__name__)
 
 _TORCHS = {*vars(nn.Module()), "_compiled_call_impl"}
 """Attributes that torch keeps in each module: registers, hooks, the mode, a compiled twin."""
-_OF_MESH = ("__composable_api_", "_is_fsdp_", "_fsdp_")
+_OF_MESH = ("__composable_api_", "_is_fsdp_", "_fsdp_", "_distribute_module_applied")
 """Begin the names of attributes with which torch divides layers."""
 _PLAIN = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.Size)
 _SHARED = (list, dict, set, deque, bytearray, np.ndarray, torch.Tensor)
@@ -106,6 +106,11 @@ class Attributes:
     def has_changed(self) -> bool:
         """True if an attribute is new, another or gone."""
         return any(self._changes())
+
+    def marks(self) -> Iterator[tuple[nn.Module, str, Any]]:
+        """Yield each attribute's layer and path, and what tells its values apart."""
+        for (layer, key), mark in self._all_marks().items():
+            yield self._module.get_submodule(layer), _path(layer, key), mark
 
     def packed(self) -> PackedModule:
         """All that has changed, for `come_back`.
@@ -308,6 +313,19 @@ class Attributes:
             own[key] = _put(whole, steps, value)
 
 
+def showing_weights(module: nn.Module) -> Iterator[tuple[str, str]]:
+    """Yield the paths of attributes that show the memory of parameters, and the names of these."""
+    known = _Known(module)
+    parameters = dict(nn.Module.named_parameters(module, remove_duplicate=False))
+    for layer, key, value in _values(module):
+        objects: list[Any] = []
+        _mark(value, known, objects)
+        for one in objects:
+            shown = known.shown(one)
+            if shown is not None and shown[0] != "itself" and shown[1] in parameters:
+                yield _path(layer, key), shown[1]
+
+
 def come_back(module: nn.Module, packed: PackedModule) -> nn.Module:
     """Give a module what `Attributes.packed` gave of the one that was trained.
 
@@ -500,7 +518,7 @@ def _is_of_training(value: Any) -> bool:
     """True for what training itself keeps in a module while it lasts."""
     value = value.func if isinstance(value, functools.partial) else value
     owner = getattr(value, "__module__", None) or ""
-    return str(owner).startswith(("sparkdl.", "torch.distributed."))
+    return str(owner).startswith(("sparkdl.", "torch.distributed.", "torch._subclasses."))
 
 
 def _path(layer: str, key: str) -> str:

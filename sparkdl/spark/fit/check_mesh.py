@@ -50,6 +50,7 @@ def check_mesh(request: FitRequest, module: nn.Module, mode: str, *, has_logs: b
     # Later: they import torch's compiler, which takes seconds.
     from torch import nn
     from torch.nn.modules.batchnorm import _NormBase
+    from torch.nn.modules.instancenorm import _InstanceNorm
     from torch.nn.parameter import is_lazy
 
     from sparkdl.serialization.travel.packed_module import num_hooks, sharing_memory
@@ -117,7 +118,12 @@ def check_mesh(request: FitRequest, module: nn.Module, mode: str, *, has_logs: b
         ),
         "the module must have no BatchNorm, which would count the rows that fill up the parts of a "
         "batch along a pipeline; use GroupNorm or LayerNorm": (
-            mesh.pipeline > 1 and any(isinstance(part, _NormBase) for part in module.modules())
+            mesh.pipeline > 1
+            and any(
+                isinstance(part, _NormBase)
+                and (part.track_running_stats or not isinstance(part, _InstanceNorm))
+                for part in module.modules()
+            )
         ),
         "numWorkers cannot be 'auto'; leave it unset": "numWorkers" in request.automatic,
         f"Params cannot be 'auto'; set {', '.join(request.automatic)}": bool(request.automatic),

@@ -33,7 +33,8 @@ from sparkdl.serialization.imported_values import (
 )
 from sparkdl.serialization.initial_weights import InitialWeights, load_initial_weights
 from sparkdl.serialization.saved_module import why_not_saved
-from sparkdl.serialization.travel.packed_module import travelled
+from sparkdl.serialization.travel.attributes import showing_weights
+from sparkdl.serialization.travel.packed_module import sharing_memory, travelled
 from sparkdl.serialization.travel.pickling import dumps, sent_code
 from sparkdl.spark.cluster.cluster_info import parse_bytes
 from sparkdl.spark.cluster.probe import Needs
@@ -59,9 +60,12 @@ from sparkdl.spark.session import compat
 from sparkdl.spark.session.settings import Settings, session_settings
 from sparkdl.storage.tensor_tree import pack
 from sparkdl.sync.asynchronous.async_sgd import AsyncSGD
+from sparkdl.sync.asynchronous.hogwild import Hogwild
 from sparkdl.sync.averaging.averaging import AveragingStrategy
+from sparkdl.sync.averaging.diloco import DiLoCo
 from sparkdl.sync.frozen_layers import freeze
 from sparkdl.sync.gradients.allreduce import AllReduce
+from sparkdl.sync.own_weights.elastic_averaging import ElasticAveraging
 from sparkdl.sync.population.population import Competition, PopulationStrategy
 from sparkdl.sync.sparse_gradients import sparse_parameters
 from sparkdl.sync.strategy import SyncStrategy
@@ -494,6 +498,7 @@ def check_values(request: FitRequest) -> CheckedValues:
     check_elasticity(config, config.sync_strategy, has_logs=has_logs)
     check_sparse_gradients(module, config, config.sync_strategy)
     check_mesh(request, module, mode, has_logs=has_logs)
+    check_memory_of_weights(module, config, mode)
     return CheckedValues(
         request=request,
         mode=mode,
@@ -755,6 +760,32 @@ def check_sparse_gradients(module: nn.Module, config: TrainConfig, strategy: Syn
             raise ConfigError(
                 f"the gradient of {found[0]} is sparse, and {obstacle}; make the layer with "
                 "sparse=False, or use AllReduce() or a strategy that averages replicas"
+            )
+
+
+def check_memory_of_weights(module: nn.Module, config: TrainConfig, mode: str) -> None:
+    """Refuse weights in shared memory where it is left, or each is moved by itself; ConfigError."""
+    strategy, mesh = config.sync_strategy, config.parallelism
+    name = type(strategy).__name__
+    moves_each = isinstance(strategy, AsyncSGD | ElasticAveraging | Hogwild)
+    if isinstance(strategy, AveragingStrategy) and mode == "gang":
+        is_plain = isinstance(strategy, DiLoCo) and not strategy.is_streaming
+        moves_each = strategy.make_outer(2) is not None and not is_plain
+    if moves_each:
+        trained = {n: p for n, p in module.named_parameters() if p.requires_grad}
+        for names in sharing_memory(trained):
+            raise ConfigError(
+                f"{' and '.join(names)} share memory, and {name} moves each weight by itself; let "
+                "them be one parameter, self.b.weight = self.a.weight, or use AllReduce or "
+                "ParameterAveraging"
+            )
+    is_divided = mesh is not None and mesh.is_divided
+    if is_divided or isinstance(strategy, Hogwild):
+        for path, weight in showing_weights(module):
+            raise ConfigError(
+                f"the attribute {path} shows the memory of {weight}, which "
+                f"{f'parallelism=Mesh({mesh})' if is_divided else name} moves elsewhere, so that "
+                "it would stay what it is; take it from the weight in forward"
             )
 
 

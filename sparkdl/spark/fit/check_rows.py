@@ -21,16 +21,8 @@ from sparkdl.mesh import Mesh
 from sparkdl.runtime.process import borrowed_generator
 from sparkdl.spark.cluster.cluster_info import check_memory
 from sparkdl.spark.fit.check_request import CheckedRequest, stepped_schedule
-from sparkdl.spark.fit.trial import (
-    Example,
-    Sink,
-    Trial,
-    failed_layer,
-    lent_weights,
-    own_copy,
-    try_metrics,
-    try_module,
-)
+from sparkdl.spark.fit.example import Example, lent_weights, own_copy
+from sparkdl.spark.fit.trial import Sink, Trial, failed_layer, try_metrics, try_module
 from sparkdl.spark.fit.trial_step import try_step
 from sparkdl.spark.frames.row_table import ShownRows
 from sparkdl.spark.run.run import FitRequest
@@ -87,9 +79,10 @@ def check_rows(
         try_metrics(checked, example, trial)
         if not checked.slots.cluster.gpus_per_executor or checked.config.device == "cpu":
             slots, apart = checked.slots, checked.config.sync_strategy.trains_apart
-            adds_up = not apart and (slots.max_workers or slots.num_workers) > 1
+            several = (slots.max_workers or slots.num_workers) > 1
+            adds_up = several and not apart
             read_rows = partial(table.read_rows, columns)
-            try_step(checked, example, trial.metrics, read_rows, adds_up=adds_up)
+            try_step(checked, example, trial.metrics, read_rows, adds_up=adds_up, several=several)
     return found
 
 

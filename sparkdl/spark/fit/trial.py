@@ -24,22 +24,20 @@ from sparkdl.errors import ConfigError, meant
 from sparkdl.inputs import Sequence
 from sparkdl.report.record.module_graph import traced
 from sparkdl.runtime.process import borrowed_generator, seeded
-from sparkdl.serialization.travel.packed_module import travelled
 from sparkdl.spark.fit.check_request import CheckedValues
+from sparkdl.spark.fit.example import ROWS, Example, is_compiled, lent_weights, own_copy
+from sparkdl.spark.fit.parts_of_batches import check_parts, is_close
 from sparkdl.spark.run.run import FitRequest
 
 if TYPE_CHECKING:
     import torch
     from torch import nn
 
-    from sparkdl.data.collate import Arguments, Rows
     from sparkdl.serialization.recorded.recipe import RecordedWeights
     from sparkdl.train.objective.loss import LossFunction, ModuleLoss
 
 logger = logging.getLogger(__name__)
 
-ROWS = 2
-"""Rows on which a module runs."""
 _OF_ROWS = re.compile(rf"(\((?=\d+x)|input(?: of size:? ?)?\[|size: \[){ROWS}(?=x|, |\])")
 """Pattern of the places in torch's messages that have the number of rows."""
 _TORCHS = (RuntimeError, IndexError, NotImplementedError, TypeError)
@@ -53,31 +51,6 @@ _OUTPUT_NAMES = frozenset(
 """Names of parameters of a loss function that take labels, and of those for modules' outputs."""
 Sink = Callable[[Mapping[str, Any]], None]
 """Gets the graph of what a module did, see `report.module_graph`."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Example:
-    """Rows to try a module on."""
-
-    columns: tuple[Column, ...]
-    rows: Mapping[str, Rows] | None = None
-    """Key of a column -> real rows of it; None: zeros of the same shapes are taken."""
-
-    @property
-    def num_rows(self) -> int:
-        """The number of rows there are to run on at once."""
-        if self.rows is None:
-            return ROWS
-        return min(ROWS, *(len(rows) for rows in self.rows.values()))
-
-    def of(self, role: str, num_rows: int) -> Arguments:
-        """The first rows of the columns of a role; copies, which a module may change."""
-        from sparkdl.data.collate import arguments, copied, example_arguments
-
-        columns = [column for column in self.columns if column.role == role]
-        if self.rows is None:
-            return example_arguments(columns, num_rows)
-        return arguments(columns, [copied(self.rows[c.key][:num_rows]) for c in columns])
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -115,7 +88,7 @@ def try_module(checked: CheckedValues, example: Example, sink: Sink | None = Non
         weights.fill(module)
         output = _output(module, example, checked.request, weights, None)
     trial = _judged(checked, output, example)
-    _check_means(checked, example)
+    check_parts(checked, example)
     _try_along_mesh(checked, example)
     return trial
 
@@ -143,21 +116,6 @@ def _output(
         return _output(module, example, request, weights, None)
     _make_layers(module, tried)
     return found
-
-
-def own_copy(module: nn.Module, weights: RecordedWeights | None) -> nn.Module:
-    """A copy of the module; its parameters are the same where others know them by identity."""
-    if weights is None:
-        return travelled(module, copies=True)
-    return copy.deepcopy(module, {id(parameter): parameter for parameter in module.parameters()})
-
-
-def is_compiled(module: nn.Module) -> bool:
-    """True if torch has compiled some of the module, which nobody may look into then."""
-    return any(
-        hasattr(part, "_orig_mod") or getattr(part, "_compiled_call_impl", None) is not None
-        for part in module.modules()
-    )
 
 
 def _run(
@@ -236,7 +194,8 @@ def _judged(checked: CheckedValues, output: Any, example: Example) -> Trial:
             _warn_of_probabilities(checked.module, meant)
     if not isinstance(objective, StepLoss) and (config.task.has_one_label or request.labels):
         _try_loss(objective, meant, example)
-    metrics = resolved(config.metrics, objective, meant)
+    labels = [str(one.argument) for one in example.columns if one.role == "label"]
+    metrics = resolved(config.metrics, objective, meant, labels)
     unweighted = [n for n, _, m in flat(metrics or {}) if not isinstance(m, NamedMetric)]
     if request.weight_col and unweighted:
         logger.warning(
@@ -289,13 +248,6 @@ def try_metrics(checked: CheckedValues, example: Example, trial: Trial) -> None:
         ) from error
 
 
-def lent_weights(weights: RecordedWeights | None) -> AbstractContextManager[None]:
-    """Lets a module compute whose parameters may be on the meta device."""
-    from sparkdl.serialization.recorded.lending import lent
-
-    return nullcontext() if weights is None else lent(weights)
-
-
 def _try_loss(loss: LossFunction, output: Any, example: Example) -> None:
     """Compare the output with labels; a loss of class numbers with class 0.
 
@@ -341,7 +293,7 @@ def _check_order(function: Any, output: Any, example: Example) -> None:
     for pair in ((target, output), (output, target)):
         with contextlib.suppress(Exception), torch.no_grad():  # which tells of the order, too
             values.append(torch.as_tensor(called(*pair)).double().mean())
-        if not values or (len(values) == 2 and _is_close(*values)):
+        if not values or (len(values) == 2 and is_close(*values)):
             return
     raise ConfigError(
         f"the loss function takes ({', '.join(names)}), and is called with the module's output "
@@ -380,65 +332,6 @@ def _try_one(loss: ModuleLoss, output: Any, target: torch.Tensor, label: Column)
             f"{shape_text(('batch', *label.shape))}: {type(error).__name__}: {error}; adapt "
             "module or loss"
         ) from error
-
-
-def _check_means(checked: CheckedValues, example: Example) -> None:
-    """See that a loss of the user's own means the same for all rows as for parts of them.
-
-    Workers and micro-batches see parts of a batch. A function that gives another value for the
-    halves is warned of; a module must give what the losses of its single rows add up to.
-
-    Raises:
-        ConfigError: a module does not.
-    """
-    import torch
-
-    from sparkdl.data.collate import narrow
-    from sparkdl.sync.frozen_layers import evaluating
-    from sparkdl.train.objective.loss import CallableLoss, ModuleLoss
-    from sparkdl.train.objective.training_step import StepLoss, taken
-
-    given = checked.objective
-    if isinstance(given, StepLoss) or not isinstance(given, CallableLoss | ModuleLoss):
-        return
-    labels = [column for column in example.columns if column.role == "label"]
-    is_plain = len(labels) == 1 and labels[0].argument is None
-    if not is_plain or checked.weights is not None or example.rows is None:
-        return
-    rows = min(len(values) for values in example.rows.values()) // 2 * 2
-    if rows < 2 * ROWS:
-        return
-    whole = halves = own = None
-    # The loss may count its calls, and in training it may see another kind of output.
-    with contextlib.suppress(Exception), torch.no_grad(), borrowed_generator(checked.config.seed):
-        loss = copy.deepcopy(given)
-        output = taken(
-            loss, example.of("feature", rows).call(evaluating(own_copy(checked.module, None)))
-        )
-        (target,) = example.of("label", rows).values
-        sums = []
-        for start, stop in ((0, rows), (0, rows // 2), (rows // 2, rows)):
-            part = loss(narrow(output, start, stop), narrow(target, start, stop), None)
-            sums.append(torch.tensor([float(value) for value in part]))
-        whole, halves = (part[0] / part[1] for part in (sums[0], sums[1] + sums[2]))
-        own = loss.own_value(output, target) if isinstance(loss, ModuleLoss) else None
-    if whole is None or halves is None:
-        return
-    if own is not None and not _is_close(own.to(whole.dtype), whole):
-        name = type(checked.config.loss).__name__
-        raise ConfigError(
-            f"the loss {name} gives {own:g} for {rows} rows, but its losses of single rows "
-            f"(reduction='none') have the mean {whole:g}, and workers see parts of a batch; pass "
-            "a function of (output, target) that returns the loss of each row, or a pair (sum of "
-            "losses, sum of weights)"
-        )
-    if isinstance(given, CallableLoss) and not _is_close(whole, halves):
-        logger.warning(
-            "the loss function is no mean over rows: it gives %g for %d rows, and %g for their "
-            "halves together; with several workers, or gradientAccumulationSteps, training sees "
-            "the latter; return the loss of each row, or a pair (sum of losses, sum of weights)",
-            *(whole, rows, halves),
-        )
 
 
 def _try_along_mesh(checked: CheckedValues, example: Example) -> None:
@@ -483,10 +376,6 @@ def _try_along_mesh(checked: CheckedValues, example: Example) -> None:
         return
     uses.check()
     check_parts(tried, mesh, step)
-
-
-def _is_close(one: torch.Tensor, other: torch.Tensor) -> bool:
-    return bool(one.isclose(other, rtol=1e-3, atol=1e-6, equal_nan=True))
 
 
 def _warn_of_probabilities(module: nn.Module, output: torch.Tensor) -> None:

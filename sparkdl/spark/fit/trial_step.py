@@ -6,6 +6,7 @@ worker would do it, on the first rows. What fails there would fail on every work
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import pickle
 import re
@@ -18,11 +19,11 @@ from typing import TYPE_CHECKING, Any
 from sparkdl.config import TrainConfig
 from sparkdl.data.plan import Shard, make_plan
 from sparkdl.errors import ConfigError, TrainingDiverged
-from sparkdl.runtime.process import borrowed_generator
+from sparkdl.runtime.process import borrowed_generator, seeded
 from sparkdl.runtime.tracebacks import is_of_users, passed_through, users_line
 from sparkdl.serialization.travel.pickling import dumps
 from sparkdl.spark.fit.check_request import CheckedValues
-from sparkdl.spark.fit.trial import Example, is_compiled, own_copy
+from sparkdl.spark.fit.example import Example, is_compiled, own_copy
 
 if TYPE_CHECKING:
     import torch
@@ -30,11 +31,16 @@ if TYPE_CHECKING:
 
     from sparkdl.data.batches import Batch
     from sparkdl.data.collate import Rows
+    from sparkdl.serialization.travel.attributes import Attributes
+    from sparkdl.train.objective.own_states import Kept
+    from sparkdl.train.replica import Replica
 
 logger = logging.getLogger(__name__)
 
-Changes = Mapping[str, int]
-"""Name of a parameter that forward has changed, or of a buffer -> fingerprint of its values."""
+Changes = Mapping[tuple[str, str], Any]
+"""Kind and name of what a step has changed besides what the optimizer does -> what tells its values
+apart. Kinds: a parameter, a buffer or an attribute of the module, or what the loss keeps; and
+``output`` and ``value``, what module and loss give with these attributes and all else as before."""
 _MOST_NUMBERS = 1 << 26
 """Modules with more parameters than this are not tried: the driver would need their gradients and
 moments besides."""
@@ -55,6 +61,7 @@ def try_step(
     read_rows: Callable[[], Mapping[str, Rows] | None],
     *,
     adds_up: bool = True,
+    several: bool = True,
 ) -> None:
     """Take a training step on a copy of module, loss, optimizer and schedule.
 
@@ -70,6 +77,7 @@ def try_step(
         metrics: those of the request, with a metric in place of each name.
         read_rows: reads some rows where none are at hand, or gives None.
         adds_up: whether workers add gradients up.
+        several: whether there is more than one.
 
     Raises:
         ConfigError: what fails, with the line of the user's own where it fails; or a checkpoint
@@ -88,7 +96,7 @@ def try_step(
     seen: list[Changes] = []
     failing = partial(_error, module, config, seen, adds_up=adds_up)
     error = failing(example, _FEW_ROWS, is_first=True)
-    if error is None and not (adds_up and any(seen)):
+    if error is None and not (several and any(seen)):
         return
     if example.rows is None:
         rows = read_rows()
@@ -97,7 +105,7 @@ def try_step(
         example = replace(example, rows=rows)
     if error is None:
         failing(_varied(example), _FEW_ROWS, is_first=True)
-        _check_changes(module, *seen)
+        _check_changes(*seen, adds_up=adds_up)
         return
     error = failing(example, config.batch_size)
     if isinstance(error, ConfigError):
@@ -121,31 +129,50 @@ def try_step(
         ) from error
 
 
-def _check_changes(module: nn.Module, first: Changes, *others: Changes) -> None:
-    """Refuse weights, and warn of buffers, that forward changes by the rows that it gets.
+def _check_changes(first: Changes, *others: Changes, adds_up: bool) -> None:
+    """Refuse weights, and warn of all else, that a step changes by the rows that it gets.
+
+    Of replicas that train apart weights and buffers are averaged.
 
     Args:
-        module: what is trained.
-        first: what forward has changed, given some rows.
+        first: what a step has changed, given some rows.
         others: the same, given other rows; none: these have failed.
+        adds_up: whether workers add gradients up.
 
     Raises:
         ConfigError: some are parameters.
     """
-    names = [name for name, now in first.items() if any(o.get(name, now) != now for o in others)]
-    parameters = {name for name, _ in module.named_parameters()}
-    if changed := [name for name in names if name in parameters]:
+    changed: dict[str, str] = {}
+    for (kind, name), now in first.items():
+        if any(other.get((kind, name), now) != now for other in others):
+            changed.setdefault(kind, name)
+    if adds_up and "parameter" in changed:
         raise ConfigError(
-            f"forward changes the parameter {changed[0]!r} by the rows that it gets, and each "
-            "worker gets others, so replicas would come apart; run the module on some rows before "
-            "fit if it does so once, or set numWorkers=1, or a strategy that averages replicas"
+            f"forward changes the parameter {changed['parameter']!r} by the rows that it gets, and "
+            "each worker gets others, so replicas would come apart; run the module on some rows "
+            "before fit if it does so once, or set numWorkers=1, or a strategy that averages "
+            "replicas"
         )
-    if names:
+    if adds_up and "buffer" in changed:
         logger.warning(
             "forward changes the buffer %r by the rows that it gets, and each worker gets others: "
             "at the end of an epoch all go on with the mean of the workers' values, and of whole "
             "numbers with those of the first; set numWorkers=1 if they shall be of all rows",
-            names[0],
+            changed["buffer"],
+        )
+    if {"attribute", "output"} <= changed.keys():
+        logger.warning(
+            "forward changes the attribute %r by the rows that it gets, and each worker gets "
+            "others: each goes on with its own, and the fitted module has that of the first; make "
+            "it a buffer (register_buffer), of which they take the mean, or set numWorkers=1",
+            changed["attribute"],
+        )
+    if {"loss", "value"} <= changed.keys():
+        logger.warning(
+            "the %s keeps something that follows from the rows that it gets, and each worker gets "
+            "others and goes on with its own; let it depend on nothing but its arguments, or set "
+            "numWorkers=1",
+            changed["loss"],
         )
 
 
@@ -223,15 +250,17 @@ def _step(
 ) -> Changes:
     """Take the step; raises what it raises.
 
-    Returns what buffers are then, and what forward has made of parameters. The first time torch's
-    own optimizers step on sparse gradients only. Dense ones they take, and a step imports torch's
-    compiler, which takes seconds.
+    Returns what it has changed, and what buffers are then. The first time torch's own optimizers
+    step on sparse gradients only. Dense ones they take, and a step imports torch's compiler, which
+    takes seconds.
     """
     import torch
 
     from sparkdl.comm.communicator import LocalCommunicator
+    from sparkdl.serialization.travel.attributes import Attributes
     from sparkdl.sync.frozen_layers import training_mode
     from sparkdl.sync.gradients.allreduce import AllReduce
+    from sparkdl.sync.module_tensors import give_tensors, tensors_of
     from sparkdl.train.modules.memory_format import in_memory_format
     from sparkdl.train.optimizers import check_optimizer, optimizers, stepping
     from sparkdl.train.optimizers.nested_states import is_known
@@ -240,7 +269,7 @@ def _step(
     from sparkdl.train.time_spent import Clock
 
     config = pickle.loads(dumps(config))
-    module, comm = own_copy(module, None), LocalCommunicator()
+    given, module, comm = module, own_copy(module, None), LocalCommunicator()
     batch = _batch(example, num_rows)
     plan = make_plan(
         columns=example.columns,
@@ -268,15 +297,17 @@ def _step(
     stepping.set_mode(optimizer, trains=True)
     if is_first and is_known(optimizer):
         _leave_out_plain_steps(optimizer)
-    before = _fingerprints(module)
+    held = Attributes(module)
+    before, kept = _fingerprints(module), _besides(held, replica.kept)
     with in_memory_format(module, config.memory_format):
         step(batch, batch.num_rows, 0)
-    changes, seen = dict(_fingerprints(module)), step.after_forward
+    now, seen = _besides(held, replica.kept), step.after_forward
+    changes = {place: mark for place, mark in now.items() if kept.get(place) != mark}
+    changes |= {("buffer", name): mark for name, mark in _fingerprints(module).items()}
     for number, (name, _) in enumerate(module.named_parameters()):
-        if seen is None or before.get(name) == seen[number]:
-            changes.pop(name, None)
-        else:
-            changes[name] = seen[number]
+        changes.pop(("buffer", name), None)
+        if seen is not None and before.get(name) != seen[number]:
+            changes["parameter", name] = seen[number]
     _check_sparse(config, module, adds_up=adds_up)
     if adds_up:
         step.check_moved()
@@ -284,10 +315,54 @@ def _step(
     with optimizers.without_compiler():
         for what, owner in (("optimizer", optimizer), ("scheduler", replica.scheduler)):
             check_optimizer.check_kept(what, owner)
+    if any(kind in ("attribute", "loss") for kind, _ in changes):
+        give_tensors(module, tensors_of(given))
+        changes |= _given(replica, batch)
     return changes
 
 
-def _fingerprints(module: nn.Module) -> Changes:
+def _given(replica: Replica, batch: Batch) -> Changes:
+    """What tells apart the outputs for rows of ones, in both modes, and the loss of these."""
+    import torch
+    from torch.utils import _pytree as pytree
+
+    from sparkdl.sync.module_tensors import fingerprint
+    from sparkdl.train.objective.label_losses import sums_of
+    from sparkdl.train.objective.training_step import run
+
+    outputs, values = list[int](), list[float]()
+    for is_training in (True, False):
+        with contextlib.suppress(Exception), torch.no_grad(), seeded(replica.config.seed):
+            replica.module.train(is_training)
+            ones = batch.map(torch.ones_like)
+            output = ones.arguments.call(replica.module)
+            leaves = [v for v in pytree.tree_leaves(output) if isinstance(v, torch.Tensor)]
+            outputs += [fingerprint(value) for value in leaves]
+            seen = run(replica.loss, replica.module, ones)
+            values += map(float, sums_of(replica.loss, seen, ones.target, None)[:2])
+    return {("output", ""): outputs, ("value", ""): values}
+
+
+def _besides(held: Attributes, kept: Kept) -> dict[tuple[str, str], Any]:
+    """What tells the values of attributes apart, and of what loss and augmentation keep.
+
+    Metrics of torchmetrics count the rows of all workers.
+    """
+    from sparkdl.storage.tensor_tree import pack
+    from sparkdl.sync.module_tensors import fingerprint
+
+    found: dict[tuple[str, str], Any] = {}
+    for layer, key, mark in held.marks():
+        kinds = {one.__module__.partition(".")[0] for one in type(layer).__mro__}
+        if "torchmetrics" not in kinds:
+            found["attribute", key] = mark
+    for name, state in kept.state_dict().items():
+        tree, tensors = pack(state)
+        found["loss", name] = tree, list(map(fingerprint, tensors.values()))
+    return found
+
+
+def _fingerprints(module: nn.Module) -> Mapping[str, int]:
     """Fingerprints of parameters and buffers, but of the statistics of torch's norms: means."""
     from torch.nn.modules.batchnorm import _NormBase
 
@@ -347,32 +422,11 @@ def _batch(example: Example, num_rows: int) -> Batch:
     """The rows that are at hand as a batch, again and again if it wants more."""
     import torch
 
-    from sparkdl.data.batches import Batch
-
     at_hand = num_rows if example.rows is None else min(map(len, example.rows.values()))
     fewer = min(at_hand, num_rows)
-    features, labels = example.of("feature", fewer), _of(example, "label", fewer)
-    weights = _of(example, "weight", fewer)
-    names = [column.argument for column in example.columns if column.role == "label"]
-    target: Any = features.packed()
-    if names:
-        target = labels[0] if names[0] is None else dict(zip(names, labels, strict=True))
-    batch = Batch(
-        inputs=features.values,
-        target=target,
-        weight=weights[0] if weights else None,
-        num_rows=fewer,
-        names=features.names if any(features.names) else (),
-        has_label=bool(names),
-    )
     places = torch.arange(num_rows) % fewer
-    repeated = batch.map(lambda value: value.index_select(0, places))
+    repeated = example.batch(fewer).map(lambda value: value.index_select(0, places))
     return replace(repeated, num_rows=num_rows)
-
-
-def _of(example: Example, role: str, num_rows: int) -> tuple[torch.Tensor, ...]:
-    has_some = any(column.role == role for column in example.columns)
-    return example.of(role, num_rows).values if has_some else ()
 
 
 def _forward_line(module: nn.Module, config: TrainConfig, example: Example) -> str:

@@ -83,15 +83,19 @@ def classes_and_metrics(
     forward: Forward,
     predicted: WantedColumn,
     measures: Measures,
+    labels: Sequence[str] = (),
 ) -> tuple[int, Mapping[str, Any]]:
-    """The classes that a classifier tells apart, else 0; and the metrics; raises ConfigError."""
+    """The classes that a classifier tells apart, else 0; and the metrics; raises ConfigError.
+
+    ``labels`` are the names of several.
+    """
     loss, task = measures.make_loss(), measures.task
     check_names(measures.metrics, task, loss)
     metrics = measures.metrics
     if any(isinstance(metric, str) for _, _, metric in flat(metrics)):
         with torch.no_grad(), evaluation_mode(module):
             output = forward.module_output(module, inputs)
-        metrics = resolved(metrics, loss, taken(loss, output)) or {}
+        metrics = resolved(metrics, loss, taken(loss, output), labels) or {}
     if not task.has_one_label:
         return 0, metrics
     if predicted.output.layer is not None:

@@ -15,6 +15,7 @@ from functools import partial
 from typing import Any, ClassVar
 
 import torch
+from torch import nn
 
 from sparkdl.data.plan import RoundPart
 from sparkdl.errors import ConfigError
@@ -57,6 +58,10 @@ class Averaged(Stateful):
         self._module = run.module
         self._round: dict[str, Any] = {"model": copy.deepcopy(tensors_of(run.module))}
         self._trained = [n for n, p in run.module.named_parameters() if p.requires_grad]
+        first = {id(p): name for name, p in nn.Module.named_parameters(run.module)}
+        named = nn.Module.named_parameters(run.module, remove_duplicate=False)
+        self._aliases = {name: first[id(p)] for name, p in named if name != first[id(p)]}
+        """Other name of a tied weight -> its first one."""
 
     @property
     def learning_rate(self) -> float:
@@ -127,6 +132,8 @@ class Averaged(Stateful):
             learning_rate = float(mean["optimizer"]["param_groups"][0].get("lr", math.nan))
             anchor = [self._round["model"][name] for name in self._trained]
             self._outer.step(anchor, [mean["model"][name] for name in self._trained], learning_rate)
+            for name, first in self._aliases.items():  # small ones have come apart in the mean
+                mean["model"][name] = mean["model"][first]
         if self._strategy.optimizer_state == "reset":
             mean["optimizer"]["state"] = {}
         self._round = mean

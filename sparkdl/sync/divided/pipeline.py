@@ -30,7 +30,7 @@ from torch.utils import _pytree as pytree
 
 from sparkdl.comm.communicator import Communicator, ProcessGroupCommunicator, counting_anew
 from sparkdl.data.batches import Batch
-from sparkdl.data.collate import Arguments
+from sparkdl.data.collate import Arguments, narrow
 from sparkdl.errors import ConfigError
 from sparkdl.mesh import Mesh
 from sparkdl.sync.divided.stages import Sent, Skeleton, Stages, cut_layers, plain_attention
@@ -167,7 +167,7 @@ class Pipeline:
             with torch.no_grad():
                 return self.skeleton.get_submodule(name)(*args, **kwargs)
 
-        key: list[Any] = [name]
+        key: list[Any] = [name, self.skeleton.get_submodule(name).training]
         _describe((args, kwargs), key)
         return self.known.result(tuple(key), compute)
 
@@ -180,9 +180,9 @@ class Pipeline:
         if self._present == number - 1:
             found = [values[place] for place in sent.places]
             raise _StageEnds(tuple(map(_as_sent, found, sent.shapes)))
-        for place, value in zip(sent.places, self.roots[self._own.index(number)].received,
-                                strict=True):  # fmt: skip
-            values[place] = value
+        received = self.roots[self._own.index(number)].received
+        for place, value, is_changed in zip(sent.places, received, sent.changed, strict=True):
+            values[place] = value.clone() if is_changed else value  # torch refuses it of a leaf
         return pytree.tree_unflatten(values, sent.form)
 
     def train(self, batch: Batch, make_loss: MakeLoss, autocast: Autocast) -> None:
@@ -206,6 +206,7 @@ class Pipeline:
 
     def alone(self, arguments: Arguments) -> list[Any]:
         """Compute what each stage of this rank gives; some numbers stand for what it receives."""
+        self._shapes_of.follow(self._module)
         self._shapes = self._shapes_of.sent(arguments, self.stages.cuts)
         found = []
         for root in self.roots:
@@ -232,13 +233,14 @@ class Pipeline:
             arguments = Arguments(values, arguments.names)
         cut = [
             Arguments(
-                tuple(value.narrow(0, n * size, size) for value in arguments.values),
+                tuple(narrow(value, n * size, (n + 1) * size) for value in arguments.values),
                 arguments.names,
             )
             for n in range(parts)
         ]
         bounds = [min(batch.num_rows, n * size) for n in range(parts + 1)]
         real = [batch.rows(*pair) for pair in pairwise(bounds)]
+        self._shapes_of.follow(self._module)
         key = (is_trained, *((value.shape, value.dtype) for value in cut[0].values))
         schedule = self._schedules.get(key)
         if schedule is None:
@@ -415,7 +417,8 @@ class _Stage(nn.Module):
             self.received = ()
         if any(isinstance(value, FakeTensor) for value in pytree.tree_leaves(output)):
             raise ConfigError(
-                "Mesh: the last stage returns values of layers before it; let the module return "
+                "Mesh: the last stage returns values of layers before it, or a layer was skipped "
+                "with which a stage begins; let the module call these layers each time, and return "
                 "what its last layers give"
             )
         return self._see(output, number)

@@ -8,6 +8,7 @@ module's inputs, which all stages have.
 from __future__ import annotations
 
 import copy
+from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -24,6 +25,7 @@ from torch._subclasses.fake_tensor import (
     FakeTensorMode,
     UnsupportedOperatorException,
 )
+from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
@@ -43,6 +45,8 @@ class Sent:
     """Numbers of the values that are sent: those that depend on parameters."""
     shapes: tuple[torch.Tensor, ...]
     """The values that are sent, without their contents, on the meta device."""
+    changed: list[bool]
+    """Which of them the stage changes in place; empty until it has been run."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -175,6 +179,11 @@ class Skeleton:
         self.module = copy.deepcopy(module, memo)
         del kept
 
+    def follow(self, module: nn.Module) -> None:
+        """Have the modes of the layers of ``module``, of which this is the copy."""
+        for own, other in zip(self.module.modules(), module.modules(), strict=True):
+            own.training = other.training
+
     def sent(self, arguments: Arguments, cuts: Sequence[str]) -> list[Sent]:
         """Return the values that go over each cut for these inputs."""
         with _at_cuts(self.module, cuts) as found:
@@ -187,9 +196,47 @@ class Skeleton:
         Raises:
             ConfigError: the module cannot be cut so.
         """
-        module = self.module
         uses = {name: set[int]() for name in self.names}
         called: dict[str, set[int]] = {}
+        for is_training in (True, False):
+            self.module.train(is_training)
+            self._note_uses(arguments, cuts, uses, called)
+        for name, stages in uses.items():
+            if len(stages) > 1:
+                raise ConfigError(
+                    f"Mesh: the parameter {name!r} is used by the stages {sorted(stages)}; a "
+                    "pipeline has no weights in common, so let both uses lie in one stage"
+                )
+        owners = {name: min(stages, default=len(cuts)) for name, stages in uses.items()}
+        for stage in range(len(cuts) + 1):
+            if not any(owners[name] == stage for name in self._trained):
+                raise ConfigError(
+                    f"Mesh: the stage {stage} has no parameter that trains, so it would only keep "
+                    "others waiting; cut elsewhere, or freeze less"
+                )
+        for is_training in (True, False):
+            self.module.train(is_training)
+            self._check_flow(arguments, cuts, owners)
+        # a cut is noted after the layer that begins there was called
+        begins = {name: number for number, name in enumerate(cuts, 1)}
+        first = {name: begins.get(name, min(seen)) for name, seen in called.items()}
+        return Stages(
+            cuts=tuple(cuts), owners=owners, layers=self._layers(owners, cuts), called=first
+        )
+
+    def _note_uses(
+        self,
+        arguments: Arguments,
+        cuts: Sequence[str],
+        uses: Mapping[str, set[int]],
+        called: dict[str, set[int]],
+    ) -> None:
+        """Note the stages that use each parameter, and that call each layer, in the present mode.
+
+        Raises:
+            ConfigError: the module changes what it holds, or a stage never begins.
+        """
+        module = self.module
         with ExitStack() as stack:
             found = stack.enter_context(_at_cuts(module, cuts))
             for name, part in module.named_modules():
@@ -212,26 +259,6 @@ class Skeleton:
                 f"Mesh: the module never calls the layer {cuts[len(found)]!r}, with which a stage "
                 "begins; name layers that are called"
             )
-        for name, stages in uses.items():
-            if len(stages) > 1:
-                raise ConfigError(
-                    f"Mesh: the parameter {name!r} is used by the stages {sorted(stages)}; a "
-                    "pipeline has no weights in common, so let both uses lie in one stage"
-                )
-        owners = {name: min(stages, default=len(cuts)) for name, stages in uses.items()}
-        for stage in range(len(cuts) + 1):
-            if not any(owners[name] == stage for name in self._trained):
-                raise ConfigError(
-                    f"Mesh: the stage {stage} has no parameter that trains, so it would only keep "
-                    "others waiting; cut elsewhere, or freeze less"
-                )
-        self._check_flow(arguments, cuts, owners)
-        # a cut is noted after the layer that begins there was called
-        begins = {name: number for number, name in enumerate(cuts, 1)}
-        first = {name: begins.get(name, min(seen)) for name, seen in called.items()}
-        return Stages(
-            cuts=tuple(cuts), owners=owners, layers=self._layers(owners, cuts), called=first
-        )
 
     def _layers(self, owners: Mapping[str, int], cuts: Sequence[str]) -> dict[str, int]:
         found: dict[str, int] = {}
@@ -314,6 +341,7 @@ def _fake(mode: FakeTensorMode, like: torch.Tensor, device: torch.device) -> nn.
 def _at_cuts(module: nn.Module, cuts: Sequence[str]) -> Iterator[list[Sent]]:
     """Note with what the layers are called, in the order of the cuts."""
     found: list[Sent] = []
+    versions: list[list[tuple[torch.Tensor, int]]] = []
 
     def watch(number: int, name: str) -> Any:
         def hook(_: nn.Module, args: Any, kwargs: Any) -> None:
@@ -328,7 +356,8 @@ def _at_cuts(module: nn.Module, cuts: Sequence[str]) -> Iterator[list[Sent]]:
             shapes = tuple(
                 torch.empty(values[n].shape, dtype=values[n].dtype, device="meta") for n in places
             )
-            found.append(Sent(form=form, places=places, shapes=shapes))
+            found.append(Sent(form=form, places=places, shapes=shapes, changed=[]))
+            versions.append([(values[n], values[n]._version) for n in places])
 
         return hook
 
@@ -339,6 +368,8 @@ def _at_cuts(module: nn.Module, cuts: Sequence[str]) -> Iterator[list[Sent]]:
             )
             stack.callback(hook.remove)
         yield found
+    for sent, before in zip(found, versions, strict=True):
+        sent.changed[:] = [value._version != version for value, version in before]
 
 
 class _Uses(TorchFunctionMode):
@@ -350,6 +381,8 @@ class _Uses(TorchFunctionMode):
         self._names = {id(parameter): name for name, parameter in module.named_parameters()}
         self._uses, self._found = uses, found
         self._held = dict([*module.named_buffers(), *module.named_parameters()])
+        self._attributes = _attributes(module)
+        self._marks = {name: _mark(value) for name, value in self._attributes.items()}
         self._changed: str | None = None
 
     def __enter__(self) -> _Uses:
@@ -367,6 +400,11 @@ class _Uses(TorchFunctionMode):
                 "Mesh: torch.autograd.grad is called while the module computes, of which each "
                 "stage of a pipeline has a part only; use the axis data"
             )
+        if func is functional.batch_norm and (args[5:6] or (kwargs.get("training"),))[0]:
+            raise ConfigError(
+                "Mesh: the module normalizes by the rows of a batch (batch_norm), of which each "
+                "part goes through a pipeline by itself; use GroupNorm or LayerNorm"
+            )
         if args and is_in_place(func):
             changed = {id(value) for value in pytree.tree_leaves(args[0])}
             same = (name for name, held in self._held.items() if id(held) in changed)
@@ -374,10 +412,37 @@ class _Uses(TorchFunctionMode):
         return func(*args, **kwargs)
 
     def changed(self) -> str | None:
-        """Return the name of what was changed in place, or replaced in the state dict, so far."""
+        """Return the name of what was changed in place, or replaced in its layer, so far."""
         kept = self._module.state_dict(keep_vars=True)
-        replaced = (name for name, b in self._held.items() if name in kept and kept[name] is not b)
-        return self._changed or next(replaced, None)
+        replaced = [name for name, b in self._held.items() if name in kept and kept[name] is not b]
+        now = {name: _mark(value) for name, value in _attributes(self._module).items()}
+        names = dict.fromkeys([*self._marks, *now])
+        replaced += [name for name in names if self._marks.get(name) != now.get(name)]
+        return self._changed or next(iter(replaced), None)
+
+
+def _attributes(module: nn.Module) -> dict[str, Any]:
+    """What layers hold besides parameters, buffers and other layers, by its name."""
+    return {
+        f"{path}.{key}" if path else key: value
+        for path, layer in module.named_modules()
+        for key, value in vars(layer).items()
+        if key not in _TORCHS
+    }
+
+
+def _mark(value: Any) -> Any:
+    """What is another if a value was replaced, or changed in place; of the values that live."""
+    if isinstance(value, torch.Tensor):
+        return id(value), value._version
+    if isinstance(value, list | tuple | deque | set):
+        return [_mark(one) for one in value]
+    if isinstance(value, dict):
+        return [(key, _mark(one)) for key, one in value.items()]
+    return repr(value) if isinstance(value, bool | int | float | str) else id(value)
+
+
+_TORCHS = frozenset(vars(nn.Module()))
 
 
 _IN_PLACE = {f"__i{name}__" for name in ("add", "sub", "mul", "truediv", "pow", "and", "or", "xor")}

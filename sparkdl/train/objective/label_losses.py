@@ -6,7 +6,7 @@ adds up over micro-batches and ranks as that of a single loss does.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -15,6 +15,7 @@ from torch import nn
 from sparkdl.config import CUSTOM, Task
 from sparkdl.errors import ConfigError
 from sparkdl.train.objective.loss import (
+    CallableLoss,
     ClassLoss,
     LossFunction,
     LossRows,
@@ -75,7 +76,7 @@ class LossSum:
     def __init__(self, parts: Mapping[str, LossFunction], weights: Mapping[str, float]) -> None:
         self.parts = dict(parts)
         for part in self.parts.values():
-            if isinstance(part, ClassLoss):
+            if isinstance(part, CallableLoss | ClassLoss):
                 part.counts_alike = True
         self.weights = {name: float(weights.get(name, 1.0)) for name in parts}
 
@@ -120,18 +121,23 @@ class LossSum:
 
         ConfigError if the module returned none for some.
         """
-        names, parts = list(self.parts), self.parts.values()
-        if isinstance(output, Mapping) and set(names) <= set(output):
-            return [(name, part, output[name]) for name, part in self.parts.items()]
-        if isinstance(output, (tuple, list)) and len(output) == len(names):
-            return list(zip(names, parts, output, strict=True))
-        if isinstance(output, torch.Tensor):
-            return [(name, part, output) for name, part in self.parts.items()]
-        got = list(output) if isinstance(output, Mapping) else type(output).__name__
-        raise ConfigError(
-            f"the module must return a dict with the labels {names}, a tuple of {len(names)} in "
-            f"their order, or one tensor for all; it returned {got}"
-        )
+        names = list(self.parts)
+        return [(name, part, of_label(output, name, names)) for name, part in self.parts.items()]
+
+
+def of_label(output: Any, label: str, labels: Sequence[str]) -> Any:
+    """The part of a module's output that is compared with a label; ConfigError: there is none."""
+    if isinstance(output, Mapping) and label in output:
+        return output[label]
+    if isinstance(output, (tuple, list)) and len(output) == len(labels):
+        return output[list(labels).index(label)]
+    if isinstance(output, torch.Tensor):
+        return output
+    got = list(output) if isinstance(output, Mapping) else type(output).__name__
+    raise ConfigError(
+        f"the module must return a dict with the labels {list(labels)}, a tuple of {len(labels)} "
+        f"in their order, or one tensor for all; it returned {got}"
+    )
 
 
 def sums_of(

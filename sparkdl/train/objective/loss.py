@@ -227,6 +227,9 @@ def _own_copy(module: nn.Module) -> nn.Module:
 class CallableLoss:
     """A function of the user's, or a module without ``reduction``."""
 
+    counts_alike = False
+    """True if it is the loss of one of several labels, in whose sum every sample counts once."""
+
     def __init__(self, function: Callable[[Any, Any], Any], *, gives_logits: bool = False) -> None:
         """Take the function; of a classifier the output ``gives_logits``, as for ``transform``."""
         self._function = function
@@ -258,6 +261,8 @@ class CallableLoss:
                     "with a weight column the loss must return the loss of each sample, (batch,) "
                     f"or (batch, ...); it returned {'a pair' if is_pair else 'a scalar'}"
                 )
+            if is_pair:
+                self._check_pair(result[1])
             num_rows = rows_of(target)
             return result if is_pair else (result * num_rows, float(num_rows))
         return _summed(self._checked(result, target), None, weight)
@@ -265,6 +270,20 @@ class CallableLoss:
     def rows(self, output: Any, target: Any) -> LossRows | None:
         result = self._function(_full_precision(output), target)
         return None if _is_sum(result) else (self._checked(result, target), None)
+
+    def _check_pair(self, weights: Any) -> None:
+        if self.counts_alike:
+            raise ConfigError(
+                "the loss of one of several labels must return the loss of each sample, or their "
+                "mean, since all labels are divided by the number of samples; it returned a pair "
+                "(sum of losses, sum of weights)"
+            )
+        if isinstance(weights, torch.Tensor) and weights.requires_grad:
+            raise ConfigError(
+                "the loss returned a pair, which means (sum of losses, sum of weights), and its "
+                "second value has a gradient; return one tensor, such as the sum of two losses, or "
+                "detach() the weights"
+            )
 
     def _checked(self, result: Any, target: Any) -> torch.Tensor:
         num_rows = rows_of(target)
@@ -281,7 +300,11 @@ class CallableLoss:
 
 
 def _is_pair(result: Any) -> bool:
-    return isinstance(result, tuple) and len(result) == 2
+    is_of_two = isinstance(result, tuple) and len(result) == 2
+    return is_of_two and all(
+        value.numel() == 1 if isinstance(value, torch.Tensor) else isinstance(value, int | float)
+        for value in result
+    )
 
 
 def _is_sum(result: Any) -> bool:

@@ -17,6 +17,7 @@ import torch
 from sparkdl.comm.communicator import Communicator
 from sparkdl.config import Task, TrainConfig
 from sparkdl.errors import ConfigError
+from sparkdl.train.objective.label_losses import of_label
 from sparkdl.train.objective.loss import LossFunction
 from sparkdl.train.objective.metric_states import (
     State,
@@ -270,7 +271,8 @@ class Metrics:
         """Return what one metric sees: all, or a label and its output."""
         label, named = self._labels.get(name), self._named.get(name)
         if label is not None:
-            seen = _matched(self._predictions(_full_precision(output))[label], target[label])
+            predictions = self._predictions(_full_precision(output))
+            seen = _matched(of_label(predictions, label, list(target)), target[label])
         else:
             seen = self._for_task(output, target, is_named=named is not None)
         is_of_classes = named is not None and named.num_classes is not None

@@ -6,7 +6,7 @@ are; the driver sees one when it tries the module on some rows.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,7 +14,7 @@ import torch
 
 from sparkdl.config import Task
 from sparkdl.errors import ConfigError, unknown
-from sparkdl.train.objective.label_losses import LossSum
+from sparkdl.train.objective.label_losses import LossSum, of_label
 from sparkdl.train.objective.loss import ClassLoss, LossFunction, ModuleLoss
 from sparkdl.train.objective.training_step import StepLoss
 from sparkdl.train.objective.weighted_metrics import (
@@ -118,20 +118,23 @@ def check_names(metrics: Mapping[str, Any] | None, task: Task, loss: LossFunctio
 
 
 def resolved(
-    metrics: Mapping[str, Any] | None, loss: LossFunction, output: Any
+    metrics: Mapping[str, Any] | None,
+    loss: LossFunction,
+    output: Any,
+    labels: Sequence[str] = (),
 ) -> dict[str, Any] | None:
     """The user's metrics with a `NamedMetric` in place of each name; None stays None.
 
     ``loss`` says which part of the output a label is compared with, and ``output`` is what the
-    module returned for some rows, as the loss takes it. ConfigError if a name does not fit the
-    output.
+    module returned for some rows, as the loss takes it; ``labels`` are the names of several.
+    ConfigError if a name does not fit the output.
     """
     if metrics is None:
         return None
     found: dict[str, Any] = {}
     for key, label, metric in flat(metrics):
         if isinstance(metric, str):
-            metric = _resolved(key, label, metric.lower(), loss, output)
+            metric = _resolved(key, label, metric.lower(), loss, output, labels)
         if label is None:
             found[key] = metric
         else:
@@ -140,14 +143,19 @@ def resolved(
 
 
 def _resolved(
-    key: str, label: str | None, name: str, loss: LossFunction, output: Any
+    key: str,
+    label: str | None,
+    name: str,
+    loss: LossFunction,
+    output: Any,
+    labels: Sequence[str],
 ) -> NamedMetric:
     if name in OF_NUMBERS:
         return NamedMetric(name=name)
     part = _loss_of(loss, key, label)
     with torch.no_grad():
         seen = loss.predictions(output)
-    seen = seen[label] if label is not None else seen
+    seen = of_label(seen, label, labels) if label is not None else seen
     if not isinstance(seen, torch.Tensor):
         raise ConfigError(
             f"metric {key!r}: {name!r} needs one tensor, and the module returns "

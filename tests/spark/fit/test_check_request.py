@@ -15,8 +15,10 @@ from torch import nn
 from sparkdl.config import CUSTOM, TrainConfig
 from sparkdl.errors import ConfigError
 from sparkdl.inference.regression import REGRESSION
+from sparkdl.mesh import Mesh
 from sparkdl.spark.fit.check_request import (
     check_max_norm,
+    check_memory_of_weights,
     check_sync_batch_norm,
     check_training,
     check_values,
@@ -24,8 +26,14 @@ from sparkdl.spark.fit.check_request import (
     make_module,
     prepare_columns,
 )
+from sparkdl.sync.asynchronous.async_sgd import AsyncSGD
+from sparkdl.sync.asynchronous.hogwild import Hogwild
+from sparkdl.sync.averaging.block_momentum import BlockMomentum
+from sparkdl.sync.averaging.diloco import DiLoCo
 from sparkdl.sync.averaging.parameter_averaging import ParameterAveraging
+from sparkdl.sync.averaging.slowmo import SlowMo
 from sparkdl.sync.gradients.allreduce import AllReduce
+from sparkdl.sync.own_weights.elastic_averaging import ElasticAveraging
 from tests.spark.fit.requests import request
 
 if TYPE_CHECKING:
@@ -167,6 +175,49 @@ def test_max_norm_of_embeddings_is_refused() -> None:
         check_max_norm(nn.Sequential(kind(4, 2)))
         with pytest.raises(ConfigError, match=r"^1: max_norm=0.5 shortens .* numWorkers=1"):
             check_max_norm(nn.Sequential(nn.Identity(), kind(4, 2, max_norm=0.5)))
+
+
+class ByMemory(nn.Module):
+    """Two weights have one memory, and perhaps an attribute shows it."""
+
+    def __init__(self, *, shows: bool = False) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(4, 4), nn.Linear(4, 4)
+        if shows:
+            self.rows = {"first": self.a.weight.detach().numpy()[0]}
+        else:
+            self.b.weight.data = self.a.weight.data.t()
+
+
+@pytest.mark.parametrize(
+    ("strategy", "is_tied", "mode", "mesh"),
+    [
+        (AllReduce(), None, "gang", None),
+        (ParameterAveraging(), None, "gang", None),
+        (DiLoCo(), None, "gang", None),
+        (DiLoCo(num_fragments=2), True, "gang", None),
+        (SlowMo(), True, "gang", None),
+        (BlockMomentum(), None, "rounds", None),
+        (ElasticAveraging(), True, "gang", None),
+        (AsyncSGD(), True, "gang", None),
+        (Hogwild(), True, "gang", None),
+        (Hogwild(), False, "gang", None),
+        (AllReduce(), False, "gang", Mesh(shard=2)),
+        (AllReduce(), False, "gang", Mesh(pipeline=2)),
+    ],
+)
+def test_memory_of_weights_stays_shared_or_is_refused(
+    strategy: Any, is_tied: bool | None, mode: str, mesh: Any
+) -> None:
+    config = TrainConfig(sync_strategy=strategy, parallelism=mesh)
+    check_memory_of_weights(nn.Linear(4, 4), config, mode)
+    if is_tied is None:
+        for net in (ByMemory(), ByMemory(shows=True)):
+            check_memory_of_weights(net, config, mode)
+        return
+    says = r"a\.weight and b\.weight share memory" if is_tied else r"rows shows the memory of a\.w"
+    with pytest.raises(ConfigError, match=says):
+        check_memory_of_weights(ByMemory(shows=not is_tied), config, mode)
 
 
 def test_columns_are_cast_for_module_and_task(spark: SparkSession) -> None:

@@ -27,7 +27,8 @@ from sparkdl.spark.fit.check_rows import (
     check_single_rows,
     shaped,
 )
-from sparkdl.spark.fit.trial import Example, Sink, try_module
+from sparkdl.spark.fit.example import Example
+from sparkdl.spark.fit.trial import Sink, try_module
 from sparkdl.spark.frames.example_rows import UserRows
 from sparkdl.spark.frames.prepare_columns import prepare
 from sparkdl.spark.frames.row_table import TableSpec

@@ -18,7 +18,8 @@ from sparkdl.errors import ConfigError
 from sparkdl.inference.regression import REGRESSION
 from sparkdl.mesh import Mesh
 from sparkdl.spark.fit.check_request import begin_module
-from sparkdl.spark.fit.trial import Example, try_module
+from sparkdl.spark.fit.example import Example
+from sparkdl.spark.fit.trial import try_module
 from sparkdl.train.objective.training_step import objective_of
 from tests.spark.fit.requests import request
 

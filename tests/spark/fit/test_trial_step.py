@@ -19,7 +19,7 @@ from sparkdl.errors import ConfigError
 from sparkdl.mesh import Mesh
 from sparkdl.spark.fit import trial_step
 from sparkdl.spark.fit.check_request import CheckedValues, check_sparse_gradients, check_values
-from sparkdl.spark.fit.trial import Example
+from sparkdl.spark.fit.example import Example
 from sparkdl.spark.fit.trial_step import try_step
 from sparkdl.sync.asynchronous.async_sgd import AsyncSGD
 from sparkdl.sync.gradients.allreduce import AllReduce
@@ -394,7 +394,7 @@ def test_what_depends_on_the_rows_of_a_batch_is_left_to_workers(
 def test_one_worker_may_have_sparse_gradients_that_nobody_expects() -> None:
     checked = checked_values(Strange(), optimizer="adagrad")
     example = Example(columns=(X, Y), rows=ROWS)
-    try_step(checked, example, None, lambda: None, adds_up=False)
+    try_step(checked, example, None, lambda: None, adds_up=False, several=False)
 
 
 class Draws(nn.Linear):
@@ -490,8 +490,77 @@ def test_what_forward_changes_by_its_rows_is_told(
     assert "changes the buffer 'most' by the rows" in caplog.text
 
 
+class Recurrent(nn.Linear):
+    """Goes on from the mean of the last batch, and keeps what it has seen, in attributes."""
+
+    def __init__(self, *, uses: bool) -> None:
+        super().__init__(4, 3)
+        self.state, self.seen, self.uses = torch.zeros(4), list[torch.Tensor](), uses
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        found = super().forward(x + self.state * self.uses)
+        self.state, self.seen = x.detach().mean(0), [*self.seen, x]
+        return found
+
+
+class Unregistered(nn.Linear):
+    """Has a norm that nobody counts among its layers."""
+
+    def __init__(self) -> None:
+        super().__init__(4, 3)
+        self.norms = [nn.BatchNorm1d(4)]
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(self.norms[0].train(self.training)(x))
+
+
+class Running:
+    """Divides by its own running mean, or notes it only."""
+
+    def __init__(self, *, uses: bool) -> None:
+        self.mean, self.uses = 1.0, uses
+
+    def __call__(self, output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        losses = F.cross_entropy(output, target, reduction="none")
+        by = self.mean if self.uses else 1.0
+        self.mean = 0.9 * self.mean + 0.1 * losses.mean().item()
+        return losses / by
+
+
+@pytest.mark.parametrize(
+    ("module", "loss", "said"),
+    [
+        (Recurrent(uses=True), "cross_entropy", "changes the attribute 'state' by the rows"),
+        (Recurrent(uses=False), "cross_entropy", None),
+        (Unregistered(), "cross_entropy", "changes the attribute 'norms' by the rows"),
+        (nn.Linear(4, 3), Running(uses=True), "the loss keeps something that follows from the"),
+        (nn.Linear(4, 3), Running(uses=False), None),
+    ],
+)
+def test_what_each_worker_goes_on_with_is_told(
+    module: nn.Module, loss: Any, said: str | None, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Not what is written and never read."""
+    step(module=module, loss=loss, later=ROWS)
+    assert (not caplog.records) if said is None else (said in caplog.text)
+    caplog.clear()
+    example = Example(columns=(X, Y), rows=ROWS)
+    for several in (True, False):
+        checked = checked_values(module, loss=loss)
+        try_step(checked, example, None, lambda: None, adds_up=False, several=several)
+        assert bool(caplog.records) is (several and said is not None)
+        caplog.clear()
+
+
 @pytest.mark.parametrize("module", [Scaled(), Extremes()], ids=["parameter", "buffer"])
 def test_one_worker_may_change_it(module: nn.Module, caplog: pytest.LogCaptureFixture) -> None:
     checked = checked_values(module)
-    try_step(checked, Example(columns=(X, Y), rows=ROWS), None, lambda: None, adds_up=False)
+    try_step(
+        checked,
+        Example(columns=(X, Y), rows=ROWS),
+        None,
+        lambda: None,
+        adds_up=False,
+        several=False,
+    )
     assert not caplog.records

@@ -238,11 +238,8 @@ class Mixed(nn.Module):
 
 
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")  # without stages
-@pytest.mark.parametrize(
-    "stages",
-    [pytest.param("auto", marks=pytest.mark.slow), ["encoder.layers.0-2", "gru"]],
-    ids=["auto", "gru"],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("stages", ["auto", ["encoder.layers.0-2", "gru"]], ids=["auto", "gru"])
 def test_layers_of_torchs_own_go_through_stages(gang: Gang, stages: Any) -> None:
     # The gradient of a bias of attention's keys is nothing but rounding, which Adam makes large.
     values = {**BASE, "optimizer": "sgd", "learning_rate": 0.1, "loss": "cross_entropy"}
@@ -367,6 +364,40 @@ def test_a_layer_of_an_earlier_stage_gives_each_part_a_mask_of_its_own(gang: Gan
     config = TrainConfig(**BASE, parallelism=MESHES["pipeline"])
     alone = alone_with(config, Masked)
     for found in gang.run(train_made, config, Masked):
+        assert_equal(found, alone)
+
+
+class InPlace(nn.Module):
+    """Changes what it gets, and in training alone gives and takes two values."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(7, 7)
+
+    def forward(self, x: torch.Tensor, more: torch.Tensor | None = None) -> Any:
+        found = self.layer(nn.functional.relu(x, inplace=True))
+        return found if more is None else (found + more, more)
+
+
+class ByMode(Net):
+    """Uses in evaluation alone a layer of the first stage, and sends other values."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.judge = nn.Linear(NUM_FEATURES, NUM_FEATURES).requires_grad_(False)
+        self.blocks[1] = InPlace()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.blocks[0](self.into(x if self.training else self.judge(x)))
+        x = self.blocks[1](x, x.detach().tanh())[0] if self.training else self.blocks[1](x)
+        return self.out(x)
+
+
+@pytest.mark.parametrize("mesh", ["pipeline", "gpipe"])
+def test_stages_do_in_each_mode_what_the_module_does(gang: Gang, mesh: str) -> None:
+    config = TrainConfig(**BASE, parallelism=MESHES[mesh])
+    alone = alone_with(config, ByMode)
+    for found in gang.run(train_made, config, ByMode):
         assert_equal(found, alone)
 
 

@@ -108,14 +108,16 @@ def test_what_is_sent_has_the_shapes_of_these_inputs_and_no_more() -> None:
 
 
 class Counting(nn.Module):
-    """Changes a buffer or a parameter: one in place, or by another tensor, or none."""
+    """Changes a buffer, a parameter or an attribute: in place, or by another one, or none."""
 
     def __init__(self, how: str) -> None:
         super().__init__()
         self.layers = nn.ModuleList([nn.Linear(3, 3), nn.Linear(3, 3)])
         self.register_buffer("count", torch.zeros(()))
         self.register_buffer("seen", torch.zeros(3))
+        self.steps, self.kept = 0, list[torch.Tensor]()
         self.how = how
+        self.eval()  # as many come that were trained before
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         if self.how == "add":
@@ -126,6 +128,14 @@ class Counting(nn.Module):
             self.seen[0] = x[0, 0]
         elif self.how == "replace":
             self.seen = 0.9 * self.seen + x.mean(0)
+        elif self.how == "step":
+            self.steps += 1
+        elif self.how == "keep":
+            self.kept.append(x)
+        elif self.how == "train" and self.training:
+            self.count += 1
+        elif self.how == "normalize":
+            x = nn.functional.batch_norm(x, None, None, training=self.training)
         elif self.how == "teach":
             torch._foreach_mul_([self.layers[1].bias], 0.9)
         elif self.how == "differentiate":
@@ -142,7 +152,7 @@ class Counting(nn.Module):
     ("how", "name"),
     [
         ("add", "count"), ("copy", "seen"), ("item", "seen"), ("replace", "seen"), ("read", None),
-        ("teach", "layers.1.bias"),
+        ("teach", "layers.1.bias"), ("step", "steps"), ("keep", "kept"), ("train", "count"),
     ],
 )  # fmt: skip
 def test_a_module_that_changes_what_it_holds_has_no_stages(how: str, name: str | None) -> None:
@@ -158,6 +168,12 @@ def test_a_module_that_takes_gradients_has_no_stages() -> None:
     mesh, x = Mesh(pipeline=2, stages=["layers.0", "layers.1"]), torch.zeros(2, 3)
     with pytest.raises(ConfigError, match=r"autograd.grad is called .*; use the axis data"):
         stages_of(Counting("differentiate"), mesh, x)
+
+
+def test_a_module_that_normalizes_by_the_batch_has_no_stages() -> None:
+    mesh, x = Mesh(pipeline=2, stages=["layers.0", "layers.1"]), torch.zeros(2, 3)
+    with pytest.raises(ConfigError, match=r"rows of a batch \(batch_norm\).* use GroupNorm"):
+        stages_of(Counting("normalize"), mesh, x)
 
 
 def tied() -> nn.Module:

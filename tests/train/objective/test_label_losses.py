@@ -57,6 +57,12 @@ def test_sample_weights_weigh_all_labels_and_parts_add_up() -> None:
     torch.testing.assert_close(halves[0][0] + halves[1][0], total)
 
 
+def test_a_pair_has_no_place_in_the_sum() -> None:
+    loss = loss_of({"digit": "cross_entropy", "size": lambda o, t: (o.sum(), 2.0)}, CUSTOM, {})
+    with pytest.raises(ConfigError, match=r"must return the loss of each sample.* a pair"):
+        loss((LOGITS, NUMBERS), TARGET, None)
+
+
 def test_one_tensor_goes_to_every_loss() -> None:
     loss = loss_of({"a": "mse", "b": "mse"}, CUSTOM, {})
     target = {"a": torch.zeros(4), "b": torch.ones(4)}

@@ -206,6 +206,7 @@ class Scalar(nn.Module):
 
 
 BATCH = (torch.zeros(4, 3), torch.zeros(4, dtype=torch.int64))
+LEARNT = torch.zeros(4, 3, requires_grad=True)
 
 
 @pytest.mark.parametrize(
@@ -221,6 +222,8 @@ BATCH = (torch.zeros(4, 3), torch.zeros(4, dtype=torch.int64))
         (lambda o, t: o.mean(), *BATCH, torch.ones(4), r"return the loss of each sample.*scalar"),
         (lambda o, t: (o.sum(), 4.0), *BATCH, torch.ones(4), r"it returned a pair"),
         (lambda o, t: o[:2], *BATCH, None, r"received \(2, 3\)"),
+        (lambda o, t: (o.sum(), o.mean()), LEARNT, BATCH[1], None, "its second value has a grad"),
+        (lambda o, t: (o.mean(), {"mse": 1.0}), *BATCH, None, "received tuple"),
         (lambda o, t: 3.0, *BATCH, None, "float"),
     ],
 )

@@ -35,7 +35,8 @@ def values(
     if isinstance(names, list):
         names = {name.lower(): name for name in names}
     objective = loss_of(loss, task, {})
-    made = resolved(names, objective, output)
+    labels = list(target) if isinstance(target, dict) else ()
+    made = resolved(names, objective, output, labels)
     metrics = Metrics.of(TrainConfig(task=task, metrics=made), objective, torch.device("cpu"))
     check_metrics(TrainConfig(task=task, metrics=names), objective)
     metrics.reset()
@@ -48,7 +49,7 @@ def values(
 def part(value: Any, rows: slice) -> Any:
     if isinstance(value, dict):
         return {name: item[rows] for name, item in value.items()}
-    return value[rows]
+    return tuple(one[rows] for one in value) if isinstance(value, tuple) else value[rows]
 
 
 def drawn(num_classes: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -222,6 +223,17 @@ def test_each_label_has_its_own() -> None:
         abs=1e-6,
     )
     assert metric_names(names, CUSTOM) == list(got)
+
+
+def test_a_function_of_all_labels_may_get_a_tuple() -> None:
+    logits, target = drawn(3)
+    labels = {"kind": target, "price": logits[:, 1] + 0.5}
+    names = {"price": {"mae": "mae"}, "kind": {"hits": "accuracy"}}
+    got = values(names, CUSTOM, lambda output, labels: 0.0, (logits, logits[:, 1:2]), labels)
+    assert got["price_mae"] == pytest.approx(0.5)
+    assert got["kind_hits"] == pytest.approx(judge.accuracy_score(target, logits.argmax(1)))
+    with pytest.raises(ConfigError, match=r"a tuple of 2 in their order.* returned tuple"):
+        values(names, CUSTOM, lambda output, labels: 0.0, (logits,), labels)
 
 
 def test_targets_that_the_loss_ignores_do_not_count() -> None:

@@ -13,6 +13,7 @@ from torch import nn
 from sparkdl.comm.communicator import Communicator
 from sparkdl.data.collate import Arguments
 from sparkdl.mesh import Mesh
+from sparkdl.serialization.travel.attributes import Attributes
 from sparkdl.storage.sharded_weights import INDEX
 from sparkdl.storage.storage import LocalStorage
 from sparkdl.sync.divided.dividing import divide
@@ -44,10 +45,11 @@ def make_pair() -> nn.Module:
 
 def written(comm: Communicator, net: nn.Module, mesh: Mesh, folder: str, most: int) -> list[str]:
     ranks = MeshRanks.of(mesh, comm, torch.device("cpu"))
-    pipeline = None
+    pipeline, held = None, Attributes(net, is_divided=True)
     if mesh.pipeline > 1:
         pipeline = Pipeline(net, mesh, ranks.stages, Arguments((torch.zeros(2, 5),)))
     divide(net, ranks, pipeline=pipeline)
+    assert not held.has_changed()  # what stands for layers of other ranks stays here
     storage = Recorded(folder)
     writers = mesh.size // mesh.num_replicas
     write_weights(net, comm, storage, "w", num_writers=writers, pipeline=pipeline, most_bytes=most)

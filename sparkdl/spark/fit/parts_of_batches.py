@@ -1,0 +1,314 @@
+"""Sees whether parts of a batch give what the whole batch gives, on a few real rows.
+
+Workers, micro-batches and the stages of a pipeline see parts of a batch. So a loss must be a mean
+over rows, and a module must compute what it gives for a row from that row alone.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import logging
+from collections.abc import Callable, Iterator
+from collections.abc import Sequence as Items
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+from sparkdl.errors import ConfigError
+from sparkdl.runtime.process import borrowed_generator
+from sparkdl.spark.fit.check_request import CheckedValues
+from sparkdl.spark.fit.example import ROWS, Example, is_compiled, lent_weights, own_copy
+
+if TYPE_CHECKING:
+    import torch
+    from torch import nn
+
+    from sparkdl.data.batches import Batch
+    from sparkdl.train.objective.loss import LossFunction
+
+logger = logging.getLogger(__name__)
+
+_MOST_ROWS = 4
+"""Rows on which modules and training steps are tried; losses take all that are at hand."""
+_MOST_NUMBERS = 1 << 26
+"""Modules with more parameters than this are tried only where a pipeline cuts batches."""
+
+
+def check_parts(checked: CheckedValues, example: Example) -> None:
+    """See that a loss and a module of the user's own mean the same for rows and parts of them.
+
+    What gives another value for the halves is warned of.
+
+    Raises:
+        ConfigError: losses of single rows do not add up to what a loss module gives, or a pipeline
+            would compute something else.
+    """
+    mesh = checked.config.parallelism
+    is_staged = mesh is not None and mesh.pipeline > 1
+    rows = 0
+    if example.rows is not None:
+        rows = min(len(values) for values in example.rows.values()) // 2 * 2
+    if is_staged:
+        _check_staged(checked, example)
+    if rows < 2 * ROWS or (checked.weights is not None and not is_staged):
+        return
+    few = min(rows, _MOST_ROWS)
+    _check_loss(checked, example, rows)
+    _check_step(checked, example, few)
+    numbers = sum(parameter.numel() for parameter in checked.module.parameters())
+    if is_compiled(checked.module) or (numbers > _MOST_NUMBERS and not is_staged):
+        return
+    if not _mixes_rows(checked, example, few):
+        return
+    if is_staged:
+        raise ConfigError(
+            f"parallelism=Mesh({mesh}): what forward gives for a row depends on the other rows of "
+            "its batch, of which each part goes through a pipeline by itself; compute each row by "
+            "itself, or leave pipeline at 1"
+        )
+    logger.warning(
+        "what forward gives for a row depends on the other rows of its batch, and workers see "
+        "parts of a batch: with several workers, or gradientAccumulationSteps, training is not "
+        "that of one, and transform gives a row other values in other company; compute each row "
+        "by itself, or set numWorkers=1"
+    )
+
+
+def _check_loss(checked: CheckedValues, example: Example, rows: int) -> None:
+    """Compare a loss of the user's own, or those of several labels, with what halves give."""
+    import torch
+
+    from sparkdl.sync.frozen_layers import evaluating
+    from sparkdl.train.objective.label_losses import LossSum
+    from sparkdl.train.objective.loss import CallableLoss, ModuleLoss
+    from sparkdl.train.objective.training_step import StepLoss, taken
+
+    given = checked.objective
+    parts = list(given.parts.values()) if isinstance(given, LossSum) else [given]
+    if checked.weights is not None or isinstance(given, StepLoss):
+        return
+    if not any(isinstance(part, CallableLoss | ModuleLoss) for part in parts):
+        return
+    found: list[tuple[LossFunction, Any, Any]] = []
+    with contextlib.suppress(Exception), torch.no_grad(), borrowed_generator(checked.config.seed):
+        loss, batch = copy.deepcopy(given), example.batch(rows)
+        output = taken(loss, batch.arguments.call(evaluating(own_copy(checked.module, None))))
+        target: Any = batch.target
+        found = [(loss, output, target)]
+        if isinstance(loss, LossSum):
+            found = [(part, seen, target[name]) for name, part, seen in loss.pairs(output)]
+    for part, output, target in found:
+        _compare_halves(checked, part, output, target, rows)
+
+
+def _compare_halves(
+    checked: CheckedValues, loss: LossFunction, output: Any, target: Any, rows: int
+) -> None:
+    import torch
+
+    from sparkdl.train.objective.loss import CallableLoss, ModuleLoss
+
+    found, own = None, None
+    # The loss may count its calls, and in training it may see another kind of output.
+    with contextlib.suppress(Exception), torch.no_grad(), borrowed_generator(checked.config.seed):
+        found = _of_halves(
+            lambda some: loss(_some(output, some, rows), _some(target, some, rows), None), rows
+        )
+        own = loss.own_value(output, target) if isinstance(loss, ModuleLoss) else None
+    if found is None:
+        return
+    whole = found[0][0] / found[0][1]
+    if own is not None and not is_close(own.to(whole.dtype), whole):
+        name = type(checked.config.loss).__name__
+        raise ConfigError(
+            f"the loss {name} gives {own:g} for {rows} rows, but its losses of single rows "
+            f"(reduction='none') have the mean {whole:g}, and workers see parts of a batch; pass "
+            "a function of (output, target) that returns the loss of each row, or a pair (sum of "
+            "losses, sum of weights)"
+        )
+    if isinstance(loss, CallableLoss):
+        _judge_halves("loss function", found, rows)
+
+
+def _check_step(checked: CheckedValues, example: Example, rows: int) -> None:
+    """Compare the value of a training step, unless it draws random numbers."""
+    import torch
+
+    from sparkdl.sync.frozen_layers import evaluating
+    from sparkdl.train.objective.lightning import TrainerStandIn
+    from sparkdl.train.objective.training_step import StepLoss, run
+
+    given = checked.objective
+    is_own = isinstance(given, StepLoss) and not isinstance(given.step, TrainerStandIn)
+    if not is_own or checked.weights is not None or is_compiled(checked.module):
+        return
+    found = again = None
+    with contextlib.suppress(Exception), torch.no_grad(), borrowed_generator(checked.config.seed):
+        loss, batch = copy.deepcopy(given), example.batch(rows)
+        module = evaluating(own_copy(checked.module, None))
+
+        def sums(some: slice) -> Any:
+            part = batch.rows(some.start, some.stop)
+            return loss(run(loss, module, part), part.target, None)
+
+        found, again = _of_halves(sums, rows), _of_halves(sums, rows)
+    if found is not None and again is not None and is_close(found[0][0], again[0][0]):
+        _judge_halves("training step", found, rows)
+
+
+def _of_halves(sums: Callable[[slice], Any], rows: int) -> list[torch.Tensor]:
+    """Sum of losses and of weights of so many rows, of their first half, and of the second."""
+    import torch
+
+    parts = [slice(0, rows), slice(0, rows // 2), slice(rows // 2, rows)]
+    return [torch.tensor([float(value) for value in sums(some)]) for some in parts]
+
+
+def _judge_halves(what: str, found: Items[torch.Tensor], rows: int) -> None:
+    """Warn if halves mean something else; ConfigError if weights are no sum over rows."""
+    together = found[1] + found[2]
+    if found[0][1] != 0 and is_close(found[0][1], together[1] / 2):
+        raise ConfigError(
+            f"the {what} returned a pair, which means (sum of losses, sum of weights), and its "
+            f"second value is {found[0][1]:g} for {rows} rows, and about as much for half of them; "
+            "return the loss alone"
+        )
+    whole, halves = found[0][0] / found[0][1], together[0] / together[1]
+    if is_close(whole, halves):
+        return
+    logger.warning(
+        "the %s is no mean over rows: it gives %g for %d rows, and %g for their "
+        "halves together; with several workers, or gradientAccumulationSteps, training sees "
+        "the latter; return the loss of each row, or a pair (sum of losses, sum of weights)",
+        *(what, whole, rows, halves),
+    )
+
+
+def _check_staged(checked: CheckedValues, example: Example) -> None:
+    """Refuse what a pipeline, which fills parts of a batch up, would see too often.
+
+    Raises:
+        ConfigError: the module returns something that has no row for each of its input's, or the
+            loss keeps something from call to call.
+    """
+    import torch
+    from torch.utils import _pytree as pytree
+
+    from sparkdl.storage.tensor_tree import pack
+    from sparkdl.sync.module_tensors import fingerprint
+    from sparkdl.train.objective.label_losses import sums_of
+    from sparkdl.train.objective.own_states import Kept
+    from sparkdl.train.objective.training_step import taken
+
+    mesh, rows = checked.config.parallelism, example.num_rows
+    outputs: list[torch.Tensor] = []
+    is_kept = False
+    with _tried(checked) as module, contextlib.suppress(Exception):
+        batch, loss = example.batch(rows), copy.deepcopy(checked.objective)
+        output = batch.arguments.call(module)
+        outputs = [v for v in pytree.tree_leaves(output) if isinstance(v, torch.Tensor)]
+        kept = Kept(checked.config, loss)
+
+        def marks() -> Any:
+            text, tensors = pack(kept.state_dict())
+            return text, [fingerprint(tensor) for tensor in tensors.values()]
+
+        before = marks()
+        with torch.enable_grad():
+            sums_of(loss, taken(loss, output), batch.target, None)
+        is_kept = marks() != before
+    for value in outputs:
+        if value.dim() == 0 or len(value) != rows:
+            raise ConfigError(
+                f"parallelism=Mesh({mesh}): of {rows} rows the module returns a tensor of the "
+                f"shape {tuple(value.shape)}, and a pipeline fills parts of a batch up with rows "
+                "that do not count; return tensors with a row for each of the input's"
+            )
+    if is_kept:
+        raise ConfigError(
+            f"parallelism=Mesh({mesh}): the loss keeps something from call to call, and along a "
+            "pipeline it is called for each part of a batch; let it depend on nothing but output "
+            "and target, or leave pipeline at 1"
+        )
+
+
+def _mixes_rows(checked: CheckedValues, example: Example, rows: int) -> bool:
+    """True if a module gives a row something else when other rows stand beside it.
+
+    BatchNorm, of which everybody knows, is left as in evaluation, and dropout. What is drawn at
+    random, or changes from call to call, is tried in evaluation mode.
+    """
+    for trains in (True, False):
+        found = None
+        with _tried(checked, trains=trains) as module, contextlib.suppress(Exception):
+            batch = example.batch(rows)
+            whole, half = (_called(module, one) for one in (batch, batch.rows(0, rows // 2)))
+            found = _are_close(whole, half, rows // 2) or None
+            if found is None and _are_close(whole, _called(module, batch), rows):
+                return True
+        if found:
+            return False
+    return False
+
+
+@contextmanager
+def _tried(checked: CheckedValues, *, trains: bool = False) -> Iterator[nn.Module]:
+    """A copy of the module, and all that it needs to compute."""
+    import torch
+    from torch.nn.modules.batchnorm import _NormBase
+    from torch.nn.modules.dropout import _DropoutNd
+
+    from sparkdl.sync.frozen_layers import evaluating, training_mode
+
+    tried = own_copy(checked.module, checked.weights)
+    if trains:
+        training_mode(tried, checked.config.frozen_layers)
+        for layer in tried.modules():
+            if isinstance(layer, _NormBase | _DropoutNd):
+                layer.training = False
+    else:
+        evaluating(tried)
+    with torch.no_grad(), borrowed_generator(checked.config.seed), lent_weights(checked.weights):
+        yield tried
+
+
+def _called(module: nn.Module, batch: Batch) -> list[torch.Tensor]:
+    """The tensors with a row for each of the batch's; copies of the batch's own."""
+    import torch
+    from torch.utils import _pytree as pytree
+
+    own = batch.map(torch.clone)
+    values = pytree.tree_leaves(own.arguments.call(module))
+    return [v for v in values if isinstance(v, torch.Tensor) and v.shape[:1] == (own.num_rows,)]
+
+
+def _are_close(whole: list[torch.Tensor], part: list[torch.Tensor], rows: int) -> bool:
+    """True if the first rows are equal but for rounding, or have other shapes."""
+    import torch
+
+    for one, other in zip(whole, part, strict=False):
+        a, b = one[:rows].double().nan_to_num(), other[:rows].double().nan_to_num()
+        if a.shape != b.shape or not a.numel():
+            continue
+        rounding = 4 * torch.finfo(one.dtype).eps if one.is_floating_point() else 0.0
+        if (a - b).abs().max() > max(1e-3, rounding) * a.abs().max() + 1e-6:
+            return False
+    return True
+
+
+def _some(value: Any, some: slice, rows: int) -> Any:
+    """Some of the rows of all tensors of a value that have so many."""
+    import torch
+    from torch.utils import _pytree as pytree
+
+    from sparkdl.data.collate import narrow
+
+    def cut(tensor: torch.Tensor) -> torch.Tensor:
+        return narrow(tensor, some.start, some.stop) if tensor.shape[:1] == (rows,) else tensor
+
+    return pytree.tree_map_only(torch.Tensor, cut, value)
+
+
+def is_close(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """True if two numbers are equal but for rounding."""
+    return bool(one.isclose(other, rtol=1e-3, atol=1e-6, equal_nan=True))

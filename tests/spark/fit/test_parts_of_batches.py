@@ -1,0 +1,196 @@
+"""Losses and modules that give parts of a batch something else than the batch are told."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from sparkdl.config import CUSTOM
+from sparkdl.data.plan import Column
+from sparkdl.errors import ConfigError
+from sparkdl.mesh import Mesh
+from sparkdl.spark.fit.check_request import begin_module
+from sparkdl.spark.fit.example import Example
+from sparkdl.spark.fit.parts_of_batches import check_parts
+from sparkdl.train.objective.training_step import objective_of
+from tests.spark.fit.requests import request
+
+X = Column(name="x", role="feature", dtype="float32", shape=(4,))
+Y = Column(name="y", role="label", dtype="float32", shape=())
+A = Column(name="ca", role="label", dtype="int64", shape=(), argument="a")
+B = Column(name="cb", role="label", dtype="float32", shape=(), argument="b")
+GENERATOR = torch.Generator().manual_seed(1)
+ROWS = {
+    "feature x": torch.randn(8, 4, generator=GENERATOR),
+    "label y": torch.randn(8, generator=GENERATOR),
+    "label a": torch.arange(8) % 3,
+    "label b": torch.randn(8, generator=GENERATOR),
+}
+STAGED = Mesh(pipeline=2, stages=["0", "1"])
+
+
+def check(module: Any, columns: tuple[Column, ...] = (X, Y), **options: Any) -> None:
+    """``module``: or a factory, of which parameters are on the meta device along a mesh."""
+    asked = request(module, **{"task": CUSTOM, "loss": "mse", **options})
+    module, weights, _ = begin_module(asked)
+    checked: Any = SimpleNamespace(
+        module=module, weights=weights, objective=objective_of(asked.config, module), request=asked,
+        config=asked.config,
+    )  # fmt: skip
+    rows = {column.key: ROWS[column.key] for column in columns}
+    check_parts(checked, Example(columns=columns, rows=rows))
+
+
+def contrasted(output: torch.Tensor, target: Any) -> torch.Tensor:
+    """Compares each row with all others of the batch."""
+    found = F.normalize(output, dim=1)
+    return F.cross_entropy(found @ found.t(), torch.arange(len(found)))
+
+
+def contrasting(module: nn.Module, inputs: torch.Tensor, target: Any) -> torch.Tensor:
+    return contrasted(module(inputs), target)
+
+
+def plain(module: nn.Module, inputs: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    return F.mse_loss(module(inputs).squeeze(1), target)
+
+
+def noisy(module: nn.Module, inputs: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    return plain(module, inputs + torch.randn_like(inputs), target)
+
+
+def overlap(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    chance = output.sigmoid().squeeze(1)
+    return 1 - (2 * (chance * target).sum() + 1) / (chance.sum() + target.sum() + 1)
+
+
+def of_all(output: dict[str, torch.Tensor], labels: dict[str, torch.Tensor]) -> torch.Tensor:
+    return overlap(output["b"], labels["b"])
+
+
+class Heads(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(4, 3), nn.Linear(4, 1)
+
+    def forward(self, x: torch.Tensor) -> dict[str, torch.Tensor]:
+        return {"a": self.a(x), "b": self.b(x)}
+
+
+HEADS: dict[str, Any] = {"module": Heads, "columns": (X, A, B), "label_col": None, "labels": ("a",)}
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"module": nn.Linear(4, 3), "columns": (X,), "loss": contrasted}, "loss function"),
+        ({"module": nn.Linear(4, 3), "training_step": contrasting}, "training step"),
+        ({"module": nn.Linear(4, 1), "training_step": plain}, None),
+        ({"module": nn.Linear(4, 1), "training_step": noisy}, None),
+        ({**HEADS, "loss": {"a": "cross_entropy", "b": overlap}}, "loss function"),
+        ({**HEADS, "loss": of_all}, "loss function"),
+        ({**HEADS, "loss": {"a": "cross_entropy", "b": "huber"}}, None),
+    ],
+)
+def test_what_is_no_mean_over_rows(
+    options: dict[str, Any], said: str | None, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Also without a label, of several labels, and in a training step."""
+    check(**options)
+    if said is None:
+        assert not caplog.records
+    else:
+        assert f"the {said} is no mean over rows: it gives" in caplog.messages[0]
+
+
+def with_share(output: torch.Tensor, target: torch.Tensor) -> Any:
+    error = output.squeeze(1) - target
+    return error.square().mean(), (error.abs() < 1).double().mean()
+
+
+def with_copy(module: nn.Module, inputs: torch.Tensor, target: torch.Tensor) -> Any:
+    loss = plain(module, inputs, target)
+    return loss, loss.detach()
+
+
+def masked(output: torch.Tensor, target: torch.Tensor) -> Any:
+    kept = (target > 0).to(output.dtype)
+    return ((output.squeeze(1) - target).square() * kept).sum(), kept.sum()
+
+
+def test_a_pair_is_of_sums(caplog: pytest.LogCaptureFixture) -> None:
+    check(nn.Linear(4, 1), loss=masked)
+    assert not caplog.records
+    for options in ({"loss": with_share}, {"training_step": with_copy}):
+        with pytest.raises(ConfigError, match=r"returned a pair.* its second value is"):
+            check(nn.Linear(4, 1), **options)
+
+
+class Mixing(nn.Sequential):
+    """Compares rows with their mean: always, in training alone, or never; and draws numbers."""
+
+    def __init__(self, how: str) -> None:
+        layers = [nn.Linear(4, 4), nn.Dropout(0.5), nn.BatchNorm1d(4)]
+        super().__init__(*(layers if how == "layers" else ()), nn.Linear(4, 4), nn.Linear(4, 1))
+        self.how = how
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.how == "always" or (self.how == "train" and self.training):
+            x = x - x.mean(0)
+        if self.how == "draws":
+            x = F.dropout(x, 0.5, self.training)
+        found: torch.Tensor = super().forward(x)
+        return found
+
+
+@pytest.mark.parametrize(
+    ("how", "is_told"),
+    [("always", True), ("train", True), ("never", False), ("layers", False), ("draws", False)],
+)
+def test_a_module_that_mixes_rows(
+    how: str, is_told: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    check(Mixing(how))
+    assert ("depends on the other rows of its batch" in caplog.text) is is_told
+    assert is_told or not caplog.records
+
+
+class Counted:
+    """A loss that becomes smaller by its calls."""
+
+    def __init__(self) -> None:
+        self.calls = 0
+
+    def __call__(self, output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
+        return (output.squeeze(1) - target).square() / self.calls
+
+
+class WithMean(nn.Sequential):
+    def __init__(self) -> None:
+        super().__init__(nn.Linear(4, 4), nn.Linear(4, 1))
+
+    def forward(self, x: torch.Tensor) -> dict[str, torch.Tensor]:
+        found = super().forward(x)
+        return {"output": found, "size": found.square().mean()}
+
+
+def sized(output: dict[str, torch.Tensor], target: torch.Tensor) -> torch.Tensor:
+    return (output["output"].squeeze(1) - target).square() + output["size"]
+
+
+@pytest.mark.parametrize("make", [lambda make: make, lambda make: make()], ids=["meta", "made"])
+def test_a_pipeline_wants_rows_by_themselves(make: Any) -> None:
+    check(make(lambda: Mixing("never")), parallelism=STAGED)
+    for how, loss, said in (
+        (lambda: Mixing("train"), "mse", "depends on the other rows of its batch, of which each"),
+        (WithMean, sized, r"a tensor of the shape \(\), and a pipeline"),
+        (lambda: Mixing("never"), Counted(), "the loss keeps something from call to call"),
+    ):
+        with pytest.raises(ConfigError, match=said):
+            check(make(how), parallelism=STAGED, loss=loss)
