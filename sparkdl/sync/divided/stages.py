@@ -14,6 +14,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from itertools import pairwise
+from types import FunctionType, ModuleType
 from typing import Any
 
 import torch
@@ -382,7 +383,7 @@ class _Uses(TorchFunctionMode):
         self._uses, self._found = uses, found
         self._held = dict([*module.named_buffers(), *module.named_parameters()])
         self._attributes = _attributes(module)
-        self._marks = {name: _mark(value) for name, value in self._attributes.items()}
+        self._marks = {name: _mark(value, set()) for name, value in self._attributes.items()}
         self._changed: str | None = None
 
     def __enter__(self) -> _Uses:
@@ -415,7 +416,7 @@ class _Uses(TorchFunctionMode):
         """Return the name of what was changed in place, or replaced in its layer, so far."""
         kept = self._module.state_dict(keep_vars=True)
         replaced = [name for name, b in self._held.items() if name in kept and kept[name] is not b]
-        now = {name: _mark(value) for name, value in _attributes(self._module).items()}
+        now = {name: _mark(value, set()) for name, value in _attributes(self._module).items()}
         names = dict.fromkeys([*self._marks, *now])
         replaced += [name for name in names if self._marks.get(name) != now.get(name)]
         return self._changed or next(iter(replaced), None)
@@ -431,15 +432,22 @@ def _attributes(module: nn.Module) -> dict[str, Any]:
     }
 
 
-def _mark(value: Any) -> Any:
-    """What is another if a value was replaced, or changed in place; of the values that live."""
+def _mark(value: Any, seen: set[int]) -> Any:
+    """What is another if a value was replaced, or changed in place; of the values that live.
+
+    ``seen``: ids of the objects that have a mark already.
+    """
+    if isinstance(value, bool | int | float | str):
+        return repr(value)
     if isinstance(value, torch.Tensor):
         return id(value), value._version
-    if isinstance(value, list | tuple | deque | set):
-        return [_mark(one) for one in value]
-    if isinstance(value, dict):
-        return [(key, _mark(one)) for key, one in value.items()]
-    return repr(value) if isinstance(value, bool | int | float | str) else id(value)
+    if id(value) in seen or isinstance(value, type | FunctionType | ModuleType):
+        return id(value)
+    seen.add(id(value))
+    parts = value if isinstance(value, dict) else getattr(value, "__dict__", {})
+    items = value if isinstance(value, list | tuple | deque | set) else ()
+    named = [(key, _mark(one, seen)) for key, one in parts.items()]
+    return id(value), named, [_mark(one, seen) for one in items]
 
 
 _TORCHS = frozenset(vars(nn.Module()))

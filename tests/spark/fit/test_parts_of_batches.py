@@ -171,6 +171,18 @@ class Counted:
         return (output.squeeze(1) - target).square() / self.calls
 
 
+def counting() -> Any:
+    """The same, which counts in a variable."""
+    calls = 0
+
+    def loss(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        nonlocal calls
+        calls += 1
+        return (output.squeeze(1) - target).square() / calls
+
+    return loss
+
+
 class WithMean(nn.Sequential):
     def __init__(self) -> None:
         super().__init__(nn.Linear(4, 4), nn.Linear(4, 1))
@@ -191,6 +203,7 @@ def test_a_pipeline_wants_rows_by_themselves(make: Any) -> None:
         (lambda: Mixing("train"), "mse", "depends on the other rows of its batch, of which each"),
         (WithMean, sized, r"a tensor of the shape \(\), and a pipeline"),
         (lambda: Mixing("never"), Counted(), "the loss keeps something from call to call"),
+        (lambda: Mixing("never"), counting(), "the loss keeps something from call to call"),
     ):
         with pytest.raises(ConfigError, match=said):
             check(make(how), parallelism=STAGED, loss=loss)

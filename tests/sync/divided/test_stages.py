@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -116,6 +117,9 @@ class Counting(nn.Module):
         self.register_buffer("count", torch.zeros(()))
         self.register_buffer("seen", torch.zeros(3))
         self.steps, self.kept = 0, list[torch.Tensor]()
+        self.notes = {"steps": SimpleNamespace(number=0)}
+        self.others = [nn.Module()]
+        self.others[0].register_buffer("running", torch.ones(3))
         self.how = how
         self.eval()  # as many come that were trained before
 
@@ -132,6 +136,10 @@ class Counting(nn.Module):
             self.steps += 1
         elif self.how == "keep":
             self.kept.append(x)
+        elif self.how == "count":
+            self.notes["steps"].number += 1
+        elif self.how == "listed":
+            self.others[0].running.mul_(0.9)
         elif self.how == "train" and self.training:
             self.count += 1
         elif self.how == "normalize":
@@ -153,6 +161,7 @@ class Counting(nn.Module):
     [
         ("add", "count"), ("copy", "seen"), ("item", "seen"), ("replace", "seen"), ("read", None),
         ("teach", "layers.1.bias"), ("step", "steps"), ("keep", "kept"), ("train", "count"),
+        ("count", "notes"), ("listed", "others"),
     ],
 )  # fmt: skip
 def test_a_module_that_changes_what_it_holds_has_no_stages(how: str, name: str | None) -> None:
