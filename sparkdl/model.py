@@ -16,7 +16,7 @@ from pyspark.sql import Column as SparkColumn
 from pyspark.sql import DataFrame, SparkSession
 from torch import nn
 
-from sparkdl.config import CUSTOM, DEVICES, Task
+from sparkdl.config import CUSTOM, Task
 from sparkdl.data.collate import Arguments, example_arguments
 from sparkdl.data.plan import Column
 from sparkdl.errors import ConfigError, DataError, SparkDLError
@@ -294,12 +294,6 @@ class TorchModel(Model, CheckedParams, Saved, MLReadable["TorchModel"], ModelAcc
         """
         spark, schema, inputs = dataset.sparkSession, schema_of(dataset), self._inputs()
         prepared = [prepare_trained(schema, *one) for one in inputs]
-        batch_size = self.getOrDefault("batchSize")
-        if batch_size < 1:
-            raise ConfigError(f"batchSize must be at least 1; received {batch_size}")
-        device = self.getOrDefault("device")
-        if device not in DEVICES:
-            raise ConfigError(f"device must be one of {DEVICES}; received {device!r}")
         sent = self._sender.sent_module(spark, self._module, (forward, others))
         fields = {
             "values": sent.values,
@@ -307,8 +301,8 @@ class TorchModel(Model, CheckedParams, Saved, MLReadable["TorchModel"], ModelAcc
             "fetch": sent.fetch,
             "weights": sent.weights,
             "columns": tuple(column for _, column in inputs),
-            "batch_size": batch_size,
-            "device": device,
+            "batch_size": self.getOrDefault("batchSize"),
+            "device": self.getOrDefault("device"),
             "forward": forward,
         }
         return fields, [entry.expression for entry in prepared]

@@ -7,6 +7,7 @@ import logging
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from pyspark.errors import AnalysisException
@@ -16,6 +17,7 @@ from pyspark.sql.types import ArrayType, BinaryType, MapType, StructType
 
 from sparkdl.cli.job_files.job_file import DataSection, EvaluateJob, PredictJob, TrainJob
 from sparkdl.cli.job_files.job_objects import VALIDATION_COLUMN, make_estimator
+from sparkdl.cli.job_files.places import refuse_model, refuse_rows, require_saved
 from sparkdl.cli.job_files.prepare_file import PrepareJob
 from sparkdl.cli.job_files.study_file import TuneJob
 from sparkdl.cli.job_files.toml_values import to_tables
@@ -57,11 +59,7 @@ def run_train(job: TrainJob, spark: SparkSession) -> TrainReport:
     """Train as the job says, save and evaluate the model; raises first what can be seen first."""
     with _working(spark, "looking at the rows and at the output's place"):
         estimator = make_estimator(job)
-        if not job.output.overwrite and is_there(job.output.path, spark):
-            raise ConfigError(
-                f"there is something at {without_password(job.output.path)} already; choose "
-                f"another output.path, or replace it with --set output.overwrite=true"
-            )
+        refuse_model(job, partial(is_there, spark=spark))
         check_place(job.output.path, spark)
         if job.estimator.report_dir is None and can_report(spark):
             estimator.set(estimator.getParam("reportDir"), REPORT_DIR)
@@ -180,11 +178,7 @@ def run_predict(job: PredictJob, spark: SparkSession) -> DataFrame:
         rows = _choose_columns(vectors_to_arrays(predictions), job.output.columns)
         if job.output.format == "csv":
             _check_csv(rows)
-        if job.output.mode == "error" and is_there(job.output.path, spark):
-            raise ConfigError(
-                f"there is something at {without_password(job.output.path)} already; choose "
-                f"another output.path, or output.mode 'overwrite' or 'append'"
-            )
+        refuse_rows(job, partial(is_there, spark=spark))
         doing("predicting and writing the rows")
         writer = rows.write.format(job.output.format).mode(job.output.mode)
         writer.options(**job.output.options).save(job.output.path)
@@ -238,9 +232,7 @@ def read_training_data(spark: SparkSession, job: TrainJob) -> DataFrame:
 
 def load_model(spark: SparkSession, path: str) -> Any:
     """A saved model of whatever class; raises StorageError if there is none at ``path``."""
-    if not is_there(f"{path.rstrip('/')}/metadata", spark):
-        name = without_password(path)
-        raise StorageError(f"there is no saved model at {name}; check model.path, or train first")
+    require_saved(path, partial(is_there, spark=spark))
     return load_instance(path, spark)
 
 

@@ -74,7 +74,8 @@ def refuse_bad(values: Array, wanted: SpoolColumn, place: Callable[[int], str]) 
 def bad_values_message(column: SpoolColumn, count: int, first: str) -> str:
     """One sentence on labels or weights that cannot be used: how many, which, what to do."""
     wanted = {
-        True: "whole, non-negative class indices (index strings with StringIndexer)",
+        True: "whole, non-negative class indices (StringIndexer makes them of strings and other "
+        "labels)",
         False: "finite numbers" + (" that are not negative" * (column.role == "weight")),
     }[column.as_classes]
     rows = "row does" if count == 1 else "rows do"

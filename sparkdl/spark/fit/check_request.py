@@ -42,7 +42,6 @@ from sparkdl.spark.fit.check_mesh import check_mesh, check_mesh_optimizer, check
 from sparkdl.spark.frames.columns import drawn, refuse_outputs, schema_of, validation_indicator
 from sparkdl.spark.frames.kept_frames import KeepChoice, check_cache_dir, choose_keep
 from sparkdl.spark.frames.own_partitions import (
-    SHARDS,
     ShardChoice,
     choose_shards,
     frame_facts,
@@ -82,7 +81,6 @@ _MOST_COPIED = 1 << 26
 """Parameters of modules of which there is another copy to compare what optimizers do."""
 _EVERYWHERE = {"cloudpickle", "numpy", "pyarrow", "pyspark", "sparkdl", "torch"}
 """Packages without which no executor gets as far as to be asked for others."""
-MODES = ("auto", "gang", "rounds")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -482,8 +480,6 @@ def check_values(request: FitRequest) -> CheckedValues:
     if asked == "auto" and config.parallelism is not None:
         asked = "gang"
     mode = choose_mode(asked, config.sync_strategy)
-    if request.shards not in SHARDS:
-        raise ConfigError(f"shards must be one of {SHARDS}; received {request.shards!r}")
     if request.cache_dir is not None:
         check_cache_dir(request.cache_dir)
     module, weights, float_dtype = begin_module(request)
@@ -509,8 +505,6 @@ def check_values(request: FitRequest) -> CheckedValues:
 
 def choose_mode(requested: str, strategy: SyncStrategy) -> Literal["gang", "rounds"]:
     """The mode that the user asked for; ``auto`` leaves it to the strategy; raises ConfigError."""
-    if requested not in MODES:
-        raise ConfigError(f"executionMode must be one of {MODES}; received {requested!r}")
     obstacles = {"gang": strategy.why_not_gang(), "rounds": strategy.why_not_rounds()}
     if requested == "auto":
         return "rounds" if strategy.prefers_rounds and obstacles["rounds"] is None else "gang"

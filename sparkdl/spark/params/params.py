@@ -16,7 +16,7 @@ from pyspark.ml.param import Param, Params, TypeConverters, shared
 from pyspark.ml.util import MLWritable
 
 from sparkdl import familiar_names
-from sparkdl.config import CheckpointConfig, Task, TrainConfig, require
+from sparkdl.config import CheckpointConfig, Range, Task, TrainConfig
 from sparkdl.errors import (
     ConfigError,
     ParamError,
@@ -226,6 +226,8 @@ def with_params(arguments: type, **defaults: Any) -> Callable[[C], C]:
                 convert = partial(option.check, option.doc)
             elif option.convert is None and option.type in _SPARKS_CONVERTERS:
                 convert = partial(_convert_as_spark, option.type)
+            if option.range is not None:
+                convert = partial(_within, option.range, convert)
             if option.accepts_auto:
                 convert = partial(_auto_or, convert)
             setattr(cls, name, Param(Params._dummy(), name, option.doc, typeConverter=convert))
@@ -303,6 +305,13 @@ def _auto_or(convert: Callable[[Any], Any], value: Any) -> Any:
     return AUTO if isinstance(value, str) and value == AUTO else convert(value)
 
 
+def _within(values: Range, convert: Callable[[Any], Any], value: Any) -> Any:
+    """Convert a value, and see that it is in its range."""
+    converted = convert(value)
+    values.check(converted)
+    return converted
+
+
 def _convert_as_spark(kind: Any, value: Any) -> Any:
     """Convert a value as Spark does; its own errors fail to name some values, such as tuples."""
     try:
@@ -352,9 +361,6 @@ def training_values(params: TrainParams, task: Task) -> tuple[TrainConfig, dict[
         if option.accepts_auto and isinstance(value, str) and value == AUTO:
             automatic.append(name)
             value = option.start
-        if option.least is not None and value is not None:
-            with problems.caught():
-                require(value >= option.least, f"{name} must be at least {option.least}", value)
         values[option.fills][option.field] = tuple(value) if isinstance(value, list) else value
     checkpoint = CheckpointConfig()
     with problems.caught():

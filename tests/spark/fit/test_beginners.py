@@ -371,7 +371,9 @@ def test_params_of_another_estimator_and_wrong_ones_are_told_before_the_first_fi
         assert str(caught.value) == said
     with pytest.raises(ConfigError) as caught:
         made.fitMultiple(df, [{made.epochs: 1}, {made.epochs: 0}])
-    assert str(caught.value) == "epochs must be at least 1; received 0"
+    assert str(caught.value) == (
+        'Invalid param value given for param "epochs": must be at least 1; received 0'
+    )
 
 
 @pytest.mark.spark
