@@ -302,9 +302,30 @@ def _wrong_type(field: T.StructField, role: Role | Literal["class"]) -> DataErro
         "binary; inputs={...} takes images (sparkdl.Image), rows of different lengths "
         "(sparkdl.Sequence) and, with a transform, whatever else, such as text",
     }[role]
-    if role == "feature" and isinstance(field.dataType, T.StringType):
-        advice = f"read numbers of a CSV file with inferSchema=True; {advice}"
+    if role == "feature" and (numbers := _as_numbers(field)):
+        advice = f"{numbers}; {advice}"
     return DataError(
         f'column "{field.name}" has type {field.dataType.simpleString()} '
         f"and cannot become a tensor; {advice}"
     )
+
+
+def _as_numbers(field: T.StructField) -> str:
+    """Say how to make numbers of values of a common type that are none; empty: of another."""
+    depth, element, name = 0, field.dataType, field.name
+    while isinstance(element, T.ArrayType):
+        depth, element = depth + 1, element.elementType
+    if depth and isinstance(element, T.StringType):
+        return f'cast the text: F.col("{name}").cast("{"array<" * depth}float{">" * depth}")'
+    if depth:
+        return ""
+    if isinstance(element, T.StringType):
+        return (
+            "read numbers of a CSV file with inferSchema=True, or cast the text: "
+            f'F.col("{name}").cast("float")'
+        )
+    if isinstance(element, T.StructType) and element.names:
+        return f'name a field of it, such as "{name}.{element.names[0]}"'
+    calls = {T.DateType: "unix_date", T.TimestampType: "unix_seconds", T.MapType: "map_values"}
+    call = calls.get(type(element))
+    return "" if call is None else f'make numbers of it, such as by F.{call}("{name}")'

@@ -218,7 +218,10 @@ def _described(data: Any) -> str:
         return f"the class {data.__name__}; pass an object of it, {data.__name__}(...)"
     kind = type(data).__name__
     if isinstance(data, str):
-        return f"{kind}; spark.read.parquet(path) and sparkdl.ParquetSource(path) read files"
+        return (
+            f"{kind}; spark.read.parquet(path) and sparkdl.ParquetSource(path) read files, and "
+            "spark.table(name) a table or a view"
+        )
     packages = [one.__module__.partition(".")[0] for one in type(data).__mro__]
     if "torch" in packages and not _is_array(data):
         return f"{kind}; sparkdl.DatasetSource(function) takes what makes a dataset"

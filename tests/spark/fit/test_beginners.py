@@ -271,7 +271,8 @@ MISTAKES: dict[str, tuple[Callable[[], Any], str]] = {
     "a path": (
         lambda: TorchClassifier(module=nn.Identity).fit("data/train"),
         "fit takes a DataFrame of Spark or pandas, or a source such as sparkdl.ParquetSource; "
-        "received str; spark.read.parquet(path) and sparkdl.ParquetSource(path) read files",
+        "received str; spark.read.parquet(path) and sparkdl.ParquetSource(path) read files, and "
+        "spark.table(name) a table or a view",
     ),
     "a loader": (
         lambda: TorchClassifier(module=nn.Identity).fit(
