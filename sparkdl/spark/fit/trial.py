@@ -24,6 +24,7 @@ from sparkdl.errors import ConfigError, meant
 from sparkdl.inputs import Sequence
 from sparkdl.report.record.module_graph import traced
 from sparkdl.runtime.process import borrowed_generator, seeded
+from sparkdl.runtime.tracebacks import passed_through
 from sparkdl.serialization.travel.packed_module import travelled
 from sparkdl.spark.fit.check_request import CheckedValues
 from sparkdl.spark.run.run import FitRequest
@@ -558,6 +559,11 @@ def refusal(error: Exception, module: nn.Module, features: Items[Column]) -> str
     if failed is not None and failed.is_torchs and failed.given:
         place = f"layer {failed.name}, " * bool(failed.name)
         what = f"{place}{failed.layer}, got {failed.given}: {message}"
+    if passed_through(error, "torch.cuda"):
+        return (
+            f"the module's forward asks for a GPU, which the driver has not: {what}; leave that "
+            "out: module and inputs are on the worker's own device, x.device of an input x"
+        )
     if not isinstance(error, _TORCHS):
         return f"the module's forward failed on the features ({shown}): {what}; correct forward"
     whole = [f'"{c.name}" ({c.dtype})' for c in features if not c.dtype.startswith("float")]

@@ -32,8 +32,11 @@ def find(schema: T.StructType, name: str) -> list[T.StructField]:
     return [field for field in schema.fields if field.name.lower() == name.lower()]
 
 
-def require(schema: T.StructType, name: str) -> T.StructField:
-    """The field that Spark takes for ``name``; raises DataError if there is none, or several."""
+def require(schema: T.StructType, name: str, remedy: str = "") -> T.StructField:
+    """The field that Spark takes for ``name``; raises DataError if there is none, or several.
+
+    ``remedy`` is said of a name that is like none of the columns'.
+    """
     found = find(schema, name)
     if len(found) > 1:
         names = ", ".join(f'"{field.name}"' for field in found)
@@ -43,7 +46,7 @@ def require(schema: T.StructType, name: str) -> T.StructField:
         )
     if found:
         return found[0]
-    known = ", ".join(schema.names) + did_you_mean(name, schema.names)
+    known = ", ".join(schema.names) + (did_you_mean(name, schema.names) or remedy)
     raise DataError(f'column "{name}" is not in the DataFrame; its columns: {known}')
 
 
@@ -59,7 +62,9 @@ def refuse_outputs(schema: T.StructType, names: Iterable[str], owner: str) -> No
         )
 
 
-def resolve(schema: T.StructType, name: str) -> tuple[T.StructField, SparkColumn]:
+def resolve(
+    schema: T.StructType, name: str, remedy: str = ""
+) -> tuple[T.StructField, SparkColumn]:
     """The column of that name, or else the field of a struct column: ``a.b`` is ``b`` in ``a``.
 
     Returns:
@@ -70,7 +75,7 @@ def resolve(schema: T.StructType, name: str) -> tuple[T.StructField, SparkColumn
     """
     parts = name.split(".")
     if len(parts) == 1 or find(schema, name):
-        return require(schema, name), F.col(quoted(name))
+        return require(schema, name, remedy), F.col(quoted(name))
     for length in range(len(parts) - 1, 0, -1):
         top = ".".join(parts[:length])
         found = find(schema, top)
@@ -80,7 +85,7 @@ def resolve(schema: T.StructType, name: str) -> tuple[T.StructField, SparkColumn
                 field = _field_of(field, part, top, type(schema))
                 column, top = column.getField(field.name), f"{top}.{field.name}"
             return T.StructField(name, field.dataType), column
-    require(schema, name)
+    require(schema, name, remedy)
     raise AssertionError("unreachable: require has raised")
 
 

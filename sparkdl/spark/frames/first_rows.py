@@ -42,7 +42,7 @@ _NARROW = frozenset(
      "RowToColumnar", "Sample", "Scan", "SerializeFromObject", "TableCacheQueryStage", "Union")
 )  # fmt: skip
 """The operators that give a row as soon as they have one, by the names in which plans show them."""
-_OPERATOR = re.compile(r"(?P<branch>[ :|]*(?:[+:]- )?)(?:\*(?:\(\d+\))? ?)?(?P<name>[A-Z][A-Za-z]*)\b")
+_OPERATOR = re.compile(r"(?P<branch>[ :|]*(?:[+:]- )?)(?:\*(?:\(\d+\))? ?)?(?P<name>[A-Z]\w*)")
 """Pattern of a line of a plan, such as `` :  +- *(1) Project [id#1]``."""
 
 

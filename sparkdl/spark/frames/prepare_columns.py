@@ -48,6 +48,13 @@ _SQL_TYPES = {
 _IMAGE_FIELDS = ("height", "width", "nChannels", "data")
 _SPARSE_FIELDS = ("size", "indices", "values")
 
+_NAMED_BY: dict[Role, str] = {
+    "feature": "; name others by featuresCol, inputCols or inputs",
+    "label": "; name another by labelCol",
+    "weight": "; name another by weightCol",
+}
+"""Role of a column -> the remedy where it is not there."""
+
 Found = tuple[T.StructField, SparkColumn]
 """The result of `columns.resolve`."""
 Cast = tuple[SparkColumn, str]
@@ -77,7 +84,7 @@ def prepare(
         Named(argument=None, specification=Tensor(wanted)) if isinstance(wanted, str) else wanted
     )
     kind = entry.specification
-    found = [resolve(schema, c) for c in kind.columns]
+    found = [resolve(schema, c, _NAMED_BY[role]) for c in kind.columns]
     field = found[0][0]
     is_made = kind.transform is not None or kind.own_kind is not None
     if not isinstance(wanted, str) and (is_made or not isinstance(field.dataType, _FLOATS)):

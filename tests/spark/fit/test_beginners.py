@@ -331,6 +331,30 @@ def test_all_that_is_said_of_a_mistake(mistake: str) -> None:
     assert str(caught.value) == message
 
 
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_code_that_wants_a_gpu_which_the_driver_has_not() -> None:
+    with pytest.raises((AssertionError, RuntimeError)) as of_torch:
+        torch.zeros(1).cuda()
+    told = f"{of_torch.type.__name__}: {of_torch.value}"
+
+    def on_a_gpu() -> nn.Module:
+        return nn.Linear(4, 3).cuda()
+
+    with pytest.raises(ConfigError) as caught:
+        made(on_a_gpu)
+    assert str(caught.value) == (
+        f"module cannot be made: {on_a_gpu.__qualname__} raised {told}; make it on the CPU: each "
+        "worker moves it to its own device"
+    )
+    for place in ("cuda", "cuda:0"):
+        with pytest.raises(ConfigError) as caught:
+            shown(Gives(lambda logits: logits.to(place)))  # noqa: B023
+        assert str(caught.value) == (
+            f"the module's forward asks for a GPU, which the driver has not: {told}; leave that "
+            "out: module and inputs are on the worker's own device, x.device of an input x"
+        )
+
+
 def test_a_loss_that_is_the_same_both_ways_may_have_its_parameters_in_any_order() -> None:
     number = Column(name="y", role="label", dtype="float32", shape=())
     shown(nn.Linear(4, 1), (X, number), task=CUSTOM, loss=keras_error)
