@@ -37,26 +37,26 @@ def require(is_right: bool, rule: str, received: object) -> None:
 
 
 @dataclass(frozen=True)
-class Range:
-    """The values that a setting may have. None, which says that it is not set, is always one."""
+class Rule:
+    """A rule for the values of a setting. None, which says that it is not set, keeps all rules."""
 
-    rule: str
+    text: str
     """The rule in words, such as ``must be at least 1``."""
-    holds: Callable[[Any], bool]
+    is_kept_by: Callable[[Any], bool]
 
     def check(self, value: Any, name: str = "") -> None:
-        """Refuse a value that is outside: raises ConfigError."""
-        require(value is None or self.holds(value), f"{name} {self.rule}".lstrip(), value)
+        """Refuse a value that breaks the rule: raises ConfigError."""
+        require(value is None or self.is_kept_by(value), f"{name} {self.text}".lstrip(), value)
 
 
-def at_least(least: int) -> Range:
-    """Return the range of numbers that begins with one."""
-    return Range(f"must be at least {least}", partial(le, least))
+def at_least(least: int) -> Rule:
+    """Return the rule for numbers with a smallest one."""
+    return Rule(f"must be at least {least}", partial(le, least))
 
 
-def one_of(*known: str) -> Range:
-    """Return the range of some words."""
-    return Range(f"must be one of {known}", known.__contains__)
+def one_of(*known: str) -> Rule:
+    """Return the rule for a setting that is one of some words."""
+    return Rule(f"must be one of {known}", known.__contains__)
 
 
 def _is_limit(steps: int) -> bool:
@@ -67,27 +67,27 @@ def _are_weights(weights: Mapping[str, float]) -> bool:
     return all(weight >= 0 for weight in weights.values())
 
 
-_POSITIVE = Range("must be positive", partial(lt, 0))
-STEPS_BETWEEN = Range("must be a number of steps of at least 1, or -1 to disable", _is_limit)
+_POSITIVE = Rule("must be positive", partial(lt, 0))
+STEPS_BETWEEN = Rule("must be a number of steps of at least 1, or -1 to disable", _is_limit)
 
-RANGES: Mapping[str, Range] = {
+RULES: Mapping[str, Rule] = {
     "epochs": at_least(1),
     "batch_size": at_least(1),
     "gradient_accumulation_steps": at_least(1),
-    "max_steps": Range("must be at least 1, or -1 for no limit", _is_limit),
+    "max_steps": Rule("must be at least 1, or -1 for no limit", _is_limit),
     "precision": one_of(*get_args(Precision)),
     "memory_format": one_of(*get_args(MemoryFormat)),
     "device": one_of(*DEVICES),
     "elasticity": one_of(*get_args(Elasticity)),
     "learning_rate": _POSITIVE,
     "gradient_clip_norm": _POSITIVE,
-    "divergence_factor": Range("must be more than 1", partial(lt, 1)),
+    "divergence_factor": Rule("must be more than 1", partial(lt, 1)),
     "validation_interval": at_least(1),
     "group_by_length": at_least(2),
     "shuffle_window_bytes": at_least(1),
-    "loss_weights": Range("must not be negative", _are_weights),
+    "loss_weights": Rule("must not be negative", _are_weights),
 }
-"""Field of `TrainConfig` -> the values that it may have."""
+"""Field of `TrainConfig` -> the rule for its values."""
 
 
 def direction(monitor: str, mode: Mode) -> Literal["min", "max"]:
@@ -329,10 +329,10 @@ class TrainConfig:
 
     def __post_init__(self) -> None:
         problems, batch, parts = Problems(), self.batch_size, self.gradient_accumulation_steps
-        for name, values in RANGES.items():
+        for name, rule in RULES.items():
             first, *others = name.split("_")
             with problems.caught():
-                values.check(getattr(self, name), first + "".join(map(str.capitalize, others)))
+                rule.check(getattr(self, name), first + "".join(map(str.capitalize, others)))
         problems.raise_all()
         if self.compile and self.elasticity == "bits":
             raise ConfigError(

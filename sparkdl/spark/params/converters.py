@@ -1,7 +1,7 @@
 """The values that Params accept, and the form in which they are kept.
 
 These are type converters as pyspark knows them: they return the value to keep, also of their own
-results, or raise TypeError or ConfigError. A `Range` is checked after them.
+results, or raise TypeError or ConfigError. A `Rule` is checked after them.
 """
 
 from __future__ import annotations

@@ -16,7 +16,7 @@ from pyspark.ml.param import Param, Params, TypeConverters, shared
 from pyspark.ml.util import MLWritable
 
 from sparkdl import familiar_names
-from sparkdl.config import CheckpointConfig, Range, Task, TrainConfig
+from sparkdl.config import CheckpointConfig, Rule, Task, TrainConfig
 from sparkdl.errors import (
     ConfigError,
     ParamError,
@@ -226,8 +226,8 @@ def with_params(arguments: type, **defaults: Any) -> Callable[[C], C]:
                 convert = partial(option.check, option.doc)
             elif option.convert is None and option.type in _SPARKS_CONVERTERS:
                 convert = partial(_convert_as_spark, option.type)
-            if option.range is not None:
-                convert = partial(_within, option.range, convert)
+            if option.rule is not None:
+                convert = partial(_by_rule, option.rule, convert)
             if option.accepts_auto:
                 convert = partial(_auto_or, convert)
             setattr(cls, name, Param(Params._dummy(), name, option.doc, typeConverter=convert))
@@ -305,10 +305,10 @@ def _auto_or(convert: Callable[[Any], Any], value: Any) -> Any:
     return AUTO if isinstance(value, str) and value == AUTO else convert(value)
 
 
-def _within(values: Range, convert: Callable[[Any], Any], value: Any) -> Any:
-    """Convert a value, and see that it is in its range."""
+def _by_rule(rule: Rule, convert: Callable[[Any], Any], value: Any) -> Any:
+    """Convert a value, and see that it keeps the rule."""
     converted = convert(value)
-    values.check(converted)
+    rule.check(converted)
     return converted
 
 

@@ -25,7 +25,7 @@ class Arguments(RegressorArguments, total=False):
             "newest checkpoints kept (>= 1).",
             fills="checkpoint",
             field="keep",
-            range=at_least(1),
+            rule=at_least(1),
         ),
     ]
 
@@ -46,7 +46,7 @@ def test_a_row_is_a_param_with_setter_getter_default_and_documentation() -> None
     assert not TorchRegressor().hasParam("checkpointsKept")
 
 
-def test_a_row_fills_its_field_and_has_a_range() -> None:
+def test_a_row_fills_its_field_and_keeps_its_rule() -> None:
     estimator = Regressor(module=nn.Identity)
     assert training_values(estimator, REGRESSION)[0].checkpoint.keep == 2
     estimator.setCheckpointsKept(7)

@@ -238,7 +238,7 @@ def test_wrong_types_are_named() -> None:
             TorchClassifier(**{name: value})  # type: ignore[arg-type]
 
 
-OUTSIDE: dict[str, tuple[Any, str]] = {
+BREAKING: dict[str, tuple[Any, str]] = {
     "epochs": (0, "must be at least 1"),
     "maxSteps": (-2, "must be at least 1, or -1 for no limit"),
     "batchSize": (0, "must be at least 1"),
@@ -266,14 +266,14 @@ OUTSIDE: dict[str, tuple[Any, str]] = {
     "gpusPerWorker": (-0.5, "must be at least 0"),
     "lossWeights": ({"a": -1.0}, "must not be negative"),
 }
-"""Param -> a value outside of its range, and the range in words."""
+"""Param -> a value that breaks its rule, and the rule in words."""
 
 
-def test_a_value_outside_its_range_is_refused_when_it_is_set() -> None:
+def test_a_value_that_breaks_its_rule_is_refused_when_it_is_set() -> None:
     """By the constructor, which tells all at once, by setters, `set`, `copy`, and models."""
-    assert {name for name, row in ROWS.items() if row.range} == set(OUTSIDE)
+    assert {name for name, row in ROWS.items() if row.rule} == set(BREAKING)
     lines = {}
-    for name, (value, rule) in OUTSIDE.items():
+    for name, (value, rule) in BREAKING.items():
         line = f'Invalid param value given for param "{name}": {rule}; received {value!r}'
         made = TorchEstimator()
         for refused in (
@@ -288,13 +288,13 @@ def test_a_value_outside_its_range_is_refused_when_it_is_set() -> None:
         assert not made.isSet(name)
         lines[name] = line
     with pytest.raises(ParamError) as caught:
-        TorchEstimator(**{name: value for name, (value, _) in OUTSIDE.items()})
+        TorchEstimator(**{name: value for name, (value, _) in BREAKING.items()})
     assert str(caught.value).splitlines() == list(lines.values())
     column = Column(name="features", role="feature", shape=(2,), dtype="float32")
     model = TorchModel(nn.Linear(2, 2), [column])
     for name in ("batchSize", "device"):
         with pytest.raises(ParamError) as caught:
-            getattr(model, f"set{name[0].upper()}{name[1:]}")(OUTSIDE[name][0])
+            getattr(model, f"set{name[0].upper()}{name[1:]}")(BREAKING[name][0])
         assert str(caught.value) == lines[name]
 
 
