@@ -23,7 +23,6 @@ Precision = Literal["fp32", "bf16", "fp16"]
 MemoryFormat = Literal["contiguous", "channels_last"]
 Elasticity = Literal["rounding", "bits"]
 
-DEVICES = ("auto", "cpu", "cuda")
 _LARGER_IS_BETTER = (
     "acc", "accuracy", "auroc", "average_precision", "cohen_kappa", "explained_variance", "f1",
     "mcc", "precision", "r2", "recall", "specificity",
@@ -77,7 +76,7 @@ RULES: Mapping[str, Rule] = {
     "max_steps": Rule("must be at least 1, or -1 for no limit", _is_limit),
     "precision": one_of(*get_args(Precision)),
     "memory_format": one_of(*get_args(MemoryFormat)),
-    "device": one_of(*DEVICES),
+    "device": one_of("auto", "cpu", "cuda"),
     "elasticity": one_of(*get_args(Elasticity)),
     "learning_rate": _POSITIVE,
     "gradient_clip_norm": _POSITIVE,

@@ -25,7 +25,7 @@ from sparkdl.inputs import Named
 from sparkdl.mesh import Mesh
 from sparkdl.runtime.arguments import takes
 from sparkdl.runtime.process import borrowed_generator
-from sparkdl.runtime.tracebacks import passed_through
+from sparkdl.runtime.tracebacks import arose_in
 from sparkdl.serialization.identity import identity
 from sparkdl.serialization.imported_values import (
     ProgramValues,
@@ -597,7 +597,7 @@ def make_module(request: FitRequest) -> tuple[nn.Module, str]:
                 remedy = (
                     f"pass {name}(...) or functools.partial({name}, ...) (in a job file model.args)"
                 )
-            elif passed_through(error, "torch.cuda"):
+            elif arose_in(error, "torch.cuda"):
                 remedy = "make it on the CPU: each worker moves it to its own device"
             raise ConfigError(
                 f"module cannot be made: {name} raised {type(error).__name__}: {error}; {remedy}"

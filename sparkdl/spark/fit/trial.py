@@ -24,7 +24,7 @@ from sparkdl.errors import ConfigError, meant
 from sparkdl.inputs import Sequence
 from sparkdl.report.record.module_graph import traced
 from sparkdl.runtime.process import borrowed_generator, seeded
-from sparkdl.runtime.tracebacks import passed_through
+from sparkdl.runtime.tracebacks import arose_in
 from sparkdl.serialization.travel.packed_module import travelled
 from sparkdl.spark.fit.check_request import CheckedValues
 from sparkdl.spark.run.run import FitRequest
@@ -559,7 +559,7 @@ def refusal(error: Exception, module: nn.Module, features: Items[Column]) -> str
     if failed is not None and failed.is_torchs and failed.given:
         place = f"layer {failed.name}, " * bool(failed.name)
         what = f"{place}{failed.layer}, got {failed.given}: {message}"
-    if passed_through(error, "torch.cuda"):
+    if arose_in(error, "torch.cuda"):
         return (
             f"the module's forward asks for a GPU, which the driver has not: {what}; leave that "
             "out: module and inputs are on the worker's own device, x.device of an input x"
