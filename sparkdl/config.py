@@ -43,9 +43,9 @@ class Rule:
     """The rule in words, such as ``must be at least 1``."""
     is_kept_by: Callable[[Any], bool]
 
-    def check(self, value: Any, name: str = "") -> None:
+    def check(self, value: Any, name: str) -> None:
         """Refuse a value that breaks the rule: raises ConfigError."""
-        require(value is None or self.is_kept_by(value), f"{name} {self.text}".lstrip(), value)
+        require(value is None or self.is_kept_by(value), f"{name} {self.text}", value)
 
 
 def at_least(least: int) -> Rule:
@@ -62,6 +62,10 @@ def _is_limit(steps: int) -> bool:
     return steps == -1 or steps >= 1
 
 
+def _is_seed(seed: int) -> bool:
+    return -(2**63) <= seed < 2**64
+
+
 def _are_weights(weights: Mapping[str, float]) -> bool:
     return all(weight >= 0 for weight in weights.values())
 
@@ -74,6 +78,7 @@ RULES: Mapping[str, Rule] = {
     "batch_size": at_least(1),
     "gradient_accumulation_steps": at_least(1),
     "max_steps": Rule("must be at least 1, or -1 for no limit", _is_limit),
+    "seed": Rule("must be at least -2**63 and less than 2**64", _is_seed),
     "precision": one_of(*get_args(Precision)),
     "memory_format": one_of(*get_args(MemoryFormat)),
     "device": one_of("auto", "cpu", "cuda"),

@@ -35,7 +35,6 @@ from sparkdl.serialization.stored_module import StoredModule, seen
 from sparkdl.serialization.travel.packed_module import travelled
 from sparkdl.spark.fit.check_request import floating_dtype
 from sparkdl.spark.frames.columns import (
-    CaseSensitive,
     find,
     quoted,
     refuse_outputs,
@@ -253,11 +252,7 @@ class TorchModel(Model, CheckedParams, Saved, MLReadable["TorchModel"], ModelAcc
         )
 
     def _check_outputs(self, dataset: DataFrame, names: list[str]) -> None:
-        schema = schema_of(dataset)
-        refuse_outputs(schema, names, self.uid)
-        given = names if isinstance(schema, CaseSensitive) else [name.lower() for name in names]
-        if len(set(given)) < len(names):
-            raise ConfigError(f"the output columns of {self.uid} must differ; received {names}")
+        refuse_outputs(schema_of(dataset), names, self.uid)
 
     def _inputs(self) -> list[tuple[Named, Column]]:
         """Each input as the Params name it now, with the column of training; raises ConfigError."""

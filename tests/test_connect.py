@@ -175,11 +175,11 @@ def test_a_mistake_that_the_first_rows_show(spark: SparkSession, tmp_path: Path)
     from sparkdl import TorchClassifier
     from sparkdl.errors import ConfigError, DataError
 
-    computed = str(tmp_path / "computed")
+    computed = tmp_path / "computed"
 
     @partial(F.udf, returnType="array<float>", useArrow=False)
     def features(number: int) -> list[float]:
-        with open(computed, "ab") as file:
+        with computed.open("ab") as file:
             file.write(b".")
         return [number % 7 + 1.0] * 4
 
@@ -192,9 +192,9 @@ def test_a_mistake_that_the_first_rows_show(spark: SparkSession, tmp_path: Path)
     ):
         with pytest.raises(error, match=message):
             TorchClassifier(module=module, numWorkers=2, verbose=0).fit(df)
-    assert 0 < os.stat(computed).st_size < 1000
+    assert 0 < computed.stat().st_size < 1000
     # Behind a shuffle all rows would be computed for a few: they are computed once.
     os.truncate(computed, 0)
     model = TorchClassifier(module=nn.Linear(4, 3), numWorkers=2, verbose=0, maxSteps=2)
     assert model.fit(df.repartition(4, "label")).summary.steps == 2
-    assert os.stat(computed).st_size == 4000
+    assert computed.stat().st_size == 4000

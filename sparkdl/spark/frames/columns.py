@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 from pyspark.sql import Column as SparkColumn
 from pyspark.sql import DataFrame
 from pyspark.sql import functions as F
 from pyspark.sql import types as T
 
-from sparkdl.errors import DataError, did_you_mean
+from sparkdl.errors import ConfigError, DataError, did_you_mean
 from sparkdl.spark.session.compat import is_case_sensitive
 
 _RESOLUTION = 1_000_000
@@ -50,8 +50,16 @@ def require(schema: T.StructType, name: str, remedy: str = "") -> T.StructField:
     raise DataError(f'column "{name}" is not in the DataFrame; its columns: {known}')
 
 
-def refuse_outputs(schema: T.StructType, names: Iterable[str], owner: str) -> None:
-    """Raise DataError if a column that ``owner`` shall add is there already."""
+def refuse_outputs(schema: T.StructType, names: Sequence[str], owner: str) -> None:
+    """See that the columns that ``owner`` shall add differ, and that none is there already.
+
+    Raises:
+        ConfigError: two have one name.
+        DataError: one is there.
+    """
+    given = names if isinstance(schema, CaseSensitive) else [name.lower() for name in names]
+    if len(set(given)) < len(names):
+        raise ConfigError(f"the output columns of {owner} must differ; received {list(names)}")
     if there := [found[0].name for name in names if (found := find(schema, name))]:
         listed = ", ".join(f'"{name}"' for name in there)
         is_one = len(there) == 1
@@ -62,9 +70,7 @@ def refuse_outputs(schema: T.StructType, names: Iterable[str], owner: str) -> No
         )
 
 
-def resolve(
-    schema: T.StructType, name: str, remedy: str = ""
-) -> tuple[T.StructField, SparkColumn]:
+def resolve(schema: T.StructType, name: str, remedy: str = "") -> tuple[T.StructField, SparkColumn]:
     """The column of that name, or else the field of a struct column: ``a.b`` is ``b`` in ``a``.
 
     Returns:

@@ -237,6 +237,8 @@ def _image(found: Found, kind: Image) -> Cast:
         require_pillow()
     elif not set(_IMAGE_FIELDS) <= set(names):
         advice = "it must be binary (a file's bytes) or Spark's image struct"
+        if isinstance(field.dataType, T.StringType):
+            advice += '; spark.read.format("binaryFile").load(folder) reads files, as "content"'
         raise _cannot_be_made(field, kind, advice)
     elif kind.num_parts:
         advice = "such images are decoded already; use decode='spool'"

@@ -255,6 +255,11 @@ def check_params(owner: Params, params: Any) -> None:
             f"received {type(params).__name__} as the second argument{remedy}"
         )
     for param in {param: None for one in several for param in one or ()}:
+        if isinstance(param, str):
+            raise ConfigError(
+                f"the keys are Params, and {param!r} is a name; write {{estimator.{param}: ...}} "
+                f"with the name of your {type(owner).__name__} in place of estimator"
+            )
         if getattr(param, "parent", owner.uid) != owner.uid:
             raise ConfigError(
                 f"the Param {param.name} of {param.parent} is none of {owner.uid}, which is to be "

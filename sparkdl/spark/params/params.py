@@ -78,6 +78,8 @@ class CheckedParams(
             try:
                 plain = plain_value(value)
                 self._paramMap[param] = None if value is None else param.typeConverter(plain)
+            except ParamError as error:  # of a rule, which names the Param
+                wrong.append(str(error))
             except (TypeError, ConfigError) as error:  # without the converter's frames
                 remedy = ""
                 if name == "featuresCol" and isinstance(value, list | tuple):
@@ -227,7 +229,7 @@ def with_params(arguments: type, **defaults: Any) -> Callable[[C], C]:
             elif option.convert is None and option.type in _SPARKS_CONVERTERS:
                 convert = partial(_convert_as_spark, option.type)
             if option.rule is not None:
-                convert = partial(_by_rule, option.rule, convert)
+                convert = partial(_by_rule, name, option.rule, convert)
             if option.accepts_auto:
                 convert = partial(_auto_or, convert)
             setattr(cls, name, Param(Params._dummy(), name, option.doc, typeConverter=convert))
@@ -305,10 +307,13 @@ def _auto_or(convert: Callable[[Any], Any], value: Any) -> Any:
     return AUTO if isinstance(value, str) and value == AUTO else convert(value)
 
 
-def _by_rule(rule: Rule, convert: Callable[[Any], Any], value: Any) -> Any:
-    """Convert a value, and see that it keeps the rule."""
+def _by_rule(name: str, rule: Rule, convert: Callable[[Any], Any], value: Any) -> Any:
+    """Convert a value, and see that it keeps the rule; raises ParamError with the Param's name."""
     converted = convert(value)
-    rule.check(converted)
+    try:
+        rule.check(converted, name)
+    except ConfigError as error:
+        raise ParamError(str(error)) from None
     return converted
 
 

@@ -27,7 +27,10 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 MODEL, ROWS = "--set model.path=model", "--set data.path=rows"
-TRAINS = "--set model.factory=torch.nn:Flatten --set estimator.num_workers=2"
+TRAINS = (
+    "--set model.factory=torch.nn:Linear --set model.args={in_features=1,out_features=2} "
+    "--set estimator.num_workers=2"
+)
 NO_FILE = "there is no such file or folder; check"
 MISTAKES = {
     "evaluate --set model.path=modle --set data.path=rows": (
@@ -70,7 +73,6 @@ def test_one_line_before_spark_starts(
     command: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(spark_session, "make_session", pytest.fail)
-    monkeypatch.setattr("sparkdl.cli.job_commands._CHECK", None)
     assert main(command.split()) == 1
     said = capsys.readouterr().err.removeprefix("checking the job file\n")
     assert said == f"error: {MISTAKES[command]}\n"

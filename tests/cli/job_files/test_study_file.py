@@ -121,5 +121,5 @@ def test_the_values_of_a_trial_are_checked_without_spark() -> None:
     file = ROOT / "conf" / "tune.toml"
     assert load_job(TuneJob, file, settings, check_search).study.trials == 12
     wrong = 'study.search={"estimator.learning_rate" = {low = -1.0, high = 1.0}}'
-    with pytest.raises(ConfigError, match=r"learning_rate: must be positive; received -1\.0"):
+    with pytest.raises(ConfigError, match=r"learning_rate must be positive; received -1\.0"):
         load_job(TuneJob, file, [wrong], check_search)

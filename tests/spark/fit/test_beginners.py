@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 from pyspark.ml.tuning import ParamGridBuilder
+from pyspark.sql.types import StructType
 from torch import nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
@@ -22,7 +23,7 @@ from sparkdl.data.plan import Column
 from sparkdl.errors import ConfigError
 from sparkdl.spark.cluster.probe import Needs
 from sparkdl.spark.fit.check_request import check_training, make_module
-from sparkdl.spark.frames.columns import validation_indicator
+from sparkdl.spark.frames.columns import refuse_outputs, validation_indicator
 from sparkdl.train.objective.loss import CallableLoss
 from tests.spark.fit.requests import request
 from tests.spark.fit.test_check_rows import X, Y, num_classes
@@ -292,6 +293,31 @@ MISTAKES: dict[str, tuple[Callable[[], Any], str]] = {
         "'b']; put columns together with VectorAssembler or F.array, or name them as inputCols, "
         "each of which is an argument of forward",
     ),
+    "a shape with the batch": (
+        lambda: TorchClassifier(inputShape=(-1, 4)),
+        'Invalid param value given for param "inputShape": expected the shape of one row, without '
+        "the batch, such as (1, 28, 28), or a list with a shape or None per input column; "
+        "received (-1, 4)",
+    ),
+    "an option that an optimizer has not": (
+        lambda: check_training(nn.Linear(4, 3), request(optimizer_params={"weightdecay": 0.1})),
+        "optimizer SGD refused {'weightdecay': 0.1}: it has no option 'weightdecay'; did you mean "
+        "'weight_decay'?",
+    ),
+    "Params by their names": (
+        lambda: TorchClassifier(module=nn.Identity).fit(None, {"epochs": 3}),
+        "the keys are Params, and 'epochs' is a name; write {estimator.epochs: ...} with the name "
+        "of your TorchClassifier in place of estimator",
+    ),
+    "two output columns of one name": (
+        lambda: refuse_outputs(StructType(), ("p", "raw", "P"), "the model of TorchClassifier"),
+        "the output columns of the model of TorchClassifier must differ; received ['p', 'raw', "
+        "'P']",
+    ),
+    "a seed that torch does not take": (
+        lambda: TorchClassifier(seed=2**64),
+        "seed must be at least -2**63 and less than 2**64; received 18446744073709551616",
+    ),
     "no seed": (
         lambda: TorchClassifier(seed=None),
         'Invalid param value given for param "seed": None; expected: random seed.',
@@ -396,9 +422,7 @@ def test_params_of_another_estimator_and_wrong_ones_are_told_before_the_first_fi
         assert str(caught.value) == said
     with pytest.raises(ConfigError) as caught:
         made.fitMultiple(df, [{made.epochs: 1}, {made.epochs: 0}])
-    assert str(caught.value) == (
-        'Invalid param value given for param "epochs": must be at least 1; received 0'
-    )
+    assert str(caught.value) == "epochs must be at least 1; received 0"
 
 
 @pytest.mark.spark

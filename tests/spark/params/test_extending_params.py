@@ -51,7 +51,7 @@ def test_a_row_fills_its_field_and_keeps_its_rule() -> None:
     assert training_values(estimator, REGRESSION)[0].checkpoint.keep == 2
     estimator.setCheckpointsKept(7)
     assert training_values(estimator, REGRESSION)[0].checkpoint.keep == 7
-    with pytest.raises(ConfigError, match='"checkpointsKept": must be at least 1; received 0'):
+    with pytest.raises(ConfigError, match="checkpointsKept must be at least 1; received 0"):
         estimator.setCheckpointsKept(0)
 
 
