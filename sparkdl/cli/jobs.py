@@ -7,7 +7,6 @@ import logging
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from pyspark.errors import AnalysisException
@@ -59,7 +58,7 @@ def run_train(job: TrainJob, spark: SparkSession) -> TrainReport:
     """Train as the job says, save and evaluate the model; raises first what can be seen first."""
     with _working(spark, "looking at the rows and at the output's place"):
         estimator = make_estimator(job)
-        refuse_model(job, partial(is_there, spark=spark))
+        refuse_model(job, lambda place: is_there(place, spark))
         check_place(job.output.path, spark)
         if job.estimator.report_dir is None and can_report(spark):
             estimator.set(estimator.getParam("reportDir"), REPORT_DIR)
@@ -178,7 +177,7 @@ def run_predict(job: PredictJob, spark: SparkSession) -> DataFrame:
         rows = _choose_columns(vectors_to_arrays(predictions), job.output.columns)
         if job.output.format == "csv":
             _check_csv(rows)
-        refuse_rows(job, partial(is_there, spark=spark))
+        refuse_rows(job, lambda place: is_there(place, spark))
         doing("predicting and writing the rows")
         writer = rows.write.format(job.output.format).mode(job.output.mode)
         writer.options(**job.output.options).save(job.output.path)
@@ -232,7 +231,7 @@ def read_training_data(spark: SparkSession, job: TrainJob) -> DataFrame:
 
 def load_model(spark: SparkSession, path: str) -> Any:
     """A saved model of whatever class; raises StorageError if there is none at ``path``."""
-    require_saved(path, partial(is_there, spark=spark))
+    require_saved(path, lambda place: is_there(place, spark))
     return load_instance(path, spark)
 
 
