@@ -168,7 +168,7 @@ def test_a_gang_begins_with_the_slots_that_there_are(
 @pytest.mark.slow
 @pytest.mark.timeout(240)
 def test_a_mistake_that_the_first_rows_show(spark: SparkSession, tmp_path: Path) -> None:
-    """Of 4,000 rows in eight partitions the server computes a few, by one task."""
+    """Of 4,000 rows in eight partitions the server computes those of one at most, each time."""
     from pyspark.sql import functions as F
     from torch import nn
 
@@ -192,7 +192,7 @@ def test_a_mistake_that_the_first_rows_show(spark: SparkSession, tmp_path: Path)
     ):
         with pytest.raises(error, match=message):
             TorchClassifier(module=module, numWorkers=2, verbose=0).fit(df)
-    assert 0 < computed.stat().st_size < 1000
+    assert 0 < computed.stat().st_size <= 2 * 500
     # Behind a shuffle all rows would be computed for a few: they are computed once.
     os.truncate(computed, 0)
     model = TorchClassifier(module=nn.Linear(4, 3), numWorkers=2, verbose=0, maxSteps=2)
