@@ -210,7 +210,10 @@ def read_data(spark: SparkSession, section: DataSection) -> DataFrame:
         rows.schema  # noqa: B018
     except AnalysisException as error:
         what = section.table or section.path
-        text = f"cannot read {what!r}: {str(error).strip().splitlines()[0]}"
+        cause = str(error).strip().splitlines()[0]
+        if error.getCondition() == "UNABLE_TO_INFER_SCHEMA":
+            cause = f"it has no {section.format} files; name the folder that they lie in"
+        text = f"cannot read {what!r}: {cause}"
         raise DataError(without_password(text)) from error
     except Exception as error:  # Spark reads some formats to find the columns
         raise_unless_loss(error)
