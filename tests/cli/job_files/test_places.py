@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 
 import pytest
@@ -107,3 +108,16 @@ def test_what_spark_may_find_elsewhere_is_left_to_it(
             patch.setenv(variable, "1")
             assert here(SparkSection())("none") is None
             assert here(SparkSection())("file:/none") is known
+
+
+def test_a_search_without_optuna_does_not_start_spark(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(spark_session, "make_session", pytest.fail)
+    monkeypatch.setitem(sys.modules, "optuna", None)
+    search = "--set study.search={'estimator.epochs'={choices=[1]}} --set study.metric=loss"
+    assert main(f"tune {TRAINS} {ROWS} {search} --set output.path=new".split()) == 1
+    assert capsys.readouterr().err.removeprefix("checking the job file\n") == (
+        "error: a search for hyperparameters needs Optuna; install it on the driver: pip install "
+        "optuna\n"
+    )
