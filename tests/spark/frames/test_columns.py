@@ -17,7 +17,7 @@ from pyspark.sql.types import LongType, StructField, StructType
 from sparkdl.data.arrow_arrays import examine, uniform
 from sparkdl.data.plan import Column, Role, SpoolColumn
 from sparkdl.errors import DataError
-from sparkdl.inputs import Named, Tensor
+from sparkdl.inputs import Image, Named, Tensor
 from sparkdl.spark.frames.columns import CaseSensitive, drawn, require, validation_indicator
 from sparkdl.spark.frames.prepare_columns import prepare, prepare_trained
 
@@ -208,6 +208,19 @@ def test_how_to_make_numbers_of_values_that_are_none(spark: SparkSession) -> Non
             "takes images (sparkdl.Image), rows of different lengths (sparkdl.Sequence) and, with "
             "a transform, whatever else, such as text"
         )
+
+
+def test_paths_are_no_images(spark: SparkSession) -> None:
+    schema = StructType.fromDDL("x string")
+    with pytest.raises(DataError) as caught:
+        prepare(
+            schema, Named(argument=None, specification=Image("x")), "feature", float_dtype="float32"
+        )
+    assert str(caught.value) == (
+        'column "x" has type string, of which Image cannot be made; it must be binary (a file\'s '
+        'bytes) or Spark\'s image struct; spark.read.format("binaryFile").load(folder) reads '
+        'files, as "content"'
+    )
 
 
 @pytest.mark.parametrize(
