@@ -11,6 +11,7 @@ import sys
 from importlib.util import find_spec
 
 from sparkdl.errors import did_you_mean
+from sparkdl.familiar_names import as_method
 from sparkdl.runtime.installation import refuse_mixed_installation
 from sparkdl.runtime.public_names import MODULE_OF, public
 
@@ -24,7 +25,7 @@ refuse_mixed_installation(__file__)
 def __getattr__(name: str) -> object:
     if name not in MODULE_OF:
         message = f"module 'sparkdl' has no attribute {name!r}"
-        hint = "" if name.startswith("_") else did_you_mean(name, MODULE_OF)
+        hint = "" if name[0] == "_" else as_method(name) or did_you_mean(name, MODULE_OF)
         # An import replaces the words of an AttributeError by its own, which know no such name.
         if hint and sys._getframe(1).f_code.co_name == "_handle_fromlist" and not _is_module(name):
             raise ImportError(f"{message}{hint}", name=__name__, path=__file__)

@@ -9,6 +9,8 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
+from operator import le, lt
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, get_args
 
 from sparkdl.errors import ConfigError, Problems
@@ -21,10 +23,6 @@ Precision = Literal["fp32", "bf16", "fp16"]
 MemoryFormat = Literal["contiguous", "channels_last"]
 Elasticity = Literal["rounding", "bits"]
 
-PRECISIONS = get_args(Precision)
-MEMORY_FORMATS = get_args(MemoryFormat)
-ELASTICITIES = get_args(Elasticity)
-DEVICES = ("auto", "cpu", "cuda")
 _LARGER_IS_BETTER = (
     "acc", "accuracy", "auroc", "average_precision", "cohen_kappa", "explained_variance", "f1",
     "mcc", "precision", "r2", "recall", "specificity",
@@ -37,13 +35,63 @@ def require(is_right: bool, rule: str, received: object) -> None:
         raise ConfigError(f"{rule}; received {received!r}")
 
 
-def require_all(*rules: tuple[bool, str, object]) -> None:
-    """Refuse all values that break their rules, as `require` does; raises ConfigError."""
-    problems = Problems()
-    for rule in rules:
-        with problems.caught():
-            require(*rule)
-    problems.raise_all()
+@dataclass(frozen=True)
+class Rule:
+    """A rule for the values of a setting. None, which says that it is not set, keeps all rules."""
+
+    text: str
+    """The rule in words, such as ``must be at least 1``."""
+    is_kept_by: Callable[[Any], bool]
+
+    def check(self, value: Any, name: str) -> None:
+        """Refuse a value that breaks the rule: raises ConfigError."""
+        require(value is None or self.is_kept_by(value), f"{name} {self.text}", value)
+
+
+def at_least(least: int) -> Rule:
+    """Return the rule for numbers with a smallest one."""
+    return Rule(f"must be at least {least}", partial(le, least))
+
+
+def one_of(*known: str) -> Rule:
+    """Return the rule for a setting that is one of some words."""
+    return Rule(f"must be one of {known}", known.__contains__)
+
+
+def _is_limit(steps: int) -> bool:
+    return steps == -1 or steps >= 1
+
+
+def _is_seed(seed: int) -> bool:
+    return -(2**63) <= seed < 2**64
+
+
+def _are_weights(weights: Mapping[str, float]) -> bool:
+    return all(weight >= 0 for weight in weights.values())
+
+
+_POSITIVE = Rule("must be positive", partial(lt, 0))
+STEPS_BETWEEN = Rule("must be a number of steps of at least 1, or -1 to disable", _is_limit)
+
+RULES: Mapping[str, Rule] = {
+    "epochs": at_least(1),
+    "batch_size": at_least(1),
+    "gradient_accumulation_steps": at_least(1),
+    "max_steps": Rule("must be at least 1, or -1 for no limit", _is_limit),
+    "seed": Rule("must be at least -2**63 and less than 2**64", _is_seed),
+    "precision": one_of(*get_args(Precision)),
+    "memory_format": one_of(*get_args(MemoryFormat)),
+    "device": one_of("auto", "cpu", "cuda"),
+    "elasticity": one_of(*get_args(Elasticity)),
+    "learning_rate": _POSITIVE,
+    "gradient_clip_norm": _POSITIVE,
+    "divergence_factor": Rule("must be more than 1", partial(lt, 1)),
+    "validation_interval": at_least(1),
+    "group_by_length": at_least(2),
+    "shuffle_window_bytes": at_least(1),
+    "loss_weights": Rule("must not be negative", _are_weights),
+}
+"""Field of `TrainConfig` -> the rule for its values."""
 
 
 def direction(monitor: str, mode: Mode) -> Literal["min", "max"]:
@@ -109,11 +157,7 @@ class CheckpointConfig:
     """Newest checkpoints kept."""
 
     def __post_init__(self) -> None:
-        require(
-            self.interval == -1 or self.interval >= 1,
-            "checkpointInterval must be a number of steps of at least 1, or -1 to disable",
-            self.interval,
-        )
+        STEPS_BETWEEN.check(self.interval, "checkpointInterval")
         require(self.keep >= 1, "keep must be at least 1", self.keep)
 
 
@@ -288,36 +332,12 @@ class TrainConfig:
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
 
     def __post_init__(self) -> None:
-        steps, batch, parts = self.max_steps, self.batch_size, self.gradient_accumulation_steps
-        rate, clip, factor = self.learning_rate, self.gradient_clip_norm, self.divergence_factor
-        group, window = self.group_by_length, self.shuffle_window_bytes
-        every, weights = self.validation_interval, self.loss_weights
-        require_all(
-            (self.epochs >= 1, "epochs must be at least 1", self.epochs),
-            (batch >= 1, "batchSize must be at least 1", batch),
-            (parts >= 1, "gradientAccumulationSteps must be at least 1", parts),
-            (steps == -1 or steps >= 1, "maxSteps must be at least 1, or -1 for no limit", steps),
-            *(
-                (value in known, f"{name} must be one of {known}", value)
-                for name, value, known in (
-                    ("precision", self.precision, PRECISIONS),
-                    ("memoryFormat", self.memory_format, MEMORY_FORMATS),
-                    ("device", self.device, DEVICES),
-                    ("elasticity", self.elasticity, ELASTICITIES),
-                )
-            ),
-            (rate is None or rate > 0, "learningRate must be positive", rate),
-            (clip is None or clip > 0, "gradientClipNorm must be positive", clip),
-            (factor is None or factor > 1, "divergenceFactor must be more than 1", factor),
-            (every is None or every >= 1, "validationInterval must be at least 1", every),
-            (group is None or group >= 2, "groupByLength must be at least 2", group),
-            (window is None or window >= 1, "shuffleWindowBytes must be at least 1", window),
-            (
-                all(weight >= 0 for weight in (weights or {}).values()),
-                "lossWeights must not be negative",
-                weights,
-            ),
-        )
+        problems, batch, parts = Problems(), self.batch_size, self.gradient_accumulation_steps
+        for name, rule in RULES.items():
+            first, *others = name.split("_")
+            with problems.caught():
+                rule.check(getattr(self, name), first + "".join(map(str.capitalize, others)))
+        problems.raise_all()
         if self.compile and self.elasticity == "bits":
             raise ConfigError(
                 "compile does not go with elasticity='bits': what the compiler makes may depend on "

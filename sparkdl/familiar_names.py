@@ -162,6 +162,7 @@ METHODS: Mapping[str, tuple[str, str]] = {
     "fittransform": ("fit(df).transform(df)", ""),
     "forward": ("transform(df)", ", which adds the column of predictions"),
     "history": ("summary", ".history"),
+    "load": ("load(path)", ""),
     "loadmodel": ("load(path)", ""),
     "loadweights": ("load(path)", ""),
     "partialfit": ("fit(df)", " with initialState=model, which goes on from a fitted model"),
@@ -183,6 +184,17 @@ METHODS: Mapping[str, tuple[str, str]] = {
     "validate": ("evaluate(df)", ", which gives loss and metrics"),
 }
 """Method elsewhere -> what to call in place of it, and more words about that."""
+
+
+def as_method(name: str) -> str:
+    """Say whose method a name is, where a function of the package is looked for; empty: none's."""
+    call, more = METHODS.get(plain(name), ("", ""))
+    owner = "TorchClassifier(module=Net)"
+    if call.startswith("load("):
+        owner = "TorchClassifierModel"
+    elif not call.startswith(("fit(", "explain(")):
+        owner += ".fit(df)"
+    return f"; use {owner}.{call}{more}" if call else ""
 
 
 def plain(name: object) -> str:

@@ -16,7 +16,7 @@ from pyspark.sql import Column as SparkColumn
 from pyspark.sql import DataFrame, SparkSession
 from torch import nn
 
-from sparkdl.config import CUSTOM, DEVICES, Task
+from sparkdl.config import CUSTOM, Task
 from sparkdl.data.collate import Arguments, example_arguments
 from sparkdl.data.plan import Column
 from sparkdl.errors import ConfigError, DataError, SparkDLError
@@ -35,7 +35,6 @@ from sparkdl.serialization.stored_module import StoredModule, seen
 from sparkdl.serialization.travel.packed_module import travelled
 from sparkdl.spark.fit.check_request import floating_dtype
 from sparkdl.spark.frames.columns import (
-    CaseSensitive,
     find,
     quoted,
     refuse_outputs,
@@ -253,11 +252,7 @@ class TorchModel(Model, CheckedParams, Saved, MLReadable["TorchModel"], ModelAcc
         )
 
     def _check_outputs(self, dataset: DataFrame, names: list[str]) -> None:
-        schema = schema_of(dataset)
-        refuse_outputs(schema, names, self.uid)
-        given = names if isinstance(schema, CaseSensitive) else [name.lower() for name in names]
-        if len(set(given)) < len(names):
-            raise ConfigError(f"the output columns of {self.uid} must differ; received {names}")
+        refuse_outputs(schema_of(dataset), names, self.uid)
 
     def _inputs(self) -> list[tuple[Named, Column]]:
         """Each input as the Params name it now, with the column of training; raises ConfigError."""
@@ -294,12 +289,6 @@ class TorchModel(Model, CheckedParams, Saved, MLReadable["TorchModel"], ModelAcc
         """
         spark, schema, inputs = dataset.sparkSession, schema_of(dataset), self._inputs()
         prepared = [prepare_trained(schema, *one) for one in inputs]
-        batch_size = self.getOrDefault("batchSize")
-        if batch_size < 1:
-            raise ConfigError(f"batchSize must be at least 1; received {batch_size}")
-        device = self.getOrDefault("device")
-        if device not in DEVICES:
-            raise ConfigError(f"device must be one of {DEVICES}; received {device!r}")
         sent = self._sender.sent_module(spark, self._module, (forward, others))
         fields = {
             "values": sent.values,
@@ -307,8 +296,8 @@ class TorchModel(Model, CheckedParams, Saved, MLReadable["TorchModel"], ModelAcc
             "fetch": sent.fetch,
             "weights": sent.weights,
             "columns": tuple(column for _, column in inputs),
-            "batch_size": batch_size,
-            "device": device,
+            "batch_size": self.getOrDefault("batchSize"),
+            "device": self.getOrDefault("device"),
             "forward": forward,
         }
         return fields, [entry.expression for entry in prepared]

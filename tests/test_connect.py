@@ -163,3 +163,38 @@ def test_a_gang_begins_with_the_slots_that_there_are(
     sizes = [size for _, size in model.summary.gang_sizes]
     assert (sizes[0], sizes[-1]) == (1, 2)
     assert model.transform(points).count() == 600
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(240)
+def test_a_mistake_that_the_first_rows_show(spark: SparkSession, tmp_path: Path) -> None:
+    """Of 4,000 rows in eight partitions the server computes those of one at most, each time."""
+    from pyspark.sql import functions as F
+    from torch import nn
+
+    from sparkdl import TorchClassifier
+    from sparkdl.errors import ConfigError, DataError
+
+    computed = tmp_path / "computed"
+
+    @partial(F.udf, returnType="array<float>", useArrow=False)
+    def features(number: int) -> list[float]:
+        with computed.open("ab") as file:
+            file.write(b".")
+        return [number % 7 + 1.0] * 4
+
+    df = spark.range(0, 4000, 1, 8).select(
+        features("id").alias("features"), (F.col("id") % 3).alias("label")
+    )
+    for module, error, message in (
+        (nn.Linear(5, 3), ConfigError, r"Linear\(in_features=5.*got float32 \(batch, 4\)"),
+        (nn.Linear(4, 2), DataError, r"outside the 2 classes.* where 2 is the highest"),
+    ):
+        with pytest.raises(error, match=message):
+            TorchClassifier(module=module, numWorkers=2, verbose=0).fit(df)
+    assert 0 < computed.stat().st_size <= 2 * 500
+    # Behind a shuffle all rows would be computed for a few: they are computed once.
+    os.truncate(computed, 0)
+    model = TorchClassifier(module=nn.Linear(4, 3), numWorkers=2, verbose=0, maxSteps=2)
+    assert model.fit(df.repartition(4, "label")).summary.steps == 2
+    assert computed.stat().st_size == 4000

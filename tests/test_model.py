@@ -299,10 +299,6 @@ def test_checks_before_any_job(arrays: DataFrame) -> None:
         model.copy().setPredictionCol("other").transform(arrays)
     with pytest.raises(DataError, match="type string"):
         model.copy().setFeaturesCol("other").transform(arrays)
-    with pytest.raises(ConfigError, match="batchSize"):
-        model.copy().setBatchSize(0).transform(arrays)
-    with pytest.raises(ConfigError, match="device"):
-        model.copy().setDevice("tpu").transform(arrays)
     with pytest.raises(ConfigError, match="must differ"):
         TorchClassifierModel(linear(), model.columns).setProbabilityCol("prediction").transform(
             arrays

@@ -31,6 +31,14 @@ from sparkdl.cli.job_files.job_file import (
     load_job,
 )
 from sparkdl.cli.job_files.job_objects import in_file_words
+from sparkdl.cli.job_files.places import (
+    IsThere,
+    here,
+    refuse_model,
+    refuse_rows,
+    require_model,
+    require_rows,
+)
 from sparkdl.cli.job_files.prepare_file import PrepareJob
 from sparkdl.cli.job_files.study_file import TuneJob
 from sparkdl.report.live.views import activity_view, showing
@@ -104,6 +112,8 @@ class JobCommand(Generic[T]):
     check: str | None = None
     """``module:function`` that refuses values of a job which its types allow; None: there is none.
     """
+    needs: tuple[Callable[[T, IsThere], None], ...] = (require_rows,)
+    """The checks of the things that a job needs, before Spark starts."""
     explain: JobCommand[T] | None = None
     """Command that runs in its place with ``--explain``; None: there is no such option."""
 
@@ -198,6 +208,8 @@ class JobCommand(Generic[T]):
 
     def do(self, job: T, form: Form) -> None:
         """Do the job in a session of its own, and print what came of it."""
+        for check in self.needs:
+            check(job, here(job.spark))
         with showing("starting Spark"):
             from sparkdl.cli.job_files.spark_session import make_session
 
@@ -226,6 +238,7 @@ EVALUATE = JobCommand(
     show=_show_scores,
     description="Measure how good a saved model's predictions are, as a job file says.",
     settings=("", "--set model.path=models/other"),
+    needs=(require_model, require_rows),
 )
 
 
@@ -245,6 +258,7 @@ PREDICT = JobCommand(
     show=_show_rows,
     description="Write a saved model's predictions for the rows that a job file names.",
     settings=("", "--set output.format=json --set output.path=runs/predictions-json"),
+    needs=(require_model, require_rows, refuse_rows),
 )
 
 
@@ -310,6 +324,12 @@ def _show_search(job: TuneJob, found: TuneResult[Any], form: Form) -> None:
     print(f"  {form.start_of('train')} --config FILE {settings}")
 
 
+def _require_optuna(job: TuneJob, is_there: IsThere) -> None:
+    from sparkdl.tuning.study import import_optuna
+
+    import_optuna()
+
+
 TUNE = JobCommand(
     name="tune",
     kind=TuneJob,
@@ -318,6 +338,7 @@ TUNE = JobCommand(
     description="Search for the values of hyperparameters that train best, as a job file says.",
     settings=("--set study.trials=10",),
     check="sparkdl.cli.job_files.study_file:check_search",
+    needs=(require_rows, _require_optuna),
 )
 
 
@@ -419,6 +440,7 @@ TRAIN = JobCommand(
     config="conf/digits.toml",
     settings=("--set estimator.epochs=5", "--set 'spark.master=local[2]'", "--explain"),
     check=_CHECK,
+    needs=(require_rows, refuse_model),
     explain=EXPLAIN,
 )
 

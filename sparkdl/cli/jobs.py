@@ -16,6 +16,7 @@ from pyspark.sql.types import ArrayType, BinaryType, MapType, StructType
 
 from sparkdl.cli.job_files.job_file import DataSection, EvaluateJob, PredictJob, TrainJob
 from sparkdl.cli.job_files.job_objects import VALIDATION_COLUMN, make_estimator
+from sparkdl.cli.job_files.places import refuse_model, refuse_rows, require_saved
 from sparkdl.cli.job_files.prepare_file import PrepareJob
 from sparkdl.cli.job_files.study_file import TuneJob
 from sparkdl.cli.job_files.toml_values import to_tables
@@ -57,11 +58,7 @@ def run_train(job: TrainJob, spark: SparkSession) -> TrainReport:
     """Train as the job says, save and evaluate the model; raises first what can be seen first."""
     with _working(spark, "looking at the rows and at the output's place"):
         estimator = make_estimator(job)
-        if not job.output.overwrite and is_there(job.output.path, spark):
-            raise ConfigError(
-                f"there is something at {without_password(job.output.path)} already; choose "
-                f"another output.path, or replace it with --set output.overwrite=true"
-            )
+        refuse_model(job, lambda place: is_there(place, spark))
         check_place(job.output.path, spark)
         if job.estimator.report_dir is None and can_report(spark):
             estimator.set(estimator.getParam("reportDir"), REPORT_DIR)
@@ -180,11 +177,7 @@ def run_predict(job: PredictJob, spark: SparkSession) -> DataFrame:
         rows = _choose_columns(vectors_to_arrays(predictions), job.output.columns)
         if job.output.format == "csv":
             _check_csv(rows)
-        if job.output.mode == "error" and is_there(job.output.path, spark):
-            raise ConfigError(
-                f"there is something at {without_password(job.output.path)} already; choose "
-                f"another output.path, or output.mode 'overwrite' or 'append'"
-            )
+        refuse_rows(job, lambda place: is_there(place, spark))
         doing("predicting and writing the rows")
         writer = rows.write.format(job.output.format).mode(job.output.mode)
         writer.options(**job.output.options).save(job.output.path)
@@ -217,7 +210,10 @@ def read_data(spark: SparkSession, section: DataSection) -> DataFrame:
         rows.schema  # noqa: B018
     except AnalysisException as error:
         what = section.table or section.path
-        text = f"cannot read {what!r}: {str(error).strip().splitlines()[0]}"
+        cause = str(error).strip().splitlines()[0]
+        if error.getCondition() == "UNABLE_TO_INFER_SCHEMA":
+            cause = f"it has no {section.format} files; name the folder that they lie in"
+        text = f"cannot read {what!r}: {cause}"
         raise DataError(without_password(text)) from error
     except Exception as error:  # Spark reads some formats to find the columns
         raise_unless_loss(error)
@@ -238,9 +234,7 @@ def read_training_data(spark: SparkSession, job: TrainJob) -> DataFrame:
 
 def load_model(spark: SparkSession, path: str) -> Any:
     """A saved model of whatever class; raises StorageError if there is none at ``path``."""
-    if not is_there(f"{path.rstrip('/')}/metadata", spark):
-        name = without_password(path)
-        raise StorageError(f"there is no saved model at {name}; check model.path, or train first")
+    require_saved(path, lambda place: is_there(place, spark))
     return load_instance(path, spark)
 
 

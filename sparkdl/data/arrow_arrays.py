@@ -129,7 +129,7 @@ class Findings:
         for cause, where in other.first_of_cause.items():
             self.first_of_cause.setdefault(cause, where)
 
-    def message(self, name: str) -> str:
+    def message(self, name: str, remedy_of_shapes: str = "pad or drop them") -> str:
         """One sentence: what is wrong in column ``name``, how often, where first, what to do."""
         if self.causes:
             return f'column "{name}" has {self.faults()}; drop or mend them'
@@ -153,7 +153,7 @@ class Findings:
         return (
             f'column "{name}" is ragged: most rows have shape {usual}, but {sum(odd.values())} '
             f"do not (first: {self.first_of_shape[example]}, of shape {example}); "
-            "pad or drop them"
+            f"{remedy_of_shapes}"
         )
 
     def faults(self) -> str:

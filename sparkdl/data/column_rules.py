@@ -11,9 +11,10 @@ from typing import Any
 
 import numpy as np
 
-from sparkdl.data.plan import Role, SpoolColumn
+from sparkdl.data.plan import Column, Role, SpoolColumn
 from sparkdl.data.ragged import Array
 from sparkdl.errors import DataError
+from sparkdl.inputs import Image, Tensor
 
 
 def stored_dtype(wanted: SpoolColumn, found: np.dtype[Any]) -> np.dtype[Any]:
@@ -71,10 +72,23 @@ def refuse_bad(values: Array, wanted: SpoolColumn, place: Callable[[int], str]) 
         raise DataError(bad_values_message(wanted, count, first))
 
 
+def remedy_of_shapes(column: SpoolColumn | Column) -> str:
+    """Say what to do where the rows of a column have different shapes."""
+    kind, name = column.kind, column.name
+    if isinstance(kind, Image):
+        return f'scale them: sparkdl.Image("{name}", size=(height, width))'
+    if column.role != "feature" or not isinstance(kind, Tensor):
+        return "pad or drop them"
+    if column.dtype == "uint8":
+        return f'if they are files of images, inputs=[sparkdl.Image("{name}")] decodes them'
+    return f'pad or drop them, or let inputs=[sparkdl.Sequence("{name}")] pad each batch'
+
+
 def bad_values_message(column: SpoolColumn, count: int, first: str) -> str:
     """One sentence on labels or weights that cannot be used: how many, which, what to do."""
     wanted = {
-        True: "whole, non-negative class indices (index strings with StringIndexer)",
+        True: "whole, non-negative class indices (StringIndexer makes them of other labels, "
+        "TorchRegressor learns numbers)",
         False: "finite numbers" + (" that are not negative" * (column.role == "weight")),
     }[column.as_classes]
     rows = "row does" if count == 1 else "rows do"

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from sparkdl.data.arrow_arrays import Findings
-from sparkdl.data.column_rules import bad_values_message
+from sparkdl.data.column_rules import bad_values_message, remedy_of_shapes
 from sparkdl.data.plan import Shard, SpoolColumn
 
 
@@ -34,7 +34,7 @@ class ColumnStats:
     def problem(self, column: SpoolColumn) -> str | None:
         """Why rows of the column cannot be used, or None."""
         if self.nulls_and_shapes:
-            return self.nulls_and_shapes.message(column.name)
+            return self.nulls_and_shapes.message(column.name, remedy_of_shapes(column))
         if column.role == "weight" and self.maximum == 0:
             return f'column "{column.name}" is 0 in all rows, so that none counts; correct it'
         if not self.bad_values:

@@ -103,6 +103,12 @@ def passed_through(error: BaseException, package: str) -> bool:
     return any(name.startswith(f"{package}.") for name in names)
 
 
+def arose_in(error: BaseException, module: str) -> bool:
+    """True if an exception arose in the code of a module, such as ``torch.cuda``."""
+    frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
+    return bool(frames) and frames[-1].f_globals.get("__name__") == module
+
+
 def users_line(error: BaseException) -> str:
     """Say where in the user's code an exception arose, if anywhere: its code and function."""
     own = _users_frames(error.__traceback__)

@@ -96,7 +96,16 @@ def test_reader_options_have_an_effect(spark: SparkSession, tmp_path: Path) -> N
 
 
 @pytest.mark.slow
-def test_missing_files_and_columns_are_named(spark: SparkSession, files: str) -> None:
+def test_missing_files_and_columns_are_named(
+    spark: SparkSession, files: str, tmp_path: Path
+) -> None:
+    above = tmp_path / "above"
+    (above / "train").mkdir(parents=True)
+    with pytest.raises(DataError) as caught:
+        read_data(spark, DataSection(path=str(above)))
+    assert str(caught.value) == (
+        f"cannot read '{above}': it has no parquet files; name the folder that they lie in"
+    )
     with pytest.raises(DataError, match=r"cannot read '/none'"):
         read_data(spark, DataSection(path="/none"))
     with pytest.raises(DataError, match="no_such"):

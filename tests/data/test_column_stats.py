@@ -5,7 +5,8 @@ from dataclasses import replace
 
 from sparkdl.data.arrow_arrays import Findings
 from sparkdl.data.column_stats import ColumnStats, SpooledShard, merge_stats
-from sparkdl.data.plan import Shard
+from sparkdl.data.plan import Shard, SpoolColumn
+from sparkdl.inputs import Image, Sequence
 
 
 def spooled(columns: list[ColumnStats]) -> SpooledShard:
@@ -35,3 +36,29 @@ def test_statistics_of_shards_add_up_and_stay_as_they_are() -> None:
     assert (merged.shape, merged.dtype, merged.longest) == ((2,), "int64", 4)
     assert merged.nulls_and_shapes.nulls == 2
     assert (nothing, second.nulls_and_shapes.nulls) == (ColumnStats(), 2)
+
+
+RAGGED = (
+    'column "x" is ragged: most rows have shape (4,), but 1 do not (first: row 9, of shape (2,)); '
+)
+
+
+def test_the_remedy_for_rows_of_other_shapes_is_that_of_the_column() -> None:
+    found = Findings()
+    found.note_shape((4,), "row 0", 3)
+    found.note_shape((2,), "row 9")
+    numbers = SpoolColumn(name="x", role="feature", dtype="float32")
+    for column, remedy in (
+        (numbers, 'pad or drop them, or let inputs=[sparkdl.Sequence("x")] pad each batch'),
+        (replace(numbers, role="label"), "pad or drop them"),
+        (replace(numbers, specification=Sequence("x")), "pad or drop them"),
+        (
+            replace(numbers, dtype="uint8"),
+            'if they are files of images, inputs=[sparkdl.Image("x")] decodes them',
+        ),
+        (
+            replace(numbers, dtype="uint8", specification=Image("x")),
+            'scale them: sparkdl.Image("x", size=(height, width))',
+        ),
+    ):
+        assert ColumnStats(nulls_and_shapes=found).problem(column) == RAGGED + remedy

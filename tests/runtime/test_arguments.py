@@ -185,6 +185,15 @@ def test_a_public_name_that_is_misspelt_is_suggested_also_where_it_is_imported()
     with pytest.raises(AttributeError, match="did you mean 'TorchRunner'"):
         _ = sparkdl.TorchRuner
     assert not hasattr(sparkdl, "TorchRuner")
+    for name, remedy in (
+        ("fit", "use TorchClassifier(module=Net).fit(df)"),
+        ("predict", "use TorchClassifier(module=Net).fit(df).transform(df), which adds the column "
+         "of predictions"),
+        ("load", "use TorchClassifierModel.load(path)"),
+    ):  # fmt: skip
+        with pytest.raises(AttributeError) as caught:
+            getattr(sparkdl, name)
+        assert str(caught.value) == f"module 'sparkdl' has no attribute {name!r}; {remedy}"
     from sparkdl import config  # a module, whatever name is like it
 
     assert config.TrainConfig

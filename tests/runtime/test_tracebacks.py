@@ -96,8 +96,8 @@ def test_an_error_without_frames_of_the_users_keeps_all() -> None:
 
 def test_of_fit_one_frame_is_left() -> None:
     """Those of pyspark and of the estimator were in between."""
-    with pytest.raises(ConfigError, match="epochs must be at least 1") as caught:
-        TorchClassifier(module=Net, epochs=0).fit(None)  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match="set either featuresCol or inputCols") as caught:
+        TorchClassifier(module=Net, featuresCol="a", inputCols=["b"]).fit(None)  # type: ignore[arg-type]
     assert [frame.name for frame in traceback.extract_tb(caught.tb)][1:] == ["call"]
 
 

@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import re
-import socket
 import time
 import uuid
 from collections.abc import Iterator, Mapping
 from functools import partial
 from typing import Any
-from urllib.parse import urlsplit
 
 from pyspark import SparkConf, SparkContext
 from pyspark.sql import SparkSession
@@ -18,7 +16,7 @@ from pyspark.sql import SparkSession
 from sparkdl.cli.doctor import trial_gang
 from sparkdl.cli.doctor.finding import Finding, Order, bounded, checked, left_out, note, ok, wrong
 from sparkdl.cli.job_files.job_file import SparkSection
-from sparkdl.cli.job_files.spark_session import make_session
+from sparkdl.cli.job_files.spark_session import addresses, make_session, silence
 from sparkdl.errors import ClusterError, SparkDLError
 from sparkdl.runtime.activity import doing
 from sparkdl.runtime.versions import installed, versions
@@ -30,10 +28,7 @@ from sparkdl.spark.session.compat import conf
 from sparkdl.spark.session.failures import is_spark_error, spark_message
 from sparkdl.spark.session.settings import Settings, read_settings
 
-_CONNECT_SECONDS = 5.0
 _STOP_SECONDS = 30.0
-_NAMED_HOST = re.compile(r"(?:spark|sc|k8s)://(.*)")
-_DEFAULT_PORTS = {"spark": 7077, "sc": 15002, "k8s": 443}
 _GIVES_UP = "spark.storage.blockManagerHeartbeatTimeoutMs"
 """Silence after which Spark takes an executor for lost, if set; else ``spark.network.timeout``."""
 _INTERVALS = {"spark.network.timeoutInterval": "60s", "spark.executor.heartbeatInterval": "10s"}
@@ -114,27 +109,14 @@ def _seconds(duration: str, *, default_unit: str) -> float:
 def _reachable(master: str | None) -> Iterator[Finding]:
     """Check that each address of the master's URL answers; Spark would try for minutes."""
     for host, port in addresses(master or ""):
-        try:
-            socket.create_connection((host, port), timeout=_CONNECT_SECONDS).close()
-        except OSError as error:
+        if told := silence(host, port):
             yield wrong(
                 "master",
-                f"nothing answers at {host}:{port} ({error}); check the URL {master}, that the "
-                "master runs, and that this host may connect to it",
+                f"{told}; check the URL {master}, that the master runs, and that this host may "
+                "connect to it",
             )
         else:
             yield ok("master", f"{host}:{port} answers")
-
-
-def addresses(master: str) -> list[tuple[str, int]]:
-    """Hosts and ports that a master's URL names; none for ``local`` and ``yarn``."""
-    match = _NAMED_HOST.fullmatch(master)
-    if match is None:
-        return []
-    default = _DEFAULT_PORTS[master.partition(":")[0]]
-    rest = re.sub("^https?://", "", match[1]).partition("/")[0].partition(";")[0]
-    parts = (urlsplit(f"//{place}") for place in rest.split(","))
-    return [(part.hostname or "", part.port or default) for part in parts]
 
 
 def _examine(spark: SparkSession, order: Order) -> Iterator[Finding]:

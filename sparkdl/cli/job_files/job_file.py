@@ -11,6 +11,7 @@ import os
 import types
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeVar, Union, get_args, get_origin
 
@@ -282,16 +283,22 @@ def load_job(
 
 def brings_modules(section: SparkSection) -> bool:
     """True if the session will bring modules along, so that none can be imported before."""
-    places = ("SPARK_CONF_DIR", ""), ("SPARK_HOME", "conf")
-    folders = [Path(os.environ[name], below) for name, below in places if name in os.environ]
-    defaults = [folder / "spark-defaults.conf" for folder in folders]
-    return (
-        _PY_FILES in section.conf
-        or "--py-files" in os.environ.get("PYSPARK_SUBMIT_ARGS", "")
-        or any(file.is_file() and _PY_FILES in file.read_text() for file in defaults)
-    )
+    defaults = spark_defaults()
+    return _PY_FILES in section.conf or _PY_FILES in defaults or "--py-files" in defaults
 
 
+def spark_defaults() -> str:
+    """The text that Spark's own configuration has, and what is given to ``spark-submit``."""
+    places = [(os.environ.get("SPARK_CONF_DIR"), ""), (os.environ.get("SPARK_HOME"), "conf")]
+    if (found := find_spec("pyspark")) is not None and found.origin is not None:
+        places.append((str(Path(found.origin).parent), "conf"))
+    folders = [Path(folder, below) for folder, below in places if folder is not None]
+    files = [folder / name for folder in folders for name in ("spark-defaults.conf", _HADOOPS)]
+    texts = [file.read_text(encoding="utf-8", errors="replace") for file in files if file.is_file()]
+    return "\n".join([*texts, os.environ.get("PYSPARK_SUBMIT_ARGS", "")])
+
+
+_HADOOPS = "core-site.xml"
 _PY_FILES = "spark.submit.pyFiles"
 
 

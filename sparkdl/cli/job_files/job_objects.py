@@ -11,7 +11,7 @@ from typing import Any, get_args, get_origin
 
 from sparkdl.cli.job_files.job_file import PARAMS, ObjectRef, TrainJob
 from sparkdl.cli.job_files.toml_values import build
-from sparkdl.errors import ConfigError, Problems, did_you_mean
+from sparkdl.errors import ConfigError, ParamError, Problems, did_you_mean
 from sparkdl.runtime.public_names import import_object
 from sparkdl.spark.params.param_table import Option
 
@@ -89,6 +89,8 @@ def make_estimator(job: TrainJob) -> Any:
             continue
         try:
             estimator.getParam(name).typeConverter(value)
+        except ParamError as error:  # which names the Param
+            problems.add(in_file_words(str(error)))
         except (TypeError, ConfigError) as error:
             problems.add(in_file_words(f"{key}: {error}"))
     problems.raise_all()

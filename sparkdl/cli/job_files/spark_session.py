@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import os
 import re
+import socket
 import sys
 from collections.abc import Mapping, MutableMapping
 from pathlib import Path
+from urllib.parse import urlsplit
 
 from pyspark import SparkConf
 from pyspark.errors import PySparkRuntimeError
@@ -27,6 +29,9 @@ _NEEDED_AT_START = (
 _MASTER = re.compile(r"local|spark://.|k8s://.|sc://.|yarn$")
 """As Spark has it, and what its clients call a Spark Connect server."""
 _DEPLOY_MODE = "spark.submit.deployMode"
+_CONNECT_SECONDS = 5.0
+_NAMED_HOST = re.compile(r"(?:spark|sc|k8s)://(.*)")
+_DEFAULT_PORTS = {"spark": 7077, "sc": 15002, "k8s": 443}
 _LOG4J = Path(__file__).with_name("log4j2.properties")
 
 
@@ -43,6 +48,8 @@ def make_session(section: SparkSection, app_name: str) -> SparkSession:
             "k8s://https://host:6443, or sc://host:15002 for Spark Connect"
         )
     _check_entries(section.conf, os.environ, is_remote=master.startswith("sc://"))
+    if master.startswith("spark://"):
+        require_answer(master)
     if not _is_submitted(os.environ):
         os.environ.setdefault("PYSPARK_PYTHON", sys.executable)
         _log_errors_only(os.environ)
@@ -71,6 +78,36 @@ def make_session(section: SparkSection, app_name: str) -> SparkSession:
         raise ClusterError(
             f"Spark does not start on {given or 'the default master'}: {said}; {_remedy(error)}"
         ) from error
+
+
+def require_answer(master: str) -> None:
+    """See that a standalone master listens, for which Spark would try a minute; ClusterError."""
+    told = [silence(host, port) for host, port in addresses(master)]
+    if told and all(told):
+        raise ClusterError(
+            f"{told[0]}; check the URL {master}, that the master runs, and that this host may "
+            "connect to it"
+        )
+
+
+def silence(host: str, port: int) -> str:
+    """Say that nothing answers at an address; empty: something does."""
+    try:
+        socket.create_connection((host, port), timeout=_CONNECT_SECONDS).close()
+    except OSError as error:
+        return f"nothing answers at {host}:{port} ({error})"
+    return ""
+
+
+def addresses(master: str) -> list[tuple[str, int]]:
+    """Hosts and ports that a master's URL names; none for ``local`` and ``yarn``."""
+    match = _NAMED_HOST.fullmatch(master)
+    if match is None:
+        return []
+    default = _DEFAULT_PORTS[master.partition(":")[0]]
+    rest = re.sub("^https?://", "", match[1]).partition("/")[0].partition(";")[0]
+    parts = (urlsplit(f"//{place}") for place in rest.split(","))
+    return [(part.hostname or "", part.port or default) for part in parts]
 
 
 def _remedy(error: Exception) -> str:

@@ -13,7 +13,7 @@ import pyarrow.compute as pc
 
 from sparkdl.data.arrow_arrays import is_list
 from sparkdl.data.column_readers import BadRows, read
-from sparkdl.data.column_rules import refuse_bad, stored_dtype
+from sparkdl.data.column_rules import refuse_bad, remedy_of_shapes, stored_dtype
 from sparkdl.data.kinds import Rows
 from sparkdl.data.plan import Column, SpoolColumn
 from sparkdl.data.ragged import Array, Ragged
@@ -160,7 +160,7 @@ def checked_rows(
     try:
         rows = found_rows(arrays, wanted, where=where, first_row=first_row)
     except BadRows as error:
-        raise DataError(error.findings.message(column.name)) from None
+        raise DataError(error.findings.message(column.name, remedy_of_shapes(column))) from None
     _check_shape(rows, column, wanted.shape, f"row {first_row}{where}")
     if isinstance(rows, Ragged):
         last = _typed(rows.parts[-1], wanted, column)
@@ -192,7 +192,7 @@ def _check_shape(rows: Rows, column: Column, known: tuple[int, ...] | None, firs
         return
     raise DataError(
         f'column "{column.name}" is ragged: {len(rows)} rows have shape {tuple(shape)} (first: '
-        f"{first}), others {known}; pad or drop them"
+        f"{first}), others {known}; {remedy_of_shapes(column)}"
     )
 
 

@@ -17,7 +17,7 @@ import pyarrow.compute as pc
 
 from sparkdl.data.arrow_arrays import BINARY_TYPES, is_list
 from sparkdl.data.column_readers import BadRows
-from sparkdl.data.column_rules import count_bad, stored_dtype
+from sparkdl.data.column_rules import count_bad, remedy_of_shapes, stored_dtype
 from sparkdl.data.column_stats import ColumnStats
 from sparkdl.data.kinds import Rows
 from sparkdl.data.plan import Column, SpoolColumn
@@ -164,7 +164,9 @@ class ColumnSurvey:
         try:
             return found_rows(arrays, self.wanted[index], where=f" of {group}"), arrays
         except BadRows as error:
-            raise DataError(error.findings.message(self.wanted[index].name)) from None
+            wanted = self.wanted[index]
+            message = error.findings.message(wanted.name, remedy_of_shapes(wanted))
+            raise DataError(message) from None
 
     def _column(self, index: int, rows: Rows) -> Column:
         wanted = self.wanted[index]

@@ -25,6 +25,7 @@ from sparkdl.inputs import Named
 from sparkdl.mesh import Mesh
 from sparkdl.runtime.arguments import takes
 from sparkdl.runtime.process import borrowed_generator
+from sparkdl.runtime.tracebacks import arose_in
 from sparkdl.serialization.identity import identity
 from sparkdl.serialization.imported_values import (
     ProgramValues,
@@ -43,7 +44,6 @@ from sparkdl.spark.fit.check_mesh import check_mesh, check_mesh_optimizer, check
 from sparkdl.spark.frames.columns import drawn, refuse_outputs, schema_of, validation_indicator
 from sparkdl.spark.frames.kept_frames import KeepChoice, check_cache_dir, choose_keep
 from sparkdl.spark.frames.own_partitions import (
-    SHARDS,
     ShardChoice,
     choose_shards,
     frame_facts,
@@ -87,7 +87,6 @@ _MOST_COPIED = 1 << 26
 """Parameters of modules of which there is another copy to compare what optimizers do."""
 _EVERYWHERE = {"cloudpickle", "numpy", "pyarrow", "pyspark", "sparkdl", "torch"}
 """Packages without which no executor gets as far as to be asked for others."""
-MODES = ("auto", "gang", "rounds")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -485,8 +484,6 @@ def check_values(request: FitRequest) -> CheckedValues:
     if asked == "auto" and config.parallelism is not None:
         asked = "gang"
     mode = choose_mode(asked, config.sync_strategy)
-    if request.shards not in SHARDS:
-        raise ConfigError(f"shards must be one of {SHARDS}; received {request.shards!r}")
     if request.cache_dir is not None:
         check_cache_dir(request.cache_dir)
     module, weights, float_dtype = begin_module(request)
@@ -513,8 +510,6 @@ def check_values(request: FitRequest) -> CheckedValues:
 
 def choose_mode(requested: str, strategy: SyncStrategy) -> Literal["gang", "rounds"]:
     """The mode that the user asked for; ``auto`` leaves it to the strategy; raises ConfigError."""
-    if requested not in MODES:
-        raise ConfigError(f"executionMode must be one of {MODES}; received {requested!r}")
     obstacles = {"gang": strategy.why_not_gang(), "rounds": strategy.why_not_rounds()}
     if requested == "auto":
         return "rounds" if strategy.prefers_rounds and obstacles["rounds"] is None else "gang"
@@ -606,6 +601,8 @@ def make_module(request: FitRequest) -> tuple[nn.Module, str]:
                 remedy = (
                     f"pass {name}(...) or functools.partial({name}, ...) (in a job file model.args)"
                 )
+            elif arose_in(error, "torch.cuda"):
+                remedy = "make it on the CPU: each worker moves it to its own device"
             raise ConfigError(
                 f"module cannot be made: {name} raised {type(error).__name__}: {error}; {remedy}"
             ) from error

@@ -24,6 +24,7 @@ from sparkdl.errors import ConfigError, meant
 from sparkdl.inputs import Sequence
 from sparkdl.report.record.module_graph import traced
 from sparkdl.runtime.process import borrowed_generator, seeded
+from sparkdl.runtime.tracebacks import arose_in
 from sparkdl.spark.fit.check_request import CheckedValues
 from sparkdl.spark.fit.example import ROWS, Example, is_compiled, lent_weights, own_copy
 from sparkdl.spark.fit.parts_of_batches import check_parts, is_close
@@ -49,6 +50,9 @@ _OUTPUT_NAMES = frozenset(
     ("y_pred", "y_hat", "pred", "preds", "prediction", "predictions", "output", "outputs", "logits")
 )
 """Names of parameters of a loss function that take labels, and of those for modules' outputs."""
+_RESHAPING = ("Squeeze", "Unsqueeze", "View", "UnsafeView", "Reshape", "Transpose", "TBackward",
+              "Permute", "Select", "Slice", "Flatten")  # fmt: skip
+"""Beginnings of the names that torch gives to operations which change no value."""
 Sink = Callable[[Mapping[str, Any]], None]
 """Gets the graph of what a module did, see `report.module_graph`."""
 
@@ -89,6 +93,7 @@ def try_module(checked: CheckedValues, example: Example, sink: Sink | None = Non
         output = _output(module, example, checked.request, weights, None)
     trial = _judged(checked, output, example)
     check_parts(checked, example)
+    _warn_of_sigmoid(checked, example)
     _try_along_mesh(checked, example)
     return trial
 
@@ -320,10 +325,7 @@ def _try_one(loss: ModuleLoss, output: Any, target: torch.Tensor, label: Column)
             loss(output, target, None)
         ones = output.float().sum(dim=1) - 1 if isinstance(loss, ClassLoss) else None
         if ones is not None and (output >= 0).all() and (ones.abs() < 1e-3).all():
-            logger.warning(
-                "the module seems to end in a softmax, but the loss takes what comes before it "
-                "(logits), and learns slowly otherwise; leave the softmax out: transform applies it"
-            )
+            _warn_of_end("softmax")
     except ConfigError:
         raise
     except Exception as error:
@@ -332,6 +334,38 @@ def _try_one(loss: ModuleLoss, output: Any, target: torch.Tensor, label: Column)
             f"{shape_text(('batch', *label.shape))}: {type(error).__name__}: {error}; adapt "
             "module or loss"
         ) from error
+
+
+def _warn_of_end(name: str) -> None:
+    logger.warning(
+        "the module seems to end in a %s, but the loss takes what comes before it (logits), and "
+        "learns slowly otherwise; leave the %s out: transform of a classifier applies it",
+        *(name, name),
+    )
+
+
+def _warn_of_sigmoid(checked: CheckedValues, example: Example) -> None:
+    """Say so if a module ends in a sigmoid, which its loss applies once more."""
+    import torch
+    from torch import nn
+
+    from sparkdl.sync.frozen_layers import evaluating
+    from sparkdl.train.objective.loss import ModuleLoss
+
+    loss = checked.objective
+    takes_logits = isinstance(loss, ModuleLoss) and isinstance(loss.own, nn.BCEWithLogitsLoss)
+    if not takes_logits or checked.weights is not None:
+        return
+    node = None
+    # A trial of its own, since others take no gradients; what fails here is told by them.
+    with contextlib.suppress(Exception), borrowed_generator(checked.config.seed):
+        module = evaluating(own_copy(checked.module, None))
+        with torch.enable_grad():
+            node = example.of("feature", example.num_rows).call(module).grad_fn
+    while node is not None and node.name().startswith(_RESHAPING):
+        node = node.next_functions[0][0]
+    if node is not None and node.name().startswith("SigmoidBackward"):
+        _warn_of_end("sigmoid")
 
 
 def _try_along_mesh(checked: CheckedValues, example: Example) -> None:
@@ -447,6 +481,11 @@ def refusal(error: Exception, module: nn.Module, features: Items[Column]) -> str
     if failed is not None and failed.is_torchs and failed.given:
         place = f"layer {failed.name}, " * bool(failed.name)
         what = f"{place}{failed.layer}, got {failed.given}: {message}"
+    if arose_in(error, "torch.cuda"):
+        return (
+            f"the module's forward asks for a GPU, which the driver has not: {what}; leave that "
+            "out: module and inputs are on the worker's own device, x.device of an input x"
+        )
     if not isinstance(error, _TORCHS):
         return f"the module's forward failed on the features ({shown}): {what}; correct forward"
     whole = [f'"{c.name}" ({c.dtype})' for c in features if not c.dtype.startswith("float")]

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 from pyspark.sql import Column as SparkColumn
 from pyspark.sql import DataFrame
 from pyspark.sql import functions as F
 from pyspark.sql import types as T
 
-from sparkdl.errors import DataError, did_you_mean
+from sparkdl.errors import ConfigError, DataError, did_you_mean
 from sparkdl.spark.session.compat import is_case_sensitive
 
 _RESOLUTION = 1_000_000
@@ -32,8 +32,11 @@ def find(schema: T.StructType, name: str) -> list[T.StructField]:
     return [field for field in schema.fields if field.name.lower() == name.lower()]
 
 
-def require(schema: T.StructType, name: str) -> T.StructField:
-    """The field that Spark takes for ``name``; raises DataError if there is none, or several."""
+def require(schema: T.StructType, name: str, remedy: str = "") -> T.StructField:
+    """The field that Spark takes for ``name``; raises DataError if there is none, or several.
+
+    ``remedy`` is said of a name that is like none of the columns'.
+    """
     found = find(schema, name)
     if len(found) > 1:
         names = ", ".join(f'"{field.name}"' for field in found)
@@ -43,12 +46,20 @@ def require(schema: T.StructType, name: str) -> T.StructField:
         )
     if found:
         return found[0]
-    known = ", ".join(schema.names) + did_you_mean(name, schema.names)
+    known = ", ".join(schema.names) + (did_you_mean(name, schema.names) or remedy)
     raise DataError(f'column "{name}" is not in the DataFrame; its columns: {known}')
 
 
-def refuse_outputs(schema: T.StructType, names: Iterable[str], owner: str) -> None:
-    """Raise DataError if a column that ``owner`` shall add is there already."""
+def refuse_outputs(schema: T.StructType, names: Sequence[str], owner: str) -> None:
+    """See that the columns that ``owner`` shall add differ, and that none is there already.
+
+    Raises:
+        ConfigError: two have one name.
+        DataError: one is there.
+    """
+    given = names if isinstance(schema, CaseSensitive) else [name.lower() for name in names]
+    if len(set(given)) < len(names):
+        raise ConfigError(f"the output columns of {owner} must differ; received {list(names)}")
     if there := [found[0].name for name in names if (found := find(schema, name))]:
         listed = ", ".join(f'"{name}"' for name in there)
         is_one = len(there) == 1
@@ -59,7 +70,7 @@ def refuse_outputs(schema: T.StructType, names: Iterable[str], owner: str) -> No
         )
 
 
-def resolve(schema: T.StructType, name: str) -> tuple[T.StructField, SparkColumn]:
+def resolve(schema: T.StructType, name: str, remedy: str = "") -> tuple[T.StructField, SparkColumn]:
     """The column of that name, or else the field of a struct column: ``a.b`` is ``b`` in ``a``.
 
     Returns:
@@ -70,7 +81,7 @@ def resolve(schema: T.StructType, name: str) -> tuple[T.StructField, SparkColumn
     """
     parts = name.split(".")
     if len(parts) == 1 or find(schema, name):
-        return require(schema, name), F.col(quoted(name))
+        return require(schema, name, remedy), F.col(quoted(name))
     for length in range(len(parts) - 1, 0, -1):
         top = ".".join(parts[:length])
         found = find(schema, top)
@@ -80,7 +91,7 @@ def resolve(schema: T.StructType, name: str) -> tuple[T.StructField, SparkColumn
                 field = _field_of(field, part, top, type(schema))
                 column, top = column.getField(field.name), f"{top}.{field.name}"
             return T.StructField(name, field.dataType), column
-    require(schema, name)
+    require(schema, name, remedy)
     raise AssertionError("unreachable: require has raised")
 
 

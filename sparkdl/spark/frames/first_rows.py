@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import re
 import tempfile
 from collections.abc import Sequence
 from functools import partial
@@ -33,6 +34,17 @@ _SECONDS = 30.0
 _MOST_BYTES = 64 << 20
 _ALL_PARTITIONS = ("TakeOrderedAndProjectExec", "CartesianProductExec", "CollectTailExec")
 """Physical operators that look at all rows, though they require nothing of how these lie."""
+_NARROW = frozenset(
+    ("AdaptiveSparkPlan", "ArrowEvalPython", "BatchEvalPython", "BatchScan", "CollectLimit",
+     "Coalesce", "ColumnarToRow", "DeserializeToObject", "EmptyRelation", "Expand", "FileScan",
+     "Filter", "Generate", "GlobalLimit", "InMemoryRelation",
+     "InMemoryTableScan", "LocalLimit", "LocalTableScan", "MapElements", "MapInArrow",
+     "MapInPandas", "MapPartitions", "OneRowRelation", "Project", "PythonMapInArrow", "Range",
+     "RowToColumnar", "Sample", "Scan", "SerializeFromObject", "TableCacheQueryStage", "Union")
+)  # fmt: skip
+"""The operators that give a row as soon as they have one, by the names in which plans show them."""
+_OPERATOR = re.compile(r"(?P<branch>[ :|]*(?:[+:]- )?)(?:\*(?:\(\d+\))? ?)?(?P<name>[A-Z]\w*)")
+"""Pattern of a line of a plan, such as `` :  +- *(1) Project [id#1]``."""
 
 
 class FirstRows(SpooledRows):
@@ -79,6 +91,8 @@ def first_rows(df: DataFrame, spec: TableSpec, run_id: str) -> FirstRows | None:
     hashed = hashed.withColumn("hash", F.xxhash64(*[F.col(name) for name in hashed.columns]))
     if not is_answered_early(hashed):
         return None
+    if is_connect(df.sparkSession):  # where a limit would take so many rows of every partition
+        hashed = hashed.coalesce(1)
     doing("looking at the first rows")
     try:
         what = f"sparkdl {run_id}: look at the first rows"
@@ -95,9 +109,28 @@ def first_rows(df: DataFrame, spec: TableSpec, run_id: str) -> FirstRows | None:
 def is_answered_early(df: DataFrame) -> bool:
     """True if no operator of the plan needs rows of all partitions before it gives one."""
     if is_connect(df.sparkSession):
-        return False
+        of_connect: Any = df
+        return is_shown_narrow(of_connect._explain_string(mode="simple"))
     of_java: Any = df
     return _is_narrow(of_java._jdf.queryExecution().sparkPlan())
+
+
+def is_shown_narrow(shown: str) -> bool:
+    """The same of a plan as Spark shows it, where all operators must be known; see `_NARROW`."""
+    cached: int | None = None
+    for line in shown.splitlines():
+        found = _OPERATOR.match(line)
+        if found is None:
+            if line.strip() and not line.startswith("=="):
+                return False
+            continue
+        depth = len(found["branch"])
+        if cached is not None and depth > cached:
+            continue  # the plan of what is cached, which may be made already
+        cached = depth if found["name"] == "InMemoryRelation" else None
+        if found["name"] not in _NARROW or "Subquery" in line or "subquery" in line:
+            return False
+    return True
 
 
 def _is_narrow(plan: Any) -> bool:

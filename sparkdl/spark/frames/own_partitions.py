@@ -15,7 +15,6 @@ from pyspark.sql import DataFrame
 from sparkdl.errors import ConfigError
 from sparkdl.spark.session.compat import is_connect
 
-SHARDS = ("auto", "rows", "partitions")
 _LARGE_BYTES = 1 << 30
 """Size of the files from which on ``"auto"`` saves the shuffle; see docs/sources.md."""
 _MOST_FOR_PART = 8

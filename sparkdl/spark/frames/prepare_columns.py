@@ -48,6 +48,13 @@ _SQL_TYPES = {
 _IMAGE_FIELDS = ("height", "width", "nChannels", "data")
 _SPARSE_FIELDS = ("size", "indices", "values")
 
+_NAMED_BY: dict[Role, str] = {
+    "feature": "; name others by featuresCol, inputCols or inputs",
+    "label": "; name another by labelCol",
+    "weight": "; name another by weightCol",
+}
+"""Role of a column -> the remedy where it is not there."""
+
 Found = tuple[T.StructField, SparkColumn]
 """The result of `columns.resolve`."""
 Cast = tuple[SparkColumn, str]
@@ -77,7 +84,7 @@ def prepare(
         Named(argument=None, specification=Tensor(wanted)) if isinstance(wanted, str) else wanted
     )
     kind = entry.specification
-    found = [resolve(schema, c) for c in kind.columns]
+    found = [resolve(schema, c, _NAMED_BY[role]) for c in kind.columns]
     field = found[0][0]
     is_made = kind.transform is not None or kind.own_kind is not None
     if not isinstance(wanted, str) and (is_made or not isinstance(field.dataType, _FLOATS)):
@@ -230,6 +237,8 @@ def _image(found: Found, kind: Image) -> Cast:
         require_pillow()
     elif not set(_IMAGE_FIELDS) <= set(names):
         advice = "it must be binary (a file's bytes) or Spark's image struct"
+        if isinstance(field.dataType, T.StringType):
+            advice += '; spark.read.format("binaryFile").load(folder) reads files, as "content"'
         raise _cannot_be_made(field, kind, advice)
     elif kind.num_parts:
         advice = "such images are decoded already; use decode='spool'"
@@ -302,9 +311,30 @@ def _wrong_type(field: T.StructField, role: Role | Literal["class"]) -> DataErro
         "binary; inputs={...} takes images (sparkdl.Image), rows of different lengths "
         "(sparkdl.Sequence) and, with a transform, whatever else, such as text",
     }[role]
-    if role == "feature" and isinstance(field.dataType, T.StringType):
-        advice = f"read numbers of a CSV file with inferSchema=True; {advice}"
+    if role == "feature" and (numbers := _as_numbers(field)):
+        advice = f"{numbers}; {advice}"
     return DataError(
         f'column "{field.name}" has type {field.dataType.simpleString()} '
         f"and cannot become a tensor; {advice}"
     )
+
+
+def _as_numbers(field: T.StructField) -> str:
+    """Say how to make numbers of values of a common type that are none; empty: of another."""
+    depth, element, name = 0, field.dataType, field.name
+    while isinstance(element, T.ArrayType):
+        depth, element = depth + 1, element.elementType
+    if depth and isinstance(element, T.StringType):
+        return f'cast the text: F.col("{name}").cast("{"array<" * depth}float{">" * depth}")'
+    if depth:
+        return ""
+    if isinstance(element, T.StringType):
+        return (
+            "read numbers of a CSV file with inferSchema=True, or cast the text: "
+            f'F.col("{name}").cast("float")'
+        )
+    if isinstance(element, T.StructType) and element.names:
+        return f'name a field of it, such as "{name}.{element.names[0]}"'
+    calls = {T.DateType: "unix_date", T.TimestampType: "unix_seconds", T.MapType: "map_values"}
+    call = calls.get(type(element))
+    return "" if call is None else f'make numbers of it, such as by F.{call}("{name}")'

@@ -218,7 +218,10 @@ def _described(data: Any) -> str:
         return f"the class {data.__name__}; pass an object of it, {data.__name__}(...)"
     kind = type(data).__name__
     if isinstance(data, str):
-        return f"{kind}; spark.read.parquet(path) and sparkdl.ParquetSource(path) read files"
+        return (
+            f"{kind}; spark.read.parquet(path) and sparkdl.ParquetSource(path) read files, and "
+            "spark.table(name) a table or a view"
+        )
     packages = [one.__module__.partition(".")[0] for one in type(data).__mro__]
     if "torch" in packages and not _is_array(data):
         return f"{kind}; sparkdl.DatasetSource(function) takes what makes a dataset"
@@ -252,6 +255,11 @@ def check_params(owner: Params, params: Any) -> None:
             f"received {type(params).__name__} as the second argument{remedy}"
         )
     for param in {param: None for one in several for param in one or ()}:
+        if isinstance(param, str):
+            raise ConfigError(
+                f"the keys are Params, and {param!r} is a name; write {{estimator.{param}: ...}} "
+                f"with the name of your {type(owner).__name__} in place of estimator"
+            )
         if getattr(param, "parent", owner.uid) != owner.uid:
             raise ConfigError(
                 f"the Param {param.name} of {param.parent} is none of {owner.uid}, which is to be "

@@ -1,7 +1,7 @@
 """The values that Params accept, and the form in which they are kept.
 
 These are type converters as pyspark knows them: they return the value to keep, also of their own
-results, or raise TypeError or ConfigError. Ranges of numbers are checked later, by `TrainConfig`.
+results, or raise TypeError or ConfigError. A `Rule` is checked after them.
 """
 
 from __future__ import annotations
@@ -239,8 +239,8 @@ def to_shapes(value: Any) -> list[Any]:
     if isinstance(value, list | tuple) and all(one is None or _is_shape(one) for one in value):
         return [None if one is None else list(map(int, one)) for one in value]
     raise TypeError(
-        f"expected a shape such as (1, 28, 28), or a list with a shape or None per input column, "
-        f"received {value!r}"
+        "expected the shape of one row, without the batch, such as (1, 28, 28), or a list with a "
+        f"shape or None per input column; received {value!r}"
     )
 
 

@@ -17,7 +17,15 @@ from functools import cache
 from typing import Annotated, Any, Literal, Protocol, TypedDict, Union
 
 from sparkdl import sync
-from sparkdl.config import EarlyStopping, TrainConfig
+from sparkdl.config import (
+    RULES,
+    STEPS_BETWEEN,
+    EarlyStopping,
+    Rule,
+    TrainConfig,
+    at_least,
+    one_of,
+)
 from sparkdl.errors import ConfigError
 from sparkdl.inputs import Named, Specification, check_names, named
 from sparkdl.mesh import Mesh
@@ -142,6 +150,13 @@ OF_THE_FIELD: Any = object()
 """Default of a Param whose field has one."""
 
 
+def _is_part(value: float) -> bool:
+    return 0 < value < 1
+
+
+_PART = Rule("must be between 0 and 1", _is_part)
+
+
 @dataclass(frozen=True)
 class Option:
     """The properties of a Param, besides its name and type."""
@@ -161,8 +176,8 @@ class Option:
     """The field's name there. Left out: the Param's in snake_case."""
     read: Callable[[Any], Any] | None = None
     """Derives the field's value from all Params. None: it is the Param's value, lists as tuples."""
-    least: float | None = None
-    """Smallest value of a Param that fills a FitRequest; TrainConfig checks its own fields."""
+    rule: Rule | None = None
+    """The rule for its values. Left out: that of the field of its name in `RULES`."""
     in_job_file: Any = None
     """Type of its key in job files. None: it follows from that of the Param."""
     is_called_later: bool = False
@@ -295,7 +310,7 @@ class EstimatorArguments(InputArguments, total=False):
     validationFraction: Annotated[float | None, Option(
         "part of the rows that is used for validation instead of training (between 0 and 1), "
         "drawn by a hash of what inputs, label and weight hold: always the same rows, and equal "
-        "ones together. None: none.", default=None, fills="request")]
+        "ones together. None: none.", default=None, fills="request", rule=_PART)]
     validationInterval: Annotated[int | None, Option(
         "steps (>= 1) between evaluations on the validation rows within an epoch, besides that "
         "at its end; each waits for the end of a round. None: no others.")]
@@ -310,16 +325,16 @@ class EstimatorArguments(InputArguments, total=False):
     numWorkers: Annotated[int | Literal["auto"] | None, Option(
         "number of workers that train together, or of shards that train in rounds; None: one per "
         "executor, or one per GPU; 'auto': the number with which the fit is shortest, by the cost "
-        "model of explain.", default=None, fills="request", least=1)]
+        "model of explain.", default=None, fills="request", rule=at_least(1))]
     minWorkers: Annotated[int | None, Option(
         "train with at least this many workers (>= 1) when numWorkers are not available: after a "
         "loss training goes on with those that are left, and with more when they are back. "
-        "None: numWorkers.", default=None, fills="request", least=1)]
+        "None: numWorkers.", default=None, fills="request", rule=at_least(1))]
     numShards: Annotated[int | None, Option(
         "fixed parts of the rows (>= numWorkers), of which each worker has one or more. What is "
         "learnt depends on them and not on the number of workers, so a later fit may go on with "
         "more or fewer, within an epoch too. None: one for each worker.",
-        default=None, fills="request", least=1)]
+        default=None, fills="request", rule=at_least(1))]
     elasticity: Annotated[str, Option(
         "up to what the result is the same for all numbers of workers: 'rounding', or 'bits', for "
         "which a worker trains on its shards one after the other, and which needs all-reduce.")]
@@ -327,7 +342,7 @@ class EstimatorArguments(InputArguments, total=False):
         "what makes a shard: 'rows' (assigned by a hash: equal data gives equal shards), "
         "'partitions' (the DataFrame's own, without a shuffle, where they are stable files; else "
         "rows), or 'auto' (partitions if these are large).",
-        default="rows", fills="request")]
+        default="rows", fills="request", rule=one_of("auto", "rows", "partitions"))]
     cacheDir: Annotated[str | None, Option(
         "folder of the executors' local disks in which the spool is kept, so that a later fit on "
         "the same files with the same inputs does not read them again; 'sparkdl clean' removes "
@@ -345,7 +360,7 @@ class EstimatorArguments(InputArguments, total=False):
     executionMode: Annotated[str, Option(
         "how workers run: 'gang' (all at once), 'rounds' (plain Spark stages, for strategies "
         "that average), or 'auto', which leaves it to the strategy.",
-        default="auto", fills="request")]
+        default="auto", fills="request", rule=one_of("auto", "gang", "rounds"))]
     parallelism: Annotated[Mesh | None, Option(
         "sparkdl.Mesh(...): along which axes the workers divide the model; it says how many "
         "workers there are, too. None: each worker has all of it.",
@@ -376,11 +391,11 @@ class EstimatorArguments(InputArguments, total=False):
         "checkpoints while the fit runs.", fills="checkpoint", field="directory")]
     checkpointInterval: Annotated[int, Option(
         "steps between checkpoints (>= 1), -1 to write only the last.",
-        fills="checkpoint", field="interval")]
+        fills="checkpoint", field="interval", rule=STEPS_BETWEEN)]
     maxRestarts: Annotated[int, Option(
         "how often training goes on from the last checkpoint after workers were lost (>= 0); "
         "progress refills it: only restarts without a newer checkpoint, or round, count.",
-        default=3, fills="request", least=0)]
+        default=3, fills="request", rule=at_least(0))]
     earlyStopping: Annotated[EarlyStopping | None, Option(
         "sparkdl.EarlyStopping(...): when to stop before the last epoch; None: never.",
         in_job_file=EarlyStopping)]
@@ -410,13 +425,14 @@ class EstimatorArguments(InputArguments, total=False):
         convert=converters.to_run_name, default=None, fills="request")]
     verbose: Annotated[int, Option(
         "what the driver shows: 0 nothing, 1 progress and the workers' warnings, 2 also their "
-        "logs and what they print. At 0 warnings are logged.", default=1, fills="request", least=0)]
+        "logs and what they print. At 0 warnings are logged.",
+        default=1, fills="request", rule=at_least(0))]
     cpusPerWorker: Annotated[int | None, Option(
         "CPU cores per worker, asked for by stage-level scheduling; None: spark.task.cpus.",
-        default=None, fills="request", least=1)]
+        default=None, fills="request", rule=at_least(1))]
     gpusPerWorker: Annotated[float | None, Option(
         "GPUs per worker (may be a fraction), asked for by stage-level scheduling; None: "
-        "spark.task.resource.gpu.amount.", default=None, fills="request", least=0)]
+        "spark.task.resource.gpu.amount.", default=None, fills="request", rule=at_least(0))]
 
 
 class RegressorArguments(EstimatorArguments, total=False):
@@ -524,6 +540,7 @@ def options(arguments: type) -> Mapping[str, Option]:
             name=name,
             key=key,
             field=option.field or key,
+            rule=option.rule or RULES.get(key),
             type=Union[parts],  # noqa: UP007
             accepts_none=types.NoneType in parts_of(hint),
             accepts_auto=Literal["auto"] in parts_of(hint),

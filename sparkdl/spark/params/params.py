@@ -16,7 +16,7 @@ from pyspark.ml.param import Param, Params, TypeConverters, shared
 from pyspark.ml.util import MLWritable
 
 from sparkdl import familiar_names
-from sparkdl.config import CheckpointConfig, Task, TrainConfig, require
+from sparkdl.config import CheckpointConfig, Rule, Task, TrainConfig
 from sparkdl.errors import (
     ConfigError,
     ParamError,
@@ -78,6 +78,8 @@ class CheckedParams(
             try:
                 plain = plain_value(value)
                 self._paramMap[param] = None if value is None else param.typeConverter(plain)
+            except ParamError as error:  # of a rule, which names the Param
+                wrong.append(str(error))
             except (TypeError, ConfigError) as error:  # without the converter's frames
                 remedy = ""
                 if name == "featuresCol" and isinstance(value, list | tuple):
@@ -226,6 +228,8 @@ def with_params(arguments: type, **defaults: Any) -> Callable[[C], C]:
                 convert = partial(option.check, option.doc)
             elif option.convert is None and option.type in _SPARKS_CONVERTERS:
                 convert = partial(_convert_as_spark, option.type)
+            if option.rule is not None:
+                convert = partial(_by_rule, name, option.rule, convert)
             if option.accepts_auto:
                 convert = partial(_auto_or, convert)
             setattr(cls, name, Param(Params._dummy(), name, option.doc, typeConverter=convert))
@@ -303,6 +307,16 @@ def _auto_or(convert: Callable[[Any], Any], value: Any) -> Any:
     return AUTO if isinstance(value, str) and value == AUTO else convert(value)
 
 
+def _by_rule(name: str, rule: Rule, convert: Callable[[Any], Any], value: Any) -> Any:
+    """Convert a value, and see that it keeps the rule; raises ParamError with the Param's name."""
+    converted = convert(value)
+    try:
+        rule.check(converted, name)
+    except ConfigError as error:
+        raise ParamError(str(error)) from None
+    return converted
+
+
 def _convert_as_spark(kind: Any, value: Any) -> Any:
     """Convert a value as Spark does; its own errors fail to name some values, such as tuples."""
     try:
@@ -352,9 +366,6 @@ def training_values(params: TrainParams, task: Task) -> tuple[TrainConfig, dict[
         if option.accepts_auto and isinstance(value, str) and value == AUTO:
             automatic.append(name)
             value = option.start
-        if option.least is not None and value is not None:
-            with problems.caught():
-                require(value >= option.least, f"{name} must be at least {option.least}", value)
         values[option.fills][option.field] = tuple(value) if isinstance(value, list) else value
     checkpoint = CheckpointConfig()
     with problems.caught():

@@ -68,12 +68,15 @@ class ParamsWriter(MLWriter):
         path, folders = at_home(path), dict[str, PreparedModule]()
         stage_metadata.require_plain_name(path)
         described = self._describe(folders)
-        if self.shouldOverwrite and stage_metadata.is_there(path, self.sparkSession):
+        replaces = self.shouldOverwrite and stage_metadata.is_there(path, self.sparkSession)
+        if not replaces:
+            stage_metadata.make_way(path, self.shouldOverwrite, self.sparkSession)
+        stage_metadata.check_folder(path, self.sparkSession)
+        if replaces:
             aside = stage_metadata.beside(path)
             self._write(described, folders, aside)
             stage_metadata.take_place(aside, self.sparkSession)
         else:
-            stage_metadata.make_way(path, self.shouldOverwrite, self.sparkSession)
             self._write(described, folders, path)
 
     def _write(self, described: Params, folders: Mapping[str, PreparedModule], path: str) -> None:

@@ -95,6 +95,15 @@ def check_place(path: str, spark: SparkSession) -> None:
     check_writable(open_storage(folder) if is_python else HadoopStorage(spark, folder))
 
 
+def check_folder(path: str, spark: SparkSession) -> None:
+    """See that Spark can write where a folder needs one that it lies in; raises StorageError.
+
+    Spark would end in the stacks of a job. Object stores have no such folder.
+    """
+    if not is_connect(spark) and scheme_of(path) in (None, "file", "hdfs", "viewfs"):
+        check_place(path, spark)
+
+
 def _parent(path: str) -> str:
     """The folder that ``path`` lies in; a bucket or host itself."""
     parent, slash, _ = path.rstrip("/").rpartition("/")

@@ -128,12 +128,9 @@ class FitRequest(Request):
     """Such Params once they are chosen; see `TrainingSummary.chosen`."""
 
     def __post_init__(self) -> None:
-        column, fraction = self.validation_col, self.validation_fraction
-        if fraction is not None:
-            require(0 < fraction < 1, "validationFraction must be between 0 and 1", fraction)
-            require(
-                column is None, "set either validationFraction or validationIndicatorCol", column
-            )
+        column = self.validation_col
+        is_one = column is None or self.validation_fraction is None
+        require(is_one, "set either validationFraction or validationIndicatorCol", column)
 
     @property
     def validation(self) -> str | float | None:

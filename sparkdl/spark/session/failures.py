@@ -125,6 +125,12 @@ def raise_unless_loss(error: Exception) -> None:
 def raise_if_ended(spark: SparkSession, error: Exception | None = None) -> None:
     """Raise ClusterError if the session has ended, of which ``error`` is a consequence."""
     if has_ended(spark):
+        other = SparkSession.getActiveSession()
+        if other is not None and other is not spark and not has_ended(other):
+            raise ClusterError(
+                "the Spark session of this DataFrame has ended, and another one runs now; make the "
+                "DataFrame again with that one"
+            ) from error
         raise ClusterError(
             "the Spark session has ended: the program or the cluster manager has stopped it, or "
             "its JVM was killed, mostly for lack of memory (spark.driver.memory); let the session "

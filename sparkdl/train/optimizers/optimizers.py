@@ -5,6 +5,7 @@ The learning rate is what the user set, on any number of ranks: it is never scal
 
 from __future__ import annotations
 
+import inspect
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -16,7 +17,7 @@ from torch import nn
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from sparkdl.config import TrainConfig
-from sparkdl.errors import ConfigError, SparkDLError, unknown
+from sparkdl.errors import ConfigError, SparkDLError, unknown, unknown_names
 from sparkdl.runtime.name_patterns import check_fit, fits
 from sparkdl.runtime.tracebacks import users_line
 from sparkdl.sync.averaging.outer_step import NEEDS_ANOTHER_LOOP, TORCH_OPTIMIZERS
@@ -232,6 +233,18 @@ def _kind(config: TrainConfig, module: nn.Module | None) -> Any:
     return OPTIMIZERS[kind.lower()]
 
 
+def _strange(kind: Any, options: Iterable[str]) -> tuple[list[str], list[str]]:
+    """The options that a kind of optimizer does not take, and those that it takes."""
+    try:
+        _, *others = inspect.signature(kind).parameters.values()  # the first are parameters
+    except (TypeError, ValueError):
+        return [], []
+    if any(one.kind is one.VAR_KEYWORD for one in others):
+        return [], []
+    known = [one.name for one in others]
+    return [name for name in options if name not in known], known
+
+
 def _made(
     kind: Any,
     parameters: Any,
@@ -248,7 +261,9 @@ def _made(
         return kind(parameters, **{**fused, **options})
     except (TypeError, ValueError) as error:
         name = getattr(kind, "__name__", repr(kind))
-        raise ConfigError(f"optimizer {name} refused {options}{where}: {error}") from error
+        strange, known = _strange(kind, options)
+        reason = unknown_names("it has no option", strange, known) if strange else str(error)
+        raise ConfigError(f"optimizer {name} refused {options}{where}: {reason}") from error
 
 
 @dataclass(frozen=True)

@@ -16,8 +16,9 @@ from pyspark.sql import SparkSession
 
 from sparkdl.cli import doctor_command
 from sparkdl.cli.doctor import cluster_checks
-from sparkdl.cli.doctor.cluster_checks import addresses, examine_cluster, refused_time_outs
+from sparkdl.cli.doctor.cluster_checks import examine_cluster, refused_time_outs
 from sparkdl.cli.doctor.finding import Finding, Order
+from sparkdl.cli.job_files.spark_session import addresses
 from sparkdl.spark.cluster import cluster_info, slots
 from sparkdl.spark.cluster.cluster_info import ClusterInfo
 from sparkdl.spark.session import compat

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 from pathlib import Path
 
 import pytest
@@ -69,8 +70,27 @@ def test_a_master_that_does_not_answer_is_told_in_one_line(
         raise Stopped
 
     monkeypatch.setattr(type(SparkSession.builder), "getOrCreate", fail)
-    with pytest.raises(ClusterError, match=r"not start on spark://h:7: .*stopped; 'sparkdl doc"):
-        make_session(SparkSection(master="spark://h:7"), "test")
+    with pytest.raises(ClusterError, match=r"not start on k8s://h:7: .*stopped; 'sparkdl doc"):
+        make_session(SparkSection(master="k8s://h:7"), "test")
+
+
+def test_a_standalone_master_that_is_not_there_is_told_before_spark_starts(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Spark would try for a minute."""
+    monkeypatch.setattr(type(SparkSession.builder), "getOrCreate", lambda builder: "a session")
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+        one = f"spark://127.0.0.1:{port}"
+        assert make_session(SparkSection(master=one), "test") == "a session"
+        two = f"spark://127.0.0.1:1,127.0.0.1:{port}"
+        assert make_session(SparkSection(master=two), "test") == "a session"
+    with pytest.raises(ClusterError) as caught:
+        make_session(SparkSection(master=one), "test")
+    assert str(caught.value) == (
+        f"nothing answers at 127.0.0.1:{port} ([Errno 111] Connection refused); check the URL "
+        f"{one}, that the master runs, and that this host may connect to it"
+    )
 
 
 def test_an_event_log_that_cannot_be_written_is_named(monkeypatch: pytest.MonkeyPatch) -> None:

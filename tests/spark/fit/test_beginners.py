@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 from pyspark.ml.tuning import ParamGridBuilder
+from pyspark.sql.types import StructType
 from torch import nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
@@ -22,7 +23,7 @@ from sparkdl.data.plan import Column
 from sparkdl.errors import ConfigError
 from sparkdl.spark.cluster.probe import Needs
 from sparkdl.spark.fit.check_request import check_training, make_module
-from sparkdl.spark.frames.columns import validation_indicator
+from sparkdl.spark.frames.columns import refuse_outputs, validation_indicator
 from sparkdl.train.objective.loss import CallableLoss
 from tests.spark.fit.requests import request
 from tests.spark.fit.test_check_rows import X, Y, num_classes
@@ -271,7 +272,8 @@ MISTAKES: dict[str, tuple[Callable[[], Any], str]] = {
     "a path": (
         lambda: TorchClassifier(module=nn.Identity).fit("data/train"),
         "fit takes a DataFrame of Spark or pandas, or a source such as sparkdl.ParquetSource; "
-        "received str; spark.read.parquet(path) and sparkdl.ParquetSource(path) read files",
+        "received str; spark.read.parquet(path) and sparkdl.ParquetSource(path) read files, and "
+        "spark.table(name) a table or a view",
     ),
     "a loader": (
         lambda: TorchClassifier(module=nn.Identity).fit(
@@ -290,6 +292,31 @@ MISTAKES: dict[str, tuple[Callable[[], Any], str]] = {
         'Invalid param value given for param "featuresCol": must be a string; received [\'a\', '
         "'b']; put columns together with VectorAssembler or F.array, or name them as inputCols, "
         "each of which is an argument of forward",
+    ),
+    "a shape with the batch": (
+        lambda: TorchClassifier(inputShape=(-1, 4)),
+        'Invalid param value given for param "inputShape": expected the shape of one row, without '
+        "the batch, such as (1, 28, 28), or a list with a shape or None per input column; "
+        "received (-1, 4)",
+    ),
+    "an option that an optimizer has not": (
+        lambda: check_training(nn.Linear(4, 3), request(optimizer_params={"weightdecay": 0.1})),
+        "optimizer SGD refused {'weightdecay': 0.1}: it has no option 'weightdecay'; did you mean "
+        "'weight_decay'?",
+    ),
+    "Params by their names": (
+        lambda: TorchClassifier(module=nn.Identity).fit(None, {"epochs": 3}),
+        "the keys are Params, and 'epochs' is a name; write {estimator.epochs: ...} with the name "
+        "of your TorchClassifier in place of estimator",
+    ),
+    "two output columns of one name": (
+        lambda: refuse_outputs(StructType(), ("p", "raw", "P"), "the model of TorchClassifier"),
+        "the output columns of the model of TorchClassifier must differ; received ['p', 'raw', "
+        "'P']",
+    ),
+    "a seed that torch does not take": (
+        lambda: TorchClassifier(seed=2**64),
+        "seed must be at least -2**63 and less than 2**64; received 18446744073709551616",
     ),
     "no seed": (
         lambda: TorchClassifier(seed=None),
@@ -328,6 +355,30 @@ def test_all_that_is_said_of_a_mistake(mistake: str) -> None:
     with pytest.raises(ConfigError) as caught:
         make()
     assert str(caught.value) == message
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_code_that_wants_a_gpu_which_the_driver_has_not() -> None:
+    with pytest.raises((AssertionError, RuntimeError)) as of_torch:
+        torch.zeros(1).cuda()
+    told = f"{of_torch.type.__name__}: {of_torch.value}"
+
+    def on_a_gpu() -> nn.Module:
+        return nn.Linear(4, 3).cuda()
+
+    with pytest.raises(ConfigError) as caught:
+        made(on_a_gpu)
+    assert str(caught.value) == (
+        f"module cannot be made: {on_a_gpu.__qualname__} raised {told}; make it on the CPU: each "
+        "worker moves it to its own device"
+    )
+    for place in ("cuda", "cuda:0"):
+        with pytest.raises(ConfigError) as caught:
+            shown(Gives(lambda logits: logits.to(place)))  # noqa: B023
+        assert str(caught.value) == (
+            f"the module's forward asks for a GPU, which the driver has not: {told}; leave that "
+            "out: module and inputs are on the worker's own device, x.device of an input x"
+        )
 
 
 def test_a_loss_that_is_the_same_both_ways_may_have_its_parameters_in_any_order() -> None:

@@ -244,6 +244,36 @@ def test_a_sigmoid_before_a_function_is_warned_of(caplog: pytest.LogCaptureFixtu
     assert "seems to end in a Sigmoid" in caplog.messages[0]
 
 
+class Squashed(nn.Linear):
+    """Ends in a sigmoid that is no layer."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.sigmoid(super().forward(x)).squeeze(-1)
+
+
+class Gated(nn.Linear):
+    """Gives logits, which a sigmoid is a part of."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out = super().forward(x)
+        return out * torch.sigmoid(out)
+
+
+def test_a_sigmoid_before_a_loss_of_logits_is_warned_of(caplog: pytest.LogCaptureFixture) -> None:
+    asked = request(loss="bce_with_logits")
+    for plain in (nn.Linear(4, 1), Gated(4, 1), nn.Sequential(nn.Sigmoid(), nn.Linear(4, 1))):
+        num_classes(plain, [X, Y], asked)
+    assert not caplog.messages
+    for squashed in (Squashed(4, 1), nn.Sequential(nn.Linear(4, 1), nn.Sigmoid())):
+        num_classes(squashed, [X, Y], asked)
+        assert caplog.messages == [
+            "the module seems to end in a sigmoid, but the loss takes what comes before it "
+            "(logits), and learns slowly otherwise; leave the sigmoid out: transform of a "
+            "classifier applies it"
+        ]
+        caplog.clear()
+
+
 def test_metrics_that_ignore_a_weight_column_are_warned_of(
     caplog: pytest.LogCaptureFixture,
 ) -> None:

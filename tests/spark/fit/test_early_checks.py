@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
+import io
 import re
 import sys
 from functools import partial
@@ -18,7 +20,7 @@ from sparkdl import TorchClassifier, TorchRegressor
 from sparkdl.errors import ClusterError, ConfigError, DataError
 from sparkdl.spark.fit import check_rows
 from sparkdl.spark.fit.check_rows import check_some
-from sparkdl.spark.frames.first_rows import is_answered_early
+from sparkdl.spark.frames.first_rows import is_answered_early, is_shown_narrow
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame, SparkSession
@@ -182,6 +184,13 @@ def test_rows_of_which_none_counts(counted: Counted, caplog: pytest.LogCaptureFi
             fit(ignored, nn.Linear(4, 3), loss=loss, maxSteps=-1, batchSize=500, **strategy)
 
 
+def shown(df: DataFrame) -> str:
+    """The plan as Spark prints it."""
+    with contextlib.redirect_stdout(io.StringIO()) as text:
+        df.explain()
+    return text.getvalue()
+
+
 def test_which_plans_answer_a_few_rows_at_once(spark: SparkSession, tmp_path: Path) -> None:
     numbers = spark.range(8).withColumn("x", F.col("id") * 2)
     (numbers.write.parquet(str(tmp_path / "p")))
@@ -193,8 +202,9 @@ def test_which_plans_answer_a_few_rows_at_once(spark: SparkSession, tmp_path: Pa
         files.where(F.col("x") > numbers.agg(F.max("id")).scalar()),
     ]  # fmt: skip
     narrow = [
+        files.limit(5).select("x"),
         files, numbers, cached, files.where("x > 3").select("x"), files.union(files),
-        files.limit(5), files.coalesce(1), files.sample(0.5),
+        files.coalesce(1), files.sample(0.5),
         spark.createDataFrame([(1,)], "a int"),
         files.selectExpr("explode(array(x, id)) AS y"),
         files.mapInPandas(lambda parts: parts, files.schema),
@@ -202,6 +212,9 @@ def test_which_plans_answer_a_few_rows_at_once(spark: SparkSession, tmp_path: Pa
     ]  # fmt: skip
     assert [is_answered_early(df) for df in narrow] == [True] * len(narrow)
     assert [is_answered_early(df) for df in wide] == [False] * len(wide)
+    # On Spark Connect there is the text only, which shows a limit as a shuffle to one partition.
+    assert [is_shown_narrow(shown(df)) for df in narrow[1:]] == [True] * len(narrow[1:])
+    assert [is_shown_narrow(shown(df)) for df in wide] == [False] * len(wide)
     cached.unpersist()
 
 

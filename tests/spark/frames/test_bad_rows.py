@@ -59,9 +59,9 @@ def columns(folder: Path, rows: list[Any], *, as_classes: bool = True) -> tuple[
         ),
         (
             [([1.0, 2.0], NAN, 1.0)] * 3,
-            r'"y" must hold whole, non-negative class indices \(index strings with '
-            r"StringIndexer\), but 3 rows do not \(first: nan in row \d+ of partition [01]\); "
-            "drop or mend them",
+            r'"y" must hold whole, non-negative class indices \(StringIndexer makes them of '
+            r"other labels, TorchRegressor learns numbers\), but 3 rows do not \(first: nan in row "
+            r"\d+ of partition [01]\); drop or mend them",
         ),
         ([([1.0, 2.0], 1.5, 1.0)], r'"y" .* but 1 row does not \(first: 1.5 in row \d+ of'),
         ([([1.0, 2.0], -1.0, 1.0)], r'"y" .* but 1 row does not \(first: -1.0 in row'),

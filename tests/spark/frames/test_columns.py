@@ -17,7 +17,7 @@ from pyspark.sql.types import LongType, StructField, StructType
 from sparkdl.data.arrow_arrays import examine, uniform
 from sparkdl.data.plan import Column, Role, SpoolColumn
 from sparkdl.errors import DataError
-from sparkdl.inputs import Named, Tensor
+from sparkdl.inputs import Image, Named, Tensor
 from sparkdl.spark.frames.columns import CaseSensitive, drawn, require, validation_indicator
 from sparkdl.spark.frames.prepare_columns import prepare, prepare_trained
 
@@ -175,7 +175,6 @@ def test_labels_are_what_losses_accept(df: DataFrame) -> None:
         ("string", "label", "string", "index strings with StringIndexer"),
         ("binary", "weight", "binary", "a weight is a number"),
         ("string", "weight", "string", "a weight is a number"),
-        ("string", "feature", "string", "CSV file with inferSchema=True; a feature is a number"),
         ("doubles", "weight", "array<double>", "a weight is a number"),
     ],
 )  # fmt: skip
@@ -187,6 +186,41 @@ def test_types_of_which_no_tensor_can_be_made(
     message = str(caught.value)
     assert message.startswith(f'column "{name}" has type {shown} and cannot become a tensor')
     assert advice in message
+
+
+def test_how_to_make_numbers_of_values_that_are_none(spark: SparkSession) -> None:
+    for shown, remedy in (
+        ("string", "read numbers of a CSV file with inferSchema=True, or cast the text: "
+         'F.col("x").cast("float")'),
+        ("array<string>", 'cast the text: F.col("x").cast("array<float>")'),
+        ("array<array<string>>", 'cast the text: F.col("x").cast("array<array<float>>")'),
+        ("date", 'make numbers of it, such as by F.unix_date("x")'),
+        ("timestamp", 'make numbers of it, such as by F.unix_seconds("x")'),
+        ("map<string,int>", 'make numbers of it, such as by F.map_values("x")'),
+        ("struct<a:int,b:int>", 'name a field of it, such as "x.a"'),
+    ):  # fmt: skip
+        schema = StructType.fromDDL(f"x {shown}")
+        with pytest.raises(DataError) as caught:
+            prepare(schema, "x", "feature", float_dtype="float32")
+        assert str(caught.value) == (
+            f'column "x" has type {shown} and cannot become a tensor; {remedy}; a feature is a '
+            "number, a boolean, an array of numbers, a Spark ML vector or binary; inputs={...} "
+            "takes images (sparkdl.Image), rows of different lengths (sparkdl.Sequence) and, with "
+            "a transform, whatever else, such as text"
+        )
+
+
+def test_paths_are_no_images(spark: SparkSession) -> None:
+    schema = StructType.fromDDL("x string")
+    with pytest.raises(DataError) as caught:
+        prepare(
+            schema, Named(argument=None, specification=Image("x")), "feature", float_dtype="float32"
+        )
+    assert str(caught.value) == (
+        'column "x" has type string, of which Image cannot be made; it must be binary (a file\'s '
+        'bytes) or Spark\'s image struct; spark.read.format("binaryFile").load(folder) reads '
+        'files, as "content"'
+    )
 
 
 @pytest.mark.parametrize(

@@ -8,6 +8,7 @@ import pytest
 from torch import nn
 
 from sparkdl.cli.job_files.job_file import key_type
+from sparkdl.config import at_least
 from sparkdl.errors import ConfigError
 from sparkdl.estimator import TorchRegressor
 from sparkdl.inference.regression import REGRESSION
@@ -19,7 +20,13 @@ class Arguments(RegressorArguments, total=False):
     """In the package the row stands in one of the classes of param_table.py itself."""
 
     checkpointsKept: Annotated[
-        int, Option("newest checkpoints kept (>= 1).", fills="checkpoint", field="keep")
+        int,
+        Option(
+            "newest checkpoints kept (>= 1).",
+            fills="checkpoint",
+            field="keep",
+            rule=at_least(1),
+        ),
     ]
 
 
@@ -39,14 +46,13 @@ def test_a_row_is_a_param_with_setter_getter_default_and_documentation() -> None
     assert not TorchRegressor().hasParam("checkpointsKept")
 
 
-def test_a_row_fills_its_field_which_checks_it() -> None:
+def test_a_row_fills_its_field_and_keeps_its_rule() -> None:
     estimator = Regressor(module=nn.Identity)
     assert training_values(estimator, REGRESSION)[0].checkpoint.keep == 2
     estimator.setCheckpointsKept(7)
     assert training_values(estimator, REGRESSION)[0].checkpoint.keep == 7
-    estimator.setCheckpointsKept(0)
-    with pytest.raises(ConfigError, match="keep must be at least 1; received 0"):
-        training_values(estimator, REGRESSION)
+    with pytest.raises(ConfigError, match="checkpointsKept must be at least 1; received 0"):
+        estimator.setCheckpointsKept(0)
 
 
 def test_a_row_is_a_key_of_job_files_and_says_how_it_is_saved() -> None:

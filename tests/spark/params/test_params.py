@@ -11,9 +11,11 @@ import pytest
 import torch
 import torchmetrics
 from pyspark.ml.param import Param
+from pyspark.ml.tuning import ParamGridBuilder
 from torch import nn
 
 from sparkdl.config import CUSTOM, CheckpointConfig, EarlyStopping, TrainConfig
+from sparkdl.data.plan import Column
 from sparkdl.errors import ConfigError, ParamError
 from sparkdl.estimator import TorchClassifier, TorchEstimator, TorchRegressor
 from sparkdl.inference.classification import CLASSIFICATION
@@ -237,25 +239,75 @@ def test_wrong_types_are_named() -> None:
             TorchClassifier(**{name: value})  # type: ignore[arg-type]
 
 
-def test_wrong_values_are_refused_at_fit() -> None:
+BREAKING: dict[str, tuple[Any, str]] = {
+    "epochs": (0, "must be at least 1"),
+    "maxSteps": (-2, "must be at least 1, or -1 for no limit"),
+    "batchSize": (0, "must be at least 1"),
+    "gradientAccumulationSteps": (0, "must be at least 1"),
+    "learningRate": (-1.0, "must be positive"),
+    "gradientClipNorm": (0.0, "must be positive"),
+    "divergenceFactor": (1.0, "must be more than 1"),
+    "precision": ("fp8", "must be one of ('fp32', 'bf16', 'fp16')"),
+    "memoryFormat": ("nhwc", "must be one of ('contiguous', 'channels_last')"),
+    "device": ("mps", "must be one of ('auto', 'cpu', 'cuda')"),
+    "elasticity": ("all", "must be one of ('rounding', 'bits')"),
+    "executionMode": ("both", "must be one of ('auto', 'gang', 'rounds')"),
+    "shards": ("partition", "must be one of ('auto', 'rows', 'partitions')"),
+    "checkpointInterval": (0, "must be a number of steps of at least 1, or -1 to disable"),
+    "validationInterval": (0, "must be at least 1"),
+    "validationFraction": (1.0, "must be between 0 and 1"),
+    "groupByLength": (1, "must be at least 2"),
+    "shuffleWindowBytes": (0, "must be at least 1"),
+    "numWorkers": (0, "must be at least 1"),
+    "minWorkers": (0, "must be at least 1"),
+    "numShards": (0, "must be at least 1"),
+    "maxRestarts": (-1, "must be at least 0"),
+    "verbose": (-1, "must be at least 0"),
+    "cpusPerWorker": (0, "must be at least 1"),
+    "gpusPerWorker": (-0.5, "must be at least 0"),
+    "lossWeights": ({"a": -1.0}, "must not be negative"),
+    "seed": (2**64, "must be at least -2**63 and less than 2**64"),
+}
+"""Param -> a value that breaks its rule, and the rule in words."""
+
+
+def test_a_value_that_breaks_its_rule_is_refused_when_it_is_set() -> None:
+    """By the constructor, which tells all at once, by setters, `set`, `copy`, and models."""
+    assert {name for name, row in ROWS.items() if row.rule} == set(BREAKING)
+    lines = {}
+    for name, (value, rule) in BREAKING.items():
+        line = f"{name} {rule}; received {value!r}"
+        made = TorchEstimator()
+        for refused in (
+            lambda: getattr(made, f"set{name[0].upper()}{name[1:]}")(value),  # noqa: B023
+            lambda: made.copy({made.getParam(name): value}),  # noqa: B023
+        ):
+            with pytest.raises(ParamError) as caught:
+                refused()
+            assert str(caught.value) == line
+        grid = ParamGridBuilder().addGrid(made.getParam(name), [value])
+        for refused in (
+            lambda: made.set(made.getParam(name), value),  # noqa: B023
+            grid.build,
+        ):
+            with pytest.raises(ValueError, match=re.escape(line)):
+                refused()
+        assert not made.isSet(name)
+        lines[name] = line
+    with pytest.raises(ParamError) as caught:
+        TorchEstimator(**{name: value for name, (value, _) in BREAKING.items()})
+    assert str(caught.value).splitlines() == list(lines.values())
+    column = Column(name="features", role="feature", shape=(2,), dtype="float32")
+    model = TorchModel(nn.Linear(2, 2), [column])
+    for name in ("batchSize", "device"):
+        with pytest.raises(ParamError) as caught:
+            getattr(model, f"set{name[0].upper()}{name[1:]}")(BREAKING[name][0])
+        assert str(caught.value) == lines[name]
+
+
+def test_what_only_several_values_show_is_refused_at_fit() -> None:
     wrong: list[tuple[dict[str, Any], str]] = [
-        ({"epochs": 0}, "epochs must be at least 1; received 0"),
-        ({"maxSteps": 0}, "maxSteps"),
-        ({"batchSize": 0}, "batchSize"),
-        ({"learningRate": -1.0}, "learningRate must be positive"),
-        ({"precision": "fp8"}, "precision must be one of"),
-        ({"memoryFormat": "channels_first"}, "memoryFormat must be one of"),
-        ({"device": "tpu"}, "device must be one of"),
-        ({"checkpointInterval": 0}, "checkpointInterval"),
-        ({"gradientClipNorm": 0.0}, "gradientClipNorm"),
         ({"gradientAccumulationSteps": 64}, "cannot exceed"),
-        ({"numWorkers": 0}, "numWorkers"),
-        ({"maxRestarts": -1}, "maxRestarts"),
-        ({"cpusPerWorker": 0}, "cpusPerWorker"),
-        ({"gpusPerWorker": -1.0}, "gpusPerWorker"),
-        ({"verbose": -1}, "verbose"),
-        ({"groupByLength": 1}, "groupByLength must be at least 2"),
-        ({"shuffleWindowBytes": 0}, "shuffleWindowBytes must be at least 1"),
         ({"inputs": {"x": "a"}, "inputCols": ["b"]}, "either inputs or inputCols"),
         ({"featuresCol": "a", "inputCols": ["b"]}, "either featuresCol or inputCols"),
         ({"inputCols": []}, "inputCols is empty"),

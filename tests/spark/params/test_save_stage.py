@@ -172,6 +172,21 @@ def test_a_tilde_is_the_home_and_a_path_is_a_text(
     assert stage_metadata.at_home("~/p/stages/0_TorchModel_1") == "~/p/stages/0_TorchModel_1"
 
 
+@pytest.mark.classic
+def test_a_place_that_cannot_be_written_is_one_sentence(
+    spark: SparkSession, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Spark's job would end in the stacks of Java, on the console too."""
+    (tmp_path / "file").touch()
+    place = tmp_path / "file" / "model"
+    with pytest.raises(StorageError) as caught:
+        TorchRegressor(module=nn.Identity).save(place)
+    told = str(caught.value)
+    assert told.startswith(f"cannot write {place.parent}/sparkdl-probe-")
+    assert told.count("\n") == 0
+    assert "\tat " not in capfd.readouterr().err
+
+
 def test_numbers_of_numpy_are_saved_as_plain_ones(spark: SparkSession, tmp_path: Path) -> None:
     made = TorchRegressor(
         module=make_custom,

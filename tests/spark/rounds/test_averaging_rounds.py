@@ -297,5 +297,3 @@ def test_modes() -> None:
     for name in ("topk", "onebit", "powersgd"):
         with pytest.raises(ConfigError, match="no task keeps anything of its shard"):
             choose_mode("rounds", ParameterAveraging(compression=name))
-    with pytest.raises(ConfigError, match="executionMode must be one of"):
-        choose_mode("both", AllReduce())

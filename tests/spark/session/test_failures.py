@@ -7,6 +7,7 @@ import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import TYPE_CHECKING
 
 import pyarrow as pa
@@ -22,6 +23,7 @@ from pyspark.errors import (
 )
 
 from sparkdl.errors import ClusterError, DataError, StorageError, TrainingFailed
+from sparkdl.spark.session import failures
 from sparkdl.spark.session.failures import is_loss, loss_reason, raise_unless_loss, spark_message
 
 if TYPE_CHECKING:
@@ -268,3 +270,20 @@ def test_what_was_waited_for_is_told_and_not_the_waiting() -> None:
     error = PySparkException(f"{waited}\n\tat org.apache.spark.util\n{inner}\n\tat java.lang")
     assert is_loss(error)
     assert spark_message(error) == "Failed to connect to host/10.0.0.2:7337"
+
+
+def test_a_dataframe_of_a_session_before_is_told_as_such(monkeypatch: pytest.MonkeyPatch) -> None:
+    ended, runs = SimpleNamespace(ended=True), SimpleNamespace(ended=False)
+    monkeypatch.setattr(failures, "has_ended", lambda session: session.ended)
+    for active, told in (
+        (runs, "the Spark session of this DataFrame has ended, and another one runs now; make the "
+         "DataFrame again with that one"),
+        (ended, "the Spark session has ended: the program"),
+        (None, "the Spark session has ended: the program"),
+    ):  # fmt: skip
+        sessions = SimpleNamespace(getActiveSession=lambda: active)  # noqa: B023
+        monkeypatch.setattr(failures, "SparkSession", sessions)
+        with pytest.raises(ClusterError) as caught:
+            failures.raise_if_ended(ended)  # type: ignore[arg-type]
+        assert str(caught.value).startswith(told)
+    failures.raise_if_ended(runs)  # type: ignore[arg-type]
