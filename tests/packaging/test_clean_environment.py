@@ -76,8 +76,11 @@ def test_the_doctor_says_what_is_missing(clean: Path) -> None:
     ],
 )
 def test_a_command_that_cannot_work_names_the_extra(
-    clean: Path, arguments: list[str], package: str
+    clean: Path, arguments: list[str], package: str, tmp_path: Path
 ) -> None:
+    (tmp_path / "m" / "metadata").mkdir(parents=True)  # files are looked for before
+    (tmp_path / "d").mkdir()
+    arguments = [word.replace("path=", f"path={tmp_path}/") for word in arguments]
     done = run([str(clean / "sparkdl"), *arguments], status=1)
     assert done.stderr.startswith(f"error: this needs {package}, which is not installed")
     assert done.stderr.count("\n") == 1
