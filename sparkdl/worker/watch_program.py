@@ -53,29 +53,36 @@ def seen(pid: int | str) -> tuple[str, float] | None:
     return state.decode(), ticks / os.sysconf("SC_CLK_TCK")
 
 
-def slices(pid: int) -> dict[str, tuple[float, float, int]]:
-    """Return what each thread got of the CPUs; nothing where the kernel does not say it.
+def slice_of(pid: int, thread: str) -> tuple[float, float, int] | None:
+    """Return what a thread got of the CPUs; None: it has ended, or the kernel does not say it.
 
     Seconds for which it ran, and for which it waited for that, and how often it was its turn. What
-    a thread waits for now counts when its turn has come.
+    it waits for now counts when its turn has come.
     """
-    found: dict[str, tuple[float, float, int]] = {}
+    try:
+        with open(f"/proc/{pid}/task/{thread}/schedstat", "rb") as file:  # noqa: PTH123
+            ran, waited, turns = map(int, file.read().split())
+    except OSError:
+        return None
+    return ran / 1e9, waited / 1e9, turns
+
+
+def slices(pid: int) -> dict[str, tuple[float, float, int]]:
+    """Return what each thread of a process got of the CPUs."""
     try:
         threads = os.listdir(f"/proc/{pid}/task")  # noqa: PTH208
     except OSError:
-        return found
-    for thread in threads:
-        try:
-            with open(f"/proc/{pid}/task/{thread}/schedstat", "rb") as file:  # noqa: PTH123
-                ran, waited, turns = map(int, file.read().split())
-        except OSError:  # it has ended meanwhile
-            continue
-        found[thread] = ran / 1e9, waited / 1e9, turns
-    return found
+        return {}
+    found = {thread: slice_of(pid, thread) for thread in threads}
+    return {thread: one for thread, one in found.items() if one is not None}
 
 
 class Judge:
-    """Judges from look to look whether a process is at work, from when it has fallen silent."""
+    """Judges from look to look whether a process is at work, from when it has fallen silent.
+
+    A look at all threads of a worker that has many takes more than the process that looks may get
+    of a busy CPU, so the thread that was at work before is looked at first.
+    """
 
     def __init__(self, pid: int) -> None:
         self._pid = pid
@@ -85,7 +92,9 @@ class Judge:
         """Take note of the first look."""
         found = seen(self._pid)
         self._at, self._cpu_seconds = time.monotonic(), 0.0 if found is None else found[1]
-        self._first = self._before = slices(self._pid)
+        self._first = slices(self._pid)
+        self._before = {thread: (self._at, one) for thread, one in self._first.items()}
+        self._busy: str | None = None
 
     def is_at_work(self) -> bool:
         """True if it has used the CPU since the last look, or waited for nothing but a CPU."""
@@ -95,28 +104,35 @@ class Judge:
         state, cpu_seconds = found
         seconds, self._at = now - self._at, now
         used, self._cpu_seconds = cpu_seconds - self._cpu_seconds, cpu_seconds
-        before, self._before = self._before, slices(self._pid)
-        self._first = {**self._before, **self._first}  # threads may have come since
         if state in "TtZX":
             return False
         if used >= max(_SHARE * seconds, _LEAST_SECONDS):
             return True
-        if not self._before:  # the kernel does not count turns
+        if self._busy is not None:
+            one = slice_of(self._pid, self._busy)
+            if one is not None and self._wants_to_run(self._busy, one):
+                return True
+        present = slices(self._pid)
+        if not present:  # the kernel does not count turns
             return state == "R"
-        return any(
-            self._wants_to_run(thread, before[thread], seconds)
-            for thread in self._before
-            if thread in before
-        )
+        wanting = [thread for thread, one in present.items() if self._wants_to_run(thread, one)]
+        self._busy = wanting[0] if wanting else None
+        return bool(wanting)
 
-    def _wants_to_run(self, thread: str, before: tuple[float, float, int], seconds: float) -> bool:
-        ran, waited, turns = self._before[thread]
-        first_ran, _, first_turns = self._first[thread]
+    def _wants_to_run(self, thread: str, present: tuple[float, float, int]) -> bool:
+        """True if the thread has run, or waited for a CPU, since it was looked at last."""
+        ran, waited, turns = present
+        # Threads that have come since are judged from their second look.
+        first_ran, _, first_turns = self._first.setdefault(thread, present)
+        at, before = self._before.get(thread, (self._at, present))
+        self._before[thread] = self._at, present
+        if at == self._at:
+            return False
         if turns == before[2]:  # it has slept, or waited, or run, all the while
             found = seen(f"{self._pid}/task/{thread}")
             is_wanting = found is not None and found[0] == "R"
         else:
-            is_wanting = ran + waited - sum(before[:2]) >= _WANTED * seconds
+            is_wanting = ran + waited - sum(before[:2]) >= _WANTED * (self._at - at)
         return is_wanting and ran - first_ran >= _LEAST_SLICE_SECONDS * (turns - first_turns)
 
 

@@ -147,12 +147,13 @@ def test_a_worker_that_gets_a_fiftieth_of_a_processor(
         worker = int(marker.read_text())
         limits.append([worker, *descendants(worker)])
         with limited("cpu", limits[0]):
-            is_over.wait(16)
+            is_over.wait(30)
 
-    with entries(cluster, heartbeatTimeout=10), beside(limit):
-        # It has lived for some seconds before.
-        slow = faults.Slow(0.2, last_step=12)
-        result = fit(df, request(slow, faults.ComputeInC(str(marker), 1, 12)))
+    # The first word of the watcher takes up to 9 s there, however long the time-out is.
+    with entries(cluster, heartbeatTimeout=20), beside(limit):
+        # It has lived for some seconds before, in which the watcher has imported what it needs.
+        slow = faults.Slow(0.5, last_step=12)
+        result = fit(df, request(slow, faults.ComputeInC(str(marker), 1, 12, seconds=32.0)))
     assert [len(pids) > 1 for pids in limits] == [True]
     assert result.summary.restarts == 0
     assert digest(result) == undisturbed

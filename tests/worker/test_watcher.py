@@ -101,12 +101,18 @@ class Thread:
 
 
 def judged(
-    monkeypatch: pytest.MonkeyPatch, *looks: dict[str, Thread], state: str = "S", cpu: float = 0.0
+    monkeypatch: pytest.MonkeyPatch,
+    *looks: dict[str, Thread],
+    state: str = "S",
+    cpu: float = 0.0,
+    asked: list[str] | None = None,
 ) -> list[bool]:
     """What becomes of looks at a process that has used so much CPU between two of them.
 
-    Each says what its threads have done since the look before.
+    Each says what its threads have done since the look before. ``asked`` gets which of them were
+    looked at.
     """
+    names = [] if asked is None else asked
     totals: dict[str, tuple[float, float, int]] = {"1": (9.0, 9.0, 9)}
     now = 100.0
     states: dict[str, str] = {}
@@ -116,7 +122,17 @@ def judged(
         return (states[name], 0.0) if "/" in str(process) else (state, (now - 100) / LOOK * cpu)
 
     monkeypatch.setattr(watch_program, "seen", seen)
-    monkeypatch.setattr(watch_program, "slices", lambda pid: dict(totals))
+
+    def slices(pid: int) -> dict[str, tuple[float, float, int]]:
+        names.append("all")
+        return dict(totals)
+
+    def slice_of(pid: int, thread: str) -> tuple[float, float, int]:
+        names.append(thread)
+        return totals[thread]
+
+    monkeypatch.setattr(watch_program, "slices", slices)
+    monkeypatch.setattr(watch_program, "slice_of", slice_of)
     monkeypatch.setattr(watch_program.time, "monotonic", lambda: now)
     judge, found = Judge(7), list[bool]()
     for look in looks:
@@ -155,6 +171,22 @@ def test_threads_that_come_are_judged_from_their_second_look(
 ) -> None:
     new = Thread("R", ran=0.005, waited=0.245, turns=3)
     assert judged(monkeypatch, {"1": Thread()}, {"2": new}, {"2": new}) == [False, False, True]
+
+
+def test_the_thread_that_was_at_work_is_looked_at_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A look at many threads takes more than a watcher may get beside a busy worker."""
+    asked: list[str] = []
+    busy = Thread("R", ran=0.005, waited=0.245, turns=3)
+
+    def work(*looks: dict[str, Thread]) -> list[bool]:
+        asked.clear()
+        return judged(monkeypatch, {"1": Thread(), "2": Thread()}, *looks, asked=asked)
+
+    assert work({"2": busy}, {"2": busy}, {"2": busy}) == [False, True, True, True]
+    assert asked == ["all", "all", "all", "2", "2"]
+    assert work({"2": busy}, {"1": busy, "2": Thread()}, {"1": busy}) == [False, True, True, True]
+    assert asked == ["all", "all", "all", "2", "all", "1"]
+    assert work({"2": busy}, {"2": Thread()}) == [False, True, False]
 
 
 def test_all_of_a_process_may_be_at_work_together(monkeypatch: pytest.MonkeyPatch) -> None:
