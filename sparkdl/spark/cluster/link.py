@@ -104,10 +104,6 @@ class Link:
         return None
 
 
-def _nothing() -> None:
-    return
-
-
 def open_link(
     spark: SparkSession,
     slots: Slots,
@@ -117,14 +113,12 @@ def open_link(
     run_id: str,
     stack: contextlib.ExitStack,
     needs: Needs = NO_NEEDS,
-    before_jobs: Callable[[], object] = _nothing,
     once_submitted: Callable[[], None] | None = None,
 ) -> Link:
     """Open the channel and the place for checkpoints, and try both from the executors.
 
-    ``before_jobs`` is called when they are open on the driver. ``once_submitted`` is called when
-    executors are asked to try, and may submit what comes next; but not if there are ``needs``,
-    which may be missing there.
+    ``once_submitted`` is called when executors are asked to try, which takes seconds where Python
+    begins. What it submits comes after that, but may need what turns out to be missing there.
     """
     files = stack.enter_context(driver_folder())
     url, place = None, None
@@ -143,13 +137,11 @@ def open_link(
     address = server.address if server is not None else None
     # Spark Connect and rounds do without.
     needs_channel = settings.channel == "driver" or (slots.is_gang and not is_connect(spark))
-    before_jobs()
     doing("checking the executors")
     # In rounds the driver alone writes checkpoints, so executors need not see where.
     found = probe(
         spark,
-        # One process answers once, and another slot is left for what comes next.
-        num_tasks=1 if slots.cluster.is_one_process else slots.num_workers,
+        num_tasks=slots.num_workers,
         profile=slots.profile,
         channel=address,
         needs_channel=needs_channel,
@@ -158,7 +150,7 @@ def open_link(
         run_id=run_id,
         settings=settings,
         needs=needs,
-        once_submitted=None if needs else once_submitted,
+        once_submitted=once_submitted,
     )
     if address is not None and not found.reaches_driver:
         if needs_channel:

@@ -86,18 +86,6 @@ def check_rows(
     return found
 
 
-def check_first_rows(
-    checked: CheckedRequest, run_id: str, sink: Sink | None = None
-) -> CheckedRows | None:
-    """Make the checks on the first rows, if they are had at once, before the others are read.
-
-    None: they are not, or some of them cannot be used, which all rows will show, with their number.
-    Raises what `try_module` and `check_labels` raise.
-    """
-    first = checked.data.first_rows(checked.table_spec, run_id)
-    return None if first is None else check_some(checked, first, first.known, sink)
-
-
 def check_some(
     checked: CheckedRequest,
     table: ShownRows,

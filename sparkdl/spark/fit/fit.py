@@ -37,6 +37,7 @@ from sparkdl.spark.cluster.supervisor import persistently
 from sparkdl.spark.fit import check_rows
 from sparkdl.spark.fit.check_request import CheckedRequest, check_request
 from sparkdl.spark.fit.gang_fit import train_in_gang
+from sparkdl.spark.frames.first_rows import FirstLook
 from sparkdl.spark.frames.row_table import RowTable, SourceTable, content_of
 from sparkdl.spark.frames.shared_spools import Spools
 from sparkdl.spark.frames.user_data import Data, UserData, user_data
@@ -166,9 +167,18 @@ def _open(
     recorder: Recorder,
     stack: ExitStack,
 ) -> Opened:
-    """Reach the executors; see the first rows, if the plan gives them, before any other job."""
-    look = cache(partial(_look, checked, run_id, spools, recorder))
+    """Reach the executors; beside it see the first rows, if the plan gives them, before others."""
+    first = _first_look(checked, run_id, spools, stack)
     table_of = cache(partial(_table, checked, run_id, spools, stack))
+    see = partial(check_rows.check_some, checked, sink=recorder.graph)
+    seen: list[check_rows.CheckedRows | None] = []
+
+    def while_python_begins() -> None:
+        rows = None if first is None else first.rows()
+        seen.append(None if rows is None else see(rows, rows.known))
+        if not checked.needs:  # which may be missing there
+            table_of().begin()
+
     link = open_link(
         checked.spark,
         checked.slots,
@@ -177,13 +187,11 @@ def _open(
         run_id=run_id,
         stack=stack,
         needs=checked.needs,
-        before_jobs=look,
-        once_submitted=lambda: table_of().begin(),  # while Python starts on the executors
+        once_submitted=while_python_begins,
     )
     recorder.phase("spool")
-    table, seen = table_of(), [look()]
+    table = table_of()
     if seen[0] is None and spools is None:
-        see = partial(check_rows.check_some, checked, sink=recorder.graph)
         table.on_first(lambda rows, some: seen.append(see(rows, some)))
     return Opened(link, table, seen)
 
@@ -320,16 +328,20 @@ def _result(
     )
 
 
-def _look(
-    checked: CheckedRequest, run_id: str, spools: Spools | None, recorder: Recorder
-) -> check_rows.CheckedRows | None:
-    """Return what the first rows show; None where all are known from another fit, or may be."""
+def _first_look(
+    checked: CheckedRequest, run_id: str, spools: Spools | None, stack: ExitStack
+) -> FirstLook | None:
+    """Begin to look at the first rows; None where all are known from another fit, or may be."""
     if checked.fit_spec.keep is not None:
         return None
     is_frame = checked.data.source is None
     if is_frame and spools is not None and spools.has(checked.fit_spec, checked.slots):
         return None
-    return check_rows.check_first_rows(checked, run_id, recorder.graph)
+    look = checked.data.first_look(checked.table_spec, run_id)
+    if look is not None:
+        stack.callback(look.end)
+        look.begin()
+    return look
 
 
 def _table(

@@ -30,8 +30,6 @@ T = TypeVar("T")
 _LOOK_SECONDS = 0.05
 _ASK_SECONDS = 1.0
 """Seconds between two questions to Spark about the tasks of a job."""
-_SUBMIT_SECONDS = 0.02
-"""Seconds between two questions whether Spark has the job, where somebody waits for that."""
 _SAY_SECONDS = 60.0
 """Seconds between two messages about a wait for slots."""
 _MOST_TASKS = 1000
@@ -188,18 +186,18 @@ class BackgroundJob(Generic[T]):
 
         ``timeout_seconds`` (``spark.sparkdl.startTimeout``) is the longest time in which tasks run,
         and none ends; ``queue_seconds`` (``spark.sparkdl.queueTimeout``) the longest wait for the
-        first one. ``once_submitted`` is called when Spark has the job: jobs that it submits come
-        after this one. ``meanwhile`` is called often, and ends a pause by True. Raises ClusterError
-        when they are over, and what the work or ``meanwhile`` raised.
+        first one. ``once_submitted`` is called once Spark has the job, beside it: jobs that it
+        submits come after this one. ``meanwhile`` is called often, and ends a pause by True. Raises
+        ClusterError when they are over, and what the work or one of these two raised.
         """
         began = time.monotonic()
         try:
             if not self.is_started:
                 self.begin()
-            while once_submitted is not None and not self.wait(_SUBMIT_SECONDS):
-                if self.progress.is_submitted():
+            if once_submitted is not None:
+                self.wait(math.inf, until=self.progress.is_submitted)
+                if self.error is None:
                     once_submitted()
-                    break
             while not self.wait(_ASK_SECONDS, until=meanwhile):
                 silence, waited = self.progress.seconds_without(), time.monotonic() - began
                 if not self.progress.num_begun:
