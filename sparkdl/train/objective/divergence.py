@@ -21,7 +21,8 @@ class LossWatch(Stateful):
 
     The loss has exploded when the newest mean is more than ``factor`` times the first; None looks
     for infinities and NaN only. Losses that begin at or below zero cannot be judged by a factor,
-    and are not.
+    and are not. Ones that leap away from the very first loss get a warning: that may come of few
+    rows, so it is no reason to end.
     """
 
     shared_state = ("first", "newest")
@@ -39,12 +40,24 @@ class LossWatch(Stateful):
             return
         if len(self._first) < WINDOW:
             self._first = [*self._first, loss]
+            self._warn_of_leap()
             return
         self._newest = [*self._newest, loss][-WINDOW:]
         first = sum(self._first) / WINDOW
         newest = sum(self._newest) / WINDOW
         if len(self._newest) == WINDOW and first > 0 and newest > self._factor * first:
             raise diverged(newest, f"at step {step}, {newest / first:.0f} times that of the start")
+
+    def _warn_of_leap(self) -> None:
+        start, late = self._first[0], self._first[WINDOW // 2 :]
+        assert self._factor is not None
+        has_left = len(self._first) == WINDOW and min(late) > self._factor * start
+        if start > 0 and has_left and speaks_for_all():
+            logger.warning(
+                "the loss is %.4g after %d steps, and was %.4g at the first: lower the learning "
+                "rate, set gradientClipNorm, or scale the features",
+                *(late[-1], WINDOW, start),
+            )
 
 
 def diverged(loss: float, where: str, *, has_learnt: bool = True) -> TrainingDiverged:

@@ -29,6 +29,21 @@ def test_one_bad_batch_is_no_divergence() -> None:
         watch.look(900.0 if step == 2 * WINDOW else 1.0, step + 1)
 
 
+def test_a_loss_that_leaps_away_from_the_first_is_told_once(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    watch = LossWatch(1e4)
+    for step in range(2 * WINDOW):
+        watch.look(2.3 if step == 0 else 1e6 * step, step + 1)
+    (said,) = caplog.messages
+    assert said.startswith("the loss is 9e+06 after 10 steps, and was 2.3 at the first: lower the")
+
+    lucky = LossWatch(1e4)  # the first batch was an easy one, as some that follow are
+    for step in range(WINDOW):
+        lucky.look(1e-6 if step in (0, WINDOW - 1) else 0.5, step + 1)
+    assert len(caplog.messages) == 1
+
+
 def test_losses_below_zero_are_not_judged_by_a_factor() -> None:
     watch = LossWatch(2.0)
     for step in range(5 * WINDOW):
