@@ -62,7 +62,11 @@ def apply_settings(tables: Mapping[str, Any], settings: Iterable[str]) -> Tables
         path, separator, text = setting.partition("=")
         keys = path.strip().split(".", 2)
         is_key = bool(separator) and len(keys) > 1 and all(keys)
-        require(is_key, "--set takes section.key=value", setting)
+        named = [
+            name for name, table in merged.items() if isinstance(table, dict) and path in table
+        ]
+        hint = f": did you mean --set {named[0]}.{setting}" if named else ""
+        require(is_key, f"--set takes section.key=value{hint}", setting)
         put(merged, keys, parse_value(text.strip()))
     return merged
 
