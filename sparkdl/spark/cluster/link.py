@@ -113,12 +113,14 @@ def open_link(
     run_id: str,
     stack: contextlib.ExitStack,
     needs: Needs = NO_NEEDS,
+    preloads: bool = False,
     once_submitted: Callable[[], None] | None = None,
 ) -> Link:
     """Open the channel and the place for checkpoints, and try both from the executors.
 
     ``once_submitted`` is called when executors are asked to try, which takes seconds where Python
-    begins. What it submits comes after that, but may need what turns out to be missing there.
+    begins, and with ``preloads`` imports what training needs. What it submits comes after that, but
+    may need what turns out to be missing there.
     """
     files = stack.enter_context(driver_folder())
     url, place = None, None
@@ -150,6 +152,7 @@ def open_link(
         run_id=run_id,
         settings=settings,
         needs=needs,
+        preloads=preloads,
         once_submitted=once_submitted,
     )
     if address is not None and not found.reaches_driver:

@@ -27,6 +27,7 @@ from sparkdl.errors import (
 )
 from sparkdl.runtime.versions import difference, versions
 from sparkdl.serialization.imported_values import Place, ProgramValues, values_to_send
+from sparkdl.spark.daemon import preload
 from sparkdl.spark.session.background_job import BackgroundJob
 from sparkdl.spark.session.compat import workers_python
 from sparkdl.spark.session.failures import python_cause, raise_unless_loss, spark_message
@@ -118,6 +119,8 @@ class ProbeTask:
     marker: str | None
     """File in the storage that the driver has written."""
     needs: Needs = NO_NEEDS
+    preloads: bool = False
+    """True if it imports what training needs, which the next tasks of its process have then."""
 
     def __call__(self, batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
         """Yield one JSON answer."""
@@ -133,6 +136,8 @@ class ProbeTask:
             "reaches_driver": self._reaches_driver(),
             **self._storage(),
         }
+        if self.preloads and answer["missing"] is None:
+            preload()
         yield pa.RecordBatch.from_pydict({"answer": [json.dumps(answer)]}, schema=_SCHEMA)
 
     def _differing(self) -> list[tuple[Place, str]]:
@@ -192,13 +197,15 @@ def probe(
     run_id: str,
     settings: Settings,
     needs: Needs = NO_NEEDS,
+    preloads: bool = False,
     once_submitted: Callable[[], None] | None = None,
 ) -> ProbeFindings:
     """Compare versions and reach the storage on the executors.
 
     The driver writes a file to ``checkpoints``, which executors must find under ``storage_url``;
     None: they need not. Where training ``needs_channel``, they try longer to reach it.
-    ``once_submitted`` is called when they are asked: answers take seconds where Python begins.
+    ``once_submitted`` is called when they are asked: answers take seconds where Python begins, and
+    with ``preloads`` imports what training needs.
 
     Raises:
         ClusterError: an executor has no Python or no sparkdl, runs other versions than the driver,
@@ -218,6 +225,7 @@ def probe(
             storage_url=storage_url,
             marker=marker,
             needs=needs,
+            preloads=preloads,
         )
         asked = spark.range(0, num_tasks, 1, num_tasks)
         job = BackgroundJob(

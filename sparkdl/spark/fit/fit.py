@@ -46,7 +46,7 @@ from sparkdl.spark.rounds.populations import train_population
 from sparkdl.spark.run.resume import run_key, table_to_go_on, windows_to_go_on
 from sparkdl.spark.run.run import FitRequest, FitResult, Run, Trained
 from sparkdl.spark.run.run_facts import facts, record_run
-from sparkdl.spark.session.compat import shares_console
+from sparkdl.spark.session.compat import conf, shares_console
 from sparkdl.spark.session.interrupts import Cleanup, interruptible
 from sparkdl.storage.hadoop_storage import open_on_driver
 from sparkdl.sync.averaging.averaging import AveragingStrategy
@@ -187,6 +187,7 @@ def _open(
         run_id=run_id,
         stack=stack,
         needs=checked.needs,
+        preloads=conf(checked.spark, "spark.python.worker.reuse") != "false",
         once_submitted=while_python_begins,
     )
     recorder.phase("spool")
