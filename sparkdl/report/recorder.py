@@ -38,6 +38,8 @@ _IN_WORDS = {
     "preflight": ("checking what is asked for", True),
     "choose": ("choosing the values that are automatic", True),
     "wait": ("waiting for other fits to leave slots", False),
+    "first rows": ("trying the module on the first rows", True),
+    "executors": ("checking the executors", True),
     "spool": ("writing the rows for the workers", True),
     "train": ("starting workers", False),
     "clean up": ("cleaning up", False),

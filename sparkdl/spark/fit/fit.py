@@ -174,8 +174,10 @@ def _open(
     seen: list[check_rows.CheckedRows | None] = []
 
     def while_python_begins() -> None:
+        recorder.phase("first rows")
         rows = None if first is None else first.rows()
         seen.append(None if rows is None else see(rows, rows.known))
+        recorder.phase("executors")
         if not checked.needs:  # which may be missing there
             table_of().begin()
 

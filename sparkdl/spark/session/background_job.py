@@ -195,7 +195,7 @@ class BackgroundJob(Generic[T]):
             if not self.is_started:
                 self.begin()
             if once_submitted is not None:
-                self.wait(math.inf, until=self.progress.is_submitted)
+                self.wait(queue_seconds, until=self.progress.is_submitted)
                 if self.error is None:
                     once_submitted()
             while not self.wait(_ASK_SECONDS, until=meanwhile):

@@ -6,6 +6,7 @@ import json
 import sys
 import threading
 import time
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
@@ -18,7 +19,7 @@ from sparkdl.comm.access import Address
 from sparkdl.comm.certificates import Certificate
 from sparkdl.errors import ClusterError, CommunicationError
 from sparkdl.spark.cluster import probe as module
-from sparkdl.spark.cluster.probe import ProbeFindings, ProbeTask, probe
+from sparkdl.spark.cluster.probe import Needs, ProbeFindings, ProbeTask, probe
 from sparkdl.spark.session import background_job
 from sparkdl.spark.session.settings import Settings
 
@@ -168,3 +169,16 @@ def test_a_network_that_is_away_for_a_while(
     task = ProbeTask(channel=address, connect_seconds=seconds, storage_url=None, marker=None)
     (batch,) = task(iter([]))
     assert json.loads(batch["answer"][0].as_py())["reaches_driver"] is reaches_driver
+
+
+def test_what_training_needs_is_imported_where_nothing_lacks(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    done: list[str] = []
+    monkeypatch.setattr(module, "preload", lambda: done.append("imports"))
+    asked = partial(ProbeTask, channel=None, connect_seconds=0.0, storage_url=None, marker=None)
+    list(asked()(iter([])))
+    list(asked(preloads=True, needs=Needs(names=frozenset({("os", "nothing")})))(iter([])))
+    assert done == []
+    list(asked(preloads=True)(iter([])))
+    assert done == ["imports"]

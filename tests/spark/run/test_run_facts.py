@@ -178,7 +178,8 @@ def test_a_fit_leaves_its_record_and_page(
     assert list(read_runs(tmp_path, name="in a*").values()) == [found]
     assert began - 1 < found.started < began + 5
     assert found.seconds == pytest.approx(elapsed, abs=2)
-    assert list(found.laps) == ["preflight", "spool", "train", "clean up"]
+    phases = ["preflight", "first rows", "executors", "spool", "train", "clean up"]
+    assert list(found.laps) == phases
     assert sum(found.laps.values()) == pytest.approx(found.seconds, abs=1)
     assert found.history == json.loads(json.dumps(summary.history))
     assert {p["name"]: p["value"] for p in found.params if p["is_set"]}["epochs"] == "3"

@@ -16,7 +16,7 @@ import pytest
 from pyspark import TaskContext
 
 from sparkdl.comm.worker_environment import SparkTask
-from sparkdl.errors import ClusterError
+from sparkdl.errors import ClusterError, DataError
 from sparkdl.runtime.activity import shown_by
 from sparkdl.spark.cluster.gang import task_of
 from sparkdl.spark.session import background_job
@@ -139,6 +139,35 @@ def test_each_task_that_ends_gives_the_others_more_time() -> None:
         return 6
 
     assert job(spark, slow).watched(0.5) == 6
+
+
+def test_its_caller_works_beside_it_once_spark_has_it() -> None:
+    spark, seen = FakeConnect(), list[str]()
+
+    def work() -> int:
+        spark.tell(running=1, ended=0)
+        seen.append("task")
+        spark.ended.wait(20 if len(seen) == 1 else 0)
+        return 5
+
+    def fail() -> None:
+        seen.append("beside it")
+        raise DataError("the rows are of no use")
+
+    with pytest.raises(DataError):
+        job(spark, work).watched(5, once_submitted=fail)
+    assert seen == ["task", "beside it"] and spark.cancelled == ["sparkdl-t"]
+    # One that has ended before anybody could see it has been submitted, too.
+    assert job(FakeConnect(), lambda: 6).watched(5, once_submitted=lambda: seen.append("6")) == 6
+    assert seen[2:] == ["6"]
+    with pytest.raises(ZeroDivisionError):
+        job(spark, lambda: 1 // 0).watched(5, once_submitted=fail)
+    # Nor is it waited for longer than for its slots.
+    waiting = FakeConnect()
+    with pytest.raises(ClusterError, match="no task started within 0"):
+        job(waiting, lambda: int(waiting.ended.wait(20))).watched(
+            5, queue_seconds=0.2, once_submitted=lambda: None
+        )
 
 
 def test_that_a_job_is_being_stopped_is_shown() -> None:
