@@ -75,9 +75,7 @@ def test_the_last_setting_wins_and_values_may_hold_equal_signs() -> None:
 def test_a_setting_of_another_form_is_refused(setting: str) -> None:
     with pytest.raises(ConfigError, match=r"--set takes section\.key=value"):
         apply_settings({}, [setting])
-    with pytest.raises(
-        ConfigError, match=r"section\.key=value: did you mean --set a\.epochs=3;"
-    ):
+    with pytest.raises(ConfigError, match=r"section\.key=value: did you mean --set a\.epochs=3;"):
         apply_settings({"data": {}, "a": {"epochs": 1}}, ["epochs=3"])
 
 
