@@ -140,10 +140,13 @@ def open_link(
     # Spark Connect and rounds do without.
     needs_channel = settings.channel == "driver" or (slots.is_gang and not is_connect(spark))
     doing("checking the executors")
+    num_tasks = slots.num_workers
+    if slots.cluster.is_one_process:  # each slot has a process of Python, which all tasks share
+        num_tasks = min(num_tasks, slots.total or 1)
     # In rounds the driver alone writes checkpoints, so executors need not see where.
     found = probe(
         spark,
-        num_tasks=slots.num_workers,
+        num_tasks=num_tasks,
         profile=slots.profile,
         channel=address,
         needs_channel=needs_channel,
