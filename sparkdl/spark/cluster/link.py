@@ -114,13 +114,15 @@ def open_link(
     stack: contextlib.ExitStack,
     needs: Needs = NO_NEEDS,
     preloads: bool = False,
+    before_jobs: Callable[[], None] | None = None,
     once_submitted: Callable[[], None] | None = None,
 ) -> Link:
     """Open the channel and the place for checkpoints, and try both from the executors.
 
-    ``once_submitted`` is called when executors are asked to try, which takes seconds where Python
-    begins, and with ``preloads`` imports what training needs. What it submits comes after that, but
-    may need what turns out to be missing there.
+    ``before_jobs`` is called when they are open on the driver. ``once_submitted`` is called when
+    executors are asked to try, which takes seconds where Python begins, and with ``preloads``
+    imports what training needs. What it submits comes after that, but may need what turns out to
+    be missing there.
     """
     files = stack.enter_context(driver_folder())
     url, place = None, None
@@ -139,6 +141,8 @@ def open_link(
     address = server.address if server is not None else None
     # Spark Connect and rounds do without.
     needs_channel = settings.channel == "driver" or (slots.is_gang and not is_connect(spark))
+    if before_jobs is not None:
+        before_jobs()
     doing("checking the executors")
     num_tasks = slots.num_workers
     if slots.cluster.is_one_process:  # each slot has a process of Python, which all tasks share

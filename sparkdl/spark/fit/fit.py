@@ -190,6 +190,7 @@ def _open(
         stack=stack,
         needs=checked.needs,
         preloads=conf(checked.spark, "spark.python.worker.reuse") != "false",
+        before_jobs=None if first is None else first.begin,
         once_submitted=while_python_begins,
     )
     recorder.phase("spool")
@@ -334,7 +335,7 @@ def _result(
 def _first_look(
     checked: CheckedRequest, run_id: str, spools: Spools | None, stack: ExitStack
 ) -> FirstLook | None:
-    """Begin to look at the first rows; None where all are known from another fit, or may be."""
+    """A look at the first rows; None where all are known from another fit, or may be."""
     if checked.fit_spec.keep is not None:
         return None
     is_frame = checked.data.source is None
@@ -343,7 +344,6 @@ def _first_look(
     look = checked.data.first_look(checked.table_spec, run_id)
     if look is not None:
         stack.callback(look.end)
-        look.begin()
     return look
 
 
