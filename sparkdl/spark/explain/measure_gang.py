@@ -242,6 +242,7 @@ class _Place:
             checkpoint_dir=checked.config.checkpoint.directory,
             run_id=run_id,
             stack=stack,
+            preloads=True,
         )
         taken = time.perf_counter() - began
         return cls(
