@@ -32,6 +32,8 @@ logger = logging.getLogger(__name__)
 
 _SECONDS = 30.0
 """Longest that first rows are looked for: a filter may leave none for long."""
+_SUBMIT_SECONDS = 5.0
+"""Longest wait until Spark has the job; Spark Connect says so when a slot is free."""
 _MOST_BYTES = 64 << 20
 _ALL_PARTITIONS = ("TakeOrderedAndProjectExec", "CartesianProductExec", "CollectTailExec")
 """Physical operators that look at all rows, though they require nothing of how these lie."""
@@ -96,8 +98,12 @@ class FirstLook:
         )
 
     def begin(self) -> None:
-        """Start it; called where `end` is called in any case."""
+        """Start it, and return when Spark has it: jobs that come later would take its slot.
+
+        Called where `end` is called in any case.
+        """
         self._job.begin()
+        self._job.wait(_SUBMIT_SECONDS, until=self._job.progress.is_submitted)
 
     def end(self) -> None:
         """Cancel it, if it has not ended."""
