@@ -37,7 +37,7 @@ from sparkdl.spark.cluster.supervisor import persistently
 from sparkdl.spark.fit import check_rows
 from sparkdl.spark.fit.check_request import CheckedRequest, check_request
 from sparkdl.spark.fit.gang_fit import train_in_gang
-from sparkdl.spark.frames.first_rows import FirstLook
+from sparkdl.spark.frames.first_rows import FirstRows
 from sparkdl.spark.frames.row_table import RowTable, SourceTable, content_of
 from sparkdl.spark.frames.shared_spools import Spools
 from sparkdl.spark.frames.user_data import Data, UserData, user_data
@@ -168,14 +168,17 @@ def _open(
     stack: ExitStack,
 ) -> Opened:
     """Reach the executors; beside it see the first rows, if the plan gives them, before others."""
-    first = _first_look(checked, run_id, spools, stack)
+    first = cache(partial(_first_rows, checked, run_id, spools))
     table_of = cache(partial(_table, checked, run_id, spools, stack))
     see = partial(check_rows.check_some, checked, sink=recorder.graph)
     seen: list[check_rows.CheckedRows | None] = []
 
-    def while_python_begins() -> None:
+    def look() -> None:
         recorder.phase("first rows")
-        rows = None if first is None else first.rows()
+        first()
+
+    def while_python_begins() -> None:
+        rows = first()
         seen.append(None if rows is None else see(rows, rows.known))
         recorder.phase("executors")
         if not checked.needs:  # which may be missing there
@@ -190,7 +193,7 @@ def _open(
         stack=stack,
         needs=checked.needs,
         preloads=conf(checked.spark, "spark.python.worker.reuse") != "false",
-        before_jobs=None if first is None else first.begin,
+        before_jobs=look,
         once_submitted=while_python_begins,
     )
     recorder.phase("spool")
@@ -332,19 +335,14 @@ def _result(
     )
 
 
-def _first_look(
-    checked: CheckedRequest, run_id: str, spools: Spools | None, stack: ExitStack
-) -> FirstLook | None:
-    """A look at the first rows; None where all are known from another fit, or may be."""
+def _first_rows(checked: CheckedRequest, run_id: str, spools: Spools | None) -> FirstRows | None:
+    """The first rows, if they are had; None, too, where all are known from another fit, or may be."""
     if checked.fit_spec.keep is not None:
         return None
     is_frame = checked.data.source is None
     if is_frame and spools is not None and spools.has(checked.fit_spec, checked.slots):
         return None
-    look = checked.data.first_look(checked.table_spec, run_id)
-    if look is not None:
-        stack.callback(look.end)
-    return look
+    return checked.data.first_rows(checked.table_spec, run_id)
 
 
 def _table(

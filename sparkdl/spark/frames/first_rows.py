@@ -21,19 +21,16 @@ from sparkdl.data.spool.head import Head
 from sparkdl.data.spool.writer import SpoolWriter
 from sparkdl.runtime.activity import doing
 from sparkdl.spark.frames.deal_rows import selected
-from sparkdl.spark.frames.frame_sample import Look, take_look
+from sparkdl.spark.frames.frame_sample import take_look
 from sparkdl.spark.frames.row_table import TableSpec
 from sparkdl.spark.frames.shard_table import SpooledRows
-from sparkdl.spark.session.background_job import BackgroundJob
+from sparkdl.spark.session.background_job import bounded
 from sparkdl.spark.session.compat import is_connect
-from sparkdl.spark.session.failures import raise_unless_loss
 
 logger = logging.getLogger(__name__)
 
 _SECONDS = 30.0
 """Longest that first rows are looked for: a filter may leave none for long."""
-_SUBMIT_SECONDS = 5.0
-"""Longest wait until Spark has the job; Spark Connect says so when a slot is free."""
 _MOST_BYTES = 64 << 20
 _ALL_PARTITIONS = ("TakeOrderedAndProjectExec", "CartesianProductExec", "CollectTailExec")
 """Physical operators that look at all rows, though they require nothing of how these lie."""
@@ -84,62 +81,29 @@ class FirstRows(SpooledRows):
         return number, where
 
 
-class FirstLook:
-    """A job that takes the first rows, beside which its caller goes on."""
+def first_rows(df: DataFrame, spec: TableSpec, run_id: str) -> FirstRows | None:
+    """Take the first rows of a DataFrame where Spark answers that from few of its partitions.
 
-    def __init__(self, df: DataFrame, spec: TableSpec, run_id: str) -> None:
-        """Prepare it; ``df`` has the rows' hashes as its last column. `begin` starts it."""
-        self._spec = spec
-        self._job: BackgroundJob[Look] = BackgroundJob(
-            df.sparkSession,
-            partial(take_look, df, Head.ROWS),
-            tag=f"sparkdl-{run_id}-look",
-            name=f"sparkdl {run_id}: look at the first rows",
-        )
-
-    def begin(self) -> None:
-        """Start it, and return when Spark has it: jobs that come later would take its slot.
-
-        Called where `end` is called in any case.
-        """
-        self._job.begin()
-        self._job.wait(_SUBMIT_SECONDS, until=self._job.progress.is_submitted)
-
-    def end(self) -> None:
-        """Cancel it, if it has not ended."""
-        self._job.end()
-
-    def rows(self) -> FirstRows | None:
-        """Wait for the rows; None: there are none, or not soon.
-
-        Raises DataError if a stage before cannot make them.
-        """
-        doing("looking at the first rows")
-        is_in_time = self._job.wait(_SECONDS)
-        self.end()
-        if not is_in_time:
-            return None
-        try:
-            look = self._job.result()
-        except (PySparkException, Py4JError) as error:
-            raise_unless_loss(error)
-            logger.debug("the first rows cannot be looked at: %s", error)
-            return None
-        if not look.num_rows:
-            return None
-        found = FirstRows(self._spec, look.rows)
-        return found if found.known[0].shard.num_all_rows else None
-
-
-def first_look(df: DataFrame, spec: TableSpec, run_id: str) -> FirstLook | None:
-    """Prepare a look at the first rows; None where Spark must read many partitions for them."""
+    None: it does not, or not soon, or there are none. Raises DataError if a stage before cannot
+    make them.
+    """
     hashed = selected(df, spec.columns)
     hashed = hashed.withColumn("hash", F.xxhash64(*[F.col(name) for name in hashed.columns]))
     if not is_answered_early(hashed):
         return None
     if is_connect(df.sparkSession):  # where a limit would take so many rows of every partition
         hashed = hashed.coalesce(1)
-    return FirstLook(hashed, spec, run_id)
+    doing("looking at the first rows")
+    try:
+        what = f"sparkdl {run_id}: look at the first rows"
+        look = bounded(df.sparkSession, partial(take_look, hashed, Head.ROWS), _SECONDS, what)
+    except (PySparkException, Py4JError) as error:  # an executor was lost, for one
+        logger.debug("the first rows cannot be looked at: %s", error)
+        return None
+    if look is None or not look.num_rows:
+        return None
+    found = FirstRows(spec, look.rows)
+    return found if found.known[0].shard.num_all_rows else None
 
 
 def is_answered_early(df: DataFrame) -> bool:

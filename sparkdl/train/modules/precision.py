@@ -6,6 +6,7 @@ Weights, gradients, their sums over ranks and the loss stay in the module's own 
 from __future__ import annotations
 
 import contextlib
+import sys
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -17,6 +18,9 @@ from sparkdl.errors import TrainingDiverged
 MIN_SCALE = 2.0**-16
 """Below this scale of fp16 gradients there is nothing left that scaling could heal."""
 
+_CHECKS_SHAPES = "torch.fx.experimental.symbolic_shapes"
+"""The module by which torch checks a gradient that it is given. To import it takes seconds, which a
+process that takes one step alone can spare; who trains has it from torch's optimizers."""
 _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
@@ -54,7 +58,10 @@ class NumberFormat:
             scaled = self._scaler.scale(loss / divisor)
             scaled.backward()  # type: ignore[no-untyped-call]
             return
-        # The gradient with which the backward pass of a division would begin.
+        if _CHECKS_SHAPES not in sys.modules and not isinstance(divisor, torch.Tensor):
+            (loss / divisor).backward()
+            return
+        # The gradient with which the backward pass of that division would begin.
         if isinstance(divisor, torch.Tensor):  # on a device, for whose number nobody waits
             loss.backward((torch.ones_like(loss) / divisor).to(loss.dtype))  # type: ignore[no-untyped-call]
             return
