@@ -7,6 +7,7 @@ tasks.
 from __future__ import annotations
 
 import contextlib
+import functools
 import math
 import os
 import warnings
@@ -118,15 +119,15 @@ def predict(batches: Iterator[Sequence[pa.Array]], task: PredictTask) -> Iterato
     names, together as long as the batch. Sequences of similar length are padded together. DataError
     for a null, or a row of another shape than the module was trained on.
     """
-    most = task.batch_size
-    """Rows that are sorted together."""
+    value_bytes = math.inf
+    """Bytes of output for each value of a sequence, as they were last."""
     with ready(task) as (module, device):
         for arrays in batches:
             inputs, start = Inputs(arrays, task.columns), 0
             pieces: list[pa.Array] = []  # Spark only asks that all together are as long
             num_bytes = 0
             while start < inputs.num_rows:
-                rows = np.arange(start, min(start + most, inputs.num_rows))
+                rows = inputs.together(start, FLUSH_BYTES / value_bytes, task.batch_size)
                 start = int(rows[-1]) + 1
                 order = inputs.by_length(rows)
                 found = pa.concat_arrays(
@@ -139,8 +140,8 @@ def predict(batches: Iterator[Sequence[pa.Array]], task: PredictTask) -> Iterato
                 )
                 if order is not rows:
                     found = found.take(pa.array(np.argsort(order)))
-                    together = FLUSH_BYTES * len(rows) // (task.batch_size * max(1, found.nbytes))
-                    most = task.batch_size * max(1, min(together, MOST_TOGETHER))
+                if inputs.lengths is not None:
+                    value_bytes = max(1, found.nbytes) / max(1, int(inputs.lengths[rows].sum()))
                 pieces.append(found)
                 num_bytes += found.nbytes
                 if num_bytes >= FLUSH_BYTES:
@@ -219,16 +220,36 @@ class Inputs:
             for array, column in zip(arrays, columns, strict=True)
         ]
 
-    def by_length(self, rows: np.ndarray) -> np.ndarray:
-        """The same rows, the shortest sequences first; as they are where nothing is padded."""
+    @functools.cached_property
+    def lengths(self) -> np.ndarray | None:
+        """Length of each row's longest sequence; None where nothing is padded."""
         padded = [
-            read.lengths[rows]
+            read.lengths
             for read, column in zip(self._read, self._columns, strict=True)
             if isinstance(read, Ragged) and column.kind.num_parts == 1
         ]
         if not padded or any(read is None for read in self._read):
+            return None
+        longest: np.ndarray = np.maximum.reduce(padded)
+        return longest
+
+    def together(self, start: int, most_values: float, batch_size: int) -> np.ndarray:
+        """The rows from ``start`` on that are sorted together: whole batches.
+
+        One of them, or several whose sequences have at most so many values.
+        """
+        count = batch_size
+        if self.lengths is not None:
+            sums = np.cumsum(self.lengths[start : start + MOST_TOGETHER * batch_size])
+            fitting = int(np.searchsorted(sums, most_values, side="right"))
+            count = max(batch_size, fitting - fitting % batch_size)
+        return np.arange(start, min(start + count, self.num_rows))
+
+    def by_length(self, rows: np.ndarray) -> np.ndarray:
+        """The same rows, the shortest sequences first; as they are where nothing is padded."""
+        if self.lengths is None:
             return rows
-        lengths = np.maximum.reduce(padded)
+        lengths = self.lengths[rows]
         return rows if lengths.min() == lengths.max() else rows[np.argsort(lengths, kind="stable")]
 
     def run(self, rows: np.ndarray, device: torch.device) -> RowRange:

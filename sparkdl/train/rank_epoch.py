@@ -135,7 +135,8 @@ class RankEpoch:
         if not synchronizer.buffers_agree:
             trained = [] if synchronizer.divided is not None else synchronizer.trained_parameters()
             own = agree_on_buffers(self._replica.module, self._comm, self._with_rows, trained)
-            self._warn_of_apart(own, trained)
+            if for_good:
+                self._warn_of_apart(own, trained)
         self._own = [] if for_good else own
 
     def put_back(self) -> None:

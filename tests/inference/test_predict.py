@@ -114,6 +114,25 @@ def test_sequences_of_similar_length_are_padded_together(
     assert (cells < 0.75 * as_they_are) == (flush_bytes > 100)
 
 
+def test_longer_sequences_are_fewer_that_are_sorted_together() -> None:
+    lengths = [2] * 100 + [50] * 20
+    tokens = Column(
+        name="t", role="feature", dtype="int64", shape=(), argument="tokens",
+        specification=Sequence("t"), longest=50,
+    )  # fmt: skip
+    inputs = predict.Inputs([pa.array([[1] * length for length in lengths])], [tokens])
+    assert len(inputs.together(0, 0.0, 4)) == 4  # how large outputs are is not known yet
+    assert inputs.together(8, 100.0, 4).tolist() == list(range(8, 56))
+    assert inputs.together(96, 110.0, 4).tolist() == [96, 97, 98, 99]
+    assert inputs.together(100, 110.0, 4).tolist() == [100, 101, 102, 103]
+    assert inputs.together(118, 1e9, 4).tolist() == [118, 119]
+    plain = predict.Inputs(
+        [pa.array([[1.0, 2.0, 3.0]] * 9, FLOATS)],
+        list(task(nn.Identity(), leaf("array", FLOATS)).columns),
+    )
+    assert len(plain.together(0, 1e9, 4)) == 4 and plain.lengths is None
+
+
 def test_batches_of_different_width_stay_lists() -> None:
     class Padded(nn.Module):
         """As wide as the longest row of the batch."""

@@ -288,17 +288,20 @@ def brings_modules(section: SparkSection) -> bool:
 
 
 def spark_defaults() -> str:
-    """The text that Spark's own configuration has, and what is given to ``spark-submit``."""
+    """The text that Spark's own configuration has, and what is given to ``spark-submit``.
+
+    Spark's launcher reads variables from a script, of which this process knows nothing else.
+    """
     places = [(os.environ.get("SPARK_CONF_DIR"), ""), (os.environ.get("SPARK_HOME"), "conf")]
     if (found := find_spec("pyspark")) is not None and found.origin is not None:
         places.append((str(Path(found.origin).parent), "conf"))
     folders = [Path(folder, below) for folder, below in places if folder is not None]
-    files = [folder / name for folder in folders for name in ("spark-defaults.conf", _HADOOPS)]
+    files = [folder / name for folder in folders for name in _OF_SPARK]
     texts = [file.read_text(encoding="utf-8", errors="replace") for file in files if file.is_file()]
     return "\n".join([*texts, os.environ.get("PYSPARK_SUBMIT_ARGS", "")])
 
 
-_HADOOPS = "core-site.xml"
+_OF_SPARK = ("spark-defaults.conf", "spark-env.sh", "core-site.xml")
 _PY_FILES = "spark.submit.pyFiles"
 
 

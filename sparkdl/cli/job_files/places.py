@@ -31,7 +31,7 @@ IsThere = Callable[[str], bool | None]
 _OTHERS = ("PYSPARK_GATEWAY_PORT", "SPARK_REMOTE")
 """Variables of a Spark that has started already, here or on another host."""
 _HADOOP = ("HADOOP_CONF_DIR", "YARN_CONF_DIR")
-_DEFAULTS = ("fs.default", "--properties-file")
+_DEFAULTS = ("fs.default", "--properties-file", *_HADOOP, "SPARK_DIST_CLASSPATH")
 """Words of a configuration that may say where a path without a scheme lies."""
 _PATTERN = frozenset("*?[]{}\\")
 """Characters by which a path stands for several."""
@@ -39,11 +39,14 @@ _PATTERN = frozenset("*?[]{}\\")
 
 def here(section: SparkSection) -> IsThere:
     """Return a function that knows of this machine's disks, if Spark will look there."""
-    is_elsewhere = (section.master or "").startswith("sc://") or any(
+    masters = (section.master, section.conf.get("spark.master"), section.conf.get("spark.remote"))
+    is_elsewhere = any(str(master).startswith("sc://") for master in masters) or any(
         name in os.environ for name in _OTHERS
     )
-    names_default = any(name in os.environ for name in _HADOOP) or any(
-        word in text for text in (*section.conf, spark_defaults()) for word in _DEFAULTS
+    names_default = (
+        "yarn" in masters  # whose file system is that of a configuration, wherever that is
+        or any(name in os.environ for name in _HADOOP)
+        or any(word in text for text in (*section.conf, spark_defaults()) for word in _DEFAULTS)
     )
 
     def is_there(path: str) -> bool | None:

@@ -23,6 +23,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import nn
+from torch.nn.utils.spectral_norm import SpectralNorm
 
 from sparkdl.errors import CheckpointError, ConfigError
 from sparkdl.serialization.travel.packed_module import PackedModule, memories, pack
@@ -314,12 +315,22 @@ class Attributes:
 
 
 def showing_weights(module: nn.Module) -> Iterator[tuple[str, str]]:
-    """Yield the paths of attributes that show the memory of parameters, and the names of these."""
+    """Yield the paths of attributes that show the memory of parameters, and the names of these.
+
+    Not that which torch's own `spectral_norm` makes anew before each forward pass.
+    """
+    made = {
+        (path, hook.name)
+        for path, layer in module.named_modules()
+        for hook in layer._forward_pre_hooks.values()
+        if isinstance(hook, SpectralNorm)
+    }
     known = _Known(module)
     parameters = dict(nn.Module.named_parameters(module, remove_duplicate=False))
     for layer, key, value in _values(module):
         objects: list[Any] = []
-        _mark(value, known, objects)
+        if (layer, key) not in made:
+            _mark(value, known, objects)
         for one in objects:
             shown = known.shown(one)
             if shown is not None and shown[0] != "itself" and shown[1] in parameters:

@@ -324,6 +324,26 @@ def sharing_memory(tensors: Mapping[str, torch.Tensor]) -> list[list[str]]:
     return sorted(group for group in groups.values() if len(group) > 1)
 
 
+def overlapping(tensors: Mapping[str, torch.Tensor]) -> list[list[str]]:
+    """Names of the tensors of which some bytes are the same, or may be, group by group.
+
+    Slices of one memory that follow each other are not among them.
+    """
+    found: list[list[str]] = []
+    for names in sharing_memory(tensors):
+        until = -1
+        for name in sorted(names, key=lambda name: tensors[name].data_ptr()):
+            tensor, begin = tensors[name], tensors[name].data_ptr()
+            if begin < until:
+                found[-1].append(name)
+            else:
+                found.append([name])
+            steps = zip(tensor.shape, tensor.stride(), strict=True)
+            reach = 1 + sum((size - 1) * step for size, step in steps)
+            until = max(until, begin + reach * tensor.element_size())
+    return [sorted(group) for group in found if len(group) > 1]
+
+
 def num_hooks(tensor: torch.Tensor) -> int:
     """Count the hooks that wait for the gradient of a tensor."""
     return sum(len(getattr(tensor, key, None) or ()) for key in TENSOR_HOOKS)

@@ -35,7 +35,7 @@ from sparkdl.serialization.imported_values import (
 from sparkdl.serialization.initial_weights import InitialWeights, load_initial_weights
 from sparkdl.serialization.saved_module import why_not_saved
 from sparkdl.serialization.travel.attributes import showing_weights
-from sparkdl.serialization.travel.packed_module import sharing_memory, travelled
+from sparkdl.serialization.travel.packed_module import overlapping, travelled
 from sparkdl.serialization.travel.pickling import dumps, sent_code
 from sparkdl.spark.cluster.cluster_info import parse_bytes
 from sparkdl.spark.cluster.probe import Needs
@@ -770,7 +770,7 @@ def check_memory_of_weights(module: nn.Module, config: TrainConfig, mode: str) -
         moves_each = strategy.make_outer(2) is not None and not is_plain
     if moves_each:
         trained = {n: p for n, p in module.named_parameters() if p.requires_grad}
-        for names in sharing_memory(trained):
+        for names in overlapping(trained):
             raise ConfigError(
                 f"{' and '.join(names)} share memory, and {name} moves each weight by itself; let "
                 "them be one parameter, self.b.weight = self.a.weight, or use AllReduce or "

@@ -336,7 +336,7 @@ def _result(
 
 
 def _first_rows(checked: CheckedRequest, run_id: str, spools: Spools | None) -> FirstRows | None:
-    """The first rows, if they are had; None, too, where all are known from another fit, or may be."""
+    """The first rows, if they are had; None also where all may be known from another fit."""
     if checked.fit_spec.keep is not None:
         return None
     is_frame = checked.data.source is None

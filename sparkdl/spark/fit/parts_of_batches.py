@@ -213,7 +213,12 @@ def _check_staged(checked: CheckedValues, example: Example) -> None:
             with torch.enable_grad(), seeded(checked.config.seed):
                 sums = sums_of(loss, taken(loss, output), batch.target, None)
             text, tensors = pack(kept.state_dict())
-            return [float(one) for one in sums[:2]], text, list(map(fingerprint, tensors.values()))
+            # As text, so that NaN is NaN.
+            return (
+                [repr(float(one)) for one in sums[:2]],
+                text,
+                list(map(fingerprint, tensors.values())),
+            )
 
         is_kept = call() != call()
     for value in outputs:
@@ -271,21 +276,26 @@ def _tried(checked: CheckedValues, *, trains: bool = False) -> Iterator[nn.Modul
         yield tried
 
 
-def _called(module: nn.Module, batch: Batch) -> list[torch.Tensor]:
-    """The tensors with a row for each of the batch's; copies of the batch's own."""
+def _called(module: nn.Module, batch: Batch) -> list[torch.Tensor | None]:
+    """What the module returns, None in place of what has no row for each of the batch's."""
     import torch
     from torch.utils import _pytree as pytree
 
     own = batch.map(torch.clone)
     values = pytree.tree_leaves(own.arguments.call(module))
-    return [v for v in values if isinstance(v, torch.Tensor) and v.shape[:1] == (own.num_rows,)]
+    own_rows = (own.num_rows,)
+    return [v if isinstance(v, torch.Tensor) and v.shape[:1] == own_rows else None for v in values]
 
 
-def _are_close(whole: list[torch.Tensor], part: list[torch.Tensor], rows: int) -> bool:
+def _are_close(
+    whole: list[torch.Tensor | None], part: list[torch.Tensor | None], rows: int
+) -> bool:
     """True if the first rows are equal but for rounding, or have other shapes."""
     import torch
 
     for one, other in zip(whole, part, strict=False):
+        if one is None or other is None:
+            continue
         a, b = one[:rows].double().nan_to_num(), other[:rows].double().nan_to_num()
         if a.shape != b.shape or not a.numel():
             continue

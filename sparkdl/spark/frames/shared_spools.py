@@ -113,5 +113,6 @@ def _key(spec: TableSpec, slots: Slots) -> Any:
         )
         for p in spec.columns
     ]
+    places = (spec.num_places, spec.at_once)
     workers = (slots.num_workers, slots.is_gang, slots.cpus_per_worker, slots.gpus_per_worker)
-    return (columns, str(spec.validation), spec.pieces, spec.num_shards, workers)
+    return (columns, str(spec.validation), spec.pieces, spec.num_shards, places, workers)

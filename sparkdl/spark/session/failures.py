@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
 import re
@@ -9,6 +10,7 @@ import shutil
 import sys
 from collections.abc import Sequence
 
+from py4j.protocol import Py4JError
 from pyspark.errors import (
     PySparkAttributeError,
     PySparkNotImplementedError,
@@ -125,7 +127,9 @@ def raise_unless_loss(error: Exception) -> None:
 def raise_if_ended(spark: SparkSession, error: Exception | None = None) -> None:
     """Raise ClusterError if the session has ended, of which ``error`` is a consequence."""
     if has_ended(spark):
-        other = SparkSession.getActiveSession()
+        other = None
+        with contextlib.suppress(Py4JError, OSError):  # what ended may be the JVM of all sessions
+            other = SparkSession.getActiveSession()
         if other is not None and other is not spark and not has_ended(other):
             raise ClusterError(
                 "the Spark session of this DataFrame has ended, and another one runs now; make the "

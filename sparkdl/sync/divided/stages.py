@@ -8,6 +8,7 @@ module's inputs, which all stages have.
 from __future__ import annotations
 
 import copy
+import logging
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
@@ -437,19 +438,25 @@ def _mark(value: Any, seen: set[int]) -> Any:
 
     ``seen``: ids of the objects that have a mark already.
     """
-    if isinstance(value, bool | int | float | str):
+    if isinstance(value, _PLAIN):
         return repr(value)
+    if isinstance(value, tuple):  # as equal as its parts
+        return [_mark(one, seen) for one in value]
     if isinstance(value, torch.Tensor):
         return id(value), value._version
-    if id(value) in seen or isinstance(value, type | FunctionType | ModuleType):
+    if id(value) in seen or isinstance(value, _OF_THE_PROGRAM):
         return id(value)
     seen.add(id(value))
     parts = value if isinstance(value, dict) else getattr(value, "__dict__", {})
-    items = value if isinstance(value, list | tuple | deque | set) else ()
+    items = value if isinstance(value, list | deque | set) else ()
     named = [(key, _mark(one, seen)) for key, one in parts.items()]
     return id(value), named, [_mark(one, seen) for one in items]
 
 
+_PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.device, torch.dtype)
+"""Classes of values that are what they show."""
+_OF_THE_PROGRAM = (type, FunctionType, ModuleType, logging.Logger)
+"""Classes of what a module may name, but does not hold."""
 _TORCHS = frozenset(vars(nn.Module()))
 
 

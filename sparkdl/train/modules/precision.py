@@ -59,7 +59,7 @@ class NumberFormat:
             scaled.backward()  # type: ignore[no-untyped-call]
             return
         if _CHECKS_SHAPES not in sys.modules and not isinstance(divisor, torch.Tensor):
-            (loss / divisor).backward()
+            (loss / divisor).backward()  # type: ignore[no-untyped-call]
             return
         # The gradient with which the backward pass of that division would begin.
         if isinstance(divisor, torch.Tensor):  # on a device, for whose number nobody waits

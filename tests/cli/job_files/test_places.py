@@ -87,13 +87,17 @@ def test_what_spark_may_find_elsewhere_is_left_to_it(
     assert is_there("none") is False
     for unknown in ("hdfs:///rows", "s3://bucket/rows", "row*", "{rows,images}"):
         assert is_there(unknown) is None
-    assert here(SparkSection(master="sc://host:15002"))("file:/none") is None
+    remote = {"spark.remote": "sc://host:15002"}
+    for section in (SparkSection(master="sc://host:15002"), SparkSection(conf=remote)):
+        assert here(section)("file:/none") is None
+    assert here(SparkSection(master="yarn"))("none") is None
     default = SparkSection(conf={"spark.hadoop.fs.defaultFS": "hdfs://name-node:8020"})
     assert (here(default)("none"), here(default)("file:/none")) == (None, False)
     (folder / "conf").mkdir()
     for name, text in (
         ("core-site.xml", "<name>fs.defaultFS</name>"),
         ("spark-defaults.conf", "spark.hadoop.fs.default.name hdfs://name-node:8020"),
+        ("spark-env.sh", "export HADOOP_CONF_DIR=/etc/hadoop/conf"),
     ):
         (folder / "conf" / name).write_text(text, encoding="utf-8")
         with monkeypatch.context() as patch:

@@ -220,6 +220,18 @@ def test_memory_of_weights_stays_shared_or_is_refused(
         check_memory_of_weights(ByMemory(shows=not is_tied), config, mode)
 
 
+def test_weights_that_lie_beside_each_other_share_nothing() -> None:
+    net = nn.Sequential(nn.Linear(4, 4), nn.utils.spectral_norm(nn.Linear(4, 2)))
+    values = nn.utils.parameters_to_vector(net.parameters())
+    nn.utils.vector_to_parameters(values.detach(), net.parameters())
+    assert len({weight.untyped_storage().data_ptr() for weight in net.parameters()}) == 1
+    for strategy in (Hogwild(), AsyncSGD(), SlowMo()):
+        check_memory_of_weights(net, TrainConfig(sync_strategy=strategy), "gang")
+    net[0].bias.data = net[0].weight.data[0]
+    with pytest.raises(ConfigError, match=r"0\.bias and 0\.weight share memory"):
+        check_memory_of_weights(net, TrainConfig(sync_strategy=Hogwild()), "gang")
+
+
 def test_columns_are_cast_for_module_and_task(spark: SparkSession) -> None:
     df = spark.createDataFrame(
         [([0.5, 1.0], 1, 2, True)], "x array<double>, y int, w int, v boolean"

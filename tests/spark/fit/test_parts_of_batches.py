@@ -196,9 +196,28 @@ def sized(output: dict[str, torch.Tensor], target: torch.Tensor) -> torch.Tensor
     return (output["output"].squeeze(1) - target).square() + output["size"]
 
 
+class WithCenters(nn.Linear):
+    """Gives as many centers as half of a batch has rows."""
+
+    def forward(self, x: torch.Tensor) -> Any:
+        return torch.arange(8.0).view(2, 4), super().forward(x)
+
+
+def test_what_has_no_row_for_each_is_not_taken_for_rows(caplog: pytest.LogCaptureFixture) -> None:
+    check(WithCenters(4, 4), loss=lambda output, target: output[1].mean(1) - target)
+    assert not caplog.records
+
+
+def of_labelled(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    """The mean over the rows that have a label, here none."""
+    is_there = (target > 1e9).float()
+    return ((output.squeeze(1) - target).square() * is_there).sum() / is_there.sum()
+
+
 @pytest.mark.parametrize("make", [lambda make: make, lambda make: make()], ids=["meta", "made"])
 def test_a_pipeline_wants_rows_by_themselves(make: Any) -> None:
     check(make(lambda: Mixing("never")), parallelism=STAGED)
+    check(make(lambda: Mixing("never")), parallelism=STAGED, loss=of_labelled)
     for how, loss, said in (
         (lambda: Mixing("train"), "mse", "depends on the other rows of its batch, of which each"),
         (WithMean, sized, r"a tensor of the shape \(\), and a pipeline"),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -79,4 +80,5 @@ def test_a_table_is_there_once_its_shards_are_known() -> None:
     assert not spools.has(spec, slots)
     table.known = ("shard",)
     assert spools.has(spec, slots)
-    assert not spools.has(TableSpec(columns=(), num_shards=3), slots)
+    for other in ({"num_shards": 3}, {"num_places": 1}, {"at_once": False}):
+        assert not spools.has(replace(spec, **other), slots)

@@ -287,3 +287,10 @@ def test_a_dataframe_of_a_session_before_is_told_as_such(monkeypatch: pytest.Mon
             failures.raise_if_ended(ended)  # type: ignore[arg-type]
         assert str(caught.value).startswith(told)
     failures.raise_if_ended(runs)  # type: ignore[arg-type]
+
+    def killed() -> None:
+        raise Py4JNetworkError("Answer from Java side is empty")
+
+    monkeypatch.setattr(failures, "SparkSession", SimpleNamespace(getActiveSession=killed))
+    with pytest.raises(ClusterError, match=r"its JVM was killed, .*spark\.driver\.memory"):
+        failures.raise_if_ended(ended)  # type: ignore[arg-type]
