@@ -16,7 +16,6 @@ import logging
 import math
 import queue
 import socket
-import ssl
 import threading
 import time
 import weakref
@@ -305,7 +304,9 @@ class ChannelServer:
         )
         self._connections: dict[asyncio.Task[None], asyncio.StreamWriter] = {}
         self._greeted: set[asyncio.Task[None]] = set()
+        self._accepted: weakref.WeakSet[socket.socket] = weakref.WeakSet()
         self._listener = listener
+        self._context = context
         self._is_closing = False
         self._is_crowded = False
         """True once connections could not be accepted, which is told once."""
@@ -314,7 +315,7 @@ class ChannelServer:
         self._thread = threading.Thread(target=self._run, name="sparkdl-channel", daemon=True)
         try:
             self._thread.start()
-            asyncio.run_coroutine_threadsafe(self._listen(context), self._loop)
+            self._loop.call_soon_threadsafe(self._listen)
         except BaseException:  # also if the user interrupts
             self.shutdown()
             listener.close()
@@ -341,49 +342,68 @@ class ChannelServer:
 
     def _run(self) -> None:
         """Serve until told to stop: in this thread, since a notebook's has a loop of its own."""
+        self._listener.setblocking(False)
+        self._listener.listen(_BACKLOG)
         self._loop.run_forever()
         self._loop.run_until_complete(self._close())
         self._loop.close()
 
-    async def _listen(self, context: ssl.SSLContext) -> None:
-        """Accept connections, each of which is served in a task of its own."""
-        self._listener.listen(_BACKLOG)
-        self._listener.setblocking(False)
-        greeting = asyncio.Semaphore(_MOST_HANDSHAKES)
-        while True:
-            await greeting.acquire()
-            try:
-                connection, _ = await self._loop.sock_accept(self._listener)
-            except OSError as error:
-                greeting.release()
-                self._warn_crowded(error)
-                await asyncio.sleep(_AGAIN_SECONDS)
-                continue
-            task = self._loop.create_task(self._greet(connection, context))
-            self._greeted.add(task)
-            task.add_done_callback(self._greeted.discard)
-            task.add_done_callback(lambda _: greeting.release())
+    def _listen(self) -> None:
+        """Accept connections from now on, unless as many are greeted as may be."""
+        if not self._is_closing and len(self._greeted) < _MOST_HANDSHAKES:
+            self._loop.add_reader(self._listener, self._accept)
 
-    async def _greet(self, connection: socket.socket, context: ssl.SSLContext) -> None:
+    def _accept(self) -> None:
+        """Accept a connection, which is greeted in a task of its own.
+
+        No coroutine waits for it: one that is cancelled when a connection has just come loses it.
+        """
+        try:
+            connection, _ = self._listener.accept()
+        except (BlockingIOError, ConnectionAbortedError):
+            return
+        except OSError as error:
+            self._loop.remove_reader(self._listener)
+            self._loop.call_later(_AGAIN_SECONDS, self._listen)
+            self._warn_crowded(error)
+            return
+        connection.setblocking(False)
+        self._accepted.add(connection)
+        task = self._loop.create_task(self._greet(connection))
+        self._greeted.add(task)
+        task.add_done_callback(self._leave)
+        if len(self._greeted) >= _MOST_HANDSHAKES:
+            self._loop.remove_reader(self._listener)
+
+    def _leave(self, greeted: asyncio.Task[None]) -> None:
+        """Make room for another connection once one was greeted."""
+        self._greeted.discard(greeted)
+        self._listen()
+
+    async def _greet(self, connection: socket.socket) -> None:
         """Serve whoever shows the right certificate in time."""
         reader = asyncio.StreamReader(limit=2**20)
         with contextlib.suppress(OSError):
             await self._loop.connect_accepted_socket(
-                lambda: asyncio.StreamReaderProtocol(reader, self._accept),
+                lambda: asyncio.StreamReaderProtocol(reader, self._admit),
                 connection,
-                ssl=context,
+                ssl=self._context,
                 ssl_handshake_timeout=_HANDSHAKE_SECONDS,
             )
 
     async def _close(self) -> None:
-        while others := asyncio.all_tasks() - {asyncio.current_task()}:
+        """Accept nobody, end all tasks, and wait until each connection is closed."""
+        self._loop.remove_reader(self._listener)
+        self._listener.close()
+        while (others := asyncio.all_tasks() - {asyncio.current_task()}) or any(
+            connection.fileno() >= 0 for connection in self._accepted
+        ):
             for writer in self._connections.values():
                 writer.transport.abort()
             for task in others:
                 task.cancel()
             await asyncio.gather(*others, return_exceptions=True)
             await asyncio.sleep(0)  # what threads have asked for finds its connection closed
-        self._listener.close()
 
     def _warn_crowded(self, error: OSError) -> None:
         """Say once that connections cannot be accepted."""
@@ -400,7 +420,7 @@ class ChannelServer:
         """The address of the server, with the secret that opens it in the present attempt."""
         return replace(self._address, secret=self._hub.access.secret)
 
-    def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    def _admit(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         """Serve a connection in a task of its own."""
         task = self._loop.create_task(self._serve(reader, writer))
         self._connections[task] = writer

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 import multiprocessing
 import resource
 import socket
@@ -368,15 +369,17 @@ def test_too_many_open_files_are_told_once(hub: Hub, caplog: pytest.LogCaptureFi
         contextlib.closing(ChannelClient(server.address.of_rank(0))) as client,
     ):
         client.set("store/a", b"1")
+        place = ("127.0.0.1", server.port)
+        last = socket.socket()
+        strangers: list[socket.socket] = [last]
         before = resource.getrlimit(resource.RLIMIT_NOFILE)
         most = max(int(file.name) for file in Path("/proc/self/fd").iterdir()) + 20
         resource.setrlimit(resource.RLIMIT_NOFILE, (most, before[1]))
-        strangers: list[socket.socket] = []
         try:
             with pytest.raises(OSError, match="Too many open files"):
                 while True:
-                    address = ("127.0.0.1", server.port)
-                    strangers.append(socket.create_connection(address, 10))
+                    strangers.append(socket.create_connection(place, 10))
+            last.connect(place)  # for which the server has no file, whoever took the last one
             time.sleep(0.5)
             client.set("store/b", b"1")  # who is connected has what it needs
         finally:
@@ -412,6 +415,36 @@ def test_strangers_take_no_more_files_than_they_may(
         stack.close()
         with contextlib.closing(ChannelClient(server.address.of_rank(1))) as other:
             other.set("store/c", b"1")
+
+
+@pytest.mark.filterwarnings("always:unclosed:ResourceWarning")
+def test_a_server_that_stops_closes_connections_that_have_just_come(
+    hub: Hub, caplog: pytest.LogCaptureFixture, recwarn: pytest.WarningsRecorder
+) -> None:
+    """Watchers report the end of their workers when the fit's server may stop."""
+    server = ChannelServer(hub, bind="127.0.0.1", announce="127.0.0.1")
+    place = ("127.0.0.1", server.port)
+    is_over = threading.Event()
+    numbers = []
+
+    def dial() -> None:
+        while not is_over.is_set():
+            with contextlib.suppress(OSError), socket.create_connection(place, 1):
+                numbers.append(1)
+
+    threads = [threading.Thread(target=dial) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    time.sleep(0.2)
+    server.shutdown()
+    is_over.set()
+    for thread in threads:
+        thread.join()
+    del server
+    gc.collect()
+    assert not [text for warning in recwarn if f"laddr={place}" in (text := str(warning.message))]
+    assert len(numbers) > 10
+    assert not caplog.text
 
 
 def test_strangers_leave_no_noise(
