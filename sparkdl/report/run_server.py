@@ -67,7 +67,7 @@ class RunServer(ThreadingHTTPServer):
         with self.reading:
             for name in self.reader.names():
                 try:
-                    found.append((name, self.reader.read(name)))
+                    found.append((name, self.reader.outline(name)))
                 except SparkDLError as error:
                     found.append((name, error))
         return [(name, record) for name, record in found if record is not None]

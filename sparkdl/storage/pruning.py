@@ -71,7 +71,8 @@ def prune(storage: Storage, newest: StepFolder, keep: int) -> None:
         remove(storage, step)
     left = {step.writer for step in steps if step not in gone} | {own}
     for writer in mortal:
-        if writer not in left:
+        # Others may have put something there, or given a folder of theirs such a name.
+        if writer not in left and not storage.list(writer.path):
             storage.remove(writer.path)
     for run_id in leases.keys() - alive.keys() - {writer.run_id for writer in left}:
         storage.remove(f"{key}/{lease_name(run_id)}")

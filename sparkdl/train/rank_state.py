@@ -10,7 +10,7 @@ import torch
 
 from sparkdl.sync.averaging.mean import merge
 from sparkdl.sync.divided_state import DividedState, Part, whole_part
-from sparkdl.sync.module_tensors import give_tensors
+from sparkdl.sync.module_tensors import check_sizes, give_tensors
 from sparkdl.train.callbacks import Requests, give_states, states_of
 from sparkdl.train.optimizers.nested_states import plain_state
 from sparkdl.train.random_state import seed_everything, set_random_state
@@ -156,6 +156,7 @@ class RankState:
         give_tensors(replica.own_module, buffers)
         others = {name: shared[name] for name in ("scaler", "scheduler")}
         replica.load_state_dict({**others, "optimizer": None})
+        check_sizes(replica.own_module)
         return best
 
     def _restore_rank(self, state: dict[str, Any], *, is_united: bool, rank: int) -> None:

@@ -82,6 +82,13 @@ def test_what_belongs_to_a_living_run_stays_until_it_has_ended() -> None:
     assert storage.list("run") == ["a-0"]
 
 
+def test_folders_of_others_with_such_a_name_stay() -> None:
+    storage = MemoryStorage()
+    storage.write("run/backup-1/weights.pt", b"mine")
+    prune(storage, put(storage, step("a", 0, 3)), 1)
+    assert storage.read("run/backup-1/weights.pt") == b"mine"
+
+
 def test_what_is_ahead_stays() -> None:
     storage = MemoryStorage()
     ahead = [put(storage, step("b", 0, 9)), put(storage, step("a", 0, 8))]

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 
 import pytest
 import torch
@@ -9,6 +10,7 @@ from torch import nn
 from sparkdl.config import EarlyStopping, TrainConfig
 from sparkdl.errors import CheckpointError
 from sparkdl.storage.tensor_tree import pack
+from sparkdl.sync.divided_state import whole_part
 from tests.train.runs import NUM_FEATURES, Keeper, make_data, run, seeded
 
 
@@ -60,3 +62,17 @@ def test_weights_of_other_sizes_than_their_lstm_has_are_refused() -> None:
     point.shared["model"]["lstm.weight_hh_l0"] = weights[:, :1].clone()
     with pytest.raises(CheckpointError, match="gives the LSTM 'lstm' sizes that its weights lack"):
         run(seeded(Recurrent), config, data, resume=point)
+
+
+def test_sizes_are_looked_at_after_a_checkpoint_of_a_mesh_too() -> None:
+    """Its weights have their shapes; the attributes of a file may not fit them."""
+    data, sink = make_data([10], dtype=torch.float32), Keeper(steps=(2,))
+    config = TrainConfig(epochs=1, batch_size=4)
+    run(seeded(Recurrent), config, data, sink=sink)
+    part = whole_part(sink.points[2].shared)
+    point = replace(sink.points[2], parts=lambda: iter([part]))
+    run(seeded(Recurrent), config, data, resume=point)
+    other = seeded(Recurrent)
+    other.lstm.hidden_size = 800
+    with pytest.raises(CheckpointError, match="gives the LSTM 'lstm' sizes that its weights lack"):
+        run(other, config, data, resume=point)

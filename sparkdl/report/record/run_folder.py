@@ -17,7 +17,7 @@ from fnmatch import fnmatchcase
 from typing import Any
 
 from sparkdl.errors import StorageError
-from sparkdl.report.record.run_record import Event, RecordBuilder, RunRecord
+from sparkdl.report.record.run_record import Event, RecordBuilder, RunRecord, outline
 from sparkdl.runtime.json_values import finite
 from sparkdl.storage.hadoop_storage import open_place
 from sparkdl.storage.storage import Folder, Storage
@@ -32,6 +32,8 @@ _MAX_EVENT_BYTES = 1 << 26
 """Most bytes of all events of a run that goes on."""
 _ODD = (ArithmeticError, AttributeError, LookupError, RecursionError, TypeError, ValueError)
 """Errors that come of values that are JSON, but not those of a run."""
+_MOST_WHOLE = 8
+"""Records of runs that have ended, which a reader keeps whole: pages are asked for again."""
 _LONGEST_NAME = 100
 """Characters of a run's name in that of its folder."""
 _NAME = re.compile(r"[0-9]{8}-[0-9]{6}-[A-Za-z0-9_]+-[0-9a-f]+")
@@ -98,16 +100,24 @@ def read_runs(directory: str | os.PathLike[str], name: str = "*") -> dict[str, R
 
 
 class RunReader:
-    """Reads the records of all runs in a storage; what cannot change any more it reads once."""
+    """Reads the records of all runs in a storage.
+
+    Of a run that has ended it keeps what the list shows, and the whole only of the last few.
+    """
 
     def __init__(self, storage: Folder) -> None:
         self._storage = storage
+        self._outlines: dict[str, RunRecord] = {}
         self._ended: dict[str, RunRecord] = {}
         self._growing: dict[str, _Growing] = {}
 
     def names(self) -> list[str]:
         """Folders of runs, the newest first."""
         return sorted(filter(_NAME.fullmatch, self._storage.list("")), reverse=True)
+
+    def outline(self, name: str) -> RunRecord | None:
+        """What `read` gives; of a run that has ended perhaps without what only its page shows."""
+        return self._outlines.get(name) or self.read(name)
 
     def read(self, name: str) -> RunRecord | None:
         """The record of the run in folder ``name``; None if there is none; raises StorageError."""
@@ -119,11 +129,15 @@ class RunReader:
             path = f"{name}/{RECORD}"
             values = self._parsed(path, self._content(path))
             try:
-                self._ended[name] = RunRecord.from_dict(values)
+                record = RunRecord.from_dict(values)
             except StorageError as error:
                 raise self._damaged(path, str(error)) from error
             self._growing.pop(name, None)
-            return self._ended[name]
+            self._outlines[name] = outline(record)
+            self._ended[name] = record
+            if len(self._ended) > _MOST_WHOLE:
+                del self._ended[next(iter(self._ended))]
+            return record
         return self._so_far(name)
 
     def _content(self, path: str, most: int = _MAX_BYTES) -> bytes:

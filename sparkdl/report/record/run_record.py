@@ -26,6 +26,11 @@ _MOST_ENTRIES = 4000
 """Longest list in a record, such as its history; more would only fill memory and the page."""
 _MOST_LOOKS = 200
 """Looks at the layers that are kept, each of which has a number for every layer."""
+_OF_THE_PAGE = (
+    "params", "versions", "spark", "driver", "hardware", "laps", "steps", "spent", "logs",
+    "confusion", "layers", "graph",
+)  # fmt: skip
+"""Fields that a list of runs does without."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -138,6 +143,12 @@ class RunRecord:
                 if isinstance(entries, list):
                     thin(entries, _MOST_LOOKS if name == "layers" else _MOST_ENTRIES)
         return cls(**given)
+
+
+def outline(record: RunRecord) -> RunRecord:
+    """Return a record without what only the page of the run shows."""
+    bare = RunRecord(run_id="", name="", started=0.0)
+    return dataclasses.replace(record, **{name: getattr(bare, name) for name in _OF_THE_PAGE})
 
 
 def count_of(record: Mapping[str, Any]) -> float | None:

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import json
 import time
+import weakref
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,7 @@ import pytest
 
 from sparkdl.errors import StorageError
 from sparkdl.report.page.report_page import page
+from sparkdl.report.page.run_list import run_list
 from sparkdl.report.record.run_folder import (
     PAGE,
     RECORD,
@@ -54,6 +56,37 @@ def test_runs_are_found_by_their_names(tmp_path: Path, caplog: pytest.LogCapture
     (tmp_path / NAMES[1] / RECORD).write_text("{")
     assert list(read_runs(tmp_path, "digits*")) == [NAMES[0]]
     assert "it is no JSON" in caplog.text
+
+
+def test_a_list_needs_few_of_a_run_s_values_and_reads_each_file_once(tmp_path: Path) -> None:
+    """A server that shows thousands of runs would else keep all that each page shows."""
+    storage, wanted = Counting(tmp_path), record()
+    names = [folder_name("fit", f"{k:x}abcdef012", 1.7e9 + k) for k in range(12)]
+    for name in names:
+        RunFolder(storage, name).finish(wanted, "")
+    reader = RunReader(storage)
+    whole = reader.read(names[0])
+    assert whole == wanted
+    page = weakref.ref(whole)
+    del whole
+    for _ in range(2):
+        outlines = [(name, reader.outline(name)) for name in names]
+    assert storage.num_read == len(names)
+    assert page() is None
+    assert not outlines[0][1].graph and not outlines[0][1].steps
+    assert wanted.graph and wanted.steps
+    assert run_list(outlines, {}) == run_list([(name, wanted) for name in names], {})
+    assert reader.read(names[0]) == wanted
+
+
+class Counting(LocalStorage):
+    """Counts what is read."""
+
+    num_read = 0
+
+    def read(self, path: str) -> bytes:
+        self.num_read += 1
+        return super().read(path)
 
 
 def test_a_run_can_be_read_while_it_grows_and_when_it_has_ended(tmp_path: Path) -> None:
