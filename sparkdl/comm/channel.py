@@ -377,8 +377,10 @@ class ChannelServer:
 
     def _leave(self, greeted: asyncio.Task[None]) -> None:
         """Make room for another connection once one was greeted."""
+        was_full = len(self._greeted) >= _MOST_HANDSHAKES
         self._greeted.discard(greeted)
-        self._listen()
+        if was_full:
+            self._listen()
 
     async def _greet(self, connection: socket.socket) -> None:
         """Serve whoever shows the right certificate in time."""

@@ -122,8 +122,9 @@ def check_rows(value: Any, num_rows: int, what: object) -> torch.Tensor:
         raise ConfigError(f"{what} is a {_named(value)}, of which no column can be made")
     if value.ndim == 0 or len(value) != num_rows:
         raise ConfigError(
-            f"{what} has shape {tuple(value.shape)} for {num_rows} samples; transform needs one "
-            f"row per sample"
+            f"{what} has shape {tuple(value.shape)} for {num_rows} samples, and transform needs "
+            "one row per sample; choose an output that has them (predictionOutput), or have "
+            "forward return that"
         )
     return value
 

@@ -9,7 +9,7 @@ that neither weight decay nor momentum moves it.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, ClassVar, TypeVar
 
 import torch
@@ -41,9 +41,18 @@ class Bucket:
         self.flat = flat
         sizes = [parameter.numel() for parameter in parameters]
         self.values = flat[: sum(sizes)]
-        pieces = torch.split(self.values, sizes)
-        self.gradients = tuple(map(_laid_out, pieces, parameters))
+        self._pieces = torch.split(self.values, sizes)
+        self.gradients = tuple(map(_laid_out, self._pieces, parameters))
+        self._starts = [gradient.data_ptr() for gradient in self.gradients]
         self.num_missing = len(self.parameters)
+
+    def is_moved(self, place: int) -> bool:
+        """True if somebody has given a view other memory, as ``p.grad.data = ...`` does."""
+        return self.gradients[place].data_ptr() != self._starts[place]
+
+    def put_back(self, place: int) -> None:
+        """Have a view show its part of ``flat`` again."""
+        self.gradients[place].data = _laid_out(self._pieces[place], self.parameters[place])
 
 
 def _laid_out(piece: torch.Tensor, parameter: nn.Parameter) -> torch.Tensor:
@@ -67,6 +76,7 @@ class FlatGradients:
         self, parameters: Sequence[nn.Parameter], bucket_bytes: int, allocate: Allocate
     ) -> None:
         self.parameters = list(parameters)
+        self._places = {id(parameter): place for place, parameter in enumerate(self.parameters)}
         num_marks = len(self.parameters)
         self.buckets = make_buckets(self.parameters, bucket_bytes, allocate, num_marks)
         self.used = bytearray(num_marks)
@@ -104,9 +114,33 @@ class FlatGradients:
     def attach(self) -> None:
         """Make ``.grad`` the views again: someone's ``zero_grad()`` may have dropped them."""
         for bucket in self.buckets:
-            for parameter, gradient in zip(bucket.parameters, bucket.gradients, strict=True):
+            pairs = zip(bucket.parameters, bucket.gradients, strict=True)
+            for place, (parameter, gradient) in enumerate(pairs):
+                if bucket.is_moved(place):
+                    bucket.put_back(place)
                 if parameter.grad is not gradient:
                     parameter.grad = gradient
+
+    def settle(self, buckets: Iterable[Bucket] | None = None) -> None:
+        """Take into buckets, or all, the gradients that stand in their views' place.
+
+        A hook may have replaced ``.grad``, or ``zero_grad()`` dropped it before the backward pass.
+        """
+        for bucket in self.buckets if buckets is None else buckets:
+            pairs = zip(bucket.parameters, bucket.gradients, strict=True)
+            for place, (parameter, view) in enumerate(pairs):
+                gradient, is_moved = parameter.grad, bucket.is_moved(place)
+                if gradient is view and not is_moved:
+                    continue
+                values = None if gradient is None else gradient.data
+                if is_moved:
+                    bucket.put_back(place)
+                if values is None:
+                    view.zero_()
+                    self.used[self._places[id(parameter)]] = 0
+                else:
+                    view.copy_(values)
+                parameter.grad = view
 
     def release(self) -> None:
         """Let go of the buffers."""

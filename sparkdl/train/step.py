@@ -154,6 +154,8 @@ class TrainStep:
         self._clock = clock
         self.after_forward: list[int] | None = None
         """Fingerprints of all parameters before the first backward pass; None: there was none."""
+        self._left_by_forward: list[str] = []
+        """The parameters that had a gradient before the first backward pass of a step."""
         self.moved_by_backward: list[str] | None = None
         """The parameters that the first backward pass has changed itself, by a hook; None: there
         was none yet."""
@@ -394,24 +396,25 @@ class TrainStep:
             if num_parts > 1:
                 micro_batch = batch.rows(*batch_bounds(batch.num_rows, num_parts, number))
             is_last = number == num_parts - 1
+            # A backward pass of the user's own, within forward, is none that ends the step.
+            with self._synchronizer.no_sync(), self._format.autocast():
+                output = run(loss, self._synchronizer.model, micro_batch)
+            loss_sum, weight_sum, parts = sums_of(
+                loss, output, micro_batch.target, micro_batch.weight
+            )
+            if micro_batch.num_rows > 0:  # the mean of no losses is not a number
+                sums += self._added(loss_sum, weight_sum, parts)
+                if metrics is not None:
+                    metrics.update(detached(output), micro_batch.target, micro_batch.weight)
+            if is_last:
+                self._synchronizer.start_sums(sums[:2].clone())
+                self._divisor = self._weight_of_all(sums, global_rows)
+            divisor = global_rows if self._divisor is None else self._divisor
+            before = self._fingerprints() if micro_batch.num_rows > 0 else None
             with contextlib.nullcontext() if is_last else self._synchronizer.no_sync():
-                with self._format.autocast():
-                    output = run(loss, self._synchronizer.model, micro_batch)
-                loss_sum, weight_sum, parts = sums_of(
-                    loss, output, micro_batch.target, micro_batch.weight
-                )
-                if micro_batch.num_rows > 0:  # the mean of no losses is not a number
-                    sums += self._added(loss_sum, weight_sum, parts)
-                    if metrics is not None:
-                        metrics.update(detached(output), micro_batch.target, micro_batch.weight)
-                if is_last:
-                    self._synchronizer.start_sums(sums[:2].clone())
-                    self._divisor = self._weight_of_all(sums, global_rows)
-                divisor = global_rows if self._divisor is None else self._divisor
-                before = self._fingerprints() if micro_batch.num_rows > 0 else None
                 self._format.backward(loss_sum, divisor)
-                if before is not None:
-                    self._note_moved(before)
+            if before is not None:
+                self._note_moved(before)
         if num_parts == 0:
             self._divisor = self._weight_of_all(sums, global_rows)
         return sums
@@ -421,6 +424,11 @@ class TrainStep:
         if self.moved_by_backward is not None or self._synchronizer.divided is not None:
             return None
         self.after_forward = [fingerprint(parameter) for parameter in self._all]
+        self._left_by_forward = [
+            name
+            for name, parameter in self._replica.module.named_parameters()
+            if (grad := parameter.grad) is not None and (grad.layout != torch.strided or grad.any())
+        ]
         return self.after_forward
 
     def _note_moved(self, before: list[int]) -> None:
@@ -433,7 +441,16 @@ class TrainStep:
             self.check_moved()
 
     def check_moved(self) -> None:
-        """Raise ConfigError if the first backward pass has changed weights."""
+        """Raise ConfigError for what workers that share gradients cannot have.
+
+        The first backward pass has changed weights, or forward has left gradients.
+        """
+        if self._left_by_forward:
+            raise ConfigError(
+                f"forward, or trainingStep, leaves a gradient in {self._left_by_forward[0]!r} by a "
+                "backward pass of its own, and workers would add theirs up; call zero_grad() after "
+                "it, use torch.autograd.grad, add its loss to that of the step, or set numWorkers=1"
+            )
         if self.moved_by_backward:
             raise ConfigError(
                 f"the backward pass changes the parameter {self.moved_by_backward[0]!r} itself, as "

@@ -129,6 +129,7 @@ def plain_loop(
     *,
     world_size: int,
     after_epoch: Callable[[nn.Module, int], None] | None = None,
+    is_one_pass: bool = False,
 ) -> dict[str, Any]:
     """A user's own loop: each part of the global batch forward and backward, then one step."""
     shards = make_data(rows)
@@ -147,10 +148,12 @@ def plain_loop(
         for parts in zip(*batches, strict=True):
             optimizer.zero_grad()
             total = sum(part.num_rows for part in parts)
-            for part in parts:
-                if part.num_rows:
-                    loss = (net(part.inputs[0]).squeeze(1) - part.target).square().sum() / total
-                    loss.backward()
+            pairs = [(part.inputs[0], part.target) for part in parts if part.num_rows]
+            if is_one_pass:
+                pairs = [tuple(map(torch.cat, zip(*pairs, strict=True)))]
+            for x, y in pairs:
+                loss = (net(x).squeeze(1) - y).square().sum() / total
+                loss.backward()
             if config.gradient_clip_norm is not None:
                 nn.utils.clip_grad_norm_(net.parameters(), config.gradient_clip_norm)
             optimizer.step()
@@ -503,6 +506,61 @@ def test_steps_in_the_backward_pass_are_for_one_worker(gang: Gang) -> None:
     assert_alike(tensors_of(net), expected)
     with pytest.raises(AssertionError, match=r"changes the parameter 'body\.weight' itself"):
         gang.run(train_on_rank, InBackward, config, ROWS)
+
+
+class Clears(Net):
+    """Clears its gradients in forward, as many training steps do."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.training:
+            self.zero_grad()
+        return super().forward(x)
+
+
+class ClearsAfter(Net):
+    """Takes a backward pass of its own, for an adversarial example, and clears what that left."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.training:
+            x = x.clone().requires_grad_(True)
+            super().forward(x).square().mean().backward()
+            assert x.grad is not None
+            x = (x + 0.1 * x.grad.sign()).detach()
+            self.zero_grad()
+        return super().forward(x)
+
+
+def replace(parameter: torch.Tensor) -> None:
+    assert parameter.grad is not None
+    parameter.grad = parameter.grad * 0.5
+
+
+def replace_data(parameter: torch.Tensor) -> None:
+    assert parameter.grad is not None
+    parameter.grad.data = parameter.grad.data * 0.5
+
+
+class Hooked(Net):
+    hook = staticmethod(replace)
+
+    def __init__(self) -> None:
+        super().__init__()
+        for parameter in self.parameters():
+            parameter.register_post_accumulate_grad_hook(self.hook)
+
+
+class HookedByData(Hooked):
+    hook = staticmethod(replace_data)
+
+
+@pytest.mark.parametrize("make", [Clears, ClearsAfter, Hooked, HookedByData])
+@pytest.mark.parametrize("strategy", ["auto", "small buckets", "shared", "bits", "bulk server"])
+def test_gradients_may_be_replaced_within_a_step(gang: Gang, make: Any, strategy: str) -> None:
+    """Else a bucket would travel in which they are not."""
+    config = config_of("sgd", **STRATEGIES[strategy][0])
+    expected = plain_loop(made(make), config, ROWS, world_size=2, is_one_pass=True)
+    for found in gang.run(train_on_rank, make, config, ROWS):
+        assert_alike(found, expected)
 
 
 class Thawing(Frozen):

@@ -226,6 +226,43 @@ def test_a_class_of_the_program_stays_its_own(monkeypatch: pytest.MonkeyPatch) -
     assert again.skeleton != packed.skeleton
 
 
+def test_code_may_name_operators_of_torch() -> None:
+    space = {"torch": torch, "aten": torch.ops.aten}
+    exec("def both(x): return torch.ops.aten.tanh(x) + aten.tanh.default(x)", space)
+    space["both"].__module__ = "__main__"
+    both = pickle.loads(dumps(space["both"]))
+    torch.testing.assert_close(both(torch.ones(2)), 2 * torch.ones(2).tanh())
+
+
+def test_a_hook_that_has_travelled_still_shares_the_globals_of_its_program(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The module is made anew on the driver before it is sent; its loss is not."""
+    program = types.ModuleType("program_of_hooks")
+    monkeypatch.setitem(sys.modules, program.__name__, program)
+    code = """
+seen = {}
+def keep(layer, given, output): seen["h"] = output
+def penalty(): return seen["h"].square().mean()
+"""
+    exec(code, vars(program))
+    cloudpickle.register_pickle_by_value(program)
+    try:
+        net = nn.Linear(3, 2)
+        net.register_forward_hook(program.keep)
+        packed, penalty = pack(travelled(net, copies=True)), dumps(program.penalty)
+    finally:
+        cloudpickle.unregister_pickle_by_value(program)
+    monkeypatch.delitem(sys.modules, program.__name__)
+    spaces: dict[str, dict[str, Any]] = {}
+    with shared_globals(spaces):
+        found = pickle.loads(penalty)
+    with shared_globals(spaces):
+        arrived = unpack(packed.skeleton, packed.tensors)
+    assert found.__globals__ is arrived._forward_hooks.popitem()[1].__globals__
+    assert program.seen == {}
+
+
 def test_functions_of_a_program_that_are_pickled_apart_share_its_globals_where_asked(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -38,3 +38,29 @@ def test_gradients_stay_views_and_can_be_let_go() -> None:
     assert bucket.flat.abs().sum() == 0
     gradients.release()
     assert all(p.grad is None for p in net.parameters())
+
+
+def test_gradients_that_stand_in_a_views_place_are_taken() -> None:
+    net = make_net()
+    gradients = FlatGradients(list(net.parameters()), 1 << 20, zeros)
+    (bucket,) = gradients.buckets
+    views = dict(zip(map(id, bucket.parameters), bucket.gradients, strict=True))
+    first, second = list(net.parameters())[:2]
+    gradients.used[:] = b"\1" * len(gradients.used)
+    for _ in range(2):  # a view that was moved is one again in the next step
+        bucket.flat.fill_(7)
+        first.grad = torch.full_like(first, 2)
+        assert second.grad is not None
+        second.grad.data = torch.full_like(second, 3)
+        others = list(net.parameters())[2:]
+        others[0].grad = None
+        gradients.settle()
+        assert all(p.grad is views[id(p)] for p in net.parameters())
+        assert sum(map(torch.numel, views.values())) == len(bucket.values)
+        expected = 2.0 * first.numel() + 3 * second.numel()
+        expected += 7 * sum(p.numel() for p in others[1:])
+        assert bucket.values.sum() == expected
+        assert list(gradients.used) == [1, 1, 0, *[1] * len(others[1:])]
+        gradients.zero()
+        assert bucket.flat.abs().sum() == 0
+        gradients.used[:] = b"\1" * len(gradients.used)

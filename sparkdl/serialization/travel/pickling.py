@@ -14,6 +14,7 @@ import functools
 import importlib
 import io
 import pickle
+import pkgutil
 import sys
 import types
 import warnings
@@ -76,9 +77,17 @@ def shared_globals(spaces: _Spaces) -> Iterator[None]:
 
 def _space(module: str, names: dict[str, Any]) -> dict[str, Any]:
     spaces = _spaces.get()
-    found = {} if spaces is None else spaces.setdefault(module, {})
+    found = _CopiedSpace(module) if spaces is None else spaces.setdefault(module, {})
     found.update(names)
     return found
+
+
+class _CopiedSpace(dict[str, Any]):
+    """Globals of functions that have arrived here, of a module which they go on as part of."""
+
+    def __init__(self, module: str) -> None:
+        super().__init__()
+        self.module = module
 
 
 class _Space(dict[str, Any]):
@@ -90,9 +99,9 @@ class _Space(dict[str, Any]):
         return _space, (self.module, dict(self))
 
 
-def _spaces_of_modules() -> dict[int, dict[str, Any]]:
+def _spaces_of_modules() -> dict[int, _Space]:
     """The ``id`` of the globals of modules whose code goes by value -> what becomes of them."""
-    found: dict[int, dict[str, Any]] = {}
+    found: dict[int, _Space] = {}
     for name in ("__main__", *cloudpickle.list_registry_pickle_by_value()):
         if name in sys.modules:
             space = found[id(vars(sys.modules[name]))] = _Space()
@@ -109,6 +118,7 @@ class Pickler(cloudpickle.Pickler):  # type: ignore[misc] # cloudpickle has no t
     def __init__(self, file: io.BytesIO) -> None:
         super().__init__(file)
         self.globals_ref = _spaces_of_modules()
+        self._spaces_by_name = {space.module: space for space in self.globals_ref.values()}
 
     def reducer_override(self, value: Any) -> Any:
         """Return how to pickle a value; called for each that is not of a type of Python's own."""
@@ -123,6 +133,10 @@ class Pickler(cloudpickle.Pickler):  # type: ignore[misc] # cloudpickle has no t
                 f"it uses {self.strange[id(value)]} of the module itself, and workers train "
                 "another one; use trainingStep, which gets the module that they train"
             )
+        if kind is types.FunctionType and isinstance(value.__globals__, _CopiedSpace):
+            space = self._spaces_by_name.get(value.__globals__.module)
+            if space is not None:
+                self.globals_ref[id(value.__globals__)] = space
         for of_kind, reduce in _REDUCERS:
             if isinstance(value, of_kind):
                 found = reduce(value)
@@ -312,6 +326,8 @@ def _dead() -> Any:
 _REDUCERS: tuple[tuple[Any, Callable[[Any], _Reduced | None]], ...] = (
     ((torch.jit.ScriptModule, torch.jit.ScriptFunction), _script),
     (fx.GraphModule, _graph_module),
+    # torch.ops, and its namespaces, of which code takes hold by their names
+    ((type(torch.ops), type(torch.ops.aten)), lambda ops: (pkgutil.resolve_name, (ops.__name__,))),
     (nn.Module, _special_module),
     (functools._lru_cache_wrapper, _cached),
     (functools.cached_property, _cached_property),

@@ -35,7 +35,7 @@ from sparkdl.serialization.imported_values import (
 from sparkdl.serialization.initial_weights import InitialWeights, load_initial_weights
 from sparkdl.serialization.saved_module import why_not_saved
 from sparkdl.serialization.travel.attributes import showing_weights
-from sparkdl.serialization.travel.packed_module import overlapping, travelled
+from sparkdl.serialization.travel.packed_module import overlapping, sharing_memory, travelled
 from sparkdl.serialization.travel.pickling import dumps, sent_code
 from sparkdl.spark.cluster.cluster_info import parse_bytes
 from sparkdl.spark.cluster.probe import Needs
@@ -674,7 +674,12 @@ def check_training(
     from sparkdl.train.objective.metrics import check_metrics
     from sparkdl.train.objective.training_step import objective_of
     from sparkdl.train.optimizers import optimizers
-    from sparkdl.train.optimizers.check_optimizer import check_length, check_schedule, check_steps
+    from sparkdl.train.optimizers.check_optimizer import (
+        check_length,
+        check_parameters,
+        check_schedule,
+        check_steps,
+    )
 
     config = request.config
     strategy: SyncStrategy = config.sync_strategy
@@ -697,6 +702,7 @@ def check_training(
                 )
             make = optimizers.resolve_optimizer(config, own)
             optimizer = make(own.parameters())
+            check_parameters(optimizer, own)
             strategy.check_optimizer(optimizer)
             check_mesh_optimizer(config.parallelism, optimizer, make)
             schedule = optimizers.make_scheduler(config, optimizer, make, steps_per_epoch=1)
@@ -784,6 +790,16 @@ def check_memory_of_weights(module: nn.Module, config: TrainConfig, mode: str) -
                 f"{f'parallelism=Mesh({mesh})' if is_divided else name} moves elsewhere, so that "
                 "it would stay what it is; take it from the weight in forward"
             )
+        buffers = dict(module.named_buffers(remove_duplicate=False))
+        parameters = dict(module.named_parameters(remove_duplicate=False))
+        for names in sharing_memory({**parameters, **buffers}):
+            shown = [name for name in names if name in buffers]
+            if shown and parameters.keys() & names:
+                raise ConfigError(
+                    f"the buffer {shown[0]} shows the memory of a weight, which "
+                    f"{f'parallelism=Mesh({mesh})' if is_divided else name} moves elsewhere; take "
+                    "it from the weight in forward, or clone it"
+                )
 
 
 def check_max_norm(module: nn.Module) -> None:
@@ -797,6 +813,12 @@ def check_max_norm(module: nn.Module) -> None:
                 "of the rows that are read, and each worker reads others, so replicas would come "
                 "apart; leave max_norm out and let a callback's on_step_end limit all of them, or "
                 "set numWorkers=1, or a strategy that averages replicas"
+            )
+        if isinstance(layer, (nn.Embedding, nn.EmbeddingBag)) and layer.scale_grad_by_freq:
+            raise ConfigError(
+                f"{name or type(layer).__name__}: scale_grad_by_freq divides gradients by how "
+                "often an index is in the batch, and each worker sees a part of it; leave it out, "
+                "or set numWorkers=1, or a strategy that averages replicas"
             )
 
 

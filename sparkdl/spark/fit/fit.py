@@ -293,7 +293,7 @@ def _result(
     ``known``: `facts` of the run before training; ``laps``: phase -> seconds.
     """
     checked, plan = rows.checked, run.plan
-    fitted = trained.module or checked.module
+    fitted = checked.module if trained.module is None else trained.module
     thaw(fitted, checked.frozen)  # a choice of this training, not of the module
     phases = {f"fit: {name}": seconds for name, seconds in laps.items()}
     summary = replace(

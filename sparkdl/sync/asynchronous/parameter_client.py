@@ -118,6 +118,8 @@ class SliceExchange:
 
     def step(self, push: Push | None, *, is_pulling: bool) -> None:
         """Push the gradients, unless there are none, and pull into the parameters, if wanted."""
+        for part in self._parts.values():
+            part.gradients.settle()
         with self._own_failure_first():
             step = partial(self._step_with, push=push, is_pulling=is_pulling)
             futures = self._ask_others(step)

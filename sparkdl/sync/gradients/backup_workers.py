@@ -122,6 +122,7 @@ class BackupWorkersSynchronizer(AllReduceSynchronizer):
         """None: the sums travel with the gradients."""
 
     def reduce_gradients(self, sums: torch.Tensor, divisor: float) -> Reduced:
+        self._gradients.settle()
         readiness = Readiness.READY if self._has_samples else Readiness.EMPTY
         result = self._thread.contribute(readiness, self._with_marks(sums))
         for bucket, flat in zip(self._buckets, result.flats, strict=True):

@@ -51,6 +51,7 @@ class DoubleBufferingSynchronizer(AllReduceSynchronizer):
     def reduce_gradients(self, sums: torch.Tensor, divisor: float) -> Reduced:
         """See `Synchronizer.reduce_gradients`: sends this step's, returns those of the last."""
         self._messages.wait()
+        self._gradients.settle()
         own = self._with_marks(sums)
         arrived = self._underway or Reduced(torch.zeros_like(own), 0.0)
         self._gradients, self._other = self._other, self._gradients

@@ -193,6 +193,7 @@ class AllReduceSynchronizer(Synchronizer):
     def _send_next(self) -> None:
         number = self._num_sent
         self._num_sent += 1
+        self._gradients.settle([self._buckets[number]])
         if self._num_sent == len(self._buckets):  # all that are used are known by then
             self._gradients.write_marks()
         self._messages.start(number, self._buckets[number].flat)

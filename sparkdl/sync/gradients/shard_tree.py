@@ -216,6 +216,7 @@ class ShardTreeSynchronizer(Synchronizer):
 
     def end_shard(self, shard: int) -> None:
         """The gradients are those of ``shard``, a number of the plan's."""
+        self._gradients.settle()
         self._gradients.write_marks()
         self._are_all_used |= self._gradients.are_all_used
         parts = [*self._kept, ((shard, shard + 1), self._gradients)]

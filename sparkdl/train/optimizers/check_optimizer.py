@@ -45,6 +45,23 @@ _MOST_NUMBERS = 1 << 22
 """Parameters of more numbers than this take no part in the trial step, unless all are larger."""
 
 
+def check_parameters(optimizer: torch.optim.Optimizer, module: nn.Module) -> None:
+    """Refuse an optimizer of parameters that the module has not got; raises ConfigError.
+
+    A training loop clears, adds up and keeps those of the module.
+    """
+    known = {id(parameter) for parameter in module.parameters()}
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            if id(parameter) not in known:
+                raise ConfigError(
+                    f"the optimizer has a parameter of shape {tuple(parameter.shape)} that the "
+                    "module has not got, so workers would neither clear nor add up its gradients, "
+                    "and the model would lack it; make it an attribute of the module, or of a "
+                    "module around it, and use it in trainingStep, which gets the module"
+                )
+
+
 def check_closure(config: TrainConfig, name: str) -> None:
     """Refuse what makes no sense with an optimizer that wants a closure; raises ConfigError."""
     strategy = sync.resolve(config.sync_strategy)

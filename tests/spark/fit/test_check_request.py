@@ -175,6 +175,8 @@ def test_max_norm_of_embeddings_is_refused() -> None:
         check_max_norm(nn.Sequential(kind(4, 2)))
         with pytest.raises(ConfigError, match=r"^1: max_norm=0.5 shortens .* numWorkers=1"):
             check_max_norm(nn.Sequential(nn.Identity(), kind(4, 2, max_norm=0.5)))
+        with pytest.raises(ConfigError, match=r"^1: scale_grad_by_freq .* numWorkers=1"):
+            check_max_norm(nn.Sequential(nn.Identity(), kind(4, 2, scale_grad_by_freq=True)))
 
 
 class ByMemory(nn.Module):
@@ -218,6 +220,30 @@ def test_memory_of_weights_stays_shared_or_is_refused(
     says = r"a\.weight and b\.weight share memory" if is_tied else r"rows shows the memory of a\.w"
     with pytest.raises(ConfigError, match=says):
         check_memory_of_weights(ByMemory(shows=not is_tied), config, mode)
+
+
+@pytest.mark.parametrize("options", [{"sync_strategy": Hogwild()}, {"parallelism": Mesh(shard=2)}])
+def test_a_buffer_that_shows_a_weight_is_refused_where_weights_move(options: Any) -> None:
+    net = nn.BatchNorm1d(4)
+    check_memory_of_weights(net, TrainConfig(**options), "gang")
+    net.register_buffer("row", net.weight.detach()[:2])
+    check_memory_of_weights(net, TrainConfig(), "gang")
+    with pytest.raises(ConfigError, match="the buffer row shows the memory of a weight"):
+        check_memory_of_weights(net, TrainConfig(**options), "gang")
+
+
+def test_an_optimizer_has_parameters_of_the_module_only() -> None:
+    """Nobody would clear or add up the gradients of others, or keep their values."""
+    beside = nn.Parameter(torch.zeros(2))
+    net = nn.Linear(3, 1)
+
+    def uncertain(parameters: Any) -> torch.optim.Optimizer:
+        return torch.optim.SGD([{"params": parameters}, {"params": [beside]}], lr=0.1)
+
+    with pytest.raises(ConfigError, match=r"shape \(2,\) that the module has not got"):
+        check_training(net, request(net, optimizer=uncertain))
+    net.register_parameter("beside", beside)
+    check_training(net, request(net, optimizer=lambda ps: torch.optim.SGD(ps, lr=0.1)))
 
 
 def test_weights_that_lie_beside_each_other_share_nothing() -> None:

@@ -159,6 +159,7 @@ CASES: dict[str, tuple[Callable[[], nn.Module], Any, dict[str, Any]]] = {
     ),
     "pruned": (pruned, sgd, {}),
     "scripted": (scripted, sgd, {}),
+    "compiled": (lambda: torch.compile(Net(), backend="eager"), sgd, {}),
     "masked": (masked, sgd, {}),
     "transposed": (Transposed, sgd, {}),
     "sparse and expanded buffers": (Graph, sgd, {}),
@@ -329,6 +330,13 @@ class Own(Net):
         self.lock = threading.Lock()
 
 
+class Empty(Net):
+    """Counts what it does not have, so that Python takes it for false."""
+
+    def __len__(self) -> int:
+        return 0
+
+
 class Changes(Callback):
     """Changes the module at the ends of epochs."""
 
@@ -383,6 +391,7 @@ KEPT: dict[str, tuple[Callable[[], nn.Module], Changes | None]] = {
     "a state of its own": (Own, None),
     "set by a callback": (Net, Sets()),
     "pruned by a callback": (Net, Prunes()),
+    "pruned, of no length": (Empty, Prunes()),
     "a layer of a callback": (Net, Replaces()),
     "a hook of a callback": (Net, Hooks()),
     "frozen by a callback": (Net, Thaws()),

@@ -490,6 +490,31 @@ def test_what_forward_changes_by_its_rows_is_told(
     assert "changes the buffer 'most' by the rows" in caplog.text
 
 
+class Greedy(nn.Linear):
+    """Trains a layer by a loss of its own, or a copy of itself for an example."""
+
+    def __init__(self, *, clears: bool) -> None:
+        super().__init__(4, 3)
+        self.local, self.clears = nn.Linear(4, 4), clears
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.training and torch.is_grad_enabled():
+            (self.local(x) - x).square().mean().backward()
+            if self.clears:
+                self.zero_grad()
+        return super().forward(self.local(x) if self.clears else x)
+
+
+def test_gradients_that_forward_leaves_are_for_one_worker() -> None:
+    """Workers would add them up, divided by nothing."""
+    with pytest.raises(ConfigError, match=r"leaves a gradient in 'local\.weight'"):
+        step(module=Greedy(clears=False))
+    step(module=Greedy(clears=True))
+    example = Example(columns=(X, Y), rows=ROWS)
+    alone = checked_values(Greedy(clears=False))
+    try_step(alone, example, None, lambda: None, adds_up=False)
+
+
 class Recurrent(nn.Linear):
     """Goes on from the mean of the last batch, and keeps what it has seen, in attributes."""
 
