@@ -18,7 +18,7 @@ import pyarrow as pa
 from pyspark.errors import PySparkRuntimeError
 from pyspark.ml.linalg import VectorUDT
 from pyspark.ml.param import Params
-from pyspark.sql import DataFrame, SparkSession
+from pyspark.sql import Column, DataFrame, SparkSession
 from pyspark.sql import types as T
 from pyspark.sql.pandas.types import from_arrow_schema, from_arrow_type
 
@@ -205,7 +205,7 @@ def require_data(data: Any) -> None:
     # DataFrames first: they have an attribute for each column, whatever its name.
     if isinstance(data, DataFrame):
         refuse_stream(data, "fit")
-    elif isinstance(data, type) or not isinstance(data, Source):
+    elif isinstance(data, type | Column) or not isinstance(data, Source):
         raise ConfigError(
             "fit takes a DataFrame of Spark or pandas, or a source such as sparkdl.ParquetSource; "
             f"received {_described(data)}{_in_columns(data)}"
@@ -217,6 +217,12 @@ def _described(data: Any) -> str:
     if isinstance(data, type):
         return f"the class {data.__name__}; pass an object of it, {data.__name__}(...)"
     kind = type(data).__name__
+    if isinstance(data, Column):
+        return "a Column, which has an attribute for whatever name; pass the DataFrame it is of"
+    if isinstance(data, list | tuple) and data and isinstance(data[0], DataFrame):
+        return f"a {kind} of DataFrames; pass one: train, test = df.randomSplit([0.8, 0.2])"
+    if type(data).__module__.startswith("pyspark.pandas"):
+        return f"a {kind} of pandas on Spark; pass what its to_spark() gives"
     if isinstance(data, str):
         return (
             f"{kind}; spark.read.parquet(path) and sparkdl.ParquetSource(path) read files, and "
@@ -277,7 +283,9 @@ def _is_array(value: Any) -> bool:
 
 def _in_columns(data: Any) -> str:
     """Return how to give arrays, or lists of rows."""
-    return _JOINED if _is_array(data) or isinstance(data, list | tuple) else ""
+    is_of_frames = isinstance(data, list | tuple) and data and isinstance(data[0], DataFrame)
+    is_of_rows = _is_array(data) or isinstance(data, list | tuple)
+    return _JOINED if is_of_rows and not is_of_frames else ""
 
 
 def spooled_and_read(
