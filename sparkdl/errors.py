@@ -16,6 +16,13 @@ from sparkdl.familiar_names import plain, same
 class SparkDLError(Exception):
     """Base of every error that sparkdl raises on purpose."""
 
+    def __str__(self) -> str:
+        """The message; a terminal might obey what is not printable, which a file may hold."""
+        return "".join(
+            sign if sign.isprintable() or sign in "\n\t" else sign.encode("unicode_escape").decode()
+            for sign in super().__str__()
+        )
+
 
 class ConfigError(SparkDLError, ValueError):
     """A parameter is wrong, or two of them contradict each other."""

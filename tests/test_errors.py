@@ -83,3 +83,14 @@ def test_a_broken_package_is_not_taken_for_a_missing_one() -> None:
     message = "a package; what is installed is broken: no libx"
     with pytest.raises(ConfigError, match=message), import_or(error):
         raise ImportError("no libx")
+
+
+def test_what_a_terminal_would_obey_is_shown_and_not_sent() -> None:
+    """Texts of files stand in errors."""
+    given = 'the key "\x1b[31mé\ud800\x07" of\ta file\nis odd'
+    for error in (StorageError(given), WorkerError(0, "ValueError", given, "", "h")):
+        text = str(error)
+        assert 'the key "\\x1b[31mé\\ud800\\x07" of\ta file\nis odd' in text
+        assert text.encode().decode() == text
+    again = pickle.loads(pickle.dumps(StorageError(given)))
+    assert str(again) == str(StorageError(given))

@@ -37,7 +37,7 @@ from sparkdl.runtime.process import (
     torch_threads,
     tuned_allocator,
 )
-from sparkdl.serialization.imported_values import ProgramValues
+from sparkdl.serialization.program.imported_values import ProgramValues
 from sparkdl.serialization.stored_module import WeightsAt
 from sparkdl.serialization.travel.packed_module import PackedModule, unpack
 from sparkdl.sync.frozen_layers import evaluating
@@ -342,8 +342,11 @@ def likeliest_class(output: torch.Tensor) -> torch.Tensor:
 
 
 def predicted_class(output: torch.Tensor) -> torch.Tensor:
-    """Class numbers in float64, ``(rows,)``; NaN where an output is NaN, and so tells nothing."""
-    unknown = _matrix(output).isnan().any(dim=1)
+    """Class numbers in float64, ``(rows,)``; NaN where a probability is NaN, and so tells nothing.
+
+    That is where an output is NaN, or, of several, the largest one infinite.
+    """
+    unknown = class_probabilities(output).isnan().any(dim=1)
     return likeliest_class(output).double().masked_fill_(unknown, math.nan)
 
 

@@ -24,7 +24,8 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-_generator_lock = threading.RLock()  # modules are described part by part, each part made again
+lent = threading.RLock()
+"""Held by whoever borrows what is the process's, such as its generators, maybe more than once."""
 
 # glibc's mallopt parameters and defaults, from malloc.h and mallopt(3)
 _TRIM_THRESHOLD, _TOP_PAD, _MMAP_THRESHOLD, _MMAP_MAX, _ARENA_MAX = -1, -2, -3, -4, -8
@@ -129,7 +130,7 @@ def borrowed_generator(seed: int | None = None) -> Iterator[None]:
     import numpy as np
     import torch
 
-    with _generator_lock, torch.random.fork_rng(devices=[]):
+    with lent, torch.random.fork_rng(devices=[]):
         states = random.getstate(), np.random.get_state()
         if seed is not None:
             torch.manual_seed(seed)

@@ -116,6 +116,32 @@ def _lstm(
     )
 
 
+def _recurrent(operator: Any, num_gates: int) -> Callable[..., Any]:
+    """``aten.gru.input`` and its like, whose kernels for CPUs believe that the sizes fit."""
+
+    def call(
+        values: torch.Tensor, state: torch.Tensor, weights: Sequence[torch.Tensor],
+        has_biases: bool, num_layers: int, dropout: float, train: bool, bidirectional: bool,
+        batch_first: bool,
+    ) -> Any:  # fmt: skip
+        directions, name = 2 if bidirectional else 1, str(operator)
+        _require(values.dim() == 3 and state.dim() == 3, name)
+        num_rows, hidden = values.shape[1 - batch_first], state.shape[-1]
+        _require(tuple(state.shape) == (num_layers * directions, num_rows, hidden), name)
+        expected = []
+        for layer in range(num_layers):
+            size = values.shape[2] if layer == 0 else hidden * directions
+            rows = num_gates * hidden
+            expected += ([(rows, size), (rows, hidden)] + [(rows,)] * 2 * has_biases) * directions
+        _require([tuple(weight.shape) for weight in weights] == expected, name)
+        return operator(
+            values, state, weights, has_biases, num_layers, dropout, train, bidirectional,
+            batch_first,
+        )  # fmt: skip
+
+    return call
+
+
 def _attention(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *others: Any, **named: Any
 ) -> Any:
@@ -214,6 +240,9 @@ def _all_checked() -> dict[Any, Callable[..., Any]]:
 
 CHECKED: dict[Any, Callable[..., Any]] = {
     torch.ops.aten.lstm.input: _lstm,
+    torch.ops.aten.gru.input: _recurrent(torch.ops.aten.gru.input, 3),
+    torch.ops.aten.rnn_tanh.input: _recurrent(torch.ops.aten.rnn_tanh.input, 1),
+    torch.ops.aten.rnn_relu.input: _recurrent(torch.ops.aten.rnn_relu.input, 1),
     torch.ops.aten.scaled_dot_product_attention.default: _attention,
     torch.ops.aten._weight_norm.default: _weight_norm,
     **_all_checked(),
@@ -223,3 +252,31 @@ UNCHECKED = frozenset(
     f"torch.ops.aten.{name}.data" for name in ("lstm", "gru", "rnn_tanh", "rnn_relu")
 )
 """Overloads of the list for which there is no check."""
+_CONSTANTS: dict[str, type] = {
+    "ScalarType": torch.dtype,
+    "Layout": torch.layout,
+    "MemoryFormat": torch.memory_format,
+}
+
+
+def has_tensors(name: str, overload: str) -> bool:
+    """True unless an operator computes with plain numbers, for which a processor may stop."""
+    space, _, name = name.partition(".")
+    operator = getattr(getattr(getattr(torch.ops, space), name, None), overload, None)
+    if operator is None:  # which is another error
+        return True
+    schema = operator._schema
+    return any("Tensor" in str(one.type) for one in (*schema.arguments, *schema.returns))
+
+
+def strange_constant(operator: Any, args: Sequence[Any], named: Mapping[str, Any]) -> str | None:
+    """Name of an argument that is a number where torch has a constant, which it looks up."""
+    if not isinstance(operator, torch._ops.OpOverload):
+        return None
+    declared = operator._schema.arguments
+    given = {**{one.name: value for one, value in zip(declared, args, strict=False)}, **named}
+    for one in declared:
+        kind = _CONSTANTS.get(str(one.real_type).removeprefix("Optional[").rstrip("]"))
+        if kind is not None and not isinstance(given.get(one.name), kind | None):
+            return str(one.name)
+    return None

@@ -37,7 +37,13 @@ import torch
 from torch import nn
 
 from sparkdl.errors import ConfigError, StorageError
-from sparkdl.serialization.allowed_operators import ALLOWED, CHECKED, UNCHECKED
+from sparkdl.serialization.allowed_operators import (
+    ALLOWED,
+    CHECKED,
+    UNCHECKED,
+    has_tensors,
+    strange_constant,
+)
 from sparkdl.serialization.example_inputs import Given, InputExample, as_example
 from sparkdl.serialization.trust import USUAL, Trust
 from sparkdl.sync.frozen_layers import evaluation_mode
@@ -343,7 +349,8 @@ def _is_allowed(operator: str) -> bool:
     if found is None:
         return _OTHER_OPERATOR.fullmatch(operator) is not None
     writes_elsewhere = "out" in found["overload"].split("_")
-    return found["name"] in ALLOWED and not writes_elsewhere and operator not in UNCHECKED
+    is_listed = found["name"] in ALLOWED and operator not in UNCHECKED
+    return is_listed and not writes_elsewhere and has_tensors(found["name"], found["overload"])
 
 
 def _unlisted_operators(archive: bytes) -> tuple[str, ...]:
@@ -355,7 +362,14 @@ def _unlisted_operators(archive: bytes) -> tuple[str, ...]:
 
 
 def _check_calls(part: torch.fx.GraphModule) -> None:
-    """Have sizes looked at where the operators themselves do not."""
+    """Have sizes looked at where the operators do not; StorageError for odd constants."""
+    for node in part.graph.nodes:
+        name = strange_constant(node.target, node.args, node.kwargs)
+        if name is not None:
+            raise StorageError(
+                f"the exported program gives {node.target} another {name} than torch has, which "
+                "would read memory; save the model again, or make it from an importable factory"
+            )
     checked = [node for node in part.graph.nodes if node.target in CHECKED]
     for node in checked:
         node.target = CHECKED[node.target]

@@ -172,7 +172,7 @@ class SavedModule:
             name = misfit(module)
             if name is not None:
                 raise ConfigError(
-                    f"a saved file gives the LSTM {name!r} sizes that its weights lack"
+                    f"a saved file gives the layer {name!r} sizes that its weights lack"
                 )
         return evaluating(module)
 
@@ -481,6 +481,8 @@ def give_unlisted(module: nn.Module, unlisted: Mapping[str, Any]) -> None:
         path = key.split(".")
         if path[0] in _OWN:
             raise ConfigError(f"a saved file sets {key!r}, which is torch's own in each module")
+        if any(path[0] in names for names in (owner._parameters, owner._buffers, owner._modules)):
+            raise ConfigError(f"a saved file sets {key!r}, which the module has registered")
         for step in path[:-1]:
             owner = vars(owner)[step]
             if isinstance(owner, (nn.Module, *CODE)):

@@ -21,6 +21,7 @@ import functools
 import os
 import re
 import sys
+import sysconfig
 import types
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
@@ -82,8 +83,10 @@ _BUILDERS = tuple(
 )  # fmt: skip
 """Modules whose public classes and functions make networks. The functions download weights if they
 are asked to by keyword or by position."""
-_BY_NAME = ("sparkdl", "torch", "pyspark")
+_BY_NAME = ("sparkdl", "torch", "pyspark", "py4j")
 """Packages whose code counts as installed wherever it lies."""
+_OF_PYTHON = {Path(sysconfig.get_path(kind)).resolve() for kind in ("stdlib", "platstdlib")}
+"""Folders of Python itself, in which there is more than its standard library."""
 _WEIGHTS = re.compile("weights|pretrained")
 _FILE_URL = re.compile("file:(//(localhost)?(?=/))?")
 _INSIDE_SAVED = re.compile(r"(/(stages/\d+_[^/]+|bestModel))+/?$")
@@ -184,6 +187,8 @@ def is_installed(module: str | None) -> bool:
     if package in _BY_NAME or package in sys.stdlib_module_names:
         return True
     file = getattr(sys.modules.get(module or ""), "__file__", None)
+    if file is None and module in sys.modules and package != module:  # a part of another's, in C
+        return is_installed(package)
     return file is not None and _is_in_packages(file)
 
 
@@ -201,7 +206,8 @@ def is_users_own(module: str, place: str | None = None) -> bool:
         found = sys.modules[module]
         file = getattr(found, "__file__", None)
         if file is None:  # made by the program, as a notebook is, and not by an import
-            return getattr(found, "__spec__", None) is None
+            is_made = getattr(found, "__spec__", None) is None
+            return is_made and (package == module or not is_installed(package))
         return _is_own_file(file, place)
     parent = module.rpartition(".")[0]
     if parent and not is_users_own(parent, place):
@@ -246,8 +252,13 @@ def _is_in_public(module: str, packages: Iterable[str]) -> bool:
     return any("._" not in module.removeprefix(package) for package in found)
 
 
+@functools.lru_cache(maxsize=4096)
 def _is_in_packages(file: str) -> bool:
-    return not {"site-packages", "dist-packages"}.isdisjoint(Path(file).parts)
+    """True if a package manager has put a file there, or Python, whose own tests are code, too."""
+    if not {"site-packages", "dist-packages"}.isdisjoint(Path(file).parts):
+        return True
+    folders = {*Path(file).absolute().parents, *Path(file).resolve().parents}
+    return not _OF_PYTHON.isdisjoint(folders)
 
 
 def _is_within(module: str, packages: Iterable[str]) -> bool:

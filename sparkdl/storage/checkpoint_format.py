@@ -338,7 +338,7 @@ def read_file(info: CheckpointInfo, name: str) -> bytes:
 
 def load_shared(info: CheckpointInfo) -> Any:
     """The state that is equal on all ranks; CheckpointError if the file is damaged."""
-    return decode(read_file(info, SHARED), f"{info.path}/{SHARED}")
+    return _state(info, SHARED)
 
 
 def load_rank(info: CheckpointInfo, rank: int) -> Any:
@@ -348,8 +348,14 @@ def load_rank(info: CheckpointInfo, rank: int) -> Any:
             f"the checkpoint {info.path} was written by {info.world_size} ranks; "
             f"it has no state of rank {rank}"
         )
-    name = rank_file(rank)
-    return decode(read_file(info, name), f"{info.path}/{name}")
+    return _state(info, rank_file(rank))
+
+
+def _state(info: CheckpointInfo, name: str) -> dict[str, Any]:
+    found = decode(read_file(info, name), f"{info.path}/{name}")
+    if not isinstance(found, dict):
+        raise CheckpointError(f"{info.path}/{name} holds no state, but a {type(found).__name__}")
+    return found
 
 
 def writers(names: Iterable[str], run_key: str) -> list[Writer]:
@@ -395,12 +401,13 @@ def latest(
             info = read_manifest(storage, folder.path)
             _read_ranks(info)
             shared = load_shared(info)
+            is_fit = fits is None or fits(shared)
         except StorageError as error:
             if not isinstance(error, CheckpointError) and not is_last_try:
                 raise
             logger.warning("passed over %s: %s", folder.path, error)
             continue
-        if fits is None or fits(shared):
+        if is_fit:
             return info
         logger.warning("passed over %s: this fit ends before step %d", folder.path, info.step)
     return None

@@ -49,8 +49,11 @@ class Note:
     """Time of the last renewal by the driver's clock, in seconds since 1970."""
 
     def is_alive(self) -> bool:
-        """True unless the lease is old, or its process is one of this host's and has ended."""
-        return self.seconds_since_renewal() < STALE_SECONDS and not _has_ended(self.process)
+        """True unless the lease is old, or its process is one of this host's and has ended.
+
+        Nor is one of a time that no clock of a host can have now.
+        """
+        return abs(self.seconds_since_renewal()) < STALE_SECONDS and not _has_ended(self.process)
 
     def seconds_since_renewal(self) -> float:
         """Negative if the other host's clock is ahead."""
@@ -151,7 +154,7 @@ def read_leases(storage: Storage, run_key: str, names: Iterable[str]) -> dict[st
         except StorageError as error:
             if not is_definite(error):
                 raise  # else the run has ended meanwhile
-        except (ValueError, TypeError, RecursionError):
+        except (ValueError, TypeError, RecursionError, OverflowError):
             found[run_id] = Note(
                 run_id=run_id, host="?", process="", attempt=0, begun_from=None,
                 renewed=time.time(),
@@ -160,7 +163,7 @@ def read_leases(storage: Storage, run_key: str, names: Iterable[str]) -> dict[st
 
 
 def _parsed(data: bytes) -> Note:
-    """Parse a lease; ValueError, TypeError or RecursionError if the file is damaged."""
+    """Parse a lease; the errors that `read_leases` knows if the file is damaged."""
     note = Note(**json.loads(data))
     texts = (note.run_id, note.host, note.process, note.begun_from or "")
     if not all(type(text) is str for text in texts) or type(note.attempt) is not int:

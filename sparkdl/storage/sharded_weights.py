@@ -27,6 +27,10 @@ MOST_BYTES = 2 << 30
 PIECE_BYTES = 64 << 20
 _TORCH = {name: dtype for dtype, name in DTYPES.items()}
 _MOST_HEADER = 100 << 20
+_DAMAGES = (
+    *(ValueError, KeyError, TypeError, AttributeError, struct.error),
+    *(RecursionError, OverflowError),
+)
 """Bytes of a header, by the definition of the format."""
 
 
@@ -115,7 +119,7 @@ class SafetensorsFiles:
     def _damage(self, file: str) -> Iterator[None]:
         try:
             yield
-        except (ValueError, KeyError, TypeError, AttributeError, struct.error) as error:
+        except _DAMAGES as error:
             shown = without_password(f"{self.folder}/{self._place(file)}")
             raise StorageError(
                 f"{shown} is damaged: {error!r}; write it again, or take an intact copy"

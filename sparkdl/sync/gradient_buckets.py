@@ -51,8 +51,9 @@ class Bucket:
         return self.gradients[place].data_ptr() != self._starts[place]
 
     def put_back(self, place: int) -> None:
-        """Have a view show its part of ``flat`` again."""
-        self.gradients[place].data = _laid_out(self._pieces[place], self.parameters[place])
+        """Have a view show its part of ``flat``, if it does not."""
+        if self.is_moved(place):
+            self.gradients[place].data = _laid_out(self._pieces[place], self.parameters[place])
 
 
 def _laid_out(piece: torch.Tensor, parameter: nn.Parameter) -> torch.Tensor:
@@ -113,34 +114,35 @@ class FlatGradients:
 
     def attach(self) -> None:
         """Make ``.grad`` the views again: someone's ``zero_grad()`` may have dropped them."""
-        for bucket in self.buckets:
-            pairs = zip(bucket.parameters, bucket.gradients, strict=True)
-            for place, (parameter, gradient) in enumerate(pairs):
-                if bucket.is_moved(place):
-                    bucket.put_back(place)
-                if parameter.grad is not gradient:
-                    parameter.grad = gradient
+        for bucket, place, parameter, view in self._displaced(self.buckets):
+            bucket.put_back(place)
+            parameter.grad = view
 
     def settle(self, buckets: Iterable[Bucket] | None = None) -> None:
         """Take into buckets, or all, the gradients that stand in their views' place.
 
         A hook may have replaced ``.grad``, or ``zero_grad()`` dropped it before the backward pass.
         """
-        for bucket in self.buckets if buckets is None else buckets:
+        asked = self.buckets if buckets is None else buckets
+        for bucket, place, parameter, view in self._displaced(asked):
+            values = None if parameter.grad is None else parameter.grad.data
+            bucket.put_back(place)
+            if values is None:
+                view.zero_()
+                self.used[self._places[id(parameter)]] = 0
+            else:
+                view.copy_(values)
+            parameter.grad = view
+
+    def _displaced(
+        self, buckets: Iterable[Bucket]
+    ) -> Iterator[tuple[Bucket, int, nn.Parameter, torch.Tensor]]:
+        """Buckets, places in them, parameters and views for which ``.grad`` is something else."""
+        for bucket in buckets:
             pairs = zip(bucket.parameters, bucket.gradients, strict=True)
             for place, (parameter, view) in enumerate(pairs):
-                gradient, is_moved = parameter.grad, bucket.is_moved(place)
-                if gradient is view and not is_moved:
-                    continue
-                values = None if gradient is None else gradient.data
-                if is_moved:
-                    bucket.put_back(place)
-                if values is None:
-                    view.zero_()
-                    self.used[self._places[id(parameter)]] = 0
-                else:
-                    view.copy_(values)
-                parameter.grad = view
+                if parameter.grad is not view or bucket.is_moved(place):
+                    yield bucket, place, parameter, view
 
     def release(self) -> None:
         """Let go of the buffers."""

@@ -126,24 +126,33 @@ def give_tensors(
 
 
 def misfit(module: nn.Module) -> str | None:
-    """Return the name of an LSTM whose sizes are not those of its weights, as a file may have it.
+    """Return the name of a layer whose numbers do not fit its weights, as a file may have it.
 
-    Its kernel for CPUs believes them, and reads memory behind the weights.
+    Kernels for CPUs believe them: those of recurrent layers read memory behind the weights, and
+    attention divides by its number of heads.
     """
     for name, part in module.named_modules():
-        if not isinstance(part, nn.LSTM):
-            continue
-        like = nn.LSTM(
-            part.input_size, part.hidden_size, part.num_layers, bias=part.bias, device="meta",
-            bidirectional=part.bidirectional, proj_size=part.proj_size,
-        )  # fmt: skip
-        own, others = (
-            [getattr(w, "shape", None) for w in one._flat_weights] for one in (part, like)
-        )
-        pairs = zip(own, others, strict=False)
-        if len(own) != len(others) or not all(a in (None, b) for a, b in pairs):
+        if isinstance(part, nn.MultiheadAttention):
+            heads, width = part.num_heads, part.embed_dim
+            if type(heads) is not int or heads < 1 or width != heads * part.head_dim:
+                return str(name)
+        if isinstance(part, nn.RNNBase) and not _fits(part):
             return str(name)
     return None
+
+
+def _fits(part: nn.RNNBase) -> bool:
+    """Return True if a recurrent layer has the weights that its sizes ask for."""
+    has_projection = part.proj_size > 0
+    per_layer = (1 + part.bidirectional) * (2 + 2 * part.bias + has_projection)
+    if len(part._flat_weights) != part.num_layers * per_layer:
+        return False
+    like = nn.RNNBase(
+        part.mode, part.input_size, part.hidden_size, part.num_layers, bias=part.bias,
+        bidirectional=part.bidirectional, proj_size=part.proj_size, device="meta",
+    )  # fmt: skip
+    own, others = ([getattr(w, "shape", None) for w in one._flat_weights] for one in (part, like))
+    return all(a in (None, b) for a, b in zip(own, others, strict=True))
 
 
 def check_sizes(module: nn.Module) -> None:
@@ -151,7 +160,7 @@ def check_sizes(module: nn.Module) -> None:
     name = misfit(module)
     if name is not None:
         raise CheckpointError(
-            f"the checkpoint gives the LSTM {name!r} sizes that its weights lack; resume from an "
+            f"the checkpoint gives the layer {name!r} sizes that its weights lack; resume from an "
             "older one"
         )
 

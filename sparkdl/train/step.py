@@ -438,9 +438,9 @@ class TrainStep:
         named = self._replica.module.named_parameters()
         self.moved_by_backward = [name for name, p in named if id(p) in moved]
         if self._replica.plan.world_size > 1 and not self._synchronizer.trains_apart:
-            self.check_moved()
+            self.check_shared_gradients()
 
-    def check_moved(self) -> None:
+    def check_shared_gradients(self) -> None:
         """Raise ConfigError for what workers that share gradients cannot have.
 
         The first backward pass has changed weights, or forward has left gradients.

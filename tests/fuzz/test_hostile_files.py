@@ -79,6 +79,8 @@ SHAPES = [
     {"dataclass": "sparkdl:EarlyStopping", "fields": {"patience": "x"}},
 ]  # fmt: skip
 VALUES = st.sampled_from([*SCALARS, *SHAPES])
+DEEPEST = 50
+"""Depth at which a value is changed: one `DEEP` in another could not be written down here."""
 
 
 def places(value: Any, at: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
@@ -93,7 +95,7 @@ def changed(data: st.DataObject, value: Any) -> Any:
     """A JSON value with one to three of its parts replaced, removed, renamed or taken twice."""
     value = json.loads(json.dumps(value))
     for _ in range(data.draw(st.integers(1, 3))):
-        way = data.draw(st.sampled_from(list(places(value))))
+        way = data.draw(st.sampled_from(list(places(value))))[:DEEPEST]
         if not way:
             continue
         owner = value
@@ -107,7 +109,7 @@ def changed(data: st.DataObject, value: Any) -> Any:
         elif kind == "twice" and isinstance(owner, list):
             owner.append(owner[way[-1]])
         elif kind == "swap":
-            other = data.draw(st.sampled_from(list(places(value))))
+            other = data.draw(st.sampled_from(list(places(value))))[:DEEPEST]
             found = value
             for key in other:
                 found = found[key]

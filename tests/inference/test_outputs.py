@@ -82,7 +82,9 @@ def test_what_is_no_structure_has_no_children() -> None:
 
 def test_rows_are_checked() -> None:
     assert check_rows(TWO, 2, "it") is TWO
-    with pytest.raises(ConfigError, match=r"it has shape \(2, 3\) for 3 samples"):
+    with pytest.raises(
+        ConfigError, match=r"it has shape \(2, 3\) for 3 samples, .*\(predictionOutput\)"
+    ):
         check_rows(TWO, 3, "it")
     with pytest.raises(ConfigError, match="it is a str"):
         check_rows("text", 3, "it")

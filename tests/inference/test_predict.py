@@ -19,7 +19,7 @@ from sparkdl.serialization.travel.packed_module import pack
 
 ROWS = np.arange(21, dtype=np.float32).reshape(7, 3)
 FLOATS = pa.list_(pa.float32())
-NAN = float("nan")
+INF, NAN = float("inf"), float("nan")
 
 
 def leaf(make: Make, arrow_type: pa.DataType, *path: Any, layer: str | None = None) -> Leaf:
@@ -194,12 +194,21 @@ def test_of_two_classes_the_second_raw_prediction_ranks_as_the_probability_does(
     assert torch.equal(predict.raw_predictions(logits[:, :1])[:, 1], logits[:, 0])
 
 
-@pytest.mark.parametrize("rows", [[[0.0, 2.0], [1.0, NAN], [NAN, NAN]], [[1.0], [NAN], [NAN]]])
+@pytest.mark.parametrize(
+    "rows",
+    [
+        [[0.0, 2.0], [1.0, NAN], [NAN, NAN]],
+        [[-INF, 2.0], [INF, 0.0], [-INF, -INF]],
+        [[1.0], [NAN], [NAN]],
+    ],
+)
 def test_what_is_no_number_predicts_no_class(rows: list[list[float]]) -> None:
     predicted = predict.predicted_class(torch.tensor(rows))
     torch.testing.assert_close(
         predicted, torch.tensor([1.0, NAN, NAN], dtype=torch.float64), equal_nan=True
     )
+    chances = predict.class_probabilities(torch.tensor(rows))
+    assert torch.equal(chances.isnan().any(1), predicted.isnan())
 
 
 @pytest.mark.parametrize("shape", [(3,), (3, 1)])

@@ -309,9 +309,13 @@ def test_a_program_with_offsets_that_lead_elsewhere_is_an_error() -> None:
     [
         nn.LSTM(6, 5, 2, bidirectional=True, batch_first=True),
         nn.LSTM(6, 5, proj_size=2, batch_first=True),
+        nn.GRU(6, 5, 2, bidirectional=True, batch_first=True),
+        nn.GRU(6, 5, bias=False, batch_first=True),
+        nn.RNN(6, 5, 2, nonlinearity="relu", batch_first=True),
+        nn.RNN(6, 5, bidirectional=True, batch_first=True),
     ],
 )
-def test_recurrent_programs_still_run(kind: nn.LSTM) -> None:
+def test_recurrent_programs_still_run(kind: nn.RNNBase) -> None:
     x = torch.randn(4, 8, 6)
     program = read_program(write_program(kind, (x,)))
     assert torch.equal(program(x)[0], kind.eval()(x)[0])

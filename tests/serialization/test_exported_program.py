@@ -158,6 +158,9 @@ def test_torch_does_run_it_so_the_guard_is_needed(
                 "aten.empty.memory_format",
                 "aten.add.out",
                 "aten._native_batch_norm_legit_no_training.default",
+                "aten.remainder.int",
+                "aten.gcd.int",
+                "aten.floordiv.int",
                 "aten.lstm.data",
                 "aten.gru.data",
                 "aten.rnn_tanh.data",
@@ -186,6 +189,25 @@ def test_torch_does_run_it_so_the_guard_is_needed(
 )
 def test_a_graph_with_anything_unusual_is_refused(archive: bytes, edit: Any, what: str) -> None:
     with pytest.raises(StorageError, match=f"holds {what}"):
+        read_program(changed(archive, in_model(edit)))
+
+
+@pytest.mark.parametrize(("name", "kind"), [("dtype", "as_int"), ("memory_format", "as_ints")])
+def test_numbers_in_the_place_of_torchs_constants_are_refused(
+    archive: bytes, name: str, kind: str
+) -> None:
+    """Torch looks them up in a table, at whatever place a number says."""
+
+    def edit(model: Any) -> None:
+        node = model["graph_module"]["graph"]["nodes"][0]
+        node["target"] = "torch.ops.aten.zeros_like.default"
+        value = {kind: -100 if kind == "as_int" else [4]}
+        node["inputs"] = [
+            {"name": "self", "arg": node["inputs"][0]["arg"], "kind": 1},
+            {"name": name, "arg": value, "kind": 2},
+        ]
+
+    with pytest.raises(StorageError, match=f"another {name} than torch has|cannot be read"):
         read_program(changed(archive, in_model(edit)))
 
 

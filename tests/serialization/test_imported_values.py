@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
-from sparkdl.serialization import imported_values as module
-from sparkdl.serialization.imported_values import (
+from sparkdl.serialization.program import imported_values as module
+from sparkdl.serialization.program.imported_values import (
     differing,
     imported_values,
     program_code,

@@ -8,7 +8,6 @@ import pickle
 import subprocess
 import sys
 import threading
-import types
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +26,7 @@ from sparkdl.serialization.travel.packed_module import (
     unpack,
 )
 from sparkdl.serialization.travel.pickling import dumps, shared_globals
+from tests.serialization.programs import program
 
 HERE = Path(__file__).parent / "travelling"
 
@@ -207,20 +207,14 @@ class Cell(nn.Module):
 """
 
 
-def test_a_class_of_the_program_stays_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_class_of_the_program_stays_its_own() -> None:
     """Its functions see what the program gives to its globals later, as they did before."""
-    notebook = types.ModuleType("a_notebook")
-    monkeypatch.setitem(sys.modules, notebook.__name__, notebook)
-    exec(NOTEBOOK, vars(notebook))
-    cloudpickle.register_pickle_by_value(notebook)
-    try:
+    with program(NOTEBOOK) as notebook:
         given = notebook.Cell()
         packed = pack(given)
         modules = [given, travelled(given, copies=True), unpack(packed.skeleton, packed.tensors)]
         notebook.FACTOR = 3.0
         again = pack(given)
-    finally:
-        cloudpickle.unregister_pickle_by_value(notebook)
     assert all(type(module) is notebook.Cell for module in modules)
     assert [module(1.0) for module in modules] == [3.0] * 3
     assert again.skeleton != packed.skeleton
@@ -234,40 +228,27 @@ def test_code_may_name_operators_of_torch() -> None:
     torch.testing.assert_close(both(torch.ones(2)), 2 * torch.ones(2).tanh())
 
 
-def test_a_hook_that_has_travelled_still_shares_the_globals_of_its_program(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_hook_that_has_travelled_still_shares_the_globals_of_its_program() -> None:
     """The module is made anew on the driver before it is sent; its loss is not."""
-    program = types.ModuleType("program_of_hooks")
-    monkeypatch.setitem(sys.modules, program.__name__, program)
     code = """
 seen = {}
 def keep(layer, given, output): seen["h"] = output
 def penalty(): return seen["h"].square().mean()
 """
-    exec(code, vars(program))
-    cloudpickle.register_pickle_by_value(program)
-    try:
+    with program(code) as made:
         net = nn.Linear(3, 2)
-        net.register_forward_hook(program.keep)
-        packed, penalty = pack(travelled(net, copies=True)), dumps(program.penalty)
-    finally:
-        cloudpickle.unregister_pickle_by_value(program)
-    monkeypatch.delitem(sys.modules, program.__name__)
+        net.register_forward_hook(made.keep)
+        packed, penalty = pack(travelled(net, copies=True)), dumps(made.penalty)
     spaces: dict[str, dict[str, Any]] = {}
     with shared_globals(spaces):
         found = pickle.loads(penalty)
     with shared_globals(spaces):
         arrived = unpack(packed.skeleton, packed.tensors)
     assert found.__globals__ is arrived._forward_hooks.popitem()[1].__globals__
-    assert program.seen == {}
+    assert made.seen == {}
 
 
-def test_functions_of_a_program_that_are_pickled_apart_share_its_globals_where_asked(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    program = types.ModuleType("program_of_tests")
-    monkeypatch.setitem(sys.modules, program.__name__, program)
+def test_functions_of_a_program_that_are_pickled_apart_share_its_globals_where_asked() -> None:
     code = """
 AUX = []
 def leaves(value): AUX.append(value)
@@ -275,13 +256,8 @@ def finds(): return list(AUX)
 class Net:
     def forward(self): AUX.append("forward")
 """
-    exec(code, vars(program))
-    cloudpickle.register_pickle_by_value(program)
-    try:
-        leaves, finds = dumps((program.leaves, program.Net)), dumps(program.finds)
-    finally:
-        cloudpickle.unregister_pickle_by_value(program)
-    monkeypatch.delitem(sys.modules, program.__name__)
+    with program(code) as made:
+        leaves, finds = dumps((made.leaves, made.Net)), dumps(made.finds)
     for spaces in ({}, {}):  # one run after the other
         with shared_globals(spaces):
             leave, net = pickle.loads(leaves)
@@ -293,4 +269,37 @@ class Net:
     apart, (leave, _) = pickle.loads(finds), pickle.loads(leaves)
     leave(2)
     assert apart() == [] and find() == [1, "forward"]
-    assert program.AUX == []
+    assert made.AUX == []
+
+
+def test_what_code_knows_by_its_identity_is_the_same_elsewhere(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A default such as ``object()``, of a module that workers import or of the program."""
+    code = """
+from torch import nn
+UNSET = object()
+act = lambda x: x.sigmoid()
+class Net(nn.Linear):
+    def __init__(self, mode=UNSET):
+        super().__init__(2, 1)
+        self.mode, self.act = mode, act
+    def is_known(self): return self.mode is UNSET, self.act is act
+"""
+    (tmp_path / "with_a_sentinel.py").write_text(code)
+    monkeypatch.syspath_prepend(tmp_path)
+    import with_a_sentinel as library  # type: ignore[import-not-found]
+
+    try:
+        packed = pack(travelled(library.Net(), copies=True))
+        assert unpack(packed.skeleton, packed.tensors).is_known() == (True, True)
+        assert pickle.loads(dumps([library.UNSET]))[0] is library.UNSET
+    finally:
+        del sys.modules["with_a_sentinel"]
+    with program(code) as made:
+        given = travelled(made.Net(), copies=True)
+        assert given.is_known()[0]
+        packed, nobodys = pack(given), dumps([made.UNSET, object()])
+    arrived = unpack(packed.skeleton, packed.tensors)
+    assert arrived.is_known()[0]
+    assert len(set(pickle.loads(nobodys))) == 2

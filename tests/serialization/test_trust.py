@@ -8,6 +8,7 @@ import os
 import subprocess
 import sys
 import textwrap
+import types
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -20,7 +21,7 @@ from sparkdl.errors import ConfigError, SparkDLError, StorageError
 from sparkdl.serialization.json_objects import describe, restore
 from sparkdl.serialization.load import load_module, load_signature
 from sparkdl.serialization.saved_module import give_unlisted
-from sparkdl.serialization.trust import Trust, is_users_own, trusting
+from sparkdl.serialization.trust import Trust, is_installed, is_users_own, trusting
 from sparkdl.storage.atomic_folder import write_folder
 from sparkdl.storage.checkpoint_format import encode
 from sparkdl.storage.storage import Data, LocalStorage
@@ -55,6 +56,9 @@ def marked(marker: Path) -> list[tuple[str, dict[str, Any]]]:
             ("builtins:open", [str(marker), "w"], {}),
             ("subprocess:Popen", [["touch", str(marker)]], {}),
             ("subprocess:check_call", [["touch", str(marker)]], {}),
+            ("_testcapi:run_in_subinterp", [code], {}),
+            ("test.support.script_helper:assert_python_ok", ["-c", code], {}),
+            ("py4j.java_gateway:launch_gateway", [], {"java_path": "/bin/sh"}),
             ("torch:os.system", [f"touch {marker}"], {}),
             ("torch.nn.functional:torch.os.system", [f"touch {marker}"], {}),
             ("tests.describable:torch.os.system", [f"touch {marker}"], {}),
@@ -235,15 +239,29 @@ def test_odd_values_of_an_index_are_errors_of_ours(tmp_path: Path, extra: Any) -
         load_module(tmp_path)
 
 
-@pytest.mark.parametrize("attribute", ["hidden_size", "num_layers", "bidirectional", "proj_size"])
-def test_sizes_that_an_lstm_lacks_are_refused(tmp_path: Path, attribute: str) -> None:
-    """Its kernel reads memory behind the weights; a larger hidden_size ended the process."""
-    lstm = nn.LSTM(4, 8)
-    index = {"version": 2, "recipe": {"factory": called("torch.nn:LSTM", 4, 8)}, "extra": {}}
-    for key, value in (("dropout", 0.25), (attribute, 7)):
+@pytest.mark.parametrize(
+    ("kind", "attribute", "number"),
+    [
+        *(
+            ("LSTM", name, 7)
+            for name in ("hidden_size", "num_layers", "bidirectional", "proj_size")
+        ),
+        *(("GRU", name, 7) for name in ("hidden_size", "num_layers")),
+        *(("RNN", name, 10**9) for name in ("input_size", "num_layers")),
+        *(("MultiheadAttention", "num_heads", number) for number in (0, 3, 2.0)),
+        ("MultiheadAttention", "head_dim", 0),
+    ],
+)
+def test_sizes_that_a_layer_lacks_are_refused(
+    tmp_path: Path, kind: str, attribute: str, number: float
+) -> None:
+    """Kernels read memory behind the weights, or divide by 0, and the process ended."""
+    layer = getattr(nn, kind)(8, 4)
+    index = {"version": 2, "recipe": {"factory": called(f"torch.nn:{kind}", 8, 4)}, "extra": {}}
+    for key, value in (("dropout", 0.25), (attribute, number)):
         unlisted = {"buffers": {}, "attributes": [("", key, value)]}
         files: dict[str, Data] = {
-            "weights.safetensors": encode(snapshot(dict(lstm.state_dict()))),
+            "weights.safetensors": encode(snapshot(dict(layer.state_dict()))),
             "unlisted.safetensors": encode(snapshot(unlisted)),
         }
         write_folder(LocalStorage(tmp_path), "model", "module.json", index, files)
@@ -251,6 +269,16 @@ def test_sizes_that_an_lstm_lacks_are_refused(tmp_path: Path, attribute: str) ->
             assert load_module(tmp_path).dropout == value
     with pytest.raises(ConfigError, match=r"sizes that its weights lack|cannot be made"):
         load_module(tmp_path)
+
+
+@pytest.mark.parametrize("key", ["weight_ih_l0", "seen", "inner", "inner.x"])
+def test_what_a_module_has_registered_is_not_set_besides(key: str) -> None:
+    """An attribute of that name would hide a weight, whose size a kernel believes."""
+    gru = nn.GRU(3, 4)
+    gru.register_buffer("seen", torch.zeros(1))
+    gru.inner = nn.ReLU()
+    with pytest.raises(ConfigError, match="which the module has registered"):
+        give_unlisted(gru, {"buffers": {}, "attributes": [("", key, torch.zeros(1, 3))]})
 
 
 def test_descriptions_that_are_nested_too_deeply_are_an_error() -> None:
@@ -513,8 +541,15 @@ def test_code_of_the_users_own_is_what_no_package_manager_has_installed(
         (folder / f"code_{folder.name}.py").write_text("raise SystemExit\n")
         monkeypatch.syspath_prepend(folder)
         assert is_users_own(f"code_{folder.name}") is is_own
-    for name in ("os", "builtins", "numpy", "torch.nn", "sparkdl.models", "not_there", "_io"):
+    of_python = ("os", "builtins", "_io", "test.__main__", "_testcapi", "idlelib.run", "pip")
+    for name in (*of_python, "numpy", "torch.nn", "sparkdl.models", "py4j.protocol", "not_there"):
         assert not is_users_own(name), name
+    spark = tmp_path / "spark/python/lib/py4j-src.zip"  # as spark-submit has it
+    monkeypatch.setattr(sys.modules["py4j.protocol"], "__file__", str(spark / "py4j/protocol.py"))
+    assert not is_users_own("py4j.protocol") and is_installed("py4j.protocol")
+    made = types.ModuleType("numpy.made_in_c")
+    monkeypatch.setitem(sys.modules, made.__name__, made)
+    assert not is_users_own(made.__name__) and is_installed(made.__name__)
     assert is_users_own("tests.describable")
 
 

@@ -58,7 +58,7 @@ class Driver:
 def test_all_that_ranks_report_arrives_and_the_driver_does_not_grow() -> None:
     hub = Hub()
     hub.begin(0)
-    driver = Driver(hub)
+    driver, others = Driver(hub), usage().ports  # such as Spark's
     sent: dict[int, int] = {}
     with ExitStack() as stack:
         server = stack.enter_context(ChannelServer(hub, bind="127.0.0.1", announce="127.0.0.1"))
@@ -94,7 +94,7 @@ def test_all_that_ranks_report_arrives_and_the_driver_does_not_grow() -> None:
         assert driver.counts == sent and len(sent) == NUM_RANKS
         assert driver.out_of_order == 0
     assert min(warm.files, late.files) > NUM_RANKS  # a connection each
-    assert warm.ports == 1
+    assert warm.ports == others + 1
     assert late.grown(warm, memory_mib=MEMORY_MIB) == []
     print(
         f"\n{sum(sent.values())} reports, {driver.most_waiting} waiting at most: {warm} -> {late}"

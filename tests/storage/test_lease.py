@@ -62,6 +62,8 @@ def test_an_old_lease_counts_no_more() -> None:
     note = Note(run_id="a", host="h", process="", attempt=0, begun_from=None, renewed=time.time())
     assert note.is_alive()
     assert not dataclasses.replace(note, renewed=time.time() - STALE_SECONDS - 1).is_alive()
+    for never in (1e18, float("inf"), float("nan"), -1e300):
+        assert not dataclasses.replace(note, renewed=never).is_alive()
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="only Linux tells processes apart")
@@ -96,6 +98,7 @@ def test_one_that_is_just_being_written_counts(text: str) -> None:
     "damage",
     [
         {"renewed": "now"},
+        {"renewed": 10**400},
         {"process": 7},
         {"process": "/x/y"},
         {"attempt": "2"},

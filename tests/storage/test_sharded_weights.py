@@ -94,7 +94,8 @@ def test_damage_is_found(tmp_path: Path) -> None:
     file.write_bytes(whole[:-1])
     with pytest.raises(StorageError, match="too early"):
         ShardedWeights(storage, "m").read("first")
-    for damaged in (whole[:4], b"\xff" * 8 + whole[8:], whole[:8] + b"{" * 8 + whole[16:]):
+    deep = (200_000).to_bytes(8, "little") + b"[" * 200_000
+    for damaged in (whole[:4], b"\xff" * 8 + whole[8:], whole[:8] + b"{" * 8 + whole[16:], deep):
         file.write_bytes(damaged)
         with pytest.raises(StorageError, match="damaged"):
             ShardedWeights(storage, "m")
@@ -107,6 +108,9 @@ def test_damage_is_found(tmp_path: Path) -> None:
         ShardedWeights(storage, "m")
     file.write_bytes(whole)
     index = json.loads((tmp_path / "m" / INDEX).read_text())
+    (tmp_path / "m" / INDEX).write_text("[" * 200_000)
+    with pytest.raises(StorageError, match="damaged"):
+        ShardedWeights(storage, "m")
     index["weight_map"]["more"] = file.name
     (tmp_path / "m" / INDEX).write_text(json.dumps(index))
     with pytest.raises(StorageError, match="other tensors"):

@@ -15,6 +15,7 @@ from sparkdl.storage.storage import at_home
 
 T = TypeVar("T")
 Tables = dict[str, Any]
+_MOST = 2**64
 
 
 class MissingKey(ConfigError):
@@ -27,7 +28,7 @@ def read_toml(path: str | Path) -> Tables:
         return tomllib.loads(Path(path).read_text(encoding="utf-8-sig"))
     except OSError as error:
         raise ConfigError(f"cannot read the job file {path}: {error.strerror}") from error
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+    except ValueError as error:  # also of the encoding, or a number of thousands of digits
         raise ConfigError(
             f"{path} is not valid TOML: {error}; texts stand in quotes, true and false in small "
             "letters, and --starter prints a file to begin with"
@@ -40,7 +41,7 @@ def parse_value(text: str) -> Any:
     """``text`` as a TOML value where it is one (``3``, ``true``, ``[1, 2]``), else as a string."""
     try:
         parsed = tomllib.loads(f"value = {text}")
-    except tomllib.TOMLDecodeError:
+    except (ValueError, RecursionError):
         return text
     value = parsed["value"]
     # No setting is a date, and a line break would let a second key in.
@@ -150,6 +151,8 @@ def convert(value: Any, hint: Any, name: str) -> Any:
 
     Of a union the first member whose TOML type fits decides, so that its own errors reach the user.
     """
+    is_whole = isinstance(value, int) and abs(value) >= _MOST
+    require(not is_whole, f"{name} must be a number of at most 64 bits", value)
     fitting = [kind for kind in parts_of(hint) if _fits(value, kind)]
     require(bool(fitting), f"{name} must be {describe(hint)}", value)
     # Where any table is taken, one with the required keys of a dataclass is that.

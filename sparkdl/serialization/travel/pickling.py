@@ -77,23 +77,17 @@ def shared_globals(spaces: _Spaces) -> Iterator[None]:
 
 def _space(module: str, names: dict[str, Any]) -> dict[str, Any]:
     spaces = _spaces.get()
-    found = _CopiedSpace(module) if spaces is None else spaces.setdefault(module, {})
+    found = _Space(module) if spaces is None else spaces.setdefault(module, {})
     found.update(names)
     return found
 
 
-class _CopiedSpace(dict[str, Any]):
-    """Globals of functions that have arrived here, of a module which they go on as part of."""
+class _Space(dict[str, Any]):
+    """The globals of functions that are pickled by value, as far as they need them."""
 
     def __init__(self, module: str) -> None:
         super().__init__()
         self.module = module
-
-
-class _Space(dict[str, Any]):
-    """The globals of a module's functions that are pickled by value, as far as they need them."""
-
-    module: str
 
     def __reduce__(self) -> Any:
         return _space, (self.module, dict(self))
@@ -104,8 +98,7 @@ def _spaces_of_modules() -> dict[int, _Space]:
     found: dict[int, _Space] = {}
     for name in ("__main__", *cloudpickle.list_registry_pickle_by_value()):
         if name in sys.modules:
-            space = found[id(vars(sys.modules[name]))] = _Space()
-            space.module = name
+            found[id(vars(sys.modules[name]))] = _Space(name)
     return found
 
 
@@ -133,16 +126,47 @@ class Pickler(cloudpickle.Pickler):  # type: ignore[misc] # cloudpickle has no t
                 f"it uses {self.strange[id(value)]} of the module itself, and workers train "
                 "another one; use trainingStep, which gets the module that they train"
             )
-        if kind is types.FunctionType and isinstance(value.__globals__, _CopiedSpace):
+        if kind is types.FunctionType and isinstance(value.__globals__, _Space):
             space = self._spaces_by_name.get(value.__globals__.module)
             if space is not None:
                 self.globals_ref[id(value.__globals__)] = space
+        if kind is object or (kind is types.FunctionType and value.__name__ == "<lambda>"):
+            place = _place_of(value)
+            if place is not None:
+                return _object_there if kind is object else _lambda_there, place
         for of_kind, reduce in _REDUCERS:
             if isinstance(value, of_kind):
                 found = reduce(value)
                 if found is not None:
                     return found
         return super().reducer_override(value)
+
+
+def _place_of(value: Any) -> tuple[str, str] | None:
+    """Module and name of an object that code may know by its identity; None: it has no name."""
+    by_value = {"__main__", "__mp_main__", *cloudpickle.list_registry_pickle_by_value()}
+    names, is_function = list(sys.modules), isinstance(value, types.FunctionType)
+    for name in [value.__module__] if is_function else names:
+        module = sys.modules.get(name)
+        is_imported = name not in by_value and getattr(module, "__spec__", None) is not None
+        if is_imported or (name in by_value and not is_function):
+            for key, one in list(vars(module).items()):
+                if one is value:
+                    return name, key
+    return None
+
+
+def _lambda_there(module: str, name: str) -> Any:
+    return vars(importlib.import_module(module))[name]
+
+
+def _object_there(module: str, name: str) -> Any:
+    """Return the object, or another one where the program's own module is not."""
+    with contextlib.suppress(ImportError):
+        found = vars(importlib.import_module(module)).get(name)
+        if type(found) is object:
+            return found
+    return object()
 
 
 class CodePickler(Pickler):

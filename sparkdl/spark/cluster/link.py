@@ -18,7 +18,7 @@ from sparkdl.comm.channel import ChannelServer, Hub
 from sparkdl.comm.file_chunks import gathered
 from sparkdl.errors import ClusterError, StorageError
 from sparkdl.runtime.activity import doing
-from sparkdl.serialization.imported_values import ProgramValues
+from sparkdl.serialization.program.imported_values import ProgramValues
 from sparkdl.spark.cluster.cluster_info import mib
 from sparkdl.spark.cluster.probe import NO_NEEDS, Needs, probe
 from sparkdl.spark.cluster.slots import Slots

@@ -26,7 +26,7 @@ from sparkdl.errors import (
     StorageError,
 )
 from sparkdl.runtime.versions import difference, versions
-from sparkdl.serialization.imported_values import Place, ProgramValues, values_to_send
+from sparkdl.serialization.program.imported_values import Place, ProgramValues, values_to_send
 from sparkdl.spark.daemon import preload
 from sparkdl.spark.session.background_job import BackgroundJob
 from sparkdl.spark.session.compat import workers_python
@@ -143,7 +143,7 @@ class ProbeTask:
     def _differing(self) -> list[tuple[Place, str]]:
         if not self.needs.values:
             return []
-        from sparkdl.serialization.imported_values import differing
+        from sparkdl.serialization.program.imported_values import differing
 
         return list(differing(self.needs.values).items())
 

@@ -27,12 +27,13 @@ from sparkdl.runtime.arguments import takes
 from sparkdl.runtime.process import borrowed_generator
 from sparkdl.runtime.tracebacks import arose_in
 from sparkdl.serialization.identity import identity
-from sparkdl.serialization.imported_values import (
+from sparkdl.serialization.initial_weights import InitialWeights, load_initial_weights
+from sparkdl.serialization.program.imported_values import (
     ProgramValues,
     imported_values,
     program_code,
 )
-from sparkdl.serialization.initial_weights import InitialWeights, load_initial_weights
+from sparkdl.serialization.program.program_state import program_kept
 from sparkdl.serialization.saved_module import why_not_saved
 from sparkdl.serialization.travel.attributes import showing_weights
 from sparkdl.serialization.travel.packed_module import overlapping, sharing_memory, travelled
@@ -484,6 +485,7 @@ def check_values(request: FitRequest) -> CheckedValues:
     if asked == "auto" and config.parallelism is not None:
         asked = "gang"
     mode = choose_mode(asked, config.sync_strategy)
+    check_global_hooks()
     if request.cache_dir is not None:
         check_cache_dir(request.cache_dir)
     module, weights, float_dtype = begin_module(request)
@@ -506,6 +508,27 @@ def check_values(request: FitRequest) -> CheckedValues:
         objective=check_training(module, request, in_rounds=mode == "rounds"),
         has_logs=has_logs,
     )
+
+
+def check_global_hooks() -> None:
+    """Refuse hooks of this process that workers would not have; raises ConfigError."""
+    from torch.nn.modules import module as modules
+    from torch.optim import optimizer as optimizers
+
+    names = {
+        "module": [
+            f"_global_{kind}_hooks"
+            for kind in ("forward_pre", "forward", "backward_pre", "backward")
+        ],
+        "optimizer": ["_global_optimizer_pre_hooks", "_global_optimizer_post_hooks"],
+    }
+    for what, owner in (("module", modules), ("optimizer", optimizers)):
+        if any(getattr(owner, name, None) for name in names[what]):
+            raise ConfigError(
+                f"torch has hooks for every {what} of this process, which workers do not have; "
+                "remove them (their handle's remove()), and register hooks on "
+                + ("the module itself" if what == "module" else "the one that optimizer= makes")
+            )
 
 
 def choose_mode(requested: str, strategy: SyncStrategy) -> Literal["gang", "rounds"]:
@@ -684,7 +707,11 @@ def check_training(
     config = request.config
     strategy: SyncStrategy = config.sync_strategy
     steps_between(config.callbacks)
-    with borrowed_generator(config.seed), optimizers.without_compiler():
+    with (
+        borrowed_generator(config.seed),
+        optimizers.without_compiler(),
+        program_kept(vars(config)),
+    ):
         objective = objective_of(config, module)
         check_metrics(config, objective)
         is_lazy = any(nn.parameter.is_lazy(parameter) for parameter in module.parameters())

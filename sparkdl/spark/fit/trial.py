@@ -25,6 +25,7 @@ from sparkdl.inputs import Sequence
 from sparkdl.report.record.module_graph import traced
 from sparkdl.runtime.process import borrowed_generator, seeded
 from sparkdl.runtime.tracebacks import arose_in
+from sparkdl.serialization.program.program_state import program_kept
 from sparkdl.spark.fit.check_request import CheckedValues
 from sparkdl.spark.fit.example import ROWS, Example, is_compiled, lent_weights, own_copy
 from sparkdl.spark.fit.parts_of_batches import check_parts, is_close
@@ -82,19 +83,20 @@ def try_module(checked: CheckedValues, example: Example, sink: Sink | None = Non
             the loss cannot compare it with the label.
     """
     module, weights = checked.module, checked.weights
-    try:
-        output = _output(module, example, checked.request, weights, sink)
-    except ConfigError as error:
-        if weights is None or "meta" not in str(error.__cause__):
-            raise
-        # Code beside torch's operations has met a parameter that is not there.
-        logger.info("the driver makes the whole module to run it: %s", error.__cause__)
-        weights.fill(module)
-        output = _output(module, example, checked.request, weights, None)
-    trial = _judged(checked, output, example)
-    check_parts(checked, example)
-    _warn_of_sigmoid(checked, example)
-    _try_along_mesh(checked, example)
+    with program_kept(module, vars(checked.config), checked.objective):
+        try:
+            output = _output(module, example, checked.request, weights, sink)
+        except ConfigError as error:
+            if weights is None or "meta" not in str(error.__cause__):
+                raise
+            # Code beside torch's operations has met a parameter that is not there.
+            logger.info("the driver makes the whole module to run it: %s", error.__cause__)
+            weights.fill(module)
+            output = _output(module, example, checked.request, weights, None)
+        trial = _judged(checked, output, example)
+        check_parts(checked, example)
+        _warn_of_sigmoid(checked, example)
+        _try_along_mesh(checked, example)
     return trial
 
 
@@ -240,7 +242,7 @@ def try_metrics(checked: CheckedValues, example: Example, trial: Trial) -> None:
     )
     (target,) = example.of("label", ROWS).values
     try:
-        with torch.no_grad(), warnings.catch_warnings():
+        with torch.no_grad(), warnings.catch_warnings(), program_kept(own):
             warnings.simplefilter("ignore")  # of how few rows there are
             metrics.update(trial.output, target)
             metrics.compute(LocalCommunicator())

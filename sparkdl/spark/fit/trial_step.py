@@ -12,15 +12,16 @@ import pickle
 import re
 import warnings
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from sparkdl.config import TrainConfig
-from sparkdl.data.plan import Shard, make_plan
+from sparkdl.data.plan import Shard, TrainPlan, make_plan
 from sparkdl.errors import ConfigError, TrainingDiverged
 from sparkdl.runtime.process import borrowed_generator, seeded
 from sparkdl.runtime.tracebacks import is_of_users, passed_through, users_line
+from sparkdl.serialization.program.program_state import ProgramState, program_kept
 from sparkdl.serialization.travel.pickling import dumps
 from sparkdl.spark.fit.check_request import CheckedValues
 from sparkdl.spark.fit.example import Example, is_compiled, own_copy
@@ -39,8 +40,9 @@ logger = logging.getLogger(__name__)
 
 Changes = Mapping[tuple[str, str], Any]
 """Kind and name of what a step has changed besides what the optimizer does -> what tells its values
-apart. Kinds: a parameter, a buffer or an attribute of the module, or what the loss keeps; and
-``output`` and ``value``, what module and loss give with these attributes and all else as before."""
+apart. Kinds: a parameter, a buffer or an attribute of the module, or what the loss keeps;
+``output`` and ``value``, what module and loss give with these attributes and all else as before;
+and what else the ``program`` keeps, such as a global, if outputs or losses follow from it."""
 _MOST_NUMBERS = 1 << 26
 """Modules with more parameters than this are not tried: the driver would need their gradients and
 moments besides."""
@@ -96,6 +98,7 @@ def try_step(
     seen: list[Changes] = []
     failing = partial(_error, module, config, seen, adds_up=adds_up)
     error = failing(example, _FEW_ROWS, is_first=True)
+    _check_program(*seen, mode=checked.mode)
     if error is None and not (several and any(seen)):
         return
     if example.rows is None:
@@ -176,6 +179,29 @@ def _check_changes(first: Changes, *others: Changes, adds_up: bool) -> None:
         )
 
 
+def _check_program(*seen: Changes, mode: Literal["gang", "rounds"]) -> None:
+    """Tell of results that follow from what a step changes, and that no checkpoint has.
+
+    Raises:
+        ConfigError: tasks of rounds train, which begin with it anew each time.
+    """
+    name = next((name for changes in seen for kind, name in changes if kind == "program"), None)
+    if name is None:
+        return
+    what = f"forward or loss changes {name!r}, which is no part of the module, and computes with it"
+    remedy = "keep it in the module, as an attribute or a buffer"
+    if mode == "rounds":
+        raise ConfigError(
+            f"{what}: each task of a round would begin with it anew; {remedy}, or set "
+            "executionMode='gang'"
+        )
+    logger.warning(
+        "%s: no checkpoint has it, so that after a lost worker training goes on with another "
+        "value; %s",
+        *(what, remedy),
+    )
+
+
 def _is_certain(error: Exception) -> bool:
     """Return True if the error comes whichever rows a batch has, and however many differ."""
     if isinstance(error, _OF_CODE) or any(text in str(error) for text in _CERTAIN):
@@ -229,9 +255,8 @@ def _error(
     with borrowed_generator(config.seed), warnings.catch_warnings():
         warnings.simplefilter("ignore")  # workers warn too
         try:
-            seen.append(
-                _step(module, config, example, num_rows, adds_up=adds_up, is_first=is_first)
-            )
+            tried = _Tried.of(module, config, example, num_rows)
+            seen.append(_step(tried, adds_up=adds_up, is_first=is_first))
         except (TrainingDiverged, MemoryError):
             return None
         except Exception as error:  # whatever the user's code raises
@@ -239,21 +264,47 @@ def _error(
     return None
 
 
-def _step(
-    module: nn.Module,
-    config: TrainConfig,
-    example: Example,
-    num_rows: int,
-    *,
-    adds_up: bool = False,
-    is_first: bool = False,
-) -> Changes:
+@dataclass(frozen=True)
+class _Tried:
+    """Copies of what takes part in a step, and the rows of it."""
+
+    given: nn.Module
+    """The module itself, which stays as it is."""
+    module: nn.Module
+    config: TrainConfig
+    plan: TrainPlan
+    batch: Batch
+
+    @classmethod
+    def of(cls, module: nn.Module, config: TrainConfig, example: Example, num_rows: int) -> _Tried:
+        shard = Shard(
+            shard_id=0, num_rows=num_rows, num_validation_rows=0, fingerprint="first rows"
+        )
+        plan = make_plan(
+            columns=example.columns,
+            shards=[shard],
+            world_size=1,
+            batch_size=num_rows,
+            epochs=config.epochs,
+            max_steps=-1,
+        )
+        batch = _batch(example, num_rows)
+        return cls(module, own_copy(module, None), pickle.loads(dumps(config)), plan, batch)
+
+
+def _step(tried: _Tried, *, adds_up: bool = False, is_first: bool = False) -> Changes:
     """Take the step; raises what it raises.
 
     Returns what it has changed, and what buffers are then. The first time torch's own optimizers
     step on sparse gradients only. Dense ones they take, and a step imports torch's compiler, which
     takes seconds.
     """
+    with program_kept(tried.module, vars(tried.config)) as program:
+        return _changes(tried, program, adds_up=adds_up, is_first=is_first)
+
+
+def _changes(tried: _Tried, program: ProgramState, *, adds_up: bool, is_first: bool) -> Changes:
+    """Take the step in a ``program`` as it was before."""
     import torch
 
     from sparkdl.comm.communicator import LocalCommunicator
@@ -268,22 +319,10 @@ def _step(
     from sparkdl.train.step import TrainStep
     from sparkdl.train.time_spent import Clock
 
-    config = pickle.loads(dumps(config))
-    given, module, comm = module, own_copy(module, None), LocalCommunicator()
-    batch = _batch(example, num_rows)
-    plan = make_plan(
-        columns=example.columns,
-        shards=[
-            Shard(shard_id=0, num_rows=num_rows, num_validation_rows=0, fingerprint="first rows")
-        ],
-        world_size=1,
-        batch_size=batch.num_rows,
-        epochs=config.epochs,
-        max_steps=-1,
-    )  # fmt: skip
+    module, config, batch, comm = tried.module, tried.config, tried.batch, LocalCommunicator()
     with optimizers.without_compiler():
         replica = make_replica(
-            module, config, plan, torch.device("cpu"),
+            module, config, tried.plan, torch.device("cpu"),
             lambda model, make: AllReduce().setup(model, make, comm),
         )  # fmt: skip
     optimizer = replica.synchronizer.optimizer
@@ -310,14 +349,22 @@ def _step(
             changes["parameter", name] = seen[number]
     _check_sparse(config, module, adds_up=adds_up)
     if adds_up:
-        step.check_moved()
+        step.check_shared_gradients()
     stepping.set_mode(optimizer, trains=False)
     with optimizers.without_compiler():
         for what, owner in (("optimizer", optimizer), ("scheduler", replica.scheduler)):
             check_optimizer.check_kept(what, owner)
-    if any(kind in ("attribute", "loss") for kind, _ in changes):
-        give_tensors(module, tensors_of(given))
-        changes |= _given(replica, batch)
+    counted = program.changed()
+    keeps = any(kind in ("attribute", "loss") for kind, _ in changes)
+    if keeps or counted:
+        give_tensors(module, tensors_of(tried.given))
+        given = _given(replica, batch)
+        changes |= given if keeps else {}
+    if counted and not keeps:
+        program.put_back()
+        give_tensors(module, tensors_of(tried.given))
+        if _given(replica, batch) != given:
+            changes["program", counted[0]] = None
     return changes
 
 
@@ -340,7 +387,7 @@ def _given(replica: Replica, batch: Batch) -> Changes:
             outputs += [fingerprint(value) for value in leaves]
             seen = run(replica.loss, replica.module, ones)
             values += map(float, sums_of(replica.loss, seen, ones.target, None)[:2])
-    return {("output", ""): outputs, ("value", ""): values}
+    return {("output", ""): outputs, ("value", ""): list(map(str, values))}
 
 
 def _besides(held: Attributes, kept: Kept) -> dict[tuple[str, str], Any]:
@@ -440,7 +487,7 @@ def _forward_line(module: nn.Module, config: TrainConfig, example: Example) -> s
     ):
         warnings.simplefilter("always")
         try:
-            _step(module, config, example, config.batch_size)
+            _step(_Tried.of(module, config, example, config.batch_size))
         except Exception:  # the same as before
             texts = [str(warning.message) for warning in told]
             frames = [frame for text in texts for frame in _FORWARD.findall(text)]

@@ -21,7 +21,7 @@ from pyspark.sql import SparkSession
 from torch import nn
 
 from sparkdl.errors import StorageError
-from sparkdl.serialization.imported_values import ProgramValues, changed_values
+from sparkdl.serialization.program.imported_values import ProgramValues, changed_values
 from sparkdl.serialization.stored_module import StoredModule, WeightsAt
 from sparkdl.serialization.travel import packed_module
 from sparkdl.serialization.travel.pickling import sent_code

@@ -147,7 +147,12 @@ def find_checkpoint(
     """
 
     def fits(shared: Any) -> bool:
-        state = TrainState.from_state_dict(shared["state"])
+        try:
+            state = TrainState.from_state_dict(shared["state"])
+            if not all(type(n) is int for n in (state.epoch, state.step, state.step_in_epoch)):
+                raise TypeError(f"odd numbers: {state}")
+        except (KeyError, TypeError, ValueError, AttributeError) as error:
+            raise CheckpointError(f"its state is of another form: {error!r}") from error
         return not state.exceeds(run.plan.end_epoch, run.plan.end_step)
 
     found = newest(storage, run.run_key, fits, passed_over=passed_over, lease=lease)

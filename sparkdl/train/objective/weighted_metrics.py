@@ -150,7 +150,7 @@ class OfClasses(WeightedMetric):
             # A loss may not say whether they are logits, which only all rows together show.
             forms, is_nan = [output > 0.5, output > 0.0], output.isnan()
         else:
-            forms, is_nan = [output.argmax(1)], output.isnan().any(1)
+            forms, is_nan = [output.argmax(1)], output.softmax(1).isnan().any(1)
         taken = counted.masked_fill(is_nan.flatten(), 0.0)  # a row with NaN is taken for no class
         places = label.clamp(0, self._num_classes - 1)
         pairs = [(places, counted)]

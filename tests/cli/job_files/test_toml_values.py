@@ -7,7 +7,13 @@ from typing import Any, Literal
 
 import pytest
 
-from sparkdl.cli.job_files.toml_values import apply_settings, build, parse_value, read_toml
+from sparkdl.cli.job_files.toml_values import (
+    apply_settings,
+    build,
+    convert,
+    parse_value,
+    read_toml,
+)
 from sparkdl.errors import ConfigError
 from sparkdl.mesh import Mesh
 
@@ -48,6 +54,8 @@ class Outer:
         ("2024-01-31", "2024-01-31"),
         ("1\nother = 2", "1\nother = 2"),
         ("", ""),
+        ("9" * 5_000, "9" * 5_000),
+        ("[" * 20_000, "[" * 20_000),
     ],
 )
 def test_a_setting_is_a_toml_value_or_else_a_string(text: str, value: Any) -> None:
@@ -145,9 +153,12 @@ def test_a_file_that_cannot_be_read_is_named(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"none\.toml: No such file"):
         read_toml(tmp_path / "none.toml")
     broken = tmp_path / "broken.toml"
-    broken.write_text("a = = 1", encoding="utf-8")
-    with pytest.raises(ConfigError, match=r"broken\.toml is not valid TOML"):
-        read_toml(broken)
+    for content in ("a = = 1", f"a = {'9' * 5_000}", f"a = {'[' * 20_000}", "a = \x00"):
+        broken.write_text(content, encoding="utf-8")
+        with pytest.raises(ConfigError, match=r"broken\.toml is not valid TOML"):
+            read_toml(broken)
+    with pytest.raises(ConfigError, match="must be a number of at most 64 bits"):
+        convert(-(10**400), float, "rate")
 
 
 def test_a_choice_may_be_left_out() -> None:

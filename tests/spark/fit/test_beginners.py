@@ -24,6 +24,7 @@ from sparkdl.errors import ConfigError
 from sparkdl.spark.cluster.probe import Needs
 from sparkdl.spark.fit.check_request import check_training, make_module
 from sparkdl.spark.frames.columns import refuse_outputs, validation_indicator
+from sparkdl.spark.frames.user_data import require_data
 from sparkdl.train.objective.loss import CallableLoss
 from tests.spark.fit.requests import request
 from tests.spark.fit.test_check_rows import X, Y, num_classes
@@ -442,3 +443,12 @@ def test_rows_for_validation_go_into_the_same_frame(spark: SparkSession) -> None
         'column "part" marks validation rows and must be boolean; it is string; make it of a '
         'comparison, such as F.col("part") == ...'
     )
+    no_data = "fit takes a DataFrame of Spark or pandas, or a source such as sparkdl.ParquetSource"
+    for given, said in (
+        (df.x, "a Column, which has an attribute for whatever name; pass the DataFrame it is of"),
+        ([df, df], "a list of DataFrames; pass one: train, test = df.randomSplit([0.8, 0.2])"),
+        (df.pandas_api(), "a DataFrame of pandas on Spark; pass what its to_spark() gives"),
+    ):
+        with pytest.raises(ConfigError) as of_data:
+            require_data(given)
+        assert str(of_data.value) == f"{no_data}; received {said}"

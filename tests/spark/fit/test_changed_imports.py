@@ -19,8 +19,8 @@ import torch
 from torch import nn
 
 from sparkdl import ParameterAveraging, TorchRegressor
-from sparkdl.serialization import imported_values as module
-from sparkdl.serialization.imported_values import (
+from sparkdl.serialization.program import imported_values as module
+from sparkdl.serialization.program.imported_values import (
     ProgramValues,
     differing,
     imported_values,
@@ -130,7 +130,7 @@ def sent_from(library: Any) -> ProgramValues:
 LOOK = """
 import pickle, sys
 sys.path[:], programs = pickle.load(sys.stdin.buffer)
-from sparkdl.serialization.imported_values import give_back
+from sparkdl.serialization.program.imported_values import give_back
 def look():
     import a_library, of_the_library, torch
     net = a_library.Net.__new__(a_library.Net)
@@ -284,7 +284,7 @@ if was_there:  # as a worker that has served an earlier fit
     path.write_text(sys.argv[1], encoding="utf-8")
 pickle.loads(sent)
 found.append(look())
-from sparkdl.serialization.imported_values import give_back
+from sparkdl.serialization.program.imported_values import give_back
 give_back()
 found.append(look())
 print(found)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import random
 from functools import partial
 from typing import Any
@@ -589,3 +590,55 @@ def test_one_worker_may_change_it(module: nn.Module, caplog: pytest.LogCaptureFi
         several=False,
     )
     assert not caplog.records
+
+
+CALLS = {"n": 0, "noted": 0}
+
+
+def annealed(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    CALLS["n"] += 1
+    return F.cross_entropy(output, target, reduction="none") / CALLS["n"]
+
+
+class Noting(nn.Linear):
+    """Counts in a class what nobody reads."""
+
+    calls = 0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        Noting.calls += 1
+        CALLS["noted"] += 1
+        return super().forward(x)
+
+
+class Annealed(nn.Linear):
+    calls = 0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        Annealed.calls += self.training
+        return super().forward(x) / (1 + Annealed.calls)
+
+
+@pytest.mark.parametrize(
+    ("module", "loss", "name"),
+    [
+        (nn.Linear(4, 3), annealed, "CALLS"),
+        (Annealed(4, 3), "cross_entropy", "Annealed"),
+        (Noting(4, 3), "cross_entropy", None),
+    ],
+)
+def test_results_that_follow_from_what_is_outside_of_the_module_are_told(
+    module: nn.Module, loss: Any, name: str | None, caplog: pytest.LogCaptureFixture
+) -> None:
+    """No checkpoint has it, and tasks of rounds begin anew; trials leave all as it was."""
+    checked = checked_values(module, loss=loss)
+    step(checked)
+    said = f"forward or loss changes {name!r}, which is no part of the module"
+    assert (said in caplog.text) is (name is not None)
+    in_rounds = dataclasses.replace(checked, mode="rounds")
+    if name is None:
+        step(in_rounds)
+    else:
+        with pytest.raises(ConfigError, match=f"{said}.*each task of a round would begin"):
+            step(in_rounds)
+    assert CALLS == {"n": 0, "noted": 0} and Noting.calls == Annealed.calls == 0

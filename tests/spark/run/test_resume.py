@@ -41,11 +41,14 @@ from sparkdl.train.state import TrainState
 from tests.storage.memory import MemoryStorage
 
 
-def write(storage: Storage, state: TrainState, *, run_key: str = "run") -> None:
+def write(storage: Storage, state: TrainState, *, run_key: str = "run", shared: Any = None) -> None:
     path = f"{run_key}/a-0/step-{state.step:08d}"
     files = {}
-    for name in (SHARED, rank_file(0)):
-        content = encode(snapshot({"state": state.state_dict()}))
+    usual = {"state": state.state_dict()}
+    for name, content in (
+        (SHARED, encode(snapshot(usual if shared is None else shared))),
+        (rank_file(0), encode(snapshot(usual))),
+    ):
         files[name] = write_file(storage, f"{path}/{name}", content)
     write_manifest(
         CheckpointInfo(
@@ -83,6 +86,20 @@ def test_a_shorter_fit_does_not_take_the_result_of_a_longer_one(
     assert found(storage, epochs=epochs, max_steps=max_steps) == step
     passed_over = "passed over run/a-0/step-00000020: this fit ends before step 20"
     assert (passed_over in caplog.text) == (step != 20)
+
+
+@pytest.mark.parametrize(
+    "shared", [[], 3, {}, {"state": 5}, {"state": {"a": 1}}, {"state": {"step": "x"}}]
+)
+def test_a_state_of_another_form_is_passed_over(
+    shared: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Its sums are right, as where somebody else has written it."""
+    storage = MemoryStorage()
+    write(storage, TrainState(epoch=1, step=10))
+    write(storage, TrainState(epoch=2, step=20), shared=shared)
+    assert found(storage, epochs=9) == 10
+    assert "passed over run/a-0/step-00000020" in caplog.text
 
 
 def test_what_lies_beside_is_told(caplog: pytest.LogCaptureFixture) -> None:

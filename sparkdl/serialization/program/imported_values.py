@@ -40,11 +40,14 @@ from dataclasses import dataclass, field
 from importlib.machinery import SourceFileLoader
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import cloudpickle
 
 from sparkdl.serialization.trust import is_installed
+
+if TYPE_CHECKING:
+    from sparkdl.serialization.program.program_state import ProgramState
 
 logger = logging.getLogger(__name__)
 
@@ -68,6 +71,8 @@ _OPAQUE = (
 _DRIVERS = {"pyspark", "py4j"}
 """Packages whose objects are connections."""
 _ABSENT = "absent"
+_PATCHED = ("torch", "torch.nn.functional")
+"""Modules of packages whose functions programs put others in the place of."""
 
 
 def imported_values(code: Iterable[Any]) -> dict[Place, str]:
@@ -125,6 +130,7 @@ def changed_values(code: Iterable[Any]) -> ProgramValues:
 
 def program_code(code: Iterable[Any]) -> ProgramCode:
     """All that classes and functions name of the user's own modules, as the program has it."""
+    code = list(code)
     named = _named(code, by_name=False)
     modules = {place[0] for place in named}
     modules |= {str(member.__module__) for member in named.values() if _is_code(member)}
@@ -149,7 +155,30 @@ def program_code(code: Iterable[Any]) -> ProgramCode:
             lacks[place] = _reason(error)
             if is_edited and _is_code(member):
                 _tell_once(place, lacks[place])
-    return ProgramCode(sources, _packed(found, sources, sys.maxsize) if found else b"", lacks)
+    packed = _packed(found, sources, sys.maxsize) if found else b""
+    return ProgramCode(sources, packed, lacks, _patches(code))
+
+
+def _patches(code: Iterable[Any]) -> dict[Place, bytes]:
+    """What the program has put in the place of functions of torch, and of methods of packages."""
+    owners: dict[Any, str] = {sys.modules[name]: "" for name in _PATCHED if name in sys.modules}
+    for kind in [one for one in code if isinstance(one, type)]:
+        owners |= {base: f"{base.__qualname__}." for base in kind.__mro__ if base is not object}
+    found: dict[Place, bytes] = {}
+    for owner, prefix in owners.items():
+        module = str(owner.__module__) if prefix else owner.__name__
+        for key, member in list(vars(owner).items()) if is_installed(module) else ():
+            function = _function_of(member)
+            if not isinstance(function, types.FunctionType):
+                continue
+            where = function.__globals__.get("__name__")
+            if where in sys.modules and not is_installed(where):
+                place = module, prefix + key
+                try:
+                    found[place] = _packed(member, _module_by_value(member), with_classes=False)
+                except Exception as error:  # whatever classes raise that cannot be pickled
+                    _tell_once(place, _reason(error))
+    return found
 
 
 def _module_by_value(value: Any) -> list[str]:
@@ -177,6 +206,8 @@ class ProgramCode:
     """A pickle of what the program has in them, by `Place`."""
     lacks: Mapping[Place, str] = field(default_factory=dict)
     """Place of what cannot be sent -> the reason."""
+    patches: Mapping[Place, bytes] = field(default_factory=dict)
+    """What the program has in the place of code of packages, pickled one by one."""
 
     def is_needed(self) -> bool:
         """True if a file may be another one for this process than for the program."""
@@ -284,7 +315,9 @@ class ProgramValues:
     @property
     def digest(self) -> str:
         """Tells those of one program apart."""
-        return hashlib.sha256(pickle.dumps((self.values, self.code.values))).hexdigest()
+        return hashlib.sha256(
+            pickle.dumps((self.values, self.code.values, self.code.patches))
+        ).hexdigest()
 
     def __reduce__(self) -> tuple[Any, ...]:
         return _given, (self.values, self.home, self.code)
@@ -294,11 +327,16 @@ _before: list[tuple[Any, str, Any]] = []
 """Values that `_given` has replaced in this process: owner, name, and what was there."""
 
 
+_states: list[ProgramState] = []
+"""What the modules of the program that runs here had before it: none, or one."""
+
+
 def _given(
     values: Mapping[Place, bytes], home: tuple[str, int], code: ProgramCode
 ) -> ProgramValues:
     if home != _this_process():
         give_back()
+        _states.append(_state_of(code.sources))
         if code.is_needed():
             try:
                 for place, value in pickle.loads(code.values).items():
@@ -306,12 +344,23 @@ def _given(
             except Exception as error:  # whatever modules raise when they are imported
                 names = ", ".join(code.sources)
                 _warn_of(f"the code of {names}, whose files have changed,", error)
-        for place, data in values.items():
+        for place, data in {**code.patches, **values}.items():
             try:
                 _set(place, pickle.loads(data))
             except Exception as error:  # such as a class that is not there
                 _warn_of(".".join(place), error)
     return ProgramValues(values, home, code)
+
+
+def _state_of(modules: Iterable[str]) -> ProgramState:
+    """What these modules of the user's have at present, before code has counted there."""
+    from sparkdl.serialization.program.program_state import ProgramState
+
+    found = []
+    for name in modules:
+        with contextlib.suppress(Exception):  # whoever needs it tells why it cannot be imported
+            found.append(importlib.import_module(name))
+    return ProgramState(found)
 
 
 def _warn_of(what: str, error: Exception) -> None:
@@ -329,13 +378,15 @@ def _set(place: Place, value: Any) -> None:
 
 
 def give_back() -> None:
-    """Let this process have what its files say, as before values of a program came."""
+    """Let this process have what its files say, as before a program ran here."""
     while _before:
         owner, name, value = _before.pop()
         if value is _before:
             delattr(owner, name)
         else:
             setattr(owner, name, value)
+    while _states:
+        _states.pop().put_back()
 
 
 def _this_process() -> tuple[str, int]:
@@ -414,7 +465,7 @@ import os, pickle, sys
 out = os.dup(1)
 os.dup2(2, 1)  # imports may print
 sys.path[:], places = pickle.load(sys.stdin.buffer)
-from sparkdl.serialization import imported_values as this
+from sparkdl.serialization.program import imported_values as this
 found = {place: this._found(place) for place in places}
 with open(out, "wb") as file:
     pickle.dump(found, file)
