@@ -7,13 +7,19 @@ import pickle
 import sys
 import time
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from torch import nn
+from torch.nn import functional
 
 from sparkdl.serialization.program import imported_values as module
 from sparkdl.serialization.program.imported_values import (
+    ProgramValues,
     differing,
+    give_back,
     imported_values,
     program_code,
     values_to_send,
@@ -235,3 +241,52 @@ def test_the_walk_through_large_values_is_short(library: Any) -> None:
     imported_values([library.use0])
     assert time.process_time() - start < 1.0
     del library.held0.__dict__["data"]
+
+
+def gelu_as_it_was(values: torch.Tensor) -> torch.Tensor:
+    return values * torch.sigmoid(1.702 * values)
+
+
+def doubled(layer: nn.Linear, values: torch.Tensor) -> torch.Tensor:
+    return functional.linear(values, 2 * layer.weight, layer.bias)
+
+
+def test_what_a_program_has_put_into_packages_is_put_there_elsewhere(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    assert program_code([nn.Linear, nn.GELU]).patches == {}
+    was = functional.gelu, nn.Linear.forward
+    with monkeypatch.context() as patched:
+        patched.setattr(functional, "gelu", gelu_as_it_was)
+        patched.setattr(nn.Linear, "forward", doubled)
+        code = program_code([nn.Bilinear, nn.modules.linear.NonDynamicallyQuantizableLinear])
+    assert set(code.patches) == {
+        ("torch.nn.functional", "gelu"), ("torch.nn.modules.linear", "Linear.forward")
+    }  # fmt: skip
+    assert ProgramValues(code=code).digest != ProgramValues().digest
+    pickle.loads(pickle.dumps(ProgramValues(home=("elsewhere", 1), code=code)))
+    try:
+        layer, values = nn.Linear(3, 2), torch.randn(4, 3)
+        assert torch.equal(layer(values), doubled(layer, values))
+        assert torch.equal(functional.gelu(values), gelu_as_it_was(values))
+    finally:
+        give_back()
+    assert (functional.gelu, nn.Linear.forward) == was
+
+
+def test_a_process_that_is_used_again_begins_as_its_files_say(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "counts.py").write_text("CALLS = [0]\ndef use():\n    CALLS[0] += 1\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    counts = importlib.import_module("counts")
+    sent = pickle.dumps(ProgramValues(home=("elsewhere", 1), code=program_code([counts.use])))
+    try:
+        for _ in range(2):
+            pickle.loads(sent)
+            assert counts.CALLS == [0]
+            counts.use()
+    finally:
+        give_back()
+        del sys.modules["counts"]
+    assert counts.CALLS == [0]

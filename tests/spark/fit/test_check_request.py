@@ -11,12 +11,14 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 from torch import nn
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from sparkdl.config import CUSTOM, TrainConfig
 from sparkdl.errors import ConfigError
 from sparkdl.inference.regression import REGRESSION
 from sparkdl.mesh import Mesh
 from sparkdl.spark.fit.check_request import (
+    check_global_hooks,
     check_max_norm,
     check_memory_of_weights,
     check_sync_batch_norm,
@@ -389,3 +391,23 @@ def test_a_schedule_that_is_too_short_for_any_rows_is_refused() -> None:
     short = partial(torch.optim.lr_scheduler.OneCycleLR, max_lr=0.1, total_steps=3)
     with pytest.raises(ConfigError, match="OneCycleLR fails within the 4 steps"):
         check_values(request(nn.Linear(3, 1), epochs=4, scheduler=short))
+
+
+@pytest.mark.parametrize(
+    ("register", "what"),
+    [
+        (torch.nn.modules.module.register_module_forward_hook, "module"),
+        (torch.nn.modules.module.register_module_full_backward_hook, "module"),
+        (register_optimizer_step_pre_hook, "optimizer"),
+    ],
+)
+def test_hooks_of_the_whole_process_are_refused(register: Any, what: str) -> None:
+    """Workers do not have them."""
+    check_global_hooks()
+    handle = register(lambda *_: None)
+    try:
+        with pytest.raises(ConfigError, match=f"hooks for every {what} of this process"):
+            check_values(request())
+    finally:
+        handle.remove()
+    check_global_hooks()
