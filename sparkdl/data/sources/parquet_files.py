@@ -6,6 +6,7 @@ import contextlib
 import errno
 import hashlib
 import json
+import logging
 import math
 import os
 from collections import OrderedDict
@@ -34,6 +35,8 @@ from sparkdl.storage.storage import (
     scheme_of,
     without_password,
 )
+
+logger = logging.getLogger(__name__)
 
 
 def open_files(path_or_url: str | os.PathLike[str]) -> tuple[fs.FileSystem, str]:
@@ -257,6 +260,7 @@ def list_files(url: str, names: Iterable[str], spread: Spread = in_threads) -> L
     )
 
 
+_MOST_SHOWN = 5
 _MAGIC = (b"PAR1", b"PARE")
 """First bytes of a Parquet file: of a plain one, and of one whose footer is encrypted."""
 
@@ -335,7 +339,22 @@ def _found(url: str) -> tuple[list[str], list[dict[str, pa.Scalar]]]:
             raise DataError(f"there is no Parquet file under {without_password(url)}")
         with files.open_input_file(paths[0]) as first:
             _require_parquet(first, paths[0])
+        _tell_folders(url, path, paths)
         return paths, _folder_values(files, path, paths)
+
+
+def _tell_folders(url: str, base: str, paths: Iterable[str]) -> None:
+    """Say so if files of several folders are read that no column tells apart."""
+    start = len(base.strip("/")) + 1
+    inside = (path.strip("/")[start:].split("/") for path in paths)
+    names = {parts[0] if len(parts) > 1 else "" for parts in inside}
+    if len(names) > 1 and not all("=" in name for name in names):
+        shown = ", ".join(sorted(names - {""})[:_MOST_SHOWN])
+        logger.warning(
+            "%s is read with the folders below it, %s, whose names give no column: all their rows "
+            "are one data set; name one of them if they are not, as 'train' and 'test' are not",
+            *(without_password(url), shown),
+        )
 
 
 def _whole_schema(schema: pa.Schema, constants: Mapping[str, pa.Scalar]) -> pa.Schema:

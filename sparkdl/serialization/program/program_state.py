@@ -63,6 +63,21 @@ def program_kept(*values: Any) -> Iterator[ProgramState]:
             state.put_back()
 
 
+def whole_numbers(module: nn.Module) -> set[int]:
+    """Those that layers hold in attributes, and in containers there."""
+    parts = [part for layer in module.modules() for part in vars(layer).values()]
+    found: set[int] = set()
+    for _ in range(_MOST_PARTS):
+        if not parts:
+            break
+        part = parts.pop()
+        if type(part) is int:
+            found.add(part)
+        elif isinstance(part, (*_CONTAINERS, tuple, frozenset)) and _is_small(part):
+            parts += gc.get_referents(part)
+    return found
+
+
 @dataclass(frozen=True)
 class _Place:
     """One place that may change: what it held, and how to ask for that and to set it."""
@@ -86,6 +101,8 @@ class ProgramState:
 
     def __init__(self, code: Iterable[Any]) -> None:
         """Look at classes and functions, or modules of Python, and at whatever they name."""
+        self.numbers: set[int] = set()
+        """Whole numbers that were met, in containers and alone."""
         self._places: list[_Place] = []
         self._copies: dict[int, Any] = {}
         self._seen: dict[int, Any] = {}  # the objects too, so that no id is used twice
@@ -113,7 +130,11 @@ class ProgramState:
         self._places.append(_Place(name, _copied(read(), self._copies), read, write))
 
     def _look_at(self, values: Iterable[Any], name: str) -> None:
-        self._todo += [(value, name) for value in values if not isinstance(value, _ATOMS)]
+        for value in values:
+            if type(value) is int:
+                self.numbers.add(value)
+            elif not isinstance(value, _ATOMS):
+                self._todo.append((value, name))
 
     def _look(self, value: Any, name: str) -> None:
         if isinstance(value, type):

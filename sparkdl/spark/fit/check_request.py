@@ -8,7 +8,7 @@ import logging
 import math
 import sys
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from collections.abc import Sequence as Items
 from dataclasses import dataclass, fields, replace
 from functools import partial
@@ -33,7 +33,7 @@ from sparkdl.serialization.program.imported_values import (
     imported_values,
     program_code,
 )
-from sparkdl.serialization.program.program_state import program_kept
+from sparkdl.serialization.program.program_state import program_kept, whole_numbers
 from sparkdl.serialization.saved_module import why_not_saved
 from sparkdl.serialization.travel.attributes import showing_weights
 from sparkdl.serialization.travel.packed_module import overlapping, sharing_memory, travelled
@@ -710,8 +710,10 @@ def check_training(
     with (
         borrowed_generator(config.seed),
         optimizers.without_compiler(),
-        program_kept(vars(config)),
+        program_kept(vars(config)) as program,
     ):
+        if isinstance(request.module, nn.Module):
+            _check_ids(request.module, program.numbers)
         objective = objective_of(config, module)
         check_metrics(config, objective)
         is_lazy = any(nn.parameter.is_lazy(parameter) for parameter in module.parameters())
@@ -827,6 +829,17 @@ def check_memory_of_weights(module: nn.Module, config: TrainConfig, mode: str) -
                     f"{f'parallelism=Mesh({mesh})' if is_divided else name} moves elsewhere; take "
                     "it from the weight in forward, or clone it"
                 )
+
+
+def _check_ids(module: nn.Module, numbers: Collection[int]) -> None:
+    """Refuse code that knows parameters by `id`: workers have others; raises ConfigError."""
+    ids = {id(parameter): name for name, parameter in module.named_parameters()}
+    for number in {*numbers, *whole_numbers(module)} & ids.keys():
+        raise ConfigError(
+            f"the program keeps the id() of the parameter {ids[number]!r}, and workers train "
+            "another object; tell parameters by their names, as parameterGroups does, or by their "
+            "shapes"
+        )
 
 
 def check_max_norm(module: nn.Module) -> None:

@@ -160,6 +160,24 @@ def test_columns_that_folders_tell_are_of_one_type_and_are_checked(tmp_path: Pat
     assert set(types) == {pa.int32()}
 
 
+def test_folders_that_no_column_tells_apart_are_told(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    data = pa.table({"x": [1.0, 2.0]})
+    for name in ("data/train", "by/y=1", "by/y=2", "one/part"):
+        write_all(tmp_path / name, [data])
+    for name in ("by", "one", "data/train"):
+        ParquetSource(tmp_path / name).schema()
+    assert not caplog.records
+    write_all(tmp_path / "data/test", [data])
+    ParquetSource(tmp_path / "data").contents(wanted(FEATURES))
+    assert "data is read with the folders below it, test, train, whose names give" in caplog.text
+    caplog.clear()
+    write_all(tmp_path / "one", [data])  # beside a folder
+    ParquetSource(tmp_path / "one").contents(wanted(FEATURES))
+    assert "the folders below it, part," in caplog.text
+
+
 def test_labels_that_folders_tell_are_checked(tmp_path: Path) -> None:
     for label in (0, 3):
         write_all(tmp_path / "data" / f"y={label}", [pa.table({"x": [1.0, 2.0]})])

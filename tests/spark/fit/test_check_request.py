@@ -411,3 +411,36 @@ def test_hooks_of_the_whole_process_are_refused(register: Any, what: str) -> Non
     finally:
         handle.remove()
     check_global_hooks()
+
+
+KNOWN: set[int] = set()
+
+
+def by_id(parameters: Any) -> torch.optim.Optimizer:
+    parameters = list(parameters)
+    slow = [p for p in parameters if id(p) in KNOWN]
+    return torch.optim.SGD(
+        [{"params": [p for p in parameters if id(p) not in KNOWN]}, {"params": slow, "lr": 0.0}],
+        lr=0.1,
+    )
+
+
+def test_code_that_knows_parameters_by_their_ids_is_refused() -> None:
+    """They are others on workers, where nothing would be found."""
+    module = nn.Linear(3, 2)
+    KNOWN.clear()
+    check_values(request(module, optimizer=by_id))
+    KNOWN.add(id(module.bias))
+    with pytest.raises(ConfigError, match=r"keeps the id\(\) of the parameter 'bias'"):
+        check_values(request(module, optimizer=by_id))
+    closure = frozenset([id(module.weight)])
+    with pytest.raises(ConfigError, match="'weight'"):
+        check_values(
+            request(
+                module, optimizer=lambda ps: torch.optim.SGD([p for p in ps if id(p) in closure])
+            )
+        )
+    KNOWN.clear()
+    module.left_out = {"ids": [id(module.bias)]}
+    with pytest.raises(ConfigError, match="'bias'"):
+        check_values(request(module))
