@@ -89,6 +89,10 @@ KINDS = {
                 "held = functools.partial(add, [])\ndef use(): return held()", "held"),
     "wrapped": ("n = 0\n@functools.wraps(torch.sin)\ndef add():\n    global n\n    n += 1\n"
                 "    return n\ndef use(): return add()", "n"),
+    "proxies": ("import unittest.mock, weakref\nn = [0]\nclass Gone: pass\n"
+                "held = [unittest.mock.Mock(spec=dict), unittest.mock.Mock(spec=nn.Module),\n"
+                "        weakref.proxy(Gone()), unittest.mock.Mock(spec=type)]\n"
+                "def use():\n    n[0] += len(held)\n    return n[0]", "n"),
     "method": ("class N:\n    def __init__(self): self.n = 0\n    def up(self):\n"
                "        self.n += 1\n        return self.n\nheld = N().up\n"
                "def use(): return held()", "held"),

@@ -73,7 +73,7 @@ def whole_numbers(module: nn.Module) -> set[int]:
         part = parts.pop()
         if type(part) is int:
             found.add(part)
-        elif isinstance(part, (*_CONTAINERS, tuple, frozenset)) and _is_small(part):
+        elif issubclass(type(part), (*_CONTAINERS, tuple, frozenset)) and _is_small(part):
             parts += gc.get_referents(part)
     return found
 
@@ -133,37 +133,38 @@ class ProgramState:
         for value in values:
             if type(value) is int:
                 self.numbers.add(value)
-            elif not isinstance(value, _ATOMS):
+            elif type(value) not in _ATOMS:
                 self._todo.append((value, name))
 
     def _look(self, value: Any, name: str) -> None:
-        if isinstance(value, type):
+        kind = type(value)  # its __class__ may say something else, as that of a proxy
+        if issubclass(kind, type):
             if _is_users(value.__module__) and not issubclass(value, enum.Enum):
                 self._class(value)
-        elif isinstance(value, types.FunctionType):
+        elif kind is types.FunctionType:
             if _is_users(value.__globals__.get("__name__", value.__module__)):
                 self._function(value)
-        elif isinstance(value, types.ModuleType):
+        elif issubclass(kind, types.ModuleType):
             self._names(vars(value), [key for key in vars(value) if key[:2] != "__"], "")
         else:
-            self._object(value, name)
+            self._object(value, kind, name)
 
-    def _object(self, value: Any, name: str) -> None:
+    def _object(self, value: Any, kind: type, name: str) -> None:
         for kinds, read, write in _CONTENTS:
-            if isinstance(value, kinds) and _is_small(value):
+            if issubclass(kind, kinds) and _is_small(value):
                 self._keep(name, partial(read, value), partial(write, value))
                 break
-        is_known = not (_is_users(type(value).__module__) or isinstance(value, nn.Module))
-        if isinstance(value, torch.Tensor):
+        is_known = not (_is_users(kind.__module__) or issubclass(kind, nn.Module))
+        if issubclass(kind, torch.Tensor):
             if not value.is_inference():
                 self._attribute(value, "grad", name)
-        elif not is_known or isinstance(value, (*_CONTAINERS, *_HOLDERS)):
+        elif not is_known or issubclass(kind, (*_CONTAINERS, *_HOLDERS)):
             self._look_at(itertools.islice(gc.get_referents(value), _MOST_PARTS), name)
             with contextlib.suppress(AttributeError):
-                self._look_at((type(value), object.__getattribute__(value, "__dict__")), name)
-        for kind in () if is_known else type(value).__mro__:
-            if _is_users(kind.__module__):
-                for key, part in vars(kind).items():
+                self._look_at((kind, object.__getattribute__(value, "__dict__")), name)
+        for base in () if is_known else kind.__mro__:
+            if _is_users(base.__module__):
+                for key, part in vars(base).items():
                     if isinstance(part, types.MemberDescriptorType):  # of __slots__
                         self._attribute(value, key, name)
 
@@ -182,9 +183,9 @@ class ProgramState:
     def _function(self, function: types.FunctionType) -> None:
         read, attributes = _named_by(function.__code__)
         self._names(function.__globals__, read, "")
-        modules = [(key, function.__globals__.get(key)) for key in read]
+        modules: list[tuple[str, Any]] = [(key, function.__globals__.get(key)) for key in read]
         for prefix, module in modules:
-            if isinstance(module, types.ModuleType) and _is_users(module.__name__):
+            if issubclass(type(module), types.ModuleType) and _is_users(module.__name__):
                 names = [key for key in attributes if key in vars(module)]
                 self._names(vars(module), names, f"{prefix}.")
                 below = [(f"{prefix}.{key}", vars(module)[key]) for key in names]
@@ -199,7 +200,7 @@ class ProgramState:
     def _names(self, space: dict[str, Any], names: Iterable[str], prefix: str) -> None:
         for key in names:
             value = space.get(key, _ABSENT)
-            if not isinstance(value, types.ModuleType):
+            if not issubclass(type(value), types.ModuleType):
                 self._keep(prefix + key, partial(_item, space, key), partial(_set_item, space, key))
                 self._look_at([value], prefix + key)
 
@@ -359,9 +360,9 @@ _CONTAINERS: Sequence[Any] = (dict, list, set, collections.deque)
 
 
 def _is_small(value: Any) -> bool:
-    if isinstance(value, torch.Tensor | np.ndarray):
+    if issubclass(type(value), torch.Tensor | np.ndarray):
         return bool(value.nbytes <= _MOST_BYTES)
-    base = next((one for one in _CONTAINERS if isinstance(value, one)), None)
+    base = next((one for one in _CONTAINERS if issubclass(type(value), one)), None)
     return base is None or base.__len__(value) <= _MOST_ITEMS
 
 
@@ -402,7 +403,7 @@ def _is_one(now: Any, was: Any) -> bool:
     if type(now) in _ITERATORS:
         with _quiet():
             return bool(now.__reduce__() == was.__reduce__())
-    return isinstance(now, _ATOMS) and bool(now == was)
+    return type(now) in _ATOMS and bool(now == was)
 
 
 def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:

@@ -173,8 +173,9 @@ def test_folders_that_no_column_tells_apart_are_told(
     ParquetSource(tmp_path / "data").contents(wanted(FEATURES))
     assert "data is read with the folders below it, test, train, whose names give" in caplog.text
     caplog.clear()
-    write_all(tmp_path / "one", [data])  # beside a folder
-    ParquetSource(tmp_path / "one").contents(wanted(FEATURES))
+    write_all(tmp_path / "beside", [data])
+    (tmp_path / "one/part").rename(tmp_path / "beside/part")
+    ParquetSource(tmp_path / "beside").contents(wanted(FEATURES))
     assert "the folders below it, part," in caplog.text
 
 
