@@ -60,7 +60,7 @@ def test_weights_of_other_sizes_than_their_lstm_has_are_refused() -> None:
     point = sink.points[2]
     weights = point.shared["model"]["lstm.weight_hh_l0"]
     point.shared["model"]["lstm.weight_hh_l0"] = weights[:, :1].clone()
-    with pytest.raises(CheckpointError, match="gives the LSTM 'lstm' sizes that its weights lack"):
+    with pytest.raises(CheckpointError, match="gives the layer 'lstm' sizes that its weights lack"):
         run(seeded(Recurrent), config, data, resume=point)
 
 
@@ -74,5 +74,5 @@ def test_sizes_are_looked_at_after_a_checkpoint_of_a_mesh_too() -> None:
     run(seeded(Recurrent), config, data, resume=point)
     other = seeded(Recurrent)
     other.lstm.hidden_size = 800
-    with pytest.raises(CheckpointError, match="gives the LSTM 'lstm' sizes that its weights lack"):
+    with pytest.raises(CheckpointError, match="gives the layer 'lstm' sizes that its weights lack"):
         run(other, config, data, resume=point)
