@@ -16,10 +16,9 @@ two. Where what Horovod Elastic's tests ask for is shown here:
 
 from __future__ import annotations
 
-import signal
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -33,7 +32,7 @@ from tests.cluster.faults import WaitsForOthers
 from tests.cluster.processes import parent_of
 from tests.cluster.test_elastic_gang import plain_net
 from tests.faults.cluster import PATIENCE, TWO_SLOTS, Cluster, marks
-from tests.faults.faults import Fault, Faults, Victim, kill_worker, send
+from tests.faults.faults import Fault, Faults, Victim, end_all, kill_worker
 from tests.faults.hosts import Host, wait_until
 from tests.faults.oracle import Outcome, fit_request, trained
 
@@ -58,9 +57,7 @@ def lose_host(cluster: Cluster, host: Host, until: threading.Event | None = None
 
     @contextmanager
     def lose(_: Victim) -> Iterator[None]:
-        for pid in (*{parent_of(pid) for pid in host.executors()}, *host.pids()):
-            with suppress(ProcessLookupError):
-                send(pid, signal.SIGKILL)
+        end_all([*{parent_of(pid) for pid in host.executors()}, *host.pids()])
         host.run("sh", "-c", f"rm -rf {host.disk}/spark/* {host.disk}/tmp/* /dev/shm/*")
         yield
         if until is not None:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import signal
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -18,7 +18,7 @@ from sparkdl.errors import ClusterError
 from sparkdl.spark.fit import check_rows
 from tests.cluster.processes import parent_of, state_of
 from tests.faults.cluster import PATIENCE, Cluster, marks
-from tests.faults.faults import Fault, Faults, Victim, kill_worker, send
+from tests.faults.faults import Fault, Faults, Victim, end_all, kill_worker, send
 from tests.faults.hosts import wait_until
 from tests.faults.oracle import Outcome, fit_request, trained
 
@@ -62,9 +62,7 @@ def lose_host_of(cluster: Cluster) -> Fault:
 
     @contextmanager
     def lose(victim: Victim) -> Iterator[None]:
-        for pid in (parent_of(victim.executor), *victim.host.pids()):  # so none is started anew
-            with suppress(ProcessLookupError):  # it has ended with another one
-                send(pid, signal.SIGKILL)
+        end_all([parent_of(victim.executor), *victim.host.pids()])  # so none is started anew
         disk = victim.host.disk
         victim.host.run("sh", "-c", f"rm -rf {disk}/spark/* {disk}/tmp/* /dev/shm/*")
         yield

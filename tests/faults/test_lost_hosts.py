@@ -6,8 +6,6 @@ Spark to replace an executor waits until its master gives up the host, or finds 
 
 from __future__ import annotations
 
-import contextlib
-import signal
 import threading
 import time
 from collections.abc import Iterator
@@ -20,7 +18,7 @@ from sparkdl.spark.session.compat import num_slots
 from tests.cluster.processes import parent_of
 from tests.cluster.test_recovery import digest
 from tests.faults.cluster import PATIENCE, SPARK_GIVES_UP_SECONDS, TWO_SLOTS, Cluster, marks
-from tests.faults.faults import Fault, Faults, Victim, cut_cable, send
+from tests.faults.faults import Fault, Faults, Victim, cut_cable, end_all
 from tests.faults.hosts import Host, wait_until
 from tests.faults.oracle import Outcome, fit_request, trained
 
@@ -53,9 +51,7 @@ def test_the_next_fit_removes_the_spools_of_a_host_that_is_back(
     @contextmanager
     def lose_host(victim: Victim) -> Iterator[None]:
         lost.append(victim.host)
-        for pid in (parent_of(victim.executor), *victim.host.pids()):  # so none is started anew
-            with contextlib.suppress(ProcessLookupError):
-                send(pid, signal.SIGKILL)
+        end_all([parent_of(victim.executor), *victim.host.pids()])  # so none is started anew
         yield
 
     with faults.at("train", 1, lose_host):

@@ -541,7 +541,7 @@ def test_code_of_the_users_own_is_what_no_package_manager_has_installed(
         (folder / f"code_{folder.name}.py").write_text("raise SystemExit\n")
         monkeypatch.syspath_prepend(folder)
         assert is_users_own(f"code_{folder.name}") is is_own
-    of_python = ("os", "builtins", "_io", "test.__main__", "_testcapi", "idlelib.run", "pip")
+    of_python = ("os", "builtins", "_io", "test.__main__", "_testcapi", "idlelib.run")
     for name in (*of_python, "numpy", "torch.nn", "sparkdl.models", "py4j.protocol", "not_there"):
         assert not is_users_own(name), name
     spark = tmp_path / "spark/python/lib/py4j-src.zip"  # as spark-submit has it
