@@ -6,7 +6,7 @@ specification is used for training and by the trained model, so both see rows al
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from collections.abc import Sequence as Items
 from dataclasses import KW_ONLY, dataclass
 from typing import Any, ClassVar, Literal
@@ -39,10 +39,12 @@ class Specification:
     classes below `sparkdl.data.kinds` says it."""
 
     def __post_init__(self) -> None:
-        if not isinstance(self.column, str):
-            object.__setattr__(self, "column", tuple(self.column))
-        if not self.columns or not all(isinstance(c, str) and c for c in self.columns):
-            raise ConfigError(f"a specification needs a column's name; received {self.column!r}")
+        given: Any = self.column
+        if isinstance(given, Iterable) and not isinstance(given, str):
+            object.__setattr__(self, "column", tuple(given))
+        is_named = isinstance(given, Iterable) and bool(self.columns)
+        if not is_named or not all(isinstance(c, str) and c for c in self.columns):
+            raise ConfigError(f"a specification needs a column's name; received {given!r}")
         if len(self.columns) > 1 and self.transform is None:
             raise ConfigError(
                 f"{type(self).__name__}({list(self.columns)}) names several columns: pass a "

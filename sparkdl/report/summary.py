@@ -10,13 +10,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import zip_longest
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, get_origin, get_type_hints
 
 from sparkdl.errors import StorageError
 from sparkdl.report.live.learning_curves import Curves, draw
 from sparkdl.report.page.report_page import page
 from sparkdl.report.record.run_record import Line, RunRecord, curve_names, curve_panels
-from sparkdl.runtime.json_values import finite
+from sparkdl.runtime.json_values import finite, fits
 
 if TYPE_CHECKING:
     import matplotlib.figure
@@ -30,6 +30,14 @@ _LEAST_SECONDS = 0.05
 """Shortest phase that is shown; shorter ones are in ``other``."""
 _MOST_RANKS = 8
 """Ranks up to which each is shown."""
+
+
+_PLAIN = {
+    *("history", "phase_seconds", "restarts", "rows", "validation_rows", "skipped_rows", "shards"),
+    *("mesh", "steps", "first_step", "world_size", "gang_sizes", "throughput_by_rank"),
+    *("bytes_sent_by_rank", "population", "chosen"),
+}
+"""The values of a summary that are what JSON has, and never None."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -141,6 +149,10 @@ class TrainingSummary:
                 f"these are not the values of a training summary: unknown keys {unknown}, "
                 f"known keys {sorted(known)}"
             )
+        hints = {name: get_origin(hint) or hint for name, hint in get_type_hints(cls).items()}
+        odd = [name for name in values.keys() & _PLAIN if not fits(values[name], hints[name])]
+        if odd:
+            raise StorageError(f"the values {sorted(odd)} of a training summary are of other types")
         records: dict[str, Any] = {
             name: [_with_nan(record) for record in values.get(name, [])]
             for name in ("history", "population")

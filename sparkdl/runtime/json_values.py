@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from typing import Any
+from types import NoneType, UnionType
+from typing import Any, Literal, Union, get_args, get_origin
 
 
 def finite(value: Any) -> Any:
@@ -14,6 +15,24 @@ def finite(value: Any) -> Any:
     if isinstance(value, list | tuple):
         return [finite(entry) for entry in value]
     return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def fits(value: Any, hint: Any) -> bool:
+    """True if a value that JSON gave is of an annotated type; whole numbers are floats, too."""
+    kind, inner = get_origin(hint), get_args(hint)
+    if kind in (Union, UnionType):
+        return any(fits(value, one) for one in inner)
+    if kind is Literal:
+        return type(value) in map(type, inner) and value in inner
+    if kind in (list, tuple):
+        return type(value) in (list, tuple) and all(fits(entry, inner[0]) for entry in value)
+    if kind is dict:
+        return type(value) is dict and all(
+            fits(key, inner[0]) and fits(entry, inner[1]) for key, entry in value.items()
+        )
+    if hint is float:
+        return type(value) in (int, float)
+    return hint is Any or (value is None if hint is NoneType else type(value) is hint)
 
 
 def plain(value: Any) -> Any:

@@ -12,7 +12,7 @@ import os
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import PurePosixPath
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import nn
@@ -20,6 +20,7 @@ from torch import nn
 from sparkdl.data.collate import Arguments, example_arguments
 from sparkdl.data.plan import Column
 from sparkdl.errors import ConfigError, SparkDLError, StorageError
+from sparkdl.runtime.json_values import fits
 from sparkdl.serialization.json_objects import describe, restore
 from sparkdl.serialization.saved_module import SavedModule, open_module, read_module_index
 from sparkdl.serialization.trust import INDEX, USUAL, Trust, trusting
@@ -179,7 +180,18 @@ def column_from_json(values: Mapping[str, Any], trust: Trust = USUAL) -> Column:
 
 
 def _column(values: Mapping[str, Any], specification: Any) -> Column:
-    return Column(**{**values, "shape": tuple(values["shape"]), "specification": specification})
+    """Make the column; StorageError if a value is of another kind than columns have."""
+    numbers, dtype, cast = values["shape"], values["dtype"], values.get("cast")
+    is_usual = fits(numbers, list[int]) and fits(values.get("longest", 0), int)
+    is_usual = is_usual and min([*numbers, values.get("longest", 0)]) >= 0
+    is_usual = is_usual and fits(dtype, str) and isinstance(getattr(torch, dtype, 0), torch.dtype)
+    if not is_usual or not fits(cast, Literal["bfloat16", "float16"] | None):
+        shown = {key: value for key, value in values.items() if key != "specification"}
+        raise StorageError(
+            f"a saved column reads {shown}, which no column does; save the model again, or take an "
+            "intact copy"
+        )
+    return Column(**{**values, "shape": tuple(numbers), "specification": specification})
 
 
 def _unimported(values: Mapping[str, Any], trust: Trust) -> Column:

@@ -119,6 +119,9 @@ def test_values_of_something_else_are_refused(summary: TrainingSummary) -> None:
         TrainingSummary.from_dict({**summary.to_dict(), "colour": "red"})
     with pytest.raises(StorageError, match="known keys"):
         TrainingSummary.from_dict({"rows": 3})
+    for name, odd in (("phase_seconds", None), ("rows", "3"), ("steps", True), ("chosen", [])):
+        with pytest.raises(StorageError, match=rf"values \['{name}'\] of a .* of other types"):
+            TrainingSummary.from_dict({**summary.to_dict(), name: odd})
 
 
 def test_pandas_has_a_row_per_epoch(summary: TrainingSummary) -> None:

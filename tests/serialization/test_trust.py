@@ -19,7 +19,7 @@ from torch import nn
 
 from sparkdl.errors import ConfigError, SparkDLError, StorageError
 from sparkdl.serialization.json_objects import describe, restore
-from sparkdl.serialization.load import load_module, load_signature
+from sparkdl.serialization.load import column_from_json, load_module, load_signature
 from sparkdl.serialization.saved_module import give_unlisted
 from sparkdl.serialization.trust import Trust, is_installed, is_users_own, trusting
 from sparkdl.storage.atomic_folder import write_folder
@@ -279,6 +279,22 @@ def test_what_a_module_has_registered_is_not_set_besides(key: str) -> None:
     gru.inner = nn.ReLU()
     with pytest.raises(ConfigError, match="which the module has registered"):
         give_unlisted(gru, {"buffers": {}, "attributes": [("", key, torch.zeros(1, 3))]})
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        *(("dtype", value) for value in (None, 3, "", "nn", "float33", [])),
+        *(("shape", value) for value in (None, 3, [-1], [True], [2.0], ["x"], [[1]])),
+        *(("longest", value) for value in (None, -1, "5", {"a": 1})),
+        *(("cast", value) for value in (True, [], "int8", "float64")),
+    ],
+)
+def test_columns_that_no_model_has_are_errors_of_ours(key: str, value: Any) -> None:
+    usual = {"name": "x", "role": "feature", "dtype": "float32", "shape": [3]}
+    assert column_from_json({**usual, "cast": "bfloat16"}).cast == "bfloat16"
+    with pytest.raises(StorageError, match="which no column does"):
+        column_from_json({**usual, key: value})
 
 
 def test_descriptions_that_are_nested_too_deeply_are_an_error() -> None:
