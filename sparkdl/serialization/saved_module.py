@@ -49,7 +49,7 @@ from sparkdl.storage import sharded_weights
 from sparkdl.storage.atomic_folder import REMEDY, read_files, read_index, write_folder
 from sparkdl.storage.checkpoint_format import decode, encode, views
 from sparkdl.storage.sharded_weights import ShardedWeights
-from sparkdl.storage.storage import Data, Folder, Storage
+from sparkdl.storage.storage import Data, Folder, Storage, without_password
 from sparkdl.storage.tensor_tree import Snapshot, pack
 from sparkdl.sync.frozen_layers import evaluating
 from sparkdl.sync.module_tensors import misfit
@@ -100,7 +100,8 @@ class PreparedModule:
 class SavedModule:
     """A saved module whose files were read and found whole; nothing was made of them."""
 
-    path: str
+    place: str
+    """Its folder, for messages."""
     index: Mapping[str, Any]
     files: Mapping[str, bytes] = field(repr=False)
     trust: Trust = USUAL
@@ -116,7 +117,7 @@ class SavedModule:
         """
         recipe = self.index["recipe"]
         if "weights" in recipe:
-            raise StorageError(f"{self.path} holds weights only; load them into a module")
+            raise StorageError(f"{self.place} holds weights only; load them into a module")
         if "program" in recipe:
             return read_program(self.files[_PROGRAM], self.trust)
         if self.sharded is not None:
@@ -151,7 +152,7 @@ class SavedModule:
             raise
         except Exception as error:  # constructors and torch raise whatever they like
             raise ConfigError(
-                f"{self.path} holds a module that cannot be made: {type(error).__name__}: {error}"
+                f"{self.place} holds a module that cannot be made: {type(error).__name__}: {error}"
             ) from error
 
     def _made(self) -> nn.Module:
@@ -161,14 +162,14 @@ class SavedModule:
         restored = restore(described, self.trust)
         module = _make(restored) if "factory" in recipe else restored
         if not isinstance(module, nn.Module):
-            raise StorageError(f"{self.path}/{INDEX} describes no module, but a {type(module)}")
+            raise StorageError(f"{self.place}/{INDEX} describes no module, but a {type(module)}")
         _check_names(module)
         return module
 
     def _completed(self, module: nn.Module) -> nn.Module:
         """The module with what its weights lack."""
         if _UNLISTED in self.files:
-            give_unlisted(module, decode(self.files[_UNLISTED], f"{self.path}/{_UNLISTED}"))
+            give_unlisted(module, decode(self.files[_UNLISTED], f"{self.place}/{_UNLISTED}"))
             name = misfit(module)
             if name is not None:
                 raise ConfigError(
@@ -180,9 +181,9 @@ class SavedModule:
         """The state dict; its tensors are views of the file and must not be written to."""
         if self.sharded is not None:
             return {n: self.sharded.read(n) for n in (*self.sharded.names, *self.sharded.ties)}
-        weights = views(self.files[WEIGHTS], f"{self.path}/{WEIGHTS}")
+        weights = views(self.files[WEIGHTS], f"{self.place}/{WEIGHTS}")
         if not isinstance(weights, dict):
-            raise StorageError(f"{self.path}/{WEIGHTS} holds no state dict; save it again")
+            raise StorageError(f"{self.place}/{WEIGHTS} holds no state dict; save it again")
         return weights
 
     def extra(self) -> dict[str, Any]:
@@ -301,9 +302,10 @@ def open_module(
     are looked at. StorageError if a file is missing, damaged or of a later version.
     """
     index, trust = read_module_index(storage, path), trust.reading(storage.url)
+    place = without_password(str(storage) if path == "." else f"{storage}/{path}")
     if sharded_weights.INDEX not in index["files"]:
         files = read_files(storage, path, index)
-        return SavedModule(path=path, index=index, files=files, trust=trust)
+        return SavedModule(place=place, index=index, files=files, trust=trust)
     sharded = ShardedWeights(storage, path)
     records = index["files"]
     for name in sharded.files:
@@ -314,7 +316,7 @@ def open_module(
         check(sharded.size(name) if is_lazy else sharded.pieces(name), f"{path}/{name}", REMEDY)
     small = {name: record for name, record in records.items() if name not in sharded.files}
     files = read_files(storage, path, {"files": small})
-    return SavedModule(path=path, index=index, files=files, trust=trust, sharded=sharded)
+    return SavedModule(place=place, index=index, files=files, trust=trust, sharded=sharded)
 
 
 def read_module_index(storage: Folder, path: str) -> dict[str, Any]:

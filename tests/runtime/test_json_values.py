@@ -16,7 +16,8 @@ GOOD: list[tuple[Any, Any]] = [
 BAD: list[tuple[Any, Any]] = [
     (True, int), (True, float), ("1", int), (1.0, int), (None, int), (1, str),
     ([1, "x"], list[int]), ({"a": 1}, list[int]), ({1: 1}, dict[str, int]),
-    ({"a": None}, dict[str, int]), ("c", Literal["a"]), (True, Literal[1]), ([], Literal["a"] | None), ([], dict), (0, None | str),
+    ({"a": None}, dict[str, int]), ("c", Literal["a"]), (True, Literal[1]),
+    ([], Literal["a"] | None), ([], dict), (0, str | None),
 ]  # fmt: skip
 
 
