@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
-from sparkdl.errors import SparkDLError, import_or
+from sparkdl.errors import SparkDLError, import_or, unknown_names
 from sparkdl.runtime.json_values import finite
 
 if TYPE_CHECKING:
@@ -140,7 +140,10 @@ class Evaluation(Mapping[str, Any]):
         return self.scores.confusion
 
     def __getitem__(self, name: str) -> Any:
-        return self._values()[name]
+        values = self._values()
+        if name in values:
+            return values[name]
+        raise KeyError(unknown_names("the evaluation has no value", [name], values))
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._values())

@@ -72,6 +72,9 @@ def test_an_evaluation_is_a_mapping_of_its_measures() -> None:
         "per_class_f1": found.metrics["per_class_f1"],
     }
     assert len(found) == 7
+    assert found.get("acc") is None and "acc" not in found
+    with pytest.raises(KeyError, match=r"no value 'acc'; did you mean 'accuracy'\?"):
+        found["acc"]
     assert found.confusion[0] == {0: 1.0, 1: 1.0}
     assert set(found) - set(found.metrics) <= BUILT_IN
 

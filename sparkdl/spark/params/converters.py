@@ -196,10 +196,14 @@ def to_initial_state(value: Any) -> InitialState | None:
 
 
 def to_metrics(value: Any) -> dict[str, Any]:
-    """Accept a dict of metrics, or a list of them, which then have their class or name as key."""
+    """Accept a dict of metrics, or a list of them, which then have their class or name as key.
+
+    A name alone is a list of one.
+    """
+    value = [value] if isinstance(value, str) else value
     if isinstance(value, Mapping):
         metrics: dict[str, Any] = to_options(value)
-    elif isinstance(value, Sequence) and not isinstance(value, str):
+    elif isinstance(value, Sequence):
         metrics = {
             m.lower() if isinstance(m, str) else getattr(m, "__name__", type(m).__name__): m
             for m in value

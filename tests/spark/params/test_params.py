@@ -373,6 +373,7 @@ def test_metrics_of_a_list_are_named_by_class_or_by_their_name() -> None:
     }  # fmt: skip
     assert TorchRegressor().getMetrics() is None
     assert TorchRegressor(metrics=[]).getMetrics() == {}
+    assert TorchRegressor(metrics="MAE").getMetrics() == {"mae": "MAE"}
 
 
 def test_strategies_by_name() -> None:
