@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import py4j.protocol
 import pytest
 import torch
 from torch import nn
@@ -561,7 +562,7 @@ def test_code_of_the_users_own_is_what_no_package_manager_has_installed(
     for name in (*of_python, "numpy", "torch.nn", "sparkdl.models", "py4j.protocol", "not_there"):
         assert not is_users_own(name), name
     spark = tmp_path / "spark/python/lib/py4j-src.zip"  # as spark-submit has it
-    monkeypatch.setattr(sys.modules["py4j.protocol"], "__file__", str(spark / "py4j/protocol.py"))
+    monkeypatch.setattr(py4j.protocol, "__file__", str(spark / "py4j/protocol.py"))
     assert not is_users_own("py4j.protocol") and is_installed("py4j.protocol")
     made = types.ModuleType("numpy.made_in_c")
     monkeypatch.setitem(sys.modules, made.__name__, made)
