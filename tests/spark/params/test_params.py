@@ -209,7 +209,7 @@ def test_wrong_types_are_refused_when_set() -> None:
         ("inputs", [Specification("x")]),
         ("augmentation", "flip"),
         ("loss", {"a": 3}),
-        ("metrics", "accuracy"),
+        ("metrics", 3),
         ("metrics", {"accuracy": 3}),
         ("metrics", [torchmetrics.MeanSquaredError(), torchmetrics.MeanSquaredError()]),
         ("metrics", ["f1", "F1"]),
