@@ -8,6 +8,7 @@ from typing import Any, Protocol
 
 import torch
 
+from sparkdl.errors import SparkDLError, StorageError
 from sparkdl.sync.averaging.mean import merge
 from sparkdl.sync.divided_state import DividedState, Part, whole_part
 from sparkdl.sync.module_tensors import check_sizes, give_tensors
@@ -117,6 +118,9 @@ class RankState:
         If it holds what all ranks had `united`, the epoch goes on, with random numbers that no rank
         has drawn yet. Otherwise an epoch that was under way is begun anew with the checkpoint's
         weights.
+
+        Raises:
+            StorageError: the rank's own state has not the form that `snapshot` gives it.
         """
         state = point.rank_state
         if self.held is not None:  # before weights, which may be of other layers
@@ -135,12 +139,22 @@ class RankState:
         if state is None:
             self.book.state.begin_epoch_anew()
             self.epoch.begin(self.book.state.step)
-        else:
-            self._restore_rank(state, is_united="rng" not in state, rank=rank)
-        if state is None or "rng" not in state:
             seed_everything(seed, rank, self.book.state.step)
-        else:
-            set_random_state(state["rng"])
+            return
+        try:
+            self._restore_rank(state, is_united="rng" not in state, rank=rank)
+            if "rng" in state:
+                set_random_state(state["rng"])
+        except SparkDLError:
+            raise
+        except (AttributeError, LookupError, RuntimeError, TypeError, ValueError) as error:
+            raise StorageError(
+                f"what rank {rank} has kept in the checkpoint of step {point.step} is of another "
+                f"form ({type(error).__name__}: {error}); remove this checkpoint, and the fit goes "
+                "on from the one before"
+            ) from error
+        if "rng" not in state:
+            seed_everything(seed, rank, self.book.state.step)
 
     def _restore_weights(self, point: ResumePoint) -> dict[str, Any] | None:
         """Restore all that the replica holds; return the best weights, as they lie here."""

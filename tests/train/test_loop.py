@@ -13,7 +13,7 @@ from torch import nn
 
 from sparkdl.config import EarlyStopping, TrainConfig
 from sparkdl.data.spool.mapped import MappedRows
-from sparkdl.errors import ConfigError, DataError, TrainingDiverged
+from sparkdl.errors import ConfigError, DataError, StorageError, TrainingDiverged
 from sparkdl.inference.classification import CLASSIFICATION
 from sparkdl.sync.averaging.parameter_averaging import ParameterAveraging
 from sparkdl.sync.gradients.allreduce import AllReduce
@@ -243,6 +243,19 @@ def test_other_world_size_begins_the_epoch_anew(caplog: pytest.LogCaptureFixture
     assert "epoch 2 begins anew after 2 of its steps" in caplog.text
     assert got.steps == 14
     assert [record["steps"] for record in got.history] == [4, 4, 4]
+
+
+@pytest.mark.parametrize(
+    ("key", "value"), [("watch", 5), ("own", {"x": 1}), ("rng", {}), ("gradient_norms", None)]
+)
+def test_a_rank_state_of_another_form_is_told(key: str, value: Any) -> None:
+    sink = Keeper(steps=(6,))
+    run(make_net(), CONFIG, data(), sink=sink)
+    point = sink.points[6]
+    assert point.rank_state is not None
+    moved = ResumePoint(step=6, shared=point.shared, rank_state={**point.rank_state, key: value})
+    with pytest.raises(StorageError, match=r"rank 0 has kept in the .* step 6 is of"):
+        run(make_net(), CONFIG, data(), resume=moved)
 
 
 def changed_weights(config: TrainConfig, **changes: Any) -> bool:

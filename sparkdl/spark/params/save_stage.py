@@ -253,6 +253,9 @@ class ParamsReader(MLReader[P]):
             instance._paramMap = {}
             with importing_by(trust.import_object):
                 default = self._values(metadata["defaultParamMap"], instance, storage)
+                for name, value in default.items():
+                    if value is None and instance._defaultParamMap.get(instance.getParam(name)):
+                        raise ValueError(f"the default of {name!r} is null")
                 instance._setDefault(**default)
                 instance._set(**self._values(metadata["paramMap"], instance, storage))
         except SparkDLError:

@@ -367,6 +367,9 @@ def test_values_of_wrong_kinds_are_damage(spark: SparkSession, tmp_path: Path, v
     edit_metadata(tmp_path / "e", paramMap=value)
     with pytest.raises((ConfigError, StorageError)):
         TorchRegressor.load(tmp_path / "e")
+    edit_metadata(tmp_path / "e", paramMap={}, defaultParamMap={"optimizer": None})
+    with pytest.raises(StorageError, match=r"damaged: .*the default of 'optimizer' is null"):
+        TorchRegressor.load(tmp_path / "e")
     edit_metadata(tmp_path / "e", sparkdl=5)
     with pytest.raises(StorageError, match="damaged"):
         TorchRegressor.load(tmp_path / "e")
