@@ -116,24 +116,42 @@ class Faults:
 
 def send(pid: int, number: signal.Signals) -> None:
     """Send a signal; where it ends the process, return when it has."""
+    with _handle_of(pid) as handle:
+        signal.pidfd_send_signal(handle, number)
+        if number == signal.SIGKILL:
+            _await_end(pid, handle)
+
+
+def end_all(pids: Iterable[int]) -> None:
+    """End processes at one moment, as a power cut does: none acts on another one's end.
+
+    An executor that hears its worker's end would remove what lies on its disk. Nor are they stopped
+    first: ``nsenter`` stops itself with what it has started, and nobody wakes it.
+    """
+    with contextlib.ExitStack() as stack:
+        handles = {}
+        for pid in pids:
+            with contextlib.suppress(ProcessLookupError):  # it has ended
+                handles[pid] = stack.enter_context(_handle_of(pid))
+        for handle in handles.values():
+            with contextlib.suppress(ProcessLookupError):
+                signal.pidfd_send_signal(handle, signal.SIGKILL)
+        for pid, handle in handles.items():
+            _await_end(pid, handle)
+
+
+@contextmanager
+def _handle_of(pid: int) -> Iterator[int]:
     handle = os.pidfd_open(pid)
     try:
-        signal.pidfd_send_signal(handle, number)
-        if number == signal.SIGKILL and not select.select([handle], [], [], _SECONDS)[0]:
-            raise AssertionError(f"process {pid} survives SIGKILL")
+        yield handle
     finally:
         os.close(handle)
 
 
-def end_all(pids: Iterable[int]) -> None:
-    """End processes at one moment, as a power cut does: none of them sees another one end.
-
-    An executor that hears its worker's end would remove what lies on its disk.
-    """
-    for number in (signal.SIGSTOP, signal.SIGKILL):
-        for pid in list(pids):
-            with contextlib.suppress(ProcessLookupError):  # it has ended with another one
-                send(pid, number)
+def _await_end(pid: int, handle: int) -> None:
+    if not select.select([handle], [], [], _SECONDS)[0]:
+        raise AssertionError(f"process {pid} survives SIGKILL")
 
 
 @contextmanager
