@@ -17,7 +17,7 @@ from sparkdl.config import require
 from sparkdl.errors import ConfigError, StorageError
 from sparkdl.runtime.name_patterns import check_fit, fits_any, renamed, some_of
 from sparkdl.storage.hadoop_storage import open_parent, open_place
-from sparkdl.storage.storage import absolute, without_password
+from sparkdl.storage.storage import absolute, scheme_of, without_password
 
 if TYPE_CHECKING:
     from torch import nn
@@ -178,6 +178,8 @@ def _source(value: Any, weights_only: bool) -> Any:
     if isinstance(value, str | os.PathLike):
         path = os.fspath(value)
         if path.endswith(_PICKLED) and not weights_only:
+            if scheme_of(path) is None and not os.path.lexists(path):
+                raise ConfigError(f"there is no file {path}")
             raise ConfigError(
                 f"{without_password(path)} is a pickle, which can run code; pass "
                 "InitialWeights(source=..., weights_only=True), which reads nothing but tensors "

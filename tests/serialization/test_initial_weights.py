@@ -287,8 +287,9 @@ def test_numbers_that_do_not_fit_are_refused(value: torch.Tensor, dtype: torch.d
     ("source", "message"),
     [
         ("webhdfs://me:secret@host/weights.pt", r"//\*\*\*@host/weights\.pt is a pickle"),
-        ("weights.pt", r"weights\.pt is a pickle.*weights_only=True"),
-        ("a/model.ckpt", "is a pickle"),
+        ("hdfs:///weights.pt", r"weights\.pt is a pickle.*weights_only=True"),
+        ("file:///a/model.ckpt", "is a pickle"),
+        ("weights.pt", "there is no file weights.pt"),
         (42, "must be a fitted model, a module, a state dict, or the path.*received int"),
         ({1: 2}, "received dict"),
         (functools.partial(make), "received partial"),

@@ -498,10 +498,30 @@ def refusal(error: Exception, module: nn.Module, features: Items[Column]) -> str
     if isinstance(error, TypeError) and (called := _as_called(module, features)):
         return f"the module cannot take the features ({shown}): {error}; {called}"
     remedies = [f"call .float() on {', '.join(whole)} in forward"] * bool(whole)
+    shape = None if failed is None else _wanted_shape(failed, features)
+    if shape is not None:
+        remedies.append(f"set inputShape={shape}")
     remedies.append("adapt the module")
-    if failed is None or not isinstance(failed.layer, nn.Linear):  # whose width no shape changes
+    is_linear = failed is not None and isinstance(failed.layer, nn.Linear)
+    if shape is None and not is_linear:  # whose width no shape changes
         remedies.append("set inputShape")
     return f"the module cannot take the features ({shown}): {what}; {', or '.join(remedies)}"
+
+
+def _wanted_shape(failed: FailedLayer, features: Items[Column]) -> list[int] | None:
+    """The shape of a row in which the layer would take the only input; None: nothing is known."""
+    from torch import nn
+
+    layer = failed.layer
+    if len(features) != 1 or isinstance(features[0].kind, Sequence):
+        return None
+    shape = list(features[0].shape)
+    if isinstance(layer, nn.Linear):
+        return [1] if not shape and layer.in_features == 1 else None
+    dims: dict[type[nn.Module], int] = {nn.Conv1d: 1, nn.Conv2d: 2, nn.Conv3d: 3}
+    if isinstance(layer, nn.Conv1d | nn.Conv2d | nn.Conv3d) and layer.in_channels == 1:
+        return [1, *shape] if len(shape) == dims.get(type(layer)) else None
+    return None
 
 
 def _as_called(module: nn.Module, features: Items[Column]) -> str:

@@ -50,7 +50,10 @@ _FEW_ROWS = 8
 _LONGEST_TEXT = 400
 _OF_CODE = (AttributeError, ImportError, NameError, NotImplementedError, TypeError)
 _NO_GRADIENT = "does not require grad"
-_CERTAIN = ("modified by an inplace operation", _NO_GRADIENT, "view size is not compatible")
+_NO_NUMPY = "Can't call numpy() on Tensor that requires grad"
+_CERTAIN = (
+    "modified by an inplace operation", _NO_GRADIENT, _NO_NUMPY, "view size is not compatible",
+)  # fmt: skip
 """What torch says of a backward pass that cannot be, and of memory in another order."""
 _FORWARD = re.compile(r'File "([^"]+)", line (\d+), in (.+)\n\s+(.+)')
 """A frame in what torch tells of the forward pass that a failed backward pass belongs to."""
@@ -126,6 +129,8 @@ def try_step(
                 "the loss hangs together with no parameter that trains; look in forward and loss "
                 "for detach, no_grad, argmax, item, or a new tensor made of values"
             )
+        if _NO_NUMPY in text:
+            remedy = "numpy and scikit-learn compute no gradients; write it with functions of torch"
         raise ConfigError(
             f"the first step of training fails{place}: {type(error).__name__}: {text}; the same "
             f"would happen on every worker: {remedy}"

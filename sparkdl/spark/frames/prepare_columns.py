@@ -185,7 +185,7 @@ def _numbers(found: Found, role: Role, float_dtype: str, *, as_classes: bool) ->
     field, column = found
     if isinstance(field.dataType, VectorUDT):
         if role != "feature":
-            raise _wrong_type(field, role)
+            raise _wrong_type(field, "class" if as_classes else role)
         return _array(column, float_dtype), float_dtype
     if isinstance(field.dataType, T.BinaryType) and role != "weight" and not as_classes:
         return column, "uint8" if role == "feature" else "int64"  # as other labels
@@ -311,6 +311,11 @@ def _wrong_type(field: T.StructField, role: Role | Literal["class"]) -> DataErro
         "binary; inputs={...} takes images (sparkdl.Image), rows of different lengths "
         "(sparkdl.Sequence) and, with a transform, whatever else, such as text",
     }[role]
+    if role == "class" and isinstance(field.dataType, T.ArrayType):
+        made = f"array_position({field.name}, array_max({field.name})) - 1"
+        advice = f'a class is a whole number from 0; of a one-hot array it is F.expr("{made}")'
+    if role == "class" and isinstance(field.dataType, VectorUDT):
+        advice = "a class is a whole number from 0: leave OneHotEncoder out"
     if role == "feature" and (numbers := _as_numbers(field)):
         advice = f"{numbers}; {advice}"
     return DataError(

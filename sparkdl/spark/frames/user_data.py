@@ -191,8 +191,8 @@ def rows_of(data: Any, *, needs_table: str | None = None) -> DataFrame:
     frame = spark_frame(data)
     if not isinstance(frame, DataFrame):
         raise ConfigError(
-            f"a model takes a DataFrame of Spark or pandas; received {type(data).__name__}"
-            f"{_in_columns(data)}"
+            "a model takes a DataFrame of Spark or pandas; received "
+            f"{_described(data, takes_source=False)}{_in_columns(data)}"
         )
     raise_if_ended(frame.sparkSession)
     if needs_table is not None:
@@ -212,7 +212,7 @@ def require_data(data: Any) -> None:
         )
 
 
-def _described(data: Any) -> str:
+def _described(data: Any, *, takes_source: bool = True) -> str:
     """Say what was given for data, and what to do with it where that is known."""
     if isinstance(data, type):
         return f"the class {data.__name__}; pass an object of it, {data.__name__}(...)"
@@ -224,12 +224,11 @@ def _described(data: Any) -> str:
     if type(data).__module__.startswith("pyspark.pandas"):
         return f"a {kind} of pandas on Spark; pass what its to_spark() gives"
     if isinstance(data, str):
-        return (
-            f"{kind}; spark.read.parquet(path) and sparkdl.ParquetSource(path) read files, and "
-            "spark.table(name) a table or a view"
-        )
+        source = " and sparkdl.ParquetSource(path) read" if takes_source else " reads"
+        table = "spark.table(name) a table or a view"
+        return f"{kind}; spark.read.parquet(path){source} files, and {table}"
     packages = [one.__module__.partition(".")[0] for one in type(data).__mro__]
-    if "torch" in packages and not _is_array(data):
+    if takes_source and "torch" in packages and not _is_array(data):
         return f"{kind}; sparkdl.DatasetSource(function) takes what makes a dataset"
     return f"{kind}; rdd.toDF(names) makes a DataFrame" if kind.endswith("RDD") else kind
 

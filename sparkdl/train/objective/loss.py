@@ -340,9 +340,19 @@ def match_shapes(output: Any, target: Any) -> tuple[torch.Tensor, torch.Tensor]:
     if output.shape != target.shape:
         raise ConfigError(
             f"the module's output has shape {first} but the target has shape {second}; "
-            "change the module, or the loss, so that they are equal"
+            f"{_width_wanted(output, target)}"
         )
     return output, target
+
+
+def _width_wanted(output: torch.Tensor, target: torch.Tensor) -> str:
+    """Say how many numbers the last layer should give, where that is all that differs."""
+    if output.dim() == 2 and target.dim() == 1:
+        several = f"an array of {output.shape[1]} numbers as the label"
+        return f"give its last layer 1 output, or take {several}, or TorchClassifier for classes"
+    if target.dim() == 2 and output.dim() in (1, 2):
+        return f"give its last layer {target.shape[1]} outputs, one for each number of the label"
+    return "change the module, or the loss, so that they are equal"
 
 
 def _check_tensors(output: Any, target: Any) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -12,6 +13,7 @@ import pytest
 import torch
 from pyspark.ml.tuning import ParamGridBuilder
 from pyspark.sql.types import StructType
+from sklearn.metrics import mean_squared_error
 from torch import nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
@@ -21,11 +23,12 @@ from sparkdl import Callback, ParquetSource, TorchClassifier, TorchRunner
 from sparkdl.config import CUSTOM
 from sparkdl.data.plan import Column
 from sparkdl.errors import ConfigError
+from sparkdl.inference.regression import REGRESSION
 from sparkdl.spark.cluster.probe import Needs
 from sparkdl.spark.fit.check_request import check_training, make_module
 from sparkdl.spark.frames.columns import refuse_outputs, validation_indicator
 from sparkdl.spark.frames.user_data import require_data
-from sparkdl.train.objective.loss import CallableLoss
+from sparkdl.train.objective.loss import CallableLoss, match_shapes
 from tests.spark.fit.requests import request
 from tests.spark.fit.test_check_rows import X, Y, num_classes
 from tests.spark.fit.test_trial_step import step
@@ -171,6 +174,31 @@ MISTAKES: dict[str, tuple[Callable[[], Any], str]] = {
         "Linear.forward() takes 2 positional arguments but 3 were given; forward takes (input: "
         "torch.Tensor), and each input column is an argument of forward; to have one vector, put "
         "the columns together with VectorAssembler, or F.array",
+    ),
+    "one number and a layer that takes vectors": (
+        lambda: shown(nn.Linear(1, 3), (replace(X, shape=()), Y)),
+        'the module cannot take the features ("x" float32 (batch,)): Linear(in_features=1, '
+        "out_features=3, bias=True), got float32 (batch,): mat1 and mat2 shapes cannot be "
+        "multiplied (1x2 and 1x3); set inputShape=[1], or adapt the module",
+    ),
+    "an image without channels": (
+        lambda: shown(nn.Conv2d(1, 3, 3), (replace(X, shape=(8, 8)), Y)),
+        'the module cannot take the features ("x" float32 (batch, 8, 8)): Conv2d(1, 3, '
+        "kernel_size=(3, 3), stride=(1, 1)), got float32 (batch, 8, 8): Given groups=1, weight of "
+        "size [3, 1, 3, 3], expected input[1, 2, 8, 8] to have 1 channels, but got 2 channels "
+        "instead; set inputShape=[1, 8, 8], or adapt the module",
+    ),
+    "an output too few": (
+        lambda: match_shapes(torch.zeros(5, 1), torch.zeros(5, 2)),
+        "the module's output has shape (batch, 1) but the target has shape (batch, 2); give its "
+        "last layer 2 outputs, one for each number of the label",
+    ),
+    "a loss of scikit-learn": (
+        lambda: step(task=REGRESSION, loss=lambda o, t: mean_squared_error(t, o)),
+        "the first step of training fails in 'return np.array(obj, copy=copy, dtype=dtype, "
+        "**kwargs)' (asarray): RuntimeError: Can't call numpy() on Tensor that requires grad. Use "
+        "tensor.detach().numpy() instead.; the same would happen on every worker: numpy and "
+        "scikit-learn compute no gradients; write it with functions of torch",
     ),
     "an argument of another name": (
         lambda: shown(

@@ -294,7 +294,10 @@ def test_metrics_that_ignore_a_weight_column_are_warned_of(
             {"loss": "bce_with_logits"},
             r"output has shape \(batch, 3\) but the target has shape \(batch,\)",
         ),
-        ({"task": REGRESSION, "loss": "mse"}, "so that they are equal"),
+        (
+            {"task": REGRESSION, "loss": "mse"},
+            "give its last layer 1 output, or take an array of 3 numbers as the label",
+        ),
         (
             {"task": REGRESSION, "loss": nn.GaussianNLLLoss()},
             r"cannot compare the module's output with \"y\" int64 \(batch,\): TypeError: ",

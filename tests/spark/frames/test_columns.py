@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import datetime
 import decimal
+import re
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
 from pyspark.ml.feature import VectorAssembler
-from pyspark.ml.linalg import Matrices, Vectors
+from pyspark.ml.linalg import Matrices, Vectors, VectorUDT
 from pyspark.sql import functions as F
-from pyspark.sql.types import LongType, StructField, StructType
+from pyspark.sql.types import ArrayType, LongType, StructField, StructType
 
 from sparkdl.data.arrow_arrays import examine, uniform
 from sparkdl.data.plan import Column, Role, SpoolColumn
@@ -235,6 +236,16 @@ def test_vectors_where_none_fits(vectors: DataFrame, name: str, role: Role) -> N
 def test_types_that_are_no_class(df: DataFrame, name: str) -> None:
     with pytest.raises(DataError, match=f'"{name}" has type .* a class is a whole number from 0'):
         prepare(df.schema, name, "label", float_dtype="float32", as_classes=True)
+
+
+def test_how_to_make_classes_of_what_is_one_hot() -> None:
+    vectors = StructType([StructField("y", VectorUDT())])
+    with pytest.raises(DataError, match=r"has type vector .*: leave OneHotEncoder out"):
+        prepare(vectors, "y", "label", float_dtype="float32", as_classes=True)
+    arrays = StructType([StructField("y", ArrayType(LongType()))])
+    remedy = re.escape('F.expr("array_position(y, array_max(y)) - 1")')
+    with pytest.raises(DataError, match=f"has type array<bigint> .* {remedy}"):
+        prepare(arrays, "y", "label", float_dtype="float32", as_classes=True)
 
 
 def test_a_missing_column_lists_those_there_are(spark: SparkSession) -> None:
