@@ -409,6 +409,8 @@ class _Training(RankState):
                 self._act,
                 lambda: is_epoch_over or book.is_complete,
             )
+        if self.held is not None:
+            self.held.check_shared()
         if not is_epoch_over:
             self.observer.phase("train")
         self.clock.lap("other")

@@ -42,8 +42,11 @@ class CheckpointSink(Protocol):
 class HeldAttributes(Protocol):
     """The attributes of a module besides parameters and buffers, as `Attributes` knows them."""
 
+    def check_shared(self) -> None:
+        """See that what others hold, too, is still the same; raises ConfigError."""
+
     def state_dict(self) -> dict[str, Any]:
-        """Return what training has changed of them."""
+        """Return what training has changed of them; raises what `check_shared` raises."""
 
     def load_state_dict(self, state: Mapping[str, Any] | None) -> None:
         """Restore what `state_dict` gave; None: it is not known."""

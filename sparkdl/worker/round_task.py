@@ -11,7 +11,7 @@ import contextlib
 import json
 import time
 import zlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -88,14 +88,21 @@ class RoundPlace:
     """As in `WorkerEnvironment`."""
 
 
-def pack_payload(config: Any, skeleton: bytes, blank_tensors: bytes, values: Any = None) -> bytes:
+def pack_payload(
+    config: Any,
+    skeleton: bytes,
+    blank_tensors: bytes,
+    values: Any = None,
+    shared: Sequence[Any] = (),
+) -> bytes:
     """Pack what stays the same in all rounds; zeros, which the tensors mostly are, take no room.
 
-    ``values`` are the program's, which whoever unpickles the rest must have.
+    ``values`` are the program's, which whoever unpickles the rest must have; ``shared`` is what
+    module and ``config`` share, see `shared_values`.
     """
     from sparkdl.serialization.travel.pickling import dumps
 
-    return zlib.compress(dumps((values, config, skeleton, blank_tensors)), 1)
+    return zlib.compress(dumps((values, config, skeleton, blank_tensors, shared)), 1)
 
 
 def run(place: RoundPlace, order: RoundOrder, state: bytes) -> Iterator[tuple[str, bytes]]:
@@ -210,7 +217,7 @@ class Warm:
         require_same_versions(order.versions, f"shard {place.shard.shard_id}'s worker")
         spaces: dict[str, dict[str, Any]] = {}
         with shared_globals(spaces):
-            _, config, skeleton, tensors = cloudpickle.loads(zlib.decompress(order.payload))
+            _, config, skeleton, tensors, shared = cloudpickle.loads(zlib.decompress(order.payload))
         device = choose_device(config.device, place.gpu_addresses, 0, os.environ)
         self.as_on_driver = partial(as_on_driver, skeleton)
         self.hardware = hardware(device, order.threads)
@@ -221,7 +228,7 @@ class Warm:
         with self.as_on_driver():
             with shared_globals(spaces):
                 module = unpack(skeleton, tensors)
-            held = Attributes(module, resets=True)
+            held = Attributes(module, resets=True, shared=shared)
             self.replica: RoundReplica = RoundReplica(
                 module, config, order.plan, device, order.looks, held
             )

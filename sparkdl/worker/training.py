@@ -73,7 +73,8 @@ class WorkOrder(GangOrder):
 
     plan: TrainPlan
     payload: bytes
-    """Pickle of values of the program, `TrainConfig`, and `PackedModule.skeleton`."""
+    """Pickle of values of the program, `TrainConfig`, `PackedModule.skeleton`, and what module and
+    configuration share, see `shared_values`."""
     weights: bytes | None
     """safetensors of the initial weights; None: rank 0 reads the driver's `INITIAL`."""
     recipe: bytes = b""
@@ -122,7 +123,7 @@ def _train(order: WorkOrder, member: Member) -> Results:
 
     spaces: dict[str, dict[str, Any]] = {}
     with shared_globals(spaces):
-        _, config, skeleton = cloudpickle.loads(order.payload)
+        _, config, skeleton, shared = cloudpickle.loads(order.payload)
     strategy, mesh = sync.resolve(config.sync_strategy), config.parallelism
     comm, files, reporter = member.comm, member.files, member.reporter
     reporter.phase("setup")
@@ -153,7 +154,7 @@ def _train(order: WorkOrder, member: Member) -> Results:
         else:
             stack.enter_context(contextlib.closing(unfilled))
             module, fill = unfilled.module, partial(unfilled.fill, device=member.device)
-        held = Attributes(module, is_divided=mesh is not None)
+        held = Attributes(module, is_divided=mesh is not None, shared=shared)
         storage = checkpoint_storage(order, files)
         environment = _bits_depend_on(order, mesh, module)
         checkpoints = None

@@ -17,6 +17,7 @@ from sparkdl.data.plan import Column, Shard, TrainPlan, make_plan
 from sparkdl.data.spool.mapped import MappedRows, ShardData
 from sparkdl.inference.regression import REGRESSION
 from sparkdl.serialization.travel.attributes import Attributes
+from sparkdl.serialization.travel.shared_values import SharedValue
 from sparkdl.train.callbacks import NullObserver
 from sparkdl.train.loop import TrainOutcome, train
 from sparkdl.train.rank_state import ResumePoint
@@ -110,6 +111,7 @@ def run(
     observer: Any = None,
     device: str = "cpu",
     looks: Looks | None = None,
+    shared: Sequence[SharedValue] = (),
 ) -> TrainOutcome:
     """Train ``module`` in place on this rank's part of ``shards``."""
     comm = comm or LocalCommunicator()
@@ -129,7 +131,7 @@ def run(
         resume=copy.deepcopy(resume),
         observer=observer or NullObserver(),
         looks=looks,
-        held=Attributes(module),
+        held=Attributes(module, shared=shared),
     )
 
 

@@ -16,7 +16,7 @@ import logging
 import pickle
 import types
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -40,6 +40,7 @@ from sparkdl.serialization.travel.pickling import (
     registered,
     view_of,
 )
+from sparkdl.serialization.travel.shared_values import SharedValue, Twins
 from sparkdl.storage import tensor_tree
 from sparkdl.storage.checkpoint_format import decode
 from sparkdl.sync.module_tensors import device_of, fingerprint, set_trains, trains
@@ -75,7 +76,12 @@ class Attributes:
     """Knows what a module held when it came, and what is another now."""
 
     def __init__(
-        self, module: nn.Module, *, resets: bool = False, is_divided: bool = False
+        self,
+        module: nn.Module,
+        *,
+        resets: bool = False,
+        is_divided: bool = False,
+        shared: Sequence[SharedValue] = (),
     ) -> None:
         """Take note of what ``module`` holds.
 
@@ -83,12 +89,15 @@ class Attributes:
             module: as it came.
             resets: whether it shall hold that again later.
             is_divided: whether layers become others because a mesh divides them.
+            shared: what it shares with others that train with it.
         """
         self._module = module
         self._is_divided = is_divided
         self._layers, self._scripts = _layers(module), _scripts(module)
         self._kept = [value for _, _, value in _values(module)]  # so that no id is used twice
         self._marks = self._all_marks()
+        known = self._known()
+        self._twins = Twins(module, shared, lambda value: _mark(value, known, []))
         self._first: PackedModule | None = None
         if resets:
             self._first = self._packed(_all(module), {})
@@ -107,6 +116,10 @@ class Attributes:
     def has_changed(self) -> bool:
         """True if an attribute is new, another or gone."""
         return any(self._changes())
+
+    def check_shared(self) -> None:
+        """See that what is shared with others is still the same; raises ConfigError."""
+        self._twins.check()
 
     def marks(self) -> Iterator[tuple[nn.Module, str, Any]]:
         """Yield each attribute's layer and path, and what tells its values apart."""
@@ -130,7 +143,11 @@ class Attributes:
         """Return what has changed, as far as it is plain, and what it lacks, for a checkpoint.
 
         New things that no process can send, such as locks, are made anew where they are needed.
+
+        Raises:
+            ConfigError: see `check_shared`.
         """
+        self.check_shared()
         values, removed = self._changes()
         lacks, elsewhere, known = [], [], self._known()
         for layer, own in values.items():

@@ -43,11 +43,15 @@ TENSOR_HOOKS = ("_backward_hooks", "_post_accumulate_grad_hooks")
 _Reduced = tuple[Any, ...]
 
 
+class UsesModule(pickle.PicklingError):
+    """A value would take along a part of the module that is trained."""
+
+
 def dumps(value: Any, strange: Mapping[int, str] | None = None) -> bytes:
     """Pickle a value for other processes; raises Exception, whatever its classes raise.
 
     ``strange`` are names of parameters, by ``id``, that travel elsewhere: a value that uses one
-    would get a copy of it, which nobody trains.
+    would get a copy of it, which nobody trains, so it raises UsesModule.
     """
     with io.BytesIO() as file:
         pickler = Pickler(file)
@@ -122,9 +126,9 @@ class Pickler(cloudpickle.Pickler):  # type: ignore[misc] # cloudpickle has no t
         ):
             raise pickle.PicklingError(f"a {kind.__name__} lives on the driver")
         if id(value) in self.strange:
-            raise pickle.PicklingError(
+            raise UsesModule(
                 f"it uses {self.strange[id(value)]} of the module itself, and workers train "
-                "another one; use trainingStep, which gets the module that they train"
+                "another one"
             )
         if kind is types.FunctionType and isinstance(value.__globals__, _Space):
             space = self._spaces_by_name.get(value.__globals__.module)

@@ -10,7 +10,7 @@ import sys
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping
 from collections.abc import Sequence as Items
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -37,7 +37,8 @@ from sparkdl.serialization.program.program_state import program_kept, whole_numb
 from sparkdl.serialization.saved_module import why_not_saved
 from sparkdl.serialization.travel.attributes import showing_weights
 from sparkdl.serialization.travel.packed_module import overlapping, sharing_memory, travelled
-from sparkdl.serialization.travel.pickling import dumps, sent_code
+from sparkdl.serialization.travel.pickling import UsesModule, dumps, sent_code
+from sparkdl.serialization.travel.shared_values import SharedValue, shared_values
 from sparkdl.spark.cluster.cluster_info import parse_bytes
 from sparkdl.spark.cluster.probe import Needs
 from sparkdl.spark.cluster.slots import Slots, plan_slots
@@ -109,6 +110,8 @@ class CheckedValues:
     """The loss that the run minimizes; built once on the driver."""
     has_logs: bool
     """True if the module may log values for the history."""
+    shared: tuple[SharedValue, ...] = ()
+    """The objects that the module and what else is in the configuration had in common."""
 
     @property
     def config(self) -> TrainConfig:
@@ -473,12 +476,8 @@ def check_values(request: FitRequest) -> CheckedValues:
     from torch import nn
 
     config = request.config
-    travelling_values = {field.name: getattr(config, field.name) for field in fields(config)}
-    check_travels({**travelling_values, "inputs": request.specified, "labels": request.labels})
-    if isinstance(request.module, nn.Module):
-        strange = {id(p): name for name, p in request.module.named_parameters()}
-        used = ("loss", "optimizer", "scheduler", "training_step")
-        check_travels({name: travelling_values[name] for name in used}, strange)
+    given = request.module if isinstance(request.module, nn.Module) else None
+    check_travels({**vars(config), "inputs": request.specified, "labels": request.labels}, given)
     config = replace(config, sync_strategy=sync.resolve(config.sync_strategy))
     request = replace(request, config=config)
     asked = request.execution_mode
@@ -488,7 +487,8 @@ def check_values(request: FitRequest) -> CheckedValues:
     check_global_hooks()
     if request.cache_dir is not None:
         check_cache_dir(request.cache_dir)
-    module, weights, float_dtype = begin_module(request)
+    begun = begin_module(request)
+    module = begun.module
     frozen = freeze(module, config.frozen_layers)
     factory = None if isinstance(request.module, nn.Module) else request.module
     if (obstacle := why_not_saved(module, factory)) is not None:
@@ -502,8 +502,9 @@ def check_values(request: FitRequest) -> CheckedValues:
         request=request,
         mode=mode,
         module=module,
-        weights=weights,
-        float_dtype=float_dtype,
+        weights=begun.weights,
+        float_dtype=begun.float_dtype,
+        shared=begun.shared,
         frozen=frozen,
         objective=check_training(module, request, in_rounds=mode == "rounds"),
         has_logs=has_logs,
@@ -545,14 +546,24 @@ def choose_mode(requested: str, strategy: SyncStrategy) -> Literal["gang", "roun
     return mode
 
 
-def check_travels(values: Mapping[str, Any], strange: Mapping[int, str] | None = None) -> None:
+def check_travels(values: Mapping[str, Any], module: nn.Module | None = None) -> None:
     """Refuse what cannot be sent to other processes, such as a lock; raises ConfigError.
 
-    ``strange``: see `dumps`.
+    Refused is also what uses a parameter of ``module``, of which workers train another one, and a
+    callback that has one of its layers.
     """
+    strange = {} if module is None else {id(p): name for name, p in module.named_parameters()}
+    layers = {} if module is None else {id(m): name for name, m in module.named_modules() if name}
     for name, value in values.items():
         try:
-            dumps(value, strange)
+            dumps(value, strange | layers if name == "callbacks" else strange)
+        except UsesModule as error:
+            remedy = "trainingStep, which gets the module that they train"
+            if name == "callbacks":
+                remedy = "state.model, which is the module that they train"
+            raise ConfigError(
+                f"{name} cannot be sent to the workers: {error}; use {remedy}"
+            ) from error
         except Exception as error:  # whatever the user's classes raise when they are pickled
             raise ConfigError(
                 f"{name} cannot be sent to the workers: {error}; make such things in the "
@@ -567,8 +578,25 @@ def foreign_names(sent: Items[tuple[Any, bool]]) -> frozenset[tuple[str, str]]:
     return frozenset(name for name in names if name[0].split(".")[0] not in known)
 
 
-def begin_module(request: FitRequest) -> tuple[nn.Module, RecordedWeights | None, str]:
-    """The module to start from, and the dtype of its floating features; see `make_module`.
+@dataclass(frozen=True, kw_only=True)
+class BegunModule:
+    """A module to start from."""
+
+    module: nn.Module
+    """A module of our own, on the CPU."""
+    weights: RecordedWeights | None = None
+    """Values of its parameters if these are on the meta device; None: they have their values."""
+    shared: tuple[SharedValue, ...] = ()
+    """The objects that it and what else is in the configuration had in common."""
+
+    @property
+    def float_dtype(self) -> str:
+        """The dtype of floating features."""
+        return floating_dtype(self.module)
+
+
+def begin_module(request: FitRequest) -> BegunModule:
+    """Make the module to start from; see `make_module`.
 
     Where a mesh divides what a factory makes, its parameters are on the meta device, and their
     weights beside it: the driver never has all of them.
@@ -591,17 +619,17 @@ def begin_module(request: FitRequest) -> tuple[nn.Module, RecordedWeights | None
             try:
                 if request.initial_weights is not None:
                     load_initial_weights(module, request.initial_weights, weights=weights)
-                return module, weights, floating_dtype(module)
+                return BegunModule(module=module, weights=weights)
             except NotRecorded as error:
                 reason = str(error)
-    whole, float_dtype = make_module(request)
+    made = make_module(request)
     if reason is not None:
         logger.info("the driver makes the whole module before it is divided: %s", reason)
-    return whole, None, float_dtype
+    return made
 
 
-def make_module(request: FitRequest) -> tuple[nn.Module, str]:
-    """A module of our own, on the CPU, to start from, and the dtype of its floating features.
+def make_module(request: FitRequest) -> BegunModule:
+    """Make a module of our own, on the CPU, to start from.
 
     Raises:
         ConfigError: it is no module, it cannot be made, or the weights are not of this one.
@@ -611,7 +639,9 @@ def make_module(request: FitRequest) -> tuple[nn.Module, str]:
 
     from sparkdl.serialization.initial_weights import load_initial_weights
 
+    owners = vars(request.config)
     if isinstance(request.module, nn.Module):
+        shared = shared_values(request.module, owners)
         module = travelled(request.module, copies=True)
     else:
         try:
@@ -638,12 +668,14 @@ def make_module(request: FitRequest) -> tuple[nn.Module, str]:
                 "module must be a torch.nn.Module or a callable that returns one; it returned "
                 f"{shown}{remedy}"
             )
+        check_travels(owners, module)  # it may be one that is kept
+        shared = shared_values(module, owners)
         module = travelled(module, copies=False)
     _require_values(module)
     module = module.cpu()  # also what a class of its own keeps
     if request.initial_weights is not None:
         load_initial_weights(module, request.initial_weights)
-    return module, floating_dtype(module)
+    return BegunModule(module=module, shared=shared)
 
 
 def floating_dtype(module: nn.Module) -> str:

@@ -259,6 +259,7 @@ def _make_run(rows: MadeRows, opened: Opened, run_id: str, recorder: Recorder) -
         module=checked.module,
         objective=checked.objective,
         packed=pack(checked.module, checked.weights),
+        shared=checked.shared,
         table=rows.table,
         slots=checked.slots,
         link=link,

@@ -45,7 +45,7 @@ _WORTH = 2.0
 
 def train_in_gang(run: Run) -> Trained:
     """Train, and give the weights to the run's module; raises what `supervise` raises."""
-    payload = dumps((run.link.values, run.config, run.packed.skeleton))
+    payload = dumps((run.link.values, run.config, run.packed.skeleton, run.shared))
     _warn_of_space(run)
     state = None  # safetensors of what an earlier fit has left, if training goes on from there
     if run.begins_from is not None:

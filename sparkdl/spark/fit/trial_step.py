@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from sparkdl.data.batches import Batch
     from sparkdl.data.collate import Rows
     from sparkdl.serialization.travel.attributes import Attributes
+    from sparkdl.serialization.travel.shared_values import SharedValue
     from sparkdl.train.objective.own_states import Kept
     from sparkdl.train.replica import Replica
 
@@ -99,7 +100,7 @@ def try_step(
         return
     config = replace(config, compile=False, metrics=metrics, divergence_factor=None)
     seen: list[Changes] = []
-    failing = partial(_error, module, config, seen, adds_up=adds_up)
+    failing = partial(_error, module, config, seen, adds_up=adds_up, shared=checked.shared)
     error = failing(example, _FEW_ROWS, is_first=True)
     _check_program(*seen, mode=checked.mode)
     if error is None and not (several and any(seen)):
@@ -252,6 +253,7 @@ def _error(
     num_rows: int,
     *,
     adds_up: bool,
+    shared: tuple[SharedValue, ...],
     is_first: bool = False,
 ) -> Exception | None:
     """Return what a step on so many rows raises; None: nothing that says anything of training."""
@@ -260,7 +262,7 @@ def _error(
     with borrowed_generator(config.seed), warnings.catch_warnings():
         warnings.simplefilter("ignore")  # workers warn too
         try:
-            tried = _Tried.of(module, config, example, num_rows)
+            tried = _Tried.of(module, config, example, num_rows, shared)
             seen.append(_step(tried, adds_up=adds_up, is_first=is_first))
         except (TrainingDiverged, MemoryError):
             return None
@@ -277,11 +279,20 @@ class _Tried:
     """The module itself, which stays as it is."""
     module: nn.Module
     config: TrainConfig
+    shared: tuple[SharedValue, ...]
+    """The objects that module and configuration have in common, as this configuration has them."""
     plan: TrainPlan
     batch: Batch
 
     @classmethod
-    def of(cls, module: nn.Module, config: TrainConfig, example: Example, num_rows: int) -> _Tried:
+    def of(
+        cls,
+        module: nn.Module,
+        config: TrainConfig,
+        example: Example,
+        num_rows: int,
+        shared: tuple[SharedValue, ...] = (),
+    ) -> _Tried:
         shard = Shard(
             shard_id=0, num_rows=num_rows, num_validation_rows=0, fingerprint="first rows"
         )
@@ -294,7 +305,8 @@ class _Tried:
             max_steps=-1,
         )
         batch = _batch(example, num_rows)
-        return cls(module, own_copy(module, None), pickle.loads(dumps(config)), plan, batch)
+        config, shared = pickle.loads(dumps((config, shared)))
+        return cls(module, own_copy(module, None), config, shared, plan, batch)
 
 
 def _step(tried: _Tried, *, adds_up: bool = False, is_first: bool = False) -> Changes:
@@ -341,10 +353,11 @@ def _changes(tried: _Tried, program: ProgramState, *, adds_up: bool, is_first: b
     stepping.set_mode(optimizer, trains=True)
     if is_first and is_known(optimizer):
         _leave_out_plain_steps(optimizer)
-    held = Attributes(module)
+    held = Attributes(module, shared=tried.shared)
     before, kept = _fingerprints(module), _besides(held, replica.kept)
     with in_memory_format(module, config.memory_format):
         step(batch, batch.num_rows, 0)
+    held.check_shared()
     now, seen = _besides(held, replica.kept), step.after_forward
     changes = {place: mark for place, mark in now.items() if kept.get(place) != mark}
     changes |= {("buffer", name): mark for name, mark in _fingerprints(module).items()}

@@ -182,7 +182,7 @@ class _Rounds:
         self.book = EpochBook(run.config, run.plan, has_logs=logs(run.config, run.module))
         self.jobs = RoundJobs(run, self.book)
         self.replicas = make(self.jobs)
-        self.held = Attributes(run.module, resets=True)
+        self.held = Attributes(run.module, resets=True, shared=run.shared)
         self.totals = Totals(run.plan.world_size, self.jobs.labels, run.view.spent)
         self.checkpoints: CheckpointManager | None = None
         self.lease: Lease | None = None
@@ -312,6 +312,7 @@ class _Rounds:
                     self._act,
                     lambda: is_epoch_over or book.is_complete,
                 )
+            self.held.check_shared()
             self.replicas.follow_freezing()
 
     @contextlib.contextmanager

@@ -77,7 +77,9 @@ class RoundJobs:
         self.labels = part_names(run.objective)
         """Labels whose losses are kept apart."""
         blank = pack_blank(run.module)
-        self._payload = pack_payload(run.config, blank.skeleton, blank.tensors, run.link.values)
+        self._payload = pack_payload(
+            run.config, blank.skeleton, blank.tensors, run.link.values, run.shared
+        )
 
     def run(self, part: RoundPart | None, work: RoundWork, stage: Stage) -> JobResults:
         """Run one job, which measures if there is no part; raises what `supervise` raises."""

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from torch import nn
 
     from sparkdl.serialization.stored_module import StoredModule
+    from sparkdl.serialization.travel.shared_values import SharedValue
     from sparkdl.train.objective.loss import LossFunction
     from sparkdl.train.training_state import TrainingState
 
@@ -45,6 +46,8 @@ class Run(Launch):
     """State that an earlier fit has left; None: training begins."""
     keeps_state: bool = False
     """True if `Trained.left` is wanted."""
+    shared: tuple[SharedValue, ...] = ()
+    """The objects that the module shares with what else is in ``config``."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -58,17 +58,19 @@ def test_a_fit_along_a_mesh_finds_the_checkpoints_of_one_without() -> None:
 def test_what_the_driver_holds_whole_says_why(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO, "sparkdl")
     for module, mesh in ((make(), SHARD), (make, None), (make, Mesh(data=2))):
-        made, weights, _ = begin_module(request(module, parallelism=mesh))
+        begun = begin_module(request(module, parallelism=mesh))
+        made, weights = begun.module, begun.weights
         assert weights is None
         assert not any(parameter.is_meta for parameter in made.parameters())
     assert not caplog.records
     torch.manual_seed(9)
-    made, weights, _ = begin_module(request(by_memory, parallelism=SHARD))
+    begun = begin_module(request(by_memory, parallelism=SHARD))
+    made, weights = begun.module, begun.weights
     assert torch.rand(1) == torch.rand(1, generator=torch.Generator().manual_seed(9))
     assert weights is None
     assert len(caplog.messages) == 1
     assert "looks at a tensor's memory (data_ptr)" in caplog.text
-    assert torch.equal(made.weight, begin_module(request(by_memory))[0].weight)  # type: ignore[arg-type]
+    assert torch.equal(made.weight, begin_module(request(by_memory)).module.weight)  # type: ignore[arg-type]
 
 
 def checked_rows(values: CheckedValues, sink: Any = None) -> CheckedRows:

@@ -13,6 +13,7 @@ import torch
 from torch import nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
+from sparkdl import Callback
 from sparkdl.config import CUSTOM, TrainConfig
 from sparkdl.errors import ConfigError
 from sparkdl.inference.regression import REGRESSION
@@ -44,7 +45,8 @@ if TYPE_CHECKING:
 
 def test_the_users_module_is_copied() -> None:
     module = nn.Linear(4, 3)
-    made, float_dtype = make_module(request(module))
+    begun = make_module(request(module))
+    made, float_dtype = begun.module, begun.float_dtype
     assert made is not module
     assert torch.equal(made.weight, module.weight)  # type: ignore[arg-type]
     assert float_dtype == "float32"
@@ -62,7 +64,7 @@ class Elsewhere(nn.Linear):
 
 @pytest.mark.parametrize("given", [Elsewhere(4, 3), lambda: Elsewhere(4, 3)])
 def test_the_drivers_module_is_on_the_cpu(given: Any) -> None:
-    made, _ = make_module(request(given))
+    made = make_module(request(given)).module
     assert made.place == "cpu"
     if isinstance(given, Elsewhere):
         assert given.place == "cuda"
@@ -70,7 +72,7 @@ def test_the_drivers_module_is_on_the_cpu(given: Any) -> None:
 
 def test_a_callable_makes_the_same_module_each_time_and_leaves_torchs_generator_alone() -> None:
     before = torch.random.get_rng_state()
-    one, two = (make_module(request(lambda: nn.Linear(4, 3)))[0] for _ in range(2))
+    one, two = (make_module(request(lambda: nn.Linear(4, 3))).module for _ in range(2))
     assert torch.equal(one.weight, two.weight)  # type: ignore[arg-type]
     assert torch.equal(torch.random.get_rng_state(), before)
 
@@ -94,7 +96,7 @@ def test_arguments_that_a_module_does_not_take_are_named() -> None:
 
 
 def test_a_double_module_takes_double_features() -> None:
-    assert make_module(request(nn.Linear(1, 1).double()))[1] == "float64"
+    assert make_module(request(nn.Linear(1, 1).double())).float_dtype == "float64"
 
 
 def test_most_parameters_decide_about_the_dtype_of_features() -> None:
@@ -317,6 +319,24 @@ def test_a_loss_that_uses_the_modules_own_parameters_is_refused() -> None:
                 check_values(request(net, loss=loss))
         else:
             check_values(request(net, loss=loss))
+
+
+class LooksAt(Callback):
+    def __init__(self, net: nn.Module) -> None:
+        self.net = net
+
+
+def test_a_callback_that_holds_the_module_is_refused() -> None:
+    """It would see weights that nobody trains; so would one of the module that a factory keeps."""
+    net = nn.Linear(4, 3)
+    for given in (net, lambda: net):
+        message = r"callbacks .*uses weight of the module itself.*; use state\.model, which is"
+        with pytest.raises(ConfigError, match=message):
+            check_values(request(given, callbacks=(LooksAt(net),)))
+    check_values(request(net, callbacks=(LooksAt(nn.Linear(4, 3)),)))
+    drops = nn.Sequential(nn.Linear(4, 3), nn.Dropout(0.5))
+    with pytest.raises(ConfigError, match="it uses 1 of the module itself"):
+        check_values(request(drops, callbacks=(LooksAt(drops[1]),)))
 
 
 @pytest.mark.parametrize("make", [lambda: nn.Linear(4, 3, device="meta")])

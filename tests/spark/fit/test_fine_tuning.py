@@ -117,7 +117,7 @@ def test_training_starts_from_a_model_a_folder_or_a_file(df: DataFrame, tmp_path
                f"file://{tmp_path}/w.safetensors"]  # fmt: skip
     for source in sources:
         request = estimator(initialWeights=source)._request()
-        begun, _ = make_module(request)
+        begun = make_module(request).module
         assert same(state(begun), state(first.module))
     model = estimator(initialWeights=first, maxSteps=1).fit(df)
     assert model.summary.history[0]["loss"] < first.summary.history[0]["loss"]

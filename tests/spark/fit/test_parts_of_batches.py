@@ -37,7 +37,8 @@ STAGED = Mesh(pipeline=2, stages=["0", "1"])
 def check(module: Any, columns: tuple[Column, ...] = (X, Y), **options: Any) -> None:
     """``module``: or a factory, of which parameters are on the meta device along a mesh."""
     asked = request(module, **{"task": CUSTOM, "loss": "mse", **options})
-    module, weights, _ = begin_module(asked)
+    begun = begin_module(asked)
+    module, weights = begun.module, begun.weights
     checked: Any = SimpleNamespace(
         module=module, weights=weights, objective=objective_of(asked.config, module), request=asked,
         config=asked.config,

@@ -35,7 +35,8 @@ def tried(module: nn.Module | Callable[[], nn.Module], mesh: Mesh, **changes: An
     """Try a module, or what a factory makes on the meta device."""
     torch.manual_seed(2)
     asked = request(module, parallelism=mesh, loss="mse", task=REGRESSION, **changes)
-    module, weights, _ = begin_module(asked)
+    begun = begin_module(asked)
+    module, weights = begun.module, begun.weights
     assert weights is None or all(parameter.is_meta for parameter in module.parameters())
     assert (weights is None) == isinstance(asked.module, nn.Module)
     checked: Any = SimpleNamespace(

@@ -1,0 +1,165 @@
+"""Objects that a module has in common with a loss or a callback, of which workers have two."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from sparkdl import Callback
+from sparkdl.config import TrainConfig
+from sparkdl.data.plan import RoundPart
+from sparkdl.data.spool.mapped import MappedRows
+from sparkdl.errors import ConfigError
+from sparkdl.serialization.travel.attributes import Attributes
+from sparkdl.serialization.travel.packed_module import travelled
+from sparkdl.serialization.travel.pickling import dumps
+from sparkdl.serialization.travel.shared_values import shared_values
+from sparkdl.spark.fit.check_request import check_values
+from sparkdl.train.callbacks import NullObserver
+from sparkdl.train.round_replica import RoundReplica
+from tests.spark.fit.requests import request
+from tests.spark.fit.test_trial_step import step
+from tests.train.runs import but, make_data, plan_for, run, seeded
+
+
+class Beta:
+    """As users anneal with: a number that grows."""
+
+    def __init__(self) -> None:
+        self.value, self.steps = 1.0, [0]
+
+
+class Net(nn.Module):
+    def __init__(
+        self, kept: Any, grow: Callable[[Any], None] | None = None, outputs: int = 3
+    ) -> None:
+        super().__init__()
+        self.layer, self.kept, self.grow = nn.Linear(4, outputs), kept, grow
+
+    def forward(self, x: torch.Tensor) -> Any:
+        if self.grow is not None and self.training:
+            self.grow(self.kept)
+        return self.layer(x)
+
+
+class Reads:
+    """A loss that has an object of the program."""
+
+    def __init__(self, kept: Any) -> None:
+        self.kept = kept
+
+    def __call__(self, output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        return nn.functional.cross_entropy(output, target)
+
+
+class Anneals(Callback):
+    def __init__(self, beta: Beta, grow: Callable[[Beta], None]) -> None:
+        self.beta, self.grow = beta, grow
+
+    def on_epoch_end(self, state: Any, record: Any) -> None:
+        self.grow(self.beta)
+
+
+def add(beta: Beta) -> None:
+    beta.value += 1
+
+
+@pytest.mark.parametrize(
+    ("make", "path"),
+    [
+        (lambda one: one, "kept"),
+        (lambda one: {"a": [1, one]}, "kept['a'][1]"),
+        (lambda one: (Reads(one),), "kept[0].kept"),
+    ],
+)
+def test_what_is_shared_is_found_wherever_it_is(make: Callable[[Any], Any], path: str) -> None:
+    for one in (Beta(), [1], {"a": 1}, np.zeros(3), np.random.default_rng(0)):
+        net = nn.Sequential(Net(make(one)))
+        for owner in ((Reads(one),), [lambda one=one: one], {"a": {"b": one}}):
+            (found,) = shared_values(net, {"callbacks": owner, "loss": Reads(Beta())})
+            assert (found.path, found.owner) == (f"0.{path}", "callbacks")
+            assert found.value is one is found.in_module(net)
+    assert not shared_values(Net(Beta()), {"callbacks": (Reads(Beta()),), "loss": "mse"})
+
+
+def test_what_module_and_loss_share_may_be_read() -> None:
+    beta = Beta()
+    step(check_values(request(Net(beta), loss=Reads(beta))))
+
+
+@pytest.mark.parametrize("is_factory", [False, True])
+@pytest.mark.parametrize(
+    ("make", "grow"),
+    [
+        (Beta, add),
+        (Beta, lambda beta: beta.steps.append(1)),
+        (list, lambda kept: kept.append(1)),
+        (lambda: np.random.default_rng(0), lambda rng: rng.normal()),
+    ],
+)
+def test_forward_that_changes_what_the_loss_has_is_refused(
+    make: Callable[[], Any], grow: Callable[[Any], None], is_factory: bool
+) -> None:
+    kept = make()
+    given = (lambda: Net(kept, grow)) if is_factory else Net(kept, grow)
+    message = "kept of the module is also in loss: workers have two .* the module has changed"
+    with pytest.raises(ConfigError, match=message):
+        step(check_values(request(given, loss=Reads(kept))))
+
+
+CONFIG = TrainConfig(epochs=3, batch_size=6, learning_rate=0.1)
+
+
+def apart(net: nn.Module, config: TrainConfig) -> tuple[nn.Module, TrainConfig, Any]:
+    """Both as a worker gets them."""
+    sent = dumps((config, shared_values(net, vars(config))))
+    return travelled(net, copies=True), *pickle.loads(sent)
+
+
+def test_a_callback_that_changes_what_the_module_has_is_told_when_the_epoch_ends() -> None:
+    beta, data = Beta(), make_data([12], dtype=torch.float32)
+    net = seeded(lambda: Net(beta, outputs=1))
+    for grow, is_refused in ((add, True), (lambda beta: None, False)):
+        config = but(CONFIG, callbacks=(Anneals(beta, grow),))
+        module, own, shared = apart(net, config)
+        assert shared[0].value is own.callbacks[0].beta is not module.kept
+        if is_refused:
+            with pytest.raises(ConfigError, match=r"callbacks has changed .* state\.model\.kept"):
+                run(module, own, data, shared=shared)
+            assert own.callbacks[0].beta.value == 2.0  # after one epoch
+        else:
+            run(module, own, data, shared=shared)
+
+
+def test_both_may_change_in_the_same_way() -> None:
+    beta, data = Beta(), make_data([12], dtype=torch.float32)
+    grow = lambda beta: setattr(beta, "value", 5.0)  # noqa: E731
+    net = seeded(lambda: Net(beta, grow, outputs=1))
+    module, own, shared = apart(net, but(CONFIG, callbacks=(Anneals(beta, grow),)))
+    run(module, own, data, shared=shared)
+    assert module.kept.value == own.callbacks[0].beta.value == 5.0
+
+
+class AnnealsSteps(Anneals):
+    def on_step_end(self, state: Any) -> None:
+        self.grow(self.beta)
+
+
+def test_a_task_of_a_round_tells_it_too() -> None:
+    beta, data = Beta(), make_data([12], dtype=torch.float32)
+    config = but(CONFIG, callbacks=(AnnealsSteps(beta, add),))
+    module, own, shared = apart(seeded(lambda: Net(beta, outputs=1)), config)
+    plan = plan_for(data, own)
+    held = Attributes(module, resets=True, shared=shared)
+    replica = RoundReplica(module, own, plan, torch.device("cpu"), held=held)
+    part = RoundPart(epoch=0, step=0, step_in_epoch=0, num_steps=1)
+    state = {"model": copy.deepcopy(module.state_dict())}
+    with pytest.raises(ConfigError, match=r"callbacks has changed"):
+        replica.train(state, 0, MappedRows(data[0], plan), part, NullObserver())
