@@ -7,6 +7,7 @@ plan, logs it and sends it to the workers, so all ranks agree on it without talk
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -219,6 +220,15 @@ class TrainPlan:
             start, stop = batch_bounds(rows, self.steps_per_epoch, step_in_epoch, turn)
             found[rank] += stop - start
         return found
+
+    def usual_rows(self, rank: int) -> int:
+        """The number of samples that most steps of ``rank`` have, as its first thousand show."""
+        rows = [(shard.num_rows, self.turn(shard)) for shard in self.shards_of(rank)]
+        counts: Counter[int] = Counter()
+        for step in range(min(self.steps_per_epoch, 1000)):
+            bounds = (batch_bounds(n, self.steps_per_epoch, step, turn) for n, turn in rows)
+            counts[sum(stop - start for start, stop in bounds)] += 1
+        return counts.most_common(1)[0][0]
 
     def turn(self, shard: Shard) -> int:
         """Return where the shard begins to count in `batch_bounds`: neighbours far from each other.

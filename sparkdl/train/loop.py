@@ -149,6 +149,7 @@ def train(
             device,
             synchronize,
             comm=None if strategy.trains_apart else comm,
+            rank=comm.rank,
         )
         stack.enter_context(contextlib.closing(replica.synchronizer))
         for part in replica.parts:

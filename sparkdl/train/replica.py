@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from sparkdl import inputs
 from sparkdl.comm.communicator import Communicator, LocalCommunicator
 from sparkdl.config import TrainConfig
 from sparkdl.data.batches import Batch, Batches, copied_ahead
@@ -180,6 +181,7 @@ def make_replica(
     device: torch.device,
     synchronize: MakeSynchronizer,
     comm: Communicator | None = None,
+    rank: int | None = None,
 ) -> Replica:
     """Build a replica around ``module``, which moves to ``device``.
 
@@ -191,6 +193,7 @@ def make_replica(
         device: where to compute.
         synchronize: makes the synchronizer, which owns the optimizer; see `SyncStrategy.setup`.
         comm: the gang in which replicas share gradients; None: replicas train apart.
+        rank: whose shards it trains on; None: on one shard after another.
 
     Raises:
         ConfigError: loss, metrics, optimizer or schedule cannot be used as they are.
@@ -203,13 +206,17 @@ def make_replica(
     number_format = NumberFormat(config.precision, device)
     if not any(parameter.is_meta for parameter in module.parameters()):
         module.to(device)
-    example, mesh = None, config.parallelism
+    example, usual_rows, mesh = None, None, config.parallelism
     is_divided = mesh is not None and mesh.num_shards > 1
     if config.compile and not isinstance(loss, StepLoss):
         features = [column for column in plan.columns if column.role == "feature"]
         example = example_arguments(features, max(2, plan.batch_size)).to(device)
+        is_whole = config.gradient_accumulation_steps == 1
+        has_lengths = any(isinstance(column.kind, inputs.Sequence) for column in features)
+        if rank is not None and device.type != "cpu" and is_whole and not has_lengths:
+            usual_rows = plan.usual_rows(rank)
     if config.compile and not is_divided:
-        compile_in_place(module, device, example)
+        compile_in_place(module, device, example, usual_rows=usual_rows)
     if isinstance(loss, StepLoss) and isinstance(loss.step, TrainerStandIn):
         loss.step.attach(plan)
     make_optimizer = resolve_optimizer(config, module)

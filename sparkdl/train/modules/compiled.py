@@ -1,11 +1,14 @@
 """Compiles a module with torch.compile, in place: parameters keep their names, hooks and memory.
 
 The sizes of batches and sequences are variables of the compiled code from the first call on, so one
-piece of code serves them all. Dropout draws the numbers that it draws without compilation.
+piece of code serves them all. Where code for one size is much faster, as sums over a batch are on
+GPUs, the size that most batches have gets code of its own. Dropout draws the numbers that it draws
+without compilation.
 """
 
 from __future__ import annotations
 
+import itertools
 import sysconfig
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -18,12 +21,16 @@ from sparkdl.data.collate import Arguments
 from sparkdl.errors import ClusterError
 from sparkdl.train.modules.restore import restored
 
+_NUMBERS = itertools.count()
+
 
 def compile_in_place(
     module: nn.Module,
     device: torch.device,
     example: Arguments | None,
     parts: Sequence[nn.Module] | None = None,
+    *,
+    usual_rows: int | None = None,
 ) -> None:
     """Have calls of ``module`` run compiled code; it is compiled when it is first called.
 
@@ -39,6 +46,7 @@ def compile_in_place(
             `restored`. None: a training step calls the module or its
             children, one by one; all of these are compiled, for what they are first called with.
         parts: layers of ``module``, which are compiled one by one in place of the whole.
+        usual_rows: size of a batch that gets code of its own; None: none does.
 
     Raises:
         ClusterError: torch has nothing here to compile for CPUs with.
@@ -51,7 +59,8 @@ def compile_in_place(
         module._compiled_call_impl = _Compiled(module, example, is_compiled=False)
     else:
         for part in (module, *(module.children() if example is None else ())):
-            part._compiled_call_impl = _Compiled(part, example)  # torch's own place for it
+            own = _Compiled(part, example, usual_rows=usual_rows)
+            part._compiled_call_impl = own  # torch's own place for it
     if example is not None:  # torch's caches would give code for other examples
         sizes = [tuple(value.shape) for value in example.values]
         torch.compiler.config.cache_key_tag = f"sparkdl {sizes}"
@@ -87,36 +96,50 @@ class _Compiled:
         call: Callable[..., Any] | None = None,
         *,
         is_compiled: bool = True,
+        usual_rows: int | None = None,
     ) -> None:
         """Compile ``part``; ``call`` computes it, by default with its hooks.
 
-        Without ``is_compiled`` only layers of ``part`` have compiled code.
+        Without ``is_compiled`` only layers of ``part`` have compiled code. Batches of
+        ``usual_rows`` have code of their own.
         """
         call = call or part._call_impl
-
-        def forward(*args: Any, **kwargs: Any) -> Any:
-            return call(*args, **kwargs)
-
-        # torch keeps what it has compiled by code objects, for each a few: none is shared.
-        forward.__code__ = forward.__code__.replace()
-        self._call: Callable[..., Any] = forward
-        if is_compiled:
-            self._call = torch.compile(forward, options={"fallback_random": True})
+        self._call = _compiled(call) if is_compiled else call
+        self._usual = None if usual_rows is None else _compiled(call)
+        self._usual_rows = usual_rows
         self._is_compiled = is_compiled
         self._part, self._example = part, example
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if torch.compiler.is_compiling():  # it is a part of a module that is compiled
             return self._call(*args, **kwargs)
+        if self._usual is not None and self._usual_rows is not None:
+            found = [v for v in (*args, *kwargs.values()) if isinstance(v, torch.Tensor)]
+            if all(v.dim() > 0 and len(v) == self._usual_rows for v in found):
+                return self._usual(*args, **kwargs)
         if self._example is not None and self._part.training and torch.is_grad_enabled():
             example, self._example = self._example, None
             with (
                 torch.random.fork_rng(devices={v.device for v in example.values if v.is_cuda}),
                 restored(self._part),
             ):
-                example.call(self)
+                example.call(self._for_all_sizes)
+        return self._for_all_sizes(*args, **kwargs)
+
+    def _for_all_sizes(self, *args: Any, **kwargs: Any) -> Any:
         if self._is_compiled:
             for value in (*args, *kwargs.values()):
                 if isinstance(value, torch.Tensor) and value.layout == torch.strided:
                     torch._dynamo.maybe_mark_dynamic(value, [*range(min(2, value.dim()))])
         return self._call(*args, **kwargs)
+
+
+def _compiled(call: Callable[..., Any]) -> Callable[..., Any]:
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        return call(*args, **kwargs)
+
+    # torch keeps what it has compiled by code objects, for each a few, and by their names which
+    # sizes it has seen: none is shared.
+    forward.__code__ = forward.__code__.replace(co_name=f"forward_{next(_NUMBERS)}")
+    made: Callable[..., Any] = torch.compile(forward, options={"fallback_random": True})
+    return made

@@ -259,3 +259,31 @@ def test_what_is_missing_to_compile_is_named(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(sysconfig, "get_path", lambda name: "/nowhere")
     with pytest.raises(ClusterError, match=r"/nowhere/Python.h is missing"):
         run(make_net(), config, make_data([4]))
+
+
+def test_the_usual_size_of_a_batch_has_code_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    sizes: list[list[Any]] = []
+
+    def keep(graph: torch.fx.GraphModule, inputs: list[Any]) -> Any:
+        symbols = [value for value in inputs if isinstance(value, torch.SymInt)]
+        sizes.append([value.node.hint for value in symbols])
+        return graph.forward
+
+    compiled = torch.compile
+    monkeypatch.setattr(torch, "compile", lambda call, options: compiled(call, backend=keep))
+    module, data = seeded(make_net), make_data([23], dtype=torch.float32)
+    plan = plan_for(data, TrainConfig(batch_size=6))
+    assert plan.usual_rows(0) == 6  # three times of four
+    expected = seeded(make_net).eval()
+    example = Arguments((torch.ones(9, NUM_FEATURES),))
+    compile_in_place(module, CPU, example, usual_rows=plan.usual_rows(0))
+    compilations()
+    for rows in (6, 5, 6, 4, 6):
+        module(torch.randn(rows, NUM_FEATURES))
+    assert compilations() == 2
+    assert sizes == [[], [9]]  # a number, and a variable that was compiled for the example
+    module.load_state_dict(expected.state_dict())
+    module.eval()
+    for rows in (6, 5, 4):
+        given = torch.randn(rows, NUM_FEATURES)
+        torch.testing.assert_close(module(given), expected(given))
