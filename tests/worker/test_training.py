@@ -118,7 +118,8 @@ def order(plan: TrainPlan, packed: PackedModule, config: TrainConfig = CONFIG, *
     values: dict[str, Any] = {
         "run_id": "run", "run_key": "0123456789abcdef", "attempt": 0, "plan": plan,
         "device": config.device,
-        "payload": cloudpickle.dumps((None, config, packed.skeleton)), "weights": packed.tensors,
+        "payload": cloudpickle.dumps((None, config, packed.skeleton, ())),
+        "weights": packed.tensors,
         "relays": False,
         "storage_url": None, "driver_hosts_channel": True, "resume_path": None, "threads": 1,
         "versions": versions(), "start_timeout_seconds": 10.0, "collective_timeout_seconds": 10.0,

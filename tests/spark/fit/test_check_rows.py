@@ -617,7 +617,7 @@ def test_metrics_are_tried_on_rows_before_workers_start(metric: Any, said: str |
     )  # fmt: skip
     checked: Any = SimpleNamespace(
         module=asked.module, weights=None, request=asked, config=asked.config,
-        objective=objective_of(asked.config, asked.module), slots=NO_GPUS, mode="gang",
+        objective=objective_of(asked.config, asked.module), slots=NO_GPUS, mode="gang", shared=(),
     )  # fmt: skip
     if said is None:
         assert check_rows(checked, table, []).trial.num_classes == 3
@@ -638,7 +638,7 @@ def test_long_rows_of_zeros_are_warned_of(caplog: pytest.LogCaptureFixture) -> N
     asked = request(nn.Linear(20_000, 3))
     checked: Any = SimpleNamespace(
         module=asked.module, weights=None, request=asked, config=asked.config,
-        objective=objective_of(asked.config, asked.module), slots=NO_GPUS, mode="gang",
+        objective=objective_of(asked.config, asked.module), slots=NO_GPUS, mode="gang", shared=(),
     )  # fmt: skip
     values[:, :2_000] = 1
     check_rows(checked, table, [])
