@@ -90,7 +90,7 @@ PYTEST := $(BIN)/python -m pytest
 CHANGE := lint spark plain gangs cluster faults pages types notebooks test-hdfs connect docs package
 ALL := lint spark cluster faults pages notebooks test-hdfs plain gangs connect standalone petastorm \
 	cluster-gpu types docs package
-SUITE = $(BIN)/python -m tests.suite --jobs $(JOBS) $(if $(PARTS),,--proof)
+SUITE = $(BIN)/python -m tests.suite --jobs $(JOBS) $(if $(PARTS)$(filter command% environment%,$(origin SELECT)),,--proof)
 
 test: LIMIT ?= 1200
 test: archive ## what a change can break; what the continuous integration runs

@@ -4,8 +4,9 @@ Usage: python -m tests.suite [--jobs N] [--limit SECONDS] [--proof] PART ...
 
 A part is a target of the Makefile. What it prints comes in one piece when it has ended, and can be
 followed in build/tests/PART.log. A part that fails stops no other. When all have ended, the tests
-that failed run once more, part by part; a part that did not come to its end runs again as a whole.
-What passes then is unsteady. It is named last, and up to three of these do not fail the run.
+that failed run once more, part by part; a part of which not all tests came to their end runs again
+as a whole. What passes then is unsteady. It is named last, and up to three of these do not fail the
+run. A commit is proven by a run of everything, without options of one's own for pytest.
 
 pytest loads this module as a plugin, too, which writes down how its session has ended.
 """
@@ -13,7 +14,9 @@ pytest loads this module as a plugin, too, which writes down how its session has
 from __future__ import annotations
 
 import argparse
+import atexit
 import contextlib
+import fcntl
 import os
 import shlex
 import shutil
@@ -27,6 +30,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 from tests.promises import PROMISES
 
@@ -36,21 +40,31 @@ SLOWEST = 20
 MOST_UNSTEADY = 3
 OUT_OF_TIME = 124
 """Status of a part that took longer than it may; the program timeout has the same."""
+ENDED_EARLY = 125
+"""Status of a part that says it is fine, and of which not all tests came to their end."""
 _PASSED = "passed"
 """Holds the commit on which everything has passed; a run of some parts says nothing about it."""
 _STATUS_FILE = "SPARKDL_TEST_STATUS"
+_NO_END = "no end"
+"""Stands in the status file while pytest runs, and afterwards if it left tests out."""
 _TESTS_FAILED = "1"
 """pytest's status when it came to its end and some tests failed."""
+_OPTIONS = "PYTEST_ADDOPTS"
+_OF_GIT = ("GIT_DIR", "GIT_WORK_TREE", "GIT_INDEX_FILE", "GIT_COMMON_DIR")
+"""Variables, as hooks of git have them, that speak of another checkout."""
+_PATIENCE_SECONDS = 10.0
+"""So long may what a part has started outlive it; JVMs remove their files when they end."""
 _LAST_LINES = 60
 """Of what an unsteady part said the first time."""
 
 
 @dataclass(frozen=True)
 class Result:
-    """How a test went; its ``outcome`` is passed, skipped or failed, ``text`` tells a failure."""
+    """How a test went; its ``text`` tells a failure."""
 
     name: str
     outcome: str
+    """``passed``, ``skipped``, ``xfailed`` or ``failed``."""
     seconds: float
     text: str = ""
 
@@ -66,7 +80,7 @@ class Part:
     """Its tests by their names."""
     said: str = ""
     knows_what_failed: bool = False
-    """True if pytest came to its end, so that nothing failed but the tests that it names."""
+    """True if pytest ran all tests to the end, so that nothing failed but those that it names."""
 
     @property
     def failed(self) -> list[str]:
@@ -78,6 +92,8 @@ class Part:
         """How it went, in a word or a few."""
         if self.status == OUT_OF_TIME:
             return f"OUT OF TIME after {self.seconds:.0f} s"
+        if self.status == ENDED_EARLY:
+            return "ENDED before all of its tests did"
         return f"FAILED with status {self.status}" if self.status else "ok"
 
 
@@ -104,7 +120,8 @@ class Outcome:
         for before, after in self._twice():
             if before.knows_what_failed:
                 passed = [name for name in before.failed if _has_passed(after, name)]
-                found |= {name: before.tests[name].text for name in passed}
+                texts = {name: before.tests[name].text for name in passed}
+                found |= {f"{name} (part {before.name})": text for name, text in texts.items()}
             elif not after.status:
                 last = "\n".join(before.said.splitlines()[-_LAST_LINES:])
                 found[f"the whole part {before.name}"] = f"{before.verdict}\n{last}"
@@ -125,7 +142,7 @@ class Outcome:
         outcomes: dict[str, set[str]] = {}
         for test in self.tests:
             outcomes.setdefault(test.name, set()).add(test.outcome)
-        worst = ("failed", "passed", "skipped")  # a proof may run in two parts
+        worst = ("failed", "xfailed", "passed", "skipped")  # a proof may run in two parts
         return {
             promise: next((one for one in worst if one in found), "not run")
             for promise, proof in promises.items()
@@ -133,12 +150,12 @@ class Outcome:
         }
 
     def is_good(self, promises: Mapping[str, str]) -> bool:
-        """True if nothing failed twice, few are unsteady, and all proofs were run.
+        """True if nothing failed twice, few are unsteady, and all proofs were run and passed.
 
         Proofs that were left out on purpose are told by `report`, and fail no run.
         """
-        all_run = "not run" not in self.proofs(promises).values()
-        return all_run and not self.failed and len(self.unsteady) <= MOST_UNSTEADY
+        are_kept = {*self.proofs(promises).values()} <= {"passed", "skipped"}
+        return are_kept and not self.failed and len(self.unsteady) <= MOST_UNSTEADY
 
     def _twice(self) -> list[tuple[Part, Part]]:
         first = {part.name: part for part in self.first}
@@ -149,10 +166,30 @@ def _has_passed(part: Part, name: str) -> bool:
     return name in part.tests and part.tests[name].outcome == "passed"
 
 
-def pytest_sessionfinish(exitstatus: int) -> None:
-    """Write down pytest's own status; make has the same one for every failure."""
-    if path := os.environ.get(_STATUS_FILE):
-        Path(path).write_text(str(int(exitstatus)), encoding="utf-8")
+def pytest_configure(config: Any) -> None:
+    """Have it written down how this session ends; those that its tests start are no part of it."""
+    os.environ.pop(_OPTIONS, None)
+    if path := os.environ.pop(_STATUS_FILE, None):
+        config.pluginmanager.register(_Course(Path(path)))
+
+
+class _Course:
+    """Notes pytest's own status when its process ends; make has the same one for every failure."""
+
+    def __init__(self, path: Path) -> None:
+        self._path, self._num_run, self._status = path, 0, _NO_END
+        self._write()
+        atexit.register(self._write)  # early, so that it comes after what tests register
+
+    def pytest_runtest_logfinish(self) -> None:
+        self._num_run += 1
+
+    def pytest_sessionfinish(self, session: Any, exitstatus: int) -> None:
+        if self._num_run == session.testscollected:
+            self._status = str(int(exitstatus))
+
+    def _write(self) -> None:
+        self._path.write_text(self._status, encoding="utf-8")
 
 
 class Runner:
@@ -193,8 +230,8 @@ class Runner:
         if only_failed is not None and only_failed[name]:
             options += ["--last-failed", "--last-failed-no-failures=none"]
         environment = {**os.environ, _STATUS_FILE: f"{place}.status"}
-        given = os.environ.get("PYTEST_ADDOPTS")
-        environment["PYTEST_ADDOPTS"] = " ".join(filter(None, (given, shlex.join(options))))
+        given = os.environ.get(_OPTIONS)
+        environment[_OPTIONS] = " ".join(filter(None, (given, shlex.join(options))))
         for variable in ("MAKEFLAGS", "MFLAGS", "MAKELEVEL"):  # of the make that started this one
             environment.pop(variable, None)
         began = time.monotonic()
@@ -204,7 +241,11 @@ class Runner:
             status = self._status_of(self._commands[name], environment, file.fileno())
         seconds = time.monotonic() - began
         said = log.read_text(encoding="utf-8", errors="replace").rstrip()
-        part = Part(name, status, seconds, results_of(place), said, _tests_failed(place))
+        ending, tests = _ending(place), results_of(place)
+        if not status and ending == _NO_END:
+            status = ENDED_EARLY
+        is_known = ending == _TESTS_FAILED and any(t.outcome == "failed" for t in tests.values())
+        part = Part(name, status, seconds, tests, said, is_known)
         print(f"==== {label}: {part.verdict}\n{said}", flush=True)
         return part
 
@@ -214,40 +255,56 @@ class Runner:
             stderr=subprocess.STDOUT, start_new_session=True,
         )  # fmt: skip
         self._running.add(process)
+        patience = 0.0
         try:
-            return process.wait(self._limit_seconds)
+            status = process.wait(self._limit_seconds)
+            patience = _PATIENCE_SECONDS
+            return status
         except subprocess.TimeoutExpired:
             return OUT_OF_TIME
         finally:
-            _end(process)
+            _end(process, patience)
             self._running.discard(process)
 
 
-def _end(process: subprocess.Popen[bytes]) -> None:
-    """Kill a part with what it has started, unless it has ended."""
-    if process.poll() is None:
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)
-        process.wait()
+def _end(process: subprocess.Popen[bytes], patience_seconds: float = 0.0) -> None:
+    """Kill a part with what it has started in its group, unless that ends by itself."""
+    deadline = time.monotonic() + patience_seconds
+    with contextlib.suppress(ProcessLookupError):
+        while time.monotonic() < deadline:
+            os.killpg(process.pid, 0)
+            time.sleep(0.05)
+        os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
 
 
-def _tests_failed(place: Path) -> bool:
+def _ending(place: Path) -> str | None:
+    """What pytest has noted of its end; None: there was no pytest."""
     status = Path(f"{place}.status")
-    return status.exists() and status.read_text(encoding="utf-8") == _TESTS_FAILED
+    return status.read_text(encoding="utf-8") if status.exists() else None
 
 
 def results_of(place: Path) -> dict[str, Result]:
-    """Every test of a part, as pytest has written it to ``place``.xml; none if it has not."""
+    """Every test of a part, as pytest has written it to ``place``.xml; none if it could not."""
     path = Path(f"{place}.xml")
     found: dict[str, Result] = {}
-    for case in ElementTree.parse(path).iter("testcase") if path.exists() else ():
+    try:
+        cases = list(ElementTree.parse(path).iter("testcase")) if path.exists() else []
+    except ElementTree.ParseError:  # it was killed while it wrote, or the disk was full
+        return {}
+    for case in cases:
         failures = [child for child in case if child.tag in ("failure", "error")]
-        outcome = "skipped" if case.find("skipped") is not None else "passed"
+        skipped = case.find("skipped")
+        outcome = "failed" if failures else "passed"
+        if skipped is not None and not failures:
+            outcome = "xfailed" if skipped.get("type") == "pytest.xfail" else "skipped"
         name = f"{case.get('classname')}.{case.get('name')}"
-        text = "\n".join(child.text or child.get("message", "") for child in failures)
-        result = Result(name, "failed" if failures else outcome, float(case.get("time", 0)), text)
-        if name not in found or failures:  # a test and its teardown may both be there
-            found[name] = result
+        texts = [child.text or child.get("message") or "" for child in failures]
+        if name in found and failures:  # a test and its teardown may both be there
+            texts.insert(0, found[name].text)
+        if name not in found or failures:
+            seconds = float(case.get("time", 0))
+            found[name] = Result(name, outcome, seconds, "\n".join(filter(None, texts)))
     return found
 
 
@@ -289,12 +346,18 @@ def describe_unsteady(unsteady: Mapping[str, str]) -> list[str]:
 def clean_commit(folder: Path) -> str | None:
     """The commit that a checkout holds, with nothing changed and nothing new; None: no such one."""
     git = ["git", "-C", str(folder)]
+    own = {key: value for key, value in os.environ.items() if key not in _OF_GIT}
+
+    def asked(*arguments: str) -> str:
+        done = subprocess.run([*git, *arguments], capture_output=True, check=True, env=own)
+        return done.stdout.decode().strip()
+
     try:
-        status = subprocess.run([*git, "status", "--porcelain"], capture_output=True, check=True)
-        head = subprocess.run([*git, "rev-parse", "HEAD"], capture_output=True, check=True)
+        is_clean = not asked("status", "--porcelain", "--untracked-files=all")
+        is_checkout = Path(asked("rev-parse", "--show-toplevel")).samefile(folder)
+        return asked("rev-parse", "HEAD") if is_clean and is_checkout else None
     except (OSError, subprocess.CalledProcessError):  # no git, or no checkout
         return None
-    return None if status.stdout else head.stdout.decode().strip()
 
 
 def _empty(folder: Path, keep: Sequence[str]) -> None:
@@ -308,7 +371,9 @@ def _empty(folder: Path, keep: Sequence[str]) -> None:
 
 def _junit_name(proof: str) -> str:
     path, _, name = proof.partition("::")
-    return f"{path.removesuffix('.py').replace('/', '.')}.{name.replace('::', '.')}"
+    name, bracket, values = name.partition("[")
+    name = f"{name.replace('::', '.')}{bracket}{values}"
+    return f"{path.removesuffix('.py').replace('/', '.')}.{name}"
 
 
 def main(
@@ -324,27 +389,44 @@ def main(
                         "checkout is clean, its commit goes into build/tests/passed")  # fmt: skip
     parser.add_argument("parts", nargs="+")
     given = parser.parse_args(arguments)
-    asked = promises if given.proof else {}
+    folder = root / FOLDER
+    folder.mkdir(parents=True, exist_ok=True)
+    with (folder.parent / "tests.lock").open("w") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            say(f"another run is writing into {folder}; wait until it has ended")
+            return 1
+        return _run(given, say, root, promises if given.proof else {})
+
+
+def _run(
+    given: argparse.Namespace,
+    say: Callable[[str], object],
+    root: Path,
+    promises: Mapping[str, str],
+) -> int:
     commands = {name: ["make", "--no-print-directory", name] for name in given.parts}
     folder = root / FOLDER
-    began, commit = time.monotonic(), clean_commit(root)
-    folder.mkdir(parents=True, exist_ok=True)
+    began, commit = time.monotonic(), None if os.environ.get(_OPTIONS) else clean_commit(root)
     _empty(folder, keep=() if given.proof else (_PASSED,))
     outcome = Runner(commands, root, given.limit).run_all(given.jobs)
-    good = outcome.is_good(asked)
-    for line in report(outcome, asked):
+    good = outcome.is_good(promises)
+    for line in report(outcome, promises):
         say(line)
     say(f"{time.monotonic() - began:8.1f} s  in all: {'ok' if good else 'FAILED'}")
+    unsteady = describe_unsteady(outcome.unsteady)
+    (folder / "unsteady.txt").write_text("".join(f"{line}\n" for line in unsteady), "utf-8")
     if good and given.proof and commit is not None and clean_commit(root) == commit:
         (folder / _PASSED).write_text(f"{commit}\n", encoding="utf-8")
         say(f"proven: commit {commit}")
-    unsteady = describe_unsteady(outcome.unsteady)
-    (folder / "unsteady.txt").write_text("".join(f"{line}\n" for line in unsteady), "utf-8")
     for line in unsteady:
         say(line)
     return not good
 
 
 if __name__ == "__main__":
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # which ends the parts
+    sys.stdout.reconfigure(errors="backslashreplace")  # type: ignore[union-attr]
+    for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT):
+        signal.signal(number, lambda number, _: sys.exit(128 + number))  # which ends the parts
     sys.exit(main(sys.argv[1:]))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import re
 import shutil
@@ -17,7 +18,17 @@ import pytest
 
 from tests.on_connect import AGAIN
 from tests.promises import PROMISES, is_there
-from tests.suite import FOLDER, OUT_OF_TIME, Outcome, Runner, clean_commit, main, report
+from tests.suite import (
+    FOLDER,
+    OUT_OF_TIME,
+    Outcome,
+    Part,
+    Result,
+    Runner,
+    clean_commit,
+    main,
+    report,
+)
 
 PYTEST = [sys.executable, "-m", "pytest", "-q", "-c", os.devnull]
 FIRST = """
@@ -36,7 +47,7 @@ Run = Callable[..., Outcome]
 @pytest.fixture
 def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Run:
     """Write test files in which only `FIRST` stands already, and run each as a part."""
-    monkeypatch.delenv("PYTEST_ADDOPTS", raising=False)  # the options of the part that runs these
+    monkeypatch.delenv("PYTEST_ADDOPTS", raising=False)
 
     def run(jobs: int = 1, limit_seconds: float = 60, **files: str) -> Outcome:
         commands: dict[str, Sequence[str]] = {}
@@ -97,12 +108,15 @@ def test_steady(): assert is_first("steady")
 def fixture():
     yield
     assert not is_first("fixture"), "in the teardown"
-def test_teardown(fixture): pass
+def test_teardown(fixture): assert not is_first("call"), "in the test"
 """
     )
-    assert list(outcome.unsteady) == ["test_shaky.test_shaky", "test_shaky.test_teardown"]
+    assert list(outcome.unsteady) == [
+        f"test_shaky.{name} (part shaky)" for name in ("test_shaky", "test_teardown")
+    ]
     first, second = outcome.unsteady.values()
-    assert "only the first time" in first and "in the teardown" in second
+    assert "only the first time" in first
+    assert "in the test" in second and "in the teardown" in second
     assert outcome.failed == []
     assert outcome.is_good({"proof": "test_shaky.py::test_shaky"})
     assert not outcome.is_good({"proof": "test_shaky.py::test_forgotten"})
@@ -126,6 +140,72 @@ def test_after(): pass
     text = outcome.unsteady["the whole part crashed"]
     assert text.startswith("FAILED with status -6\n") and "in test_crash" in text
     assert outcome.failed == ["the whole part always"]
+
+
+SHAKY = "def test_one(): assert not is_first('one')\n"
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "def test_two(): os._exit(0)",
+        f"{SHAKY}def test_two(): atexit.register(os.abort)",
+        f"{SHAKY}def test_two(): pytest.exit('enough', returncode=1)",
+        f"{SHAKY}def test_two(): atexit.register(pathlib.Path(RESULTS).write_text, '<testsuites>')",
+    ],
+    ids=["ends as if well", "crashes at exit", "leaves tests out", "damages its results"],
+)
+def test_a_part_that_hides_how_it_ended_runs_once_more_as_a_whole(
+    run: Run, text: str, tmp_path: Path
+) -> None:
+    """Nothing is known of the tests after that, or of those that were to come."""
+    begin = f"import atexit\nRESULTS = {str(tmp_path / FOLDER / 'hidden.xml')!r}\n"
+    outcome = run(hidden=f"{begin}{text}\ndef test_last(): assert False")
+    (first,), (second,) = outcome.first, outcome.again
+    assert first.status != 0 and not first.knows_what_failed
+    assert outcome.failed and not outcome.is_good({})
+    assert second.status != 0
+
+
+def test_options_and_places_are_those_of_the_part_alone(run: Run) -> None:
+    """A test that starts a pytest of its own overwrites nothing."""
+    outcome = run(
+        nested=f"""
+import subprocess
+def test_nested(tmp_path):
+    inner = tmp_path / "test_inner.py"
+    inner.write_text("def test_inner(): assert False")
+    command = {PYTEST} + ["--rootdir", str(tmp_path), str(inner)]
+    assert subprocess.run(command, cwd=tmp_path).returncode == 1
+def test_crash():
+    if is_first("crash"): os._exit(3)
+"""
+    )
+    assert list(outcome.unsteady) == ["the whole part nested"]
+    assert {test.name for test in outcome.tests} == {
+        "test_nested.test_nested",
+        "test_nested.test_crash",
+    }
+
+
+def test_a_proof_that_may_fail_is_none(run: Run) -> None:
+    outcome = run(
+        marked="""
+@pytest.mark.xfail(reason="some day")
+def test_later(): assert False
+@pytest.mark.parametrize("x", ["a::b"])
+def test_each(x): pass
+"""
+    )
+    assert outcome.is_good({"proof": "test_marked.py::test_each[a::b]"})
+    assert not outcome.is_good({"proof": "test_marked.py::test_later"})
+
+
+def test_a_test_counts_in_each_part() -> None:
+    tests = {way: {"t": Result("t", way, 0.1)} for way in ("failed", "passed")}
+    first = [Part(name, 1, 1.0, tests["failed"], knows_what_failed=True) for name in "ab"]
+    again = [Part(name, 0, 1.0, tests["passed"]) for name in "ab"]
+    assert list(Outcome(first, again).unsteady) == ["t (part a)", "t (part b)"]
 
 
 @pytest.mark.parametrize(
@@ -161,6 +241,17 @@ def test_a_part_that_is_out_of_time_ends_with_all_that_it_has_started(tmp_path: 
     assert list(outcome.unsteady) == ["the whole part slow"]
     text = outcome.unsteady["the whole part slow"]
     assert text.startswith("OUT OF TIME after ") and text.endswith("hangs")
+    assert outcome.is_good({})
+    assert not is_alive(int((tmp_path / "pid").read_text()))
+
+
+def test_what_a_part_leaves_behind_ends_when_it_does(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tests.suite._PATIENCE_SECONDS", 0.3)
+    (tmp_path / FOLDER).mkdir(parents=True)
+    leaves = "sleep 600 & echo $! > pid"
+    outcome = Runner({"left": ["sh", "-c", leaves]}, tmp_path, 60).run_all(1)
     assert outcome.is_good({})
     assert not is_alive(int((tmp_path / "pid").read_text()))
 
@@ -234,7 +325,7 @@ def test_a_run_ends_with_what_is_unsteady_and_notes_a_commit_that_is_proven(chec
     arguments = ["--proof", "one", "two"]
     assert main(arguments, said.append, checkout, promises) == 1  # four are unsteady
     assert said[-1] == "more than 3 are unsteady, so the run has FAILED"
-    assert "  test_one.test_3" in said and any("round 3" in line for line in said)
+    assert "  test_one.test_3 (part one)" in said and any("round 3" in line for line in said)
     kept = (checkout / FOLDER / "unsteady.txt").read_text(encoding="utf-8")
     assert kept.splitlines() == said[-len(kept.splitlines()) :]
     assert not (checkout / FOLDER / "passed").exists()
@@ -251,6 +342,43 @@ def test_a_run_ends_with_what_is_unsteady_and_notes_a_commit_that_is_proven(chec
     assert clean_commit(checkout) is None
     assert main(["--proof", "two"], said.append, checkout, {}) == 0
     assert not (checkout / FOLDER / "passed").exists()
+
+
+def test_what_is_no_run_of_a_clean_checkout_proves_nothing(
+    checkout: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    passed, said = checkout / FOLDER / "passed", list[str]()
+    assert main(["--proof", "two"], said.append, checkout, {}) == 0
+    assert passed.exists()
+    monkeypatch.setenv("PYTEST_ADDOPTS", "-x")
+    assert main(["--proof", "two"], said.append, checkout, {}) == 0
+    assert not passed.exists()
+
+    copy = checkout / "build" / "copy"  # ignored by the repository around it
+    copy.mkdir()
+    assert clean_commit(copy) is None
+    commit = git(checkout, "rev-parse", "HEAD")
+    other = checkout / "build" / "other"
+    git(checkout, "clone", "-q", str(checkout), str(other))
+    git(other, "-c", "user.name=x", "-c", "user.email=x@y", "commit", "-qm", "s", "--allow-empty")
+    monkeypatch.setenv("GIT_DIR", str(other / ".git"))  # as in a hook of that one
+    monkeypatch.setenv("GIT_WORK_TREE", str(other))
+    assert clean_commit(checkout) == commit
+    monkeypatch.delenv("GIT_DIR")
+    monkeypatch.delenv("GIT_WORK_TREE")
+    git(checkout, "config", "status.showUntrackedFiles", "no")
+    (checkout / "conftest.py").touch()
+    assert clean_commit(checkout) is None
+
+
+def test_two_runs_in_one_folder_do_not_mix(checkout: Path) -> None:
+    said: list[str] = []
+    (checkout / FOLDER).mkdir(parents=True)
+    with (checkout / "build" / "tests.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        assert main(["two"], said.append, checkout, {}) == 1
+    assert len(said) == 1 and "another run" in said[0]
+    assert main(["two"], said.append, checkout, {}) == 0
 
 
 def test_every_promise_has_a_proof_of_its_own() -> None:
