@@ -182,6 +182,7 @@ class TrainStep:
         if self._replica.manual is not None:
             return self._train_manually(self._replica.manual, batch, global_rows, step)
         self._follow_freezing()
+        self._stepper.zero()
         self._synchronizer.zero_gradients()
         if self._synchronizer.is_late:
             batch = batch.rows(0, 0)
@@ -221,6 +222,7 @@ class TrainStep:
         assert isinstance(synchronizer, ShardTreeSynchronizer)
         if self._follow_freezing():
             states.follow_freezing()
+        self._stepper.zero()
         if self._config.augmentation is not None:
             given, batches = batches, dict(batches)
             for number, batch in given.items():

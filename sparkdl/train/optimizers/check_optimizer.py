@@ -125,6 +125,7 @@ def check_steps(
             f"optimizer {name} fails in its first step: {type(error).__name__}: {error}; step it "
             "once in a loop of your own, with gradients of some parameters and with none of others"
         ) from error
+    stepper.zero()
     if stepper.with_closure:
         check_closure(config, name)
     check_kept("optimizer", optimizer)
@@ -269,6 +270,7 @@ def step_once(
 
     stepper = Stepper(optimizer)
     set_mode(optimizer, trains=True)
+    stepper.zero()
     gradients()
     stepper(gradients, gradients)
     set_mode(optimizer, trains=False)

@@ -1,7 +1,8 @@
 """The steps of optimizers that want more than a call of ``step()``.
 
 Some have a ``train()`` and an ``eval()``, between which the weights differ (schedule-free ones);
-some want a closure, which computes loss and gradients anew (L-BFGS, SAM).
+some want a closure, which computes loss and gradients anew (L-BFGS, SAM); some have a
+``zero_grad()`` of their own.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from sparkdl.errors import CheckpointError
+from sparkdl.errors import CheckpointError, ConfigError
 from sparkdl.sync.module_tensors import fingerprint
 from sparkdl.train.optimizers.nested_states import (
     copied,
@@ -48,6 +49,12 @@ def takes_closure(optimizer: torch.optim.Optimizer) -> bool | None:
     return True if own.default is own.empty and own.kind is not own.VAR_POSITIONAL else None
 
 
+def zeroes_itself(optimizer: torch.optim.Optimizer) -> bool:
+    """Return True if the optimizer's ``zero_grad`` is not torch's."""
+    own = getattr(optimizer, "zero_grad", None)
+    return own is not None and getattr(own, "__func__", own) is not torch.optim.Optimizer.zero_grad
+
+
 class Stepper:
     """Steps an optimizer, with a closure if it does not do without.
 
@@ -61,9 +68,30 @@ class Stepper:
         self.is_own = not is_known(optimizer)
         """True if it is the user's own, or calls one that is."""
         self._may_need_one = self.is_own and takes_closure(optimizer) is None
+        self._zeroes_itself = zeroes_itself(optimizer)
+        self._left_zero: list[nn.Parameter] = []
+        """Those whose gradients the optimizer has set to zero, where torch drops them."""
         checks: Any = torch.sparse.check_sparse_tensor_invariants
         if not checks.is_enabled():
             checks.disable()  # else Adagrad's first sparse gradient warns that nobody has said so
+
+    def zero(self) -> None:
+        """Call a ``zero_grad()`` of the optimizer's own, as a plain loop does before each step.
+
+        Raises:
+            ConfigError: it leaves gradients, to which workers would add theirs.
+        """
+        if not self._zeroes_itself:
+            return
+        self._optimizer.zero_grad()
+        self._left_zero = [p for p in owned(self._optimizer) if p.grad is not None]
+        if any(_has_values(p.grad) for p in self._left_zero if p.grad is not None):
+            kind = type(self._optimizer).__name__
+            raise ConfigError(
+                f"zero_grad() of the optimizer {kind} leaves gradients, and workers sum up those "
+                "of one step only; keep what shall last over steps in the optimizer's state, and "
+                "add it in step()"
+            )
 
     def __call__(self, loss: Callable[[], Any], again: Callable[[], Any]) -> None:
         """Step; ``loss`` gives that of this moment, ``again`` gradients and loss of another."""
@@ -94,6 +122,9 @@ class Stepper:
 
     def _part_gradients(self) -> None:
         """Let an optimizer of the user's own keep gradients, whose memory the next step uses."""
+        for parameter in self._left_zero:
+            if parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
         for parameter in owned(self._optimizer) if self.is_own else ():
             if parameter.grad is not None and parameter.grad._is_view():
                 parameter.grad = parameter.grad.clone()
@@ -122,6 +153,11 @@ class Stepper:
         parameters = owned(self._optimizer)
         gradients = [fingerprint(p.grad) for p in parameters]
         return [*map(fingerprint, parameters), *gradients]
+
+
+def _has_values(gradient: torch.Tensor) -> bool:
+    values = gradient.coalesce().values() if gradient.is_sparse else gradient
+    return bool(values.any())
 
 
 def owned(optimizer: torch.optim.Optimizer) -> list[nn.Parameter]:

@@ -155,6 +155,29 @@ class Lookahead(torch.optim.Optimizer):
         self.inner.load_state_dict(state)
 
 
+class Annealing(torch.optim.SGD):
+    """Does what belongs to a step where a plain loop begins it."""
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        for group in self.param_groups:
+            group["lr"] *= 0.9
+        super().zero_grad(set_to_none)
+
+
+class Leaving(torch.optim.SGD):
+    """Has gradients fade, in place of a momentum."""
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is not None:
+                    p.grad.mul_(0.9)
+
+
+def annealing(parameters: Any) -> torch.optim.Optimizer:
+    return Annealing(parameters, lr=0.2, momentum=0.9)
+
+
 def lookahead(parameters: Any) -> torch.optim.Optimizer:
     return Lookahead(torch.optim.SGD(parameters, lr=0.1, momentum=0.9))
 
@@ -186,9 +209,9 @@ def config_of(optimizer: Any, **changes: Any) -> TrainConfig:
 
 def step_as_wanted(optimizer: Any, closure: Callable[[], torch.Tensor]) -> None:
     """Give a closure to the optimizers that want one."""
-    if isinstance(optimizer, SAM | ScheduleFree | Lookahead):
+    if isinstance(optimizer, SAM | ScheduleFree | Lookahead | Annealing):
         closure()
-    optimizer.step(None if isinstance(optimizer, ScheduleFree) else closure)
+    optimizer.step(None if isinstance(optimizer, ScheduleFree | Annealing) else closure)
 
 
 def plain_loop(config: TrainConfig, rows: list[int], step: Any = step_as_wanted) -> torch.Tensor:
@@ -208,7 +231,7 @@ def plain_loop(config: TrainConfig, rows: list[int], step: Any = step_as_wanted)
             y = torch.cat([part.target for part in parts])
 
             def closure(x: torch.Tensor = x, y: torch.Tensor = y) -> torch.Tensor:
-                net.zero_grad()
+                optimizer.zero_grad()
                 loss = (net(x).squeeze(1) - y).square().mean()
                 loss.backward()
                 return loss
@@ -225,7 +248,7 @@ def train_on_rank(comm: Any, config: TrainConfig) -> torch.Tensor:
     return weights(net)
 
 
-@pytest.mark.parametrize("optimizer", [*CLOSURES, ScheduleFree, lookahead])
+@pytest.mark.parametrize("optimizer", [*CLOSURES, ScheduleFree, lookahead, annealing])
 def test_alone_they_train_as_in_a_plain_loop(optimizer: Any) -> None:
     expected = plain_loop(config_of(optimizer), [23])
     for strategy in (AllReduce(), ParameterAveraging(averaging_period=2)):
@@ -237,7 +260,7 @@ def test_alone_they_train_as_in_a_plain_loop(optimizer: Any) -> None:
 
 
 @pytest.mark.parametrize("elasticity", ["rounding", "bits"])
-@pytest.mark.parametrize("optimizer", [*CLOSURES, ScheduleFree, lookahead])
+@pytest.mark.parametrize("optimizer", [*CLOSURES, ScheduleFree, lookahead, annealing])
 def test_in_a_gang_they_do_so_too(gang: Gang, optimizer: Any, elasticity: Any) -> None:
     config = config_of(optimizer, sync_strategy=AllReduce(), elasticity=elasticity)
     first, second = gang.run(train_on_rank, config)
@@ -245,12 +268,31 @@ def test_in_a_gang_they_do_so_too(gang: Gang, optimizer: Any, elasticity: Any) -
     assert torch.equal(first, second)
 
 
-@pytest.mark.parametrize("optimizer", [lbfgs, sam, ScheduleFree, lookahead])
+@pytest.mark.parametrize("optimizer", [lbfgs, sam, ScheduleFree, lookahead, annealing])
 def test_a_resumed_run_has_the_same_bits(optimizer: Any) -> None:
     config, sink = config_of(optimizer), Keeper(steps=(3,))
     whole, resumed = make_net(), make_net()
     run(whole, config, make_data([23]), sink=sink)
     assert_equal_bits(weights(whole), weights(run_from(resumed, config, sink)))
+
+
+def test_zero_grad_of_their_own_sets_to_zero_or_drops() -> None:
+    class Keeping(torch.optim.SGD):
+        def zero_grad(self, set_to_none: bool = False) -> None:
+            super().zero_grad(set_to_none)
+
+    used, unused = (nn.Parameter(torch.ones(2)) for _ in range(2))
+    optimizer = Keeping([used, unused], lr=0.1, weight_decay=0.5)
+    stepper = Stepper(optimizer)
+    for gradient in (torch.ones(2), None):  # the second step does not use it
+        stepper.zero()
+        used.grad = gradient
+        stepper(float, float)
+    assert used.tolist() == pytest.approx([0.85 * 0.95] * 2)  # decays without a gradient of its own
+    assert unused.tolist() == [1.0, 1.0]
+    used.grad = torch.ones(2)
+    with pytest.raises(ConfigError, match="Leaving leaves gradients.*in step"):
+        Stepper(Leaving([used], lr=0.1)).zero()
 
 
 def run_from(net: nn.Module, config: TrainConfig, sink: Keeper) -> nn.Module:
@@ -356,6 +398,8 @@ def test_what_cannot_be_is_refused_before_any_job() -> None:
     for strategy in (AsyncSGD(), AllReduce(double_buffering=True)):
         with pytest.raises(ConfigError, match=r"wants a closure.*AllReduce\(\)"):
             check(sam, sync_strategy=strategy)
+    with pytest.raises(ConfigError, match=r"zero_grad\(\) of the optimizer Leaving leaves"):
+        check(lambda parameters: Leaving(parameters, lr=0.1))
     with pytest.raises(ConfigError, match="leave out precision='fp16'"):
         check(lbfgs, precision="fp16")
     with pytest.raises(ConfigError, match=r"train\(\) and eval\(\)"):
