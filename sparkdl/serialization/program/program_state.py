@@ -28,7 +28,7 @@ import torch
 from torch import nn
 
 from sparkdl.runtime.process import lent
-from sparkdl.serialization.travel.pickling import sent_code
+from sparkdl.serialization.travel.pickling import HOOKS, TENSOR_HOOKS, sent_code
 from sparkdl.serialization.trust import is_installed
 
 _MOST_PARTS = 10_000
@@ -55,8 +55,9 @@ _State = list[Any] | dict[Any, Any] | bytes | torch.Tensor
 @contextlib.contextmanager
 def program_kept(*values: Any) -> Iterator[ProgramState]:
     """Let what the code of these values keeps outside of them be afterwards as it was before."""
+    modules = [value for value in values if isinstance(value, nn.Module)]
     with lent:  # fits may run on several threads
-        state = ProgramState(code for code, _ in sent_code(values))
+        state = ProgramState((code for code, _ in sent_code(values)), modules)
         try:
             yield state
         finally:
@@ -99,14 +100,21 @@ class ProgramState:
     of random numbers, and the containers of Python.
     """
 
-    def __init__(self, code: Iterable[Any]) -> None:
-        """Look at classes and functions, or modules of Python, and at whatever they name."""
+    def __init__(self, code: Iterable[Any], modules: Iterable[nn.Module] = ()) -> None:
+        """Look at classes and functions, or modules of Python, and at whatever they name.
+
+        What ``modules`` hold themselves others keep, but for what hooks do, and what is kept in
+        attributes of their parameters and buffers.
+        """
         self.numbers: set[int] = set()
         """Whole numbers that were met, in containers and alone."""
         self._places: list[_Place] = []
         self._copies: dict[int, Any] = {}
         self._seen: dict[int, Any] = {}  # the objects too, so that no id is used twice
         self._todo = collections.deque((one, "") for one in code)
+        for module in modules:
+            self._seen |= {id(part): part for part in _parts(module)}
+            self._todo += _beside(module)
         for _ in range(_MOST_PARTS):
             if not self._todo:
                 break
@@ -203,6 +211,28 @@ class ProgramState:
             if not issubclass(type(value), types.ModuleType):
                 self._keep(prefix + key, partial(_item, space, key), partial(_set_item, space, key))
                 self._look_at([value], prefix + key)
+
+
+def _parts(module: nn.Module) -> Iterator[Any]:
+    """Yield what is registered in a module, and it."""
+    for layer in module.modules():
+        yield layer
+        yield from (*layer._parameters.values(), *layer._buffers.values())
+
+
+def _beside(module: nn.Module) -> Iterator[tuple[Any, str]]:
+    """Yield hooks, and the attributes of registered tensors, with names."""
+    for path, layer in module.named_modules():
+        of_layer = [(path or type(module).__name__, layer, HOOKS)]
+        for key, tensor in (*layer._parameters.items(), *layer._buffers.items()):
+            if tensor is not None:
+                name = f"{path}.{key}" if path else key
+                of_layer.append((name, tensor, frozenset(TENSOR_HOOKS)))
+                yield vars(tensor), name
+        for name, owner, registers in of_layer:
+            for register in sorted(registers):
+                for hook in (getattr(owner, register, None) or {}).values():
+                    yield hook, f"a hook of {name}"
 
 
 def _is_users(module: object) -> bool:

@@ -7,6 +7,7 @@ worker would do it, on the first rows. What fails there would fail on every work
 from __future__ import annotations
 
 import contextlib
+import copy
 import logging
 import pickle
 import re
@@ -43,7 +44,8 @@ Changes = Mapping[tuple[str, str], Any]
 """Kind and name of what a step has changed besides what the optimizer does -> what tells its values
 apart. Kinds: a parameter, a buffer or an attribute of the module, or what the loss keeps;
 ``output`` and ``value``, what module and loss give with these attributes and all else as before;
-and what else the ``program`` keeps, such as a global, if outputs or losses follow from it."""
+and what else the ``program`` keeps, such as a global, if outputs, losses or gradients follow from
+it."""
 _MOST_NUMBERS = 1 << 26
 """Modules with more parameters than this are not tried: the driver would need their gradients and
 moments besides."""
@@ -194,8 +196,11 @@ def _check_program(*seen: Changes, mode: Literal["gang", "rounds"]) -> None:
     name = next((name for changes in seen for kind, name in changes if kind == "program"), None)
     if name is None:
         return
-    what = f"forward or loss changes {name!r}, which is no part of the module, and computes with it"
-    remedy = "keep it in the module, as an attribute or a buffer"
+    what = (
+        f"a step changes {name!r}, which is none of the module's attributes and buffers, and "
+        "computes with it"
+    )
+    remedy = "keep it in a buffer, or in an attribute of a layer"
     if mode == "rounds":
         raise ConfigError(
             f"{what}: each task of a round would begin with it anew; {remedy}, or set "
@@ -372,18 +377,59 @@ def _changes(tried: _Tried, program: ProgramState, *, adds_up: bool, is_first: b
     with optimizers.without_compiler():
         for what, owner in (("optimizer", optimizer), ("scheduler", replica.scheduler)):
             check_optimizer.check_kept(what, owner)
-    counted = program.changed()
     keeps = any(kind in ("attribute", "loss") for kind, _ in changes)
-    if keeps or counted:
+    if keeps:
         give_tensors(module, tensors_of(tried.given))
-        given = _given(replica, batch)
-        changes |= given if keeps else {}
-    if counted and not keeps:
-        program.put_back()
-        give_tensors(module, tensors_of(tried.given))
-        if _given(replica, batch) != given:
-            changes["program", counted[0]] = None
+        changes |= _given(replica, batch)
+    counted = program.changed()
+    if counted and _gives_other(tried, held, replica, program.put_back):
+        changes["program", counted[0]] = None
     return changes
+
+
+def _gives_other(
+    tried: _Tried, held: Attributes, replica: Replica, put_back: Callable[[], None]
+) -> bool:
+    """Return True if outputs, losses or gradients are others once the program is put back.
+
+    False also for modules that hold what nobody could put back for that.
+    """
+    from sparkdl.storage import tensor_tree
+    from sparkdl.sync.module_tensors import give_tensors, tensors_of
+
+    attributes, kept = held.state_dict(), replica.kept.state_dict()
+    if attributes["lacks"] or attributes["layers"]:
+        return False
+    state, found = tensor_tree.snapshot([attributes, kept]), list[Any]()
+    for _ in range(2):
+        attributes, kept = tensor_tree.unpack(state.value, copy.deepcopy(state.tensors))
+        held.load_state_dict(attributes)
+        replica.kept.load_state_dict(kept)
+        give_tensors(tried.module, tensors_of(tried.given))
+        found.append([_given(replica, tried.batch), _gradients_given(replica, tried.batch)])
+        put_back()
+    return bool(found[0] != found[1])
+
+
+def _gradients_given(replica: Replica, batch: Batch) -> list[int]:
+    """What tells apart the gradients for rows of ones; nothing, where a backward pass fails."""
+    import torch
+
+    from sparkdl.sync.module_tensors import fingerprint
+    from sparkdl.train.objective.label_losses import sums_of
+    from sparkdl.train.objective.training_step import run
+
+    gradients = list[int]()
+    replica.synchronizer.zero_gradients()
+    with contextlib.suppress(Exception), seeded(replica.config.seed):
+        replica.module.train()
+        ones = batch.map(torch.ones_like)
+        seen = run(replica.loss, replica.module, ones)
+        sums_of(replica.loss, seen, ones.target, None)[0].backward()
+        parameters = replica.module.parameters()
+        gradients += [fingerprint(p.grad) for p in parameters if p.grad is not None]
+    replica.synchronizer.zero_gradients()
+    return gradients
 
 
 def _given(replica: Replica, batch: Batch) -> Changes:

@@ -619,9 +619,82 @@ class Annealed(nn.Linear):
         return super().forward(x) / (1 + Annealed.calls)
 
 
+class Scaler:
+    """A hook with a count of its own."""
+
+    def __init__(self) -> None:
+        self.calls = 0
+
+    def __call__(self, layer: nn.Module, given: Any, output: torch.Tensor) -> torch.Tensor:
+        self.calls += layer.training
+        return output / (1 + self.calls)
+
+
+def with_hook_object() -> nn.Module:
+    module = nn.Linear(4, 3)
+    module.register_forward_hook(Scaler())
+    return module
+
+
+def with_hook_of_gradients(register: str) -> nn.Module:
+    """Has ever smaller gradients; forward knows nothing of it."""
+    module, passes = nn.Linear(4, 3), [0]
+
+    def shrunk(gradient: torch.Tensor) -> torch.Tensor:
+        passes[0] += 1
+        return gradient / (1 + passes[0])
+
+    def in_place(parameter: torch.Tensor) -> None:
+        assert parameter.grad is not None
+        parameter.grad.copy_(shrunk(parameter.grad))
+
+    def of_layer(layer: nn.Module, inputs: Any, outputs: Any) -> Any:
+        return (shrunk(outputs[0]),)
+
+    if register == "layer":
+        module.register_full_backward_pre_hook(lambda layer, outputs: of_layer(layer, (), outputs))
+    elif register == "tensor":
+        module.weight.register_hook(shrunk)
+    else:
+        module.weight.register_post_accumulate_grad_hook(in_place)
+    return module
+
+
+class Tagged(nn.Linear):
+    """Counts in an attribute of a parameter, beside one of its own."""
+
+    def __init__(self) -> None:
+        super().__init__(4, 3)
+        self.weight.calls = self.calls = 0  # type: ignore[attr-defined]
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
+        self.weight.calls += self.training  # type: ignore[attr-defined]
+        return super().forward(x) / (1 + self.weight.calls)  # type: ignore[attr-defined,no-any-return]
+
+
+class Watching(nn.Linear):
+    """Has a hook that writes into the module itself, which goes along."""
+
+    def __init__(self) -> None:
+        super().__init__(4, 3)
+        self.calls = [0]
+        self.register_forward_hook(self.count)
+
+    def count(self, layer: nn.Module, given: Any, output: torch.Tensor) -> torch.Tensor:
+        self.calls[0] += self.training
+        return output / (1 + self.calls[0])
+
+
 @pytest.mark.parametrize(
     ("module", "loss", "name"),
     [
+        (with_hook_object(), "cross_entropy", "a hook of Linear"),
+        (with_hook_of_gradients("layer"), "cross_entropy", "passes"),
+        (with_hook_of_gradients("tensor"), "cross_entropy", "passes"),
+        (with_hook_of_gradients("sum"), "cross_entropy", "passes"),
+        (Tagged(), "cross_entropy", "weight"),
+        (Watching(), "cross_entropy", None),
         (nn.Linear(4, 3), annealed, "CALLS"),
         (Annealed(4, 3), "cross_entropy", "Annealed"),
         (Noting(4, 3), "cross_entropy", None),
@@ -633,7 +706,7 @@ def test_results_that_follow_from_what_is_outside_of_the_module_are_told(
     """No checkpoint has it, and tasks of rounds begin anew; trials leave all as it was."""
     checked = checked_values(module, loss=loss)
     step(checked)
-    said = f"forward or loss changes {name!r}, which is no part of the module"
+    said = f"a step changes {name!r}, which is none of the module's attributes and buffers"
     assert (said in caplog.text) is (name is not None)
     in_rounds = dataclasses.replace(checked, mode="rounds")
     if name is None:

@@ -291,7 +291,7 @@ def test_zero_grad_of_their_own_sets_to_zero_or_drops() -> None:
     assert used.tolist() == pytest.approx([0.85 * 0.95] * 2)  # decays without a gradient of its own
     assert unused.tolist() == [1.0, 1.0]
     used.grad = torch.ones(2)
-    with pytest.raises(ConfigError, match="Leaving leaves gradients.*in step"):
+    with pytest.raises(ConfigError, match=r"Leaving leaves gradients.*in step"):
         Stepper(Leaving([used], lr=0.1)).zero()
 
 
