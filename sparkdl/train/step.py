@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import math
+import types
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
@@ -69,6 +70,19 @@ def _mean(shared: torch.Tensor) -> torch.Tensor:
     return shared[0] / shared[1].clamp(min=torch.finfo(shared.dtype).tiny)
 
 
+def _names_gradients(module: nn.Module) -> bool:
+    """True if the user's classes name an attribute ``grad``, as of a parameter or a tensor."""
+    kinds = {kind for layer in module.modules() for kind in type(layer).__mro__}
+    users = [kind for kind in kinds if kind.__module__.partition(".")[0] not in _NO_USERS]
+    parts = [getattr(part, "__func__", part) for kind in users for part in vars(kind).values()]
+    codes = [part.__code__ for part in parts if isinstance(part, types.FunctionType)]
+    for code in codes:
+        codes += [part for part in code.co_consts if isinstance(part, types.CodeType)]
+    return any("grad" in code.co_names for code in codes)
+
+
+_NO_USERS = ("torch", "sparkdl", "builtins")
+"""Packages whose classes know of gradients what workers do with them."""
 READ_EVERY = 16
 """Steps between two looks at the loss on CUDA, where every look waits for the device."""
 NORM_EVERY = 16
@@ -151,6 +165,8 @@ class TrainStep:
         self._divisor: float | torch.Tensor | None = None
         """Divisor of the losses of this step, if that was their weights' sum."""
         self._stepper = Stepper(self._synchronizer.optimizer)
+        self._drops = self._synchronizer.divided is None and _names_gradients(replica.module)
+        """True if forward may look at gradients: in a plain loop there are none yet."""
         self._clock = clock
         self.after_forward: list[int] | None = None
         """Fingerprints of all parameters before the first backward pass; None: there was none."""
@@ -398,6 +414,8 @@ class TrainStep:
             if num_parts > 1:
                 micro_batch = batch.rows(*batch_bounds(batch.num_rows, num_parts, number))
             is_last = number == num_parts - 1
+            for parameter in self._parameters if self._drops and number == 0 else ():
+                parameter.grad = None
             # A backward pass of the user's own, within forward, is none that ends the step.
             with self._synchronizer.no_sync(), self._format.autocast():
                 output = run(loss, self._synchronizer.model, micro_batch)

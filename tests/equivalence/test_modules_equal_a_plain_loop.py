@@ -530,6 +530,13 @@ class ClearsAfter(Net):
         return super().forward(x)
 
 
+class Looks(Net):
+    """Looks at its gradients, of which a plain loop has none yet."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x) * (1 if self.body.weight.grad is None else 2)
+
+
 def replace(parameter: torch.Tensor) -> None:
     assert parameter.grad is not None
     parameter.grad = parameter.grad * 0.5
@@ -553,7 +560,7 @@ class HookedByData(Hooked):
     hook = staticmethod(replace_data)
 
 
-@pytest.mark.parametrize("make", [Clears, ClearsAfter, Hooked, HookedByData])
+@pytest.mark.parametrize("make", [Clears, ClearsAfter, Looks, Hooked, HookedByData])
 @pytest.mark.parametrize("strategy", ["auto", "small buckets", "shared", "bits", "bulk server"])
 def test_gradients_may_be_replaced_within_a_step(gang: Gang, make: Any, strategy: str) -> None:
     """Else a bucket would travel in which they are not."""
