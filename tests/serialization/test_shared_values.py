@@ -3,8 +3,13 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
+import importlib
 import pickle
+import re
+import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -17,11 +22,12 @@ from sparkdl.config import TrainConfig
 from sparkdl.data.plan import RoundPart
 from sparkdl.data.spool.mapped import MappedRows
 from sparkdl.errors import ConfigError
+from sparkdl.mesh import Mesh
+from sparkdl.serialization.program.shared_objects import shared_values
 from sparkdl.serialization.travel.attributes import Attributes
 from sparkdl.serialization.travel.packed_module import travelled
 from sparkdl.serialization.travel.pickling import dumps
-from sparkdl.serialization.travel.shared_values import shared_values
-from sparkdl.spark.fit.check_request import check_values
+from sparkdl.spark.fit.check_request import begin_module, check_values
 from sparkdl.train.callbacks import NullObserver
 from sparkdl.train.round_replica import RoundReplica
 from tests.spark.fit.requests import request
@@ -112,6 +118,66 @@ def test_forward_that_changes_what_the_loss_has_is_refused(
     message = "kept of the module is also in loss: workers have two .* the module has changed"
     with pytest.raises(ConfigError, match=message):
         step(check_values(request(given, loss=Reads(kept))))
+
+
+def test_where_a_mesh_records_weights_it_is_found_too() -> None:
+    beta = Beta()
+    asked = request(lambda: Net(beta), loss=Reads(beta), parallelism=Mesh(shard=2))
+    begun = begin_module(asked)
+    assert begun.weights is not None
+    assert [(one.path, one.owner) for one in begun.shared] == [("kept", "loss")]
+
+
+FILE = """
+import torch
+from torch import nn
+
+class Beta:
+    def __init__(self):
+        self.value, self.parts = 1.0, {"a": [1.0]}
+
+BETA = Beta()
+
+class Holds(nn.Linear):
+    def __init__(self, kept):
+        super().__init__(4, 3)
+        self.kept = kept
+
+    def forward(self, x):
+        return super().forward(x)
+
+def reads(output, target):
+    return nn.functional.cross_entropy(output, target, reduction="none") * BETA.value
+
+def grows(output, target):
+    BETA.value += 1
+    BETA.parts["a"].append(1.0)
+    return reads(output, target) * 0 + nn.functional.cross_entropy(output, target)
+"""
+
+
+def test_an_imported_file_has_another_one_on_a_worker(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "annealed.py").write_text(FILE)
+    monkeypatch.syspath_prepend(tmp_path)
+    lib: Any = importlib.import_module("annealed")
+    monkeypatch.delitem(sys.modules, "annealed", raising=False)
+    monkeypatch.setitem(sys.modules, "annealed", lib)
+    for kept, name in ((lib.BETA, "BETA"), (lib.BETA.parts["a"], "BETA.parts['a']")):
+        net = lib.Holds(kept)
+        (found,) = shared_values(net, {"loss": lib.reads})
+        assert (found.path, found.owner) == ("kept", f"the global {name} of annealed")
+        assert found.of_owner() is kept is found.in_module(net)
+        (there,) = pickle.loads(dumps([found]))
+        assert there.of_owner() is kept  # no third one travels
+        step(check_values(request(net, loss=lib.reads)))
+        message = rf"kept of the module is also in {re.escape(found.owner)}: workers have two"
+        with pytest.raises(ConfigError, match=message):
+            step(check_values(request(net, loss=lib.grows)))
+    assert not shared_values(lib.Holds(lib.Beta()), {"loss": lib.grows})
+    found = dataclasses.replace(found, place=dataclasses.replace(found.place, file="absent_file"))
+    Attributes(net, shared=(found,)).check_shared()  # nothing is known of it there
 
 
 CONFIG = TrainConfig(epochs=3, batch_size=6, learning_rate=0.1)

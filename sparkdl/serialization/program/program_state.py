@@ -93,8 +93,8 @@ class _Place:
         return not _is_same(self.read(), self.was)
 
 
-class ProgramState:
-    """All that the user's own code names and could change, as it was when this was made.
+class ProgramWalk:
+    """Walks over all that the user's own code names and could change.
 
     Objects of other people's classes are left alone, but for modules, tensors, arrays, generators
     of random numbers, and the containers of Python.
@@ -108,8 +108,8 @@ class ProgramState:
         """
         self.numbers: set[int] = set()
         """Whole numbers that were met, in containers and alone."""
-        self._places: list[_Place] = []
-        self._copies: dict[int, Any] = {}
+        self.globals: list[tuple[str, str, Any]] = []
+        """The names of modules of Python, of globals in them, and what these are."""
         self._seen: dict[int, Any] = {}  # the objects too, so that no id is used twice
         self._todo = collections.deque((one, "") for one in code)
         for module in modules:
@@ -123,19 +123,8 @@ class ProgramState:
                 self._seen[id(value)] = value
                 self._look(value, name)
 
-    def changed(self) -> list[str]:
-        """Names of what is otherwise now, each once."""
-        return list(dict.fromkeys(place.name for place in self._places if place.is_changed))
-
-    def put_back(self) -> None:
-        """Let everything be as it was."""
-        copies: dict[int, Any] = {}
-        for place in self._places:
-            if place.is_changed:
-                place.write(_copied(place.was, copies))
-
     def _keep(self, name: str, read: Callable[[], _State], write: Callable[[Any], None]) -> None:
-        self._places.append(_Place(name, _copied(read(), self._copies), read, write))
+        """Called with each place that may change, and how to ask for what is in it and set it."""
 
     def _look_at(self, values: Iterable[Any], name: str) -> None:
         for value in values:
@@ -208,9 +197,34 @@ class ProgramState:
     def _names(self, space: dict[str, Any], names: Iterable[str], prefix: str) -> None:
         for key in names:
             value = space.get(key, _ABSENT)
+            self.globals.append((str(space.get("__name__")), key, value))
             if not issubclass(type(value), types.ModuleType):
                 self._keep(prefix + key, partial(_item, space, key), partial(_set_item, space, key))
                 self._look_at([value], prefix + key)
+
+
+class ProgramState(ProgramWalk):
+    """All that the user's own code names and could change, as it was when this was made."""
+
+    def __init__(self, code: Iterable[Any], modules: Iterable[nn.Module] = ()) -> None:
+        """See `ProgramWalk`."""
+        self._places: list[_Place] = []
+        self._copies: dict[int, Any] = {}
+        super().__init__(code, modules)
+
+    def changed(self) -> list[str]:
+        """Names of what is otherwise now, each once."""
+        return list(dict.fromkeys(place.name for place in self._places if place.is_changed))
+
+    def put_back(self) -> None:
+        """Let everything be as it was."""
+        copies: dict[int, Any] = {}
+        for place in self._places:
+            if place.is_changed:
+                place.write(_copied(place.was, copies))
+
+    def _keep(self, name: str, read: Callable[[], _State], write: Callable[[Any], None]) -> None:
+        self._places.append(_Place(name, _copied(read(), self._copies), read, write))
 
 
 def _parts(module: nn.Module) -> Iterator[Any]:

@@ -34,11 +34,12 @@ from sparkdl.serialization.program.imported_values import (
     program_code,
 )
 from sparkdl.serialization.program.program_state import program_kept, whole_numbers
+from sparkdl.serialization.program.shared_objects import shared_values
 from sparkdl.serialization.saved_module import why_not_saved
 from sparkdl.serialization.travel.attributes import showing_weights
 from sparkdl.serialization.travel.packed_module import overlapping, sharing_memory, travelled
 from sparkdl.serialization.travel.pickling import UsesModule, dumps, sent_code
-from sparkdl.serialization.travel.shared_values import SharedValue, shared_values
+from sparkdl.serialization.travel.shared_values import SharedValue
 from sparkdl.spark.cluster.cluster_info import parse_bytes
 from sparkdl.spark.cluster.probe import Needs
 from sparkdl.spark.cluster.slots import Slots, plan_slots
@@ -612,6 +613,8 @@ def begin_module(request: FitRequest) -> BegunModule:
         try:
             with borrowed_generator(request.config.seed):
                 module, weights = recorded(request.module)
+            check_travels(vars(request.config), module)
+            shared = shared_values(module, vars(request.config))
             module = travelled(module, weights, copies=False)
         except Exception as error:  # also what the factory raises only here
             reason = f"{type(error).__name__}: {error}"
@@ -619,7 +622,7 @@ def begin_module(request: FitRequest) -> BegunModule:
             try:
                 if request.initial_weights is not None:
                     load_initial_weights(module, request.initial_weights, weights=weights)
-                return BegunModule(module=module, weights=weights)
+                return BegunModule(module=module, weights=weights, shared=shared)
             except NotRecorded as error:
                 reason = str(error)
     made = make_module(request)
