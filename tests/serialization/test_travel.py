@@ -303,3 +303,63 @@ class Net(nn.Linear):
     arrived = unpack(packed.skeleton, packed.tensors)
     assert arrived.is_known()[0]
     assert len(set(pickle.loads(nobodys))) == 2
+
+
+KNOWN = """
+import os, pickle, sys
+import torch
+from torch import nn
+from sparkdl.serialization.program.imported_values import ProgramValues, program_code
+from sparkdl.serialization.travel.packed_module import travelled
+from sparkdl.serialization.travel.pickling import dumps, sent_code
+
+UNSET = lambda: None
+COUNTED = []
+def plain(x): return torch.relu(x)
+def counts(x): COUNTED.append(x); return x
+
+class Net(nn.Module):
+    def __init__(self, mode=UNSET, act=plain, counts=counts):
+        super().__init__()
+        self.mode, self.act, self.counts = mode, act, counts
+    def forward(self):
+        return [self.mode is UNSET, self.act is plain, os.environ.get("SCALE"), os.getenv("GONE")]
+
+os.environ.update(SCALE="2.5", OTHER="x", SPARK_HOME="y")
+os.environ.pop("GONE", None)
+net = travelled(Net(), copies=True)
+assert net() == [True, True, "2.5", None] and net.act(torch.ones(1)) == 1
+assert net.counts is not counts  # what it leaves in a list stays in the copy's
+net.counts(1)
+assert COUNTED == []
+code = program_code(one for one, _ in sent_code(net))
+assert code.environment == {"GONE": None, "SCALE": "2.5"}, code.environment
+sys.stdout.buffer.write(dumps((ProgramValues(code=code), [net, net])))
+"""
+THERE = """
+import os, pickle, sys
+values, nets = pickle.loads(sys.stdin.buffer.read())
+for net in nets:
+    assert net() == [True, True, "2.5", None], net()
+from sparkdl.serialization.program.imported_values import give_back
+give_back()
+assert os.environ["GONE"] == "here" and "SCALE" not in os.environ
+"""
+
+
+def test_code_knows_functions_by_identity_and_the_environment_of_the_program(
+    tmp_path: Path,
+) -> None:
+    (tmp_path / "known.py").write_text(KNOWN)
+    root = str(Path(__file__).parents[2])
+    environment = {**os.environ, "PYTHONPATH": root, "GONE": "here"}
+    command = [sys.executable, "known.py"]
+    made = subprocess.run(
+        command, cwd=tmp_path, env=environment, capture_output=True, timeout=60, check=False
+    )
+    assert made.returncode == 0, made.stderr.decode()
+    command = [sys.executable, "-c", THERE]
+    there = subprocess.run(
+        command, env=environment, input=made.stdout, capture_output=True, timeout=60, check=False
+    )
+    assert there.returncode == 0, there.stderr.decode()

@@ -29,6 +29,7 @@ import json
 import logging
 import os
 import pickle
+import re
 import socket
 import subprocess
 import sys
@@ -70,6 +71,11 @@ _OPAQUE = (
 """Kinds of objects that lead to all of a process, or to no code."""
 _DRIVERS = {"pyspark", "py4j"}
 """Packages whose objects are connections."""
+_OF_A_HOST = re.compile(
+    r"(PATH|HOME|PWD|TMPDIR|USER|HOSTNAME|PYTHONPATH|LD_LIBRARY_PATH|CUDA_VISIBLE_DEVICES"
+    r"|((LOCAL|GROUP|NODE|ROLE)_)?(RANK|WORLD_SIZE)|MASTER_(ADDR|PORT)|(PY)?SPARK_.*|SPARKDL_.*)$"
+)
+"""Environment variables that each host and worker has for itself."""
 _ABSENT = "absent"
 _PATCHED = ("torch", "torch.nn.functional")
 """Modules of packages whose functions programs put others in the place of."""
@@ -156,7 +162,33 @@ def program_code(code: Iterable[Any]) -> ProgramCode:
             if is_edited and _is_code(member):
                 _tell_once(place, lacks[place])
     packed = _packed(found, sources, sys.maxsize) if found else b""
-    return ProgramCode(sources, packed, lacks, _patches(code))
+    functions = [part for part in (*code, *named.values()) if _is_code(part)]
+    return ProgramCode(sources, packed, lacks, _patches(code), _environment(functions))
+
+
+def _environment(code: Iterable[Any]) -> dict[str, str | None]:
+    """The environment variables that code names and the program has set or removed."""
+    began = dict(
+        entry.decode("utf-8", "surrogateescape").partition("=")[::2]
+        for entry in Path("/proc/self/environ").read_bytes().split(b"\0")
+    )
+    changed = {
+        name
+        for name in began.keys() | os.environ.keys()
+        if name and began.get(name) != os.environ.get(name) and not _OF_A_HOST.match(name)
+    }
+    members = [
+        part for one in code for part in (vars(one).values() if isinstance(one, type) else [one])
+    ]
+    functions = (one for one in map(_function_of, members) if isinstance(one, types.FunctionType))
+    named = {
+        const
+        for function in functions
+        for part in _codes(function.__code__)
+        for const in part.co_consts
+        if isinstance(const, str)
+    }
+    return {name: os.environ.get(name) for name in sorted(changed & named)}
 
 
 def _patches(code: Iterable[Any]) -> dict[Place, bytes]:
@@ -208,6 +240,8 @@ class ProgramCode:
     """Place of what cannot be sent -> the reason."""
     patches: Mapping[Place, bytes] = field(default_factory=dict)
     """What the program has in the place of code of packages, pickled one by one."""
+    environment: Mapping[str, str | None] = field(default_factory=dict)
+    """Environment variables that code names and the program has set; None: has removed."""
 
     def is_needed(self) -> bool:
         """True if a file may be another one for this process than for the program."""
@@ -316,13 +350,15 @@ class ProgramValues:
     def digest(self) -> str:
         """Tells those of one program apart."""
         return hashlib.sha256(
-            pickle.dumps((self.values, self.code.values, self.code.patches))
+            pickle.dumps((self.values, self.code.values, self.code.patches, self.code.environment))
         ).hexdigest()
 
     def __reduce__(self) -> tuple[Any, ...]:
         return _given, (self.values, self.home, self.code)
 
 
+_environment_before: dict[str, str | None] = {}
+"""Environment variables that `_given` has set or removed in this process, as they were."""
 _before: list[tuple[Any, str, Any]] = []
 """Values that `_given` has replaced in this process: owner, name, and what was there."""
 
@@ -336,6 +372,9 @@ def _given(
 ) -> ProgramValues:
     if home != _this_process():
         give_back()
+        for name, text in code.environment.items():
+            _environment_before[name] = os.environ.get(name)
+            _set_variable(name, text)
         _states.append(_state_of(code.sources))
         if code.is_needed():
             try:
@@ -377,8 +416,17 @@ def _set(place: Place, value: Any) -> None:
     setattr(owner, name, value)
 
 
+def _set_variable(name: str, text: str | None) -> None:
+    if text is None:
+        os.environ.pop(name, None)
+    else:
+        os.environ[name] = text
+
+
 def give_back() -> None:
     """Let this process have what its files say, as before a program ran here."""
+    while _environment_before:
+        _set_variable(*_environment_before.popitem())
     while _before:
         owner, name, value = _before.pop()
         if value is _before:

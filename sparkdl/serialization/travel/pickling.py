@@ -9,12 +9,15 @@ from __future__ import annotations
 
 import contextlib
 import copyreg
+import dis
 import enum
 import functools
 import importlib
 import io
+import os
 import pickle
 import pkgutil
+import socket
 import sys
 import types
 import warnings
@@ -143,7 +146,58 @@ class Pickler(cloudpickle.Pickler):  # type: ignore[misc] # cloudpickle has no t
                 found = reduce(value)
                 if found is not None:
                     return found
-        return super().reducer_override(value)
+        found = super().reducer_override(value)
+        if kind is types.FunctionType and found is not NotImplemented:
+            place = _place_in_program(value)
+            if place is not None:
+                make, args, state, _, _, set_state = found
+                made = _of_program, (_process(), place, make, args)
+                return *made, (place, state, set_state), None, None, _set_unless_there
+        return found
+
+
+def _process() -> tuple[str, int]:
+    return socket.gethostname(), os.getpid()
+
+
+def _place_in_program(function: types.FunctionType) -> tuple[str, str] | None:
+    """The place of a global function of the program's own, of which copies here are the same one.
+
+    So code may know it by its identity. None: it has no name, or it uses what else the program has,
+    of which a copy is to have its own.
+    """
+    own = vars(sys.modules.get(function.__module__, types))
+    if own is not function.__globals__ or function.__closure__ or vars(function):
+        return None
+    codes = [function.__code__]
+    for code in codes:
+        codes += [const for const in code.co_consts if isinstance(const, types.CodeType)]
+        steps = dis.get_instructions(code)
+        names = {str(step.argval) for step in steps if step.opname.endswith(("_GLOBAL", "_NAME"))}
+        if any(not isinstance(own.get(name, types), types.ModuleType) for name in names):
+            return None
+    if own.get(function.__name__) is function:
+        return function.__module__, function.__name__
+    names = {name for name, one in list(own.items()) if one is function}
+    return (function.__module__, min(names)) if names else None
+
+
+def _there(place: tuple[str, str]) -> Any:
+    return vars(sys.modules.get(place[0], types)).get(place[1])
+
+
+def _of_program(
+    home: tuple[str, int], place: tuple[str, str], make: Callable[..., Any], args: Any
+) -> Any:
+    """Return the program's own function, or in other processes a new one."""
+    is_there = home == _process() and isinstance(_there(place), types.FunctionType)
+    return _there(place) if is_there else make(*args)
+
+
+def _set_unless_there(function: Any, state: tuple[Any, ...]) -> None:
+    place, state, set_state = state
+    if function is not _there(place):
+        set_state(function, state)
 
 
 def _place_of(value: Any) -> tuple[str, str] | None:
