@@ -74,9 +74,12 @@ class Column:
             DataError: a sample has another number of values.
         """
         if math.prod(self.shape) != math.prod(shape):
+            remedy = ""
+            if math.prod(self.shape) == math.prod(shape[1:]):
+                remedy = f"; a shape is that of one row: leave out the batch, {list(shape[1:])}"
             raise DataError(
                 f'column "{self.name}" has {math.prod(self.shape)} values per row (shape '
-                f"{self.shape}), which shape {shape} cannot hold"
+                f"{self.shape}), which shape {shape} cannot hold{remedy}"
             )
         return replace(self, shape=shape)
 

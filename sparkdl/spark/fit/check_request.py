@@ -657,6 +657,10 @@ def make_module(request: FitRequest) -> BegunModule:
                 remedy = (
                     f"pass {name}(...) or functools.partial({name}, ...) (in a job file model.args)"
                 )
+            elif not takes(request.module):
+                remedy = "it is called without arguments: give it these by functools.partial"
+            elif "before Module.__init__() call" in str(error):
+                remedy = "begin its __init__ with super().__init__()"
             elif arose_in(error, "torch.cuda"):
                 remedy = "make it on the CPU: each worker moves it to its own device"
             raise ConfigError(

@@ -13,7 +13,7 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from sparkdl.config import TrainConfig
-from sparkdl.data.column_stats import SpooledShard
+from sparkdl.data.column_stats import SpooledShard, merge_stats
 from sparkdl.data.plan import Column, TrainPlan
 from sparkdl.errors import ConfigError, DataError
 from sparkdl.inputs import Sequence, Tensor
@@ -178,6 +178,22 @@ def check_labels(
             f'column "{label_col}" has {found[0]} label(s) outside the {num_classes} classes of '
             f"the module's output, 0 to {num_classes - 1} ({found[1]}); subtract 1 if "
             "labels begin at 1, correct them, or widen the module's output"
+        )
+
+
+def warn_of_one_class(
+    checked: CheckedRequest, found: CheckedRows, shards: Items[SpooledShard]
+) -> None:
+    """Say so if a classifier's rows are all of one class, as a filter before may leave them."""
+    request = checked.request
+    if (found.trial.num_classes or 0) < 2 or request.label_col is None:
+        return
+    stats = merge_stats([shard.columns[request.num_inputs] for shard in shards])
+    if stats.minimum is not None and stats.minimum == stats.maximum:
+        logger.warning(
+            'all rows have the label %g in "%s": the model can learn nothing but to give that; '
+            "look at what selects the rows",
+            *(stats.minimum, request.label_col),
         )
 
 

@@ -10,6 +10,7 @@ import contextlib
 import copy
 import inspect
 import logging
+import math
 import re
 import traceback
 import warnings
@@ -54,6 +55,10 @@ _OUTPUT_NAMES = frozenset(
 _RESHAPING = ("Squeeze", "Unsqueeze", "View", "UnsafeView", "Reshape", "Transpose", "TBackward",
               "Permute", "Select", "Slice", "Flatten")  # fmt: skip
 """Beginnings of the names that torch gives to operations which change no value."""
+_BOUNDS = {"sigmoid": (0, 1), "softmax": (0, 1), "tanh": (-1, 1), "relu": (0, math.inf)}
+"""Functions, as torch names their backward passes in lower case, and what they give."""
+_ROUNDING = 1e-3
+"""By so much the probabilities of a row may differ from one in all."""
 Sink = Callable[[Mapping[str, Any]], None]
 """Gets the graph of what a module did, see `report.module_graph`."""
 
@@ -95,7 +100,7 @@ def try_module(checked: CheckedValues, example: Example, sink: Sink | None = Non
             output = _output(module, example, checked.request, weights, None)
         trial = _judged(checked, output, example)
         check_parts(checked, example)
-        _warn_of_sigmoid(checked, example)
+        _warn_of_last_function(checked, example)
         _try_along_mesh(checked, example)
     return trial
 
@@ -311,6 +316,7 @@ def _check_order(function: Any, output: Any, example: Example) -> None:
 
 def _try_one(loss: ModuleLoss, output: Any, target: torch.Tensor, label: Column) -> None:
     import torch
+    from torch import nn
 
     from sparkdl.train.objective.loss import ClassLoss, shape_text
 
@@ -326,8 +332,16 @@ def _try_one(loss: ModuleLoss, output: Any, target: torch.Tensor, label: Column)
         with torch.no_grad():
             loss(output, target, None)
         ones = output.float().sum(dim=1) - 1 if isinstance(loss, ClassLoss) else None
-        if ones is not None and (output >= 0).all() and (ones.abs() < 1e-3).all():
+        if ones is not None and (output >= 0).all() and (ones.abs() < _ROUNDING).all():
             _warn_of_end("softmax")
+        if ones is not None and isinstance(loss.own, nn.NLLLoss):
+            sums = output.double().exp().sum(dim=1)
+            if not ((sums - 1).abs() < _ROUNDING).all():
+                logger.warning(
+                    "the loss nll takes logarithms of probabilities, which the module does not "
+                    "seem to give: it would grow them without end; use loss='cross_entropy', or "
+                    "let the module end in a log_softmax"
+                )
     except ConfigError:
         raise
     except Exception as error:
@@ -346,8 +360,11 @@ def _warn_of_end(name: str) -> None:
     )
 
 
-def _warn_of_sigmoid(checked: CheckedValues, example: Example) -> None:
-    """Say so if a module ends in a sigmoid, which its loss applies once more."""
+def _warn_of_last_function(checked: CheckedValues, example: Example) -> None:
+    """Say so if a module ends in a sigmoid that its loss applies once more, or cannot reach labels.
+
+    It can give no label beyond the bounds of its last function.
+    """
     import torch
     from torch import nn
 
@@ -355,8 +372,11 @@ def _warn_of_sigmoid(checked: CheckedValues, example: Example) -> None:
     from sparkdl.train.objective.loss import ModuleLoss
 
     loss = checked.objective
-    takes_logits = isinstance(loss, ModuleLoss) and isinstance(loss.own, nn.BCEWithLogitsLoss)
-    if not takes_logits or checked.weights is not None:
+    own = loss.own if isinstance(loss, ModuleLoss) else None
+    takes_logits = isinstance(own, nn.BCEWithLogitsLoss)
+    compares = isinstance(own, nn.MSELoss | nn.L1Loss | nn.SmoothL1Loss | nn.HuberLoss)
+    labels = [column for column in example.columns if column.role == "label"]
+    if checked.weights is not None or not (takes_logits or (compares and len(labels) == 1)):
         return
     node = None
     # A trial of its own, since others take no gradients; what fails here is told by them.
@@ -366,8 +386,19 @@ def _warn_of_sigmoid(checked: CheckedValues, example: Example) -> None:
             node = example.of("feature", example.num_rows).call(module).grad_fn
     while node is not None and node.name().startswith(_RESHAPING):
         node = node.next_functions[0][0]
-    if node is not None and node.name().startswith("SigmoidBackward"):
+    name = "" if node is None else node.name().partition("Backward")[0].lower().removeprefix("_")
+    if takes_logits and name == "sigmoid":
         _warn_of_end("sigmoid")
+    elif compares and name in _BOUNDS:
+        (target,) = example.of("label", example.num_rows).values
+        low, high = _BOUNDS[name]
+        beyond = target[(target < low) | (target > high)].flatten()
+        if beyond.numel():
+            logger.warning(
+                'the module seems to end in a %s, which gives %g to %g, and "%s" is %g in one of '
+                "the first rows: leave the %s out, or scale the label",
+                *(name, low, high, labels[0].name, beyond[0].item(), name),
+            )
 
 
 def _try_along_mesh(checked: CheckedValues, example: Example) -> None:
@@ -475,6 +506,8 @@ def refusal(error: Exception, module: nn.Module, features: Items[Column]) -> str
     """One sentence: what the module got, what failed in which layer, and what to do."""
     from torch import nn
 
+    from sparkdl.train.objective.loss import shape_text
+
     features = [column for column in features if column.role == "feature"]
     shown = ", ".join(_shown_input(column) for column in features)
     failed = failed_layer(error, module)
@@ -502,8 +535,12 @@ def refusal(error: Exception, module: nn.Module, features: Items[Column]) -> str
     if shape is not None:
         remedies.append(f"set inputShape={shape}")
     remedies.append("adapt the module")
-    is_linear = failed is not None and isinstance(failed.layer, nn.Linear)
-    if shape is None and not is_linear:  # whose width no shape changes
+    if failed is not None and isinstance(failed.layer, nn.Linear):  # whose width no shape changes
+        one = features[0] if len(features) == 1 and features[0].shape else None
+        is_first = one and failed.given == f"{one.dtype} {shape_text(('batch', *one.shape))}"
+        if one and is_first and one.shape[-1] != failed.layer.in_features:
+            remedies.insert(-1, f"let {failed.name or 'it'} have in_features={one.shape[-1]}")
+    elif shape is None and not isinstance(error, TypeError):
         remedies.append("set inputShape")
     return f"the module cannot take the features ({shown}): {what}; {', or '.join(remedies)}"
 

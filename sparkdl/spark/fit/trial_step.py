@@ -127,6 +127,8 @@ def try_step(
         text = str(error).partition("\n")[0]  # torch lists all of its backends
         text = text if len(text) <= _LONGEST_TEXT else f"{text[:_LONGEST_TEXT]}..."
         remedy = "correct it in a loop of your own, on a batch"
+        if passed_through(error, "sparkdl.train.objective.loss"):
+            remedy = "a loss is called with the module's output first, then the label; correct it"
         if _NO_GRADIENT in text:
             remedy = (
                 "the loss hangs together with no parameter that trains; look in forward and loss "

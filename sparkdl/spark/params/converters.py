@@ -17,6 +17,7 @@ from operator import attrgetter
 from textwrap import shorten
 from typing import TYPE_CHECKING, Any, Union, get_args, get_origin
 
+from sparkdl.config import EarlyStopping
 from sparkdl.errors import ConfigError
 from sparkdl.inputs import Specification, Tensor
 from sparkdl.serialization.initial_state import InitialState
@@ -59,6 +60,8 @@ def to_callbacks(doc: str, value: Any) -> list[Any]:
     for one in callbacks:
         if isinstance(one, type) or not hasattr(one, "on_step_end"):
             remedy = _as_object(one) or "; derive a class from sparkdl.Callback, and pass an object"
+            if isinstance(one, EarlyStopping):
+                remedy = "; write earlyStopping=EarlyStopping(...) instead"
             raise TypeError(f"received {one!r}, which is no callback{remedy}")
     return list(callbacks)
 
@@ -82,6 +85,11 @@ def to_scheduler(doc: str, value: Any) -> Any:
             "received a schedule, which belongs to one optimizer, and each worker makes its own: "
             f"write scheduler={_partial_of(type(value))}"
         )
+    if isinstance(value, str):
+        raise TypeError(
+            f"received {value!r}, but schedules have no names here: write what makes one of the "
+            "optimizer, such as functools.partial(torch.optim.lr_scheduler.StepLR, step_size=10)"
+        )
     if value is not None:
         value = to_type(Callable[..., Any], doc, value)
         if needed := _needed(value)[1:]:
@@ -90,6 +98,14 @@ def to_scheduler(doc: str, value: Any) -> Any:
                 f"besides the optimizer: write scheduler={_partial_of(value)}"
             )
     return value
+
+
+def to_early_stopping(doc: str, value: Any) -> Any:
+    """Accept an object of the class; numbers and yes are told how to write one."""
+    if isinstance(value, bool | int):
+        given = "" if isinstance(value, bool) else f"patience={value}"
+        raise TypeError(f"received {value!r}; write earlyStopping=EarlyStopping({given})")
+    return to_type(EarlyStopping | None, doc, value)
 
 
 def _is_of_torch(value: Any, *names: str) -> bool:

@@ -398,7 +398,7 @@ class EstimatorArguments(InputArguments, total=False):
         default=3, fills="request", rule=at_least(0))]
     earlyStopping: Annotated[EarlyStopping | None, Option(
         "sparkdl.EarlyStopping(...): when to stop before the last epoch; None: never.",
-        in_job_file=EarlyStopping)]
+        check=converters.to_early_stopping, in_job_file=EarlyStopping)]
     callbacks: Annotated[list[Any], Option(
         "observers called on every worker (list).", check=converters.to_callbacks)]
     metrics: Annotated[Metrics | None, Option(

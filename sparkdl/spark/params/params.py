@@ -72,8 +72,12 @@ class CheckedParams(
             param, option = self.getParam(name), self._options.get(name)
             has_default = self._defaultParamMap.get(param) is not None
             if value is None and has_default and not (option and option.accepts_none):
-                doc = "" if option is None else f"; expected: {option.doc}"
-                wrong.append(f'Invalid param value given for param "{name}": None{doc}')
+                doc = "" if option is None else f": {option.doc}"
+                default = self._defaultParamMap.get(param)
+                wrong.append(
+                    f'Invalid param value given for param "{name}": None, which it cannot be; '
+                    f"leave it out to have {default!r}{doc}"
+                )
                 continue
             try:
                 plain = plain_value(value)

@@ -241,7 +241,7 @@ class ParamsReader(MLReader[P]):
         if metadata["class"] != expected:
             raise StorageError(
                 f"{without_password(path)} holds a {metadata['class']}, not a {expected}; load it "
-                "by its own class"
+                f"with {metadata['class'].rpartition('.')[2]}.load"
             )
         if "sparkdl" not in metadata:
             raise stage_metadata.damaged(path, "it does not say which sparkdl has written it")

@@ -19,7 +19,7 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
 from torchmetrics.classification import MulticlassAccuracy
 
-from sparkdl import Callback, ParquetSource, TorchClassifier, TorchRunner
+from sparkdl import Callback, EarlyStopping, ParquetSource, TorchClassifier, TorchRunner
 from sparkdl.config import CUSTOM
 from sparkdl.data.plan import Column
 from sparkdl.errors import ConfigError
@@ -136,8 +136,18 @@ MISTAKES: dict[str, tuple[Callable[[], Any], str]] = {
     "a class that fails by itself": (
         partial(made, NoSuper),
         "module cannot be made: NoSuper raised AttributeError: cannot assign module before "
-        "Module.__init__() call; correct the arguments (model.args in a job file), or what makes "
-        "it",
+        "Module.__init__() call; begin its __init__ with super().__init__()",
+    ),
+    "a function that needs arguments": (
+        partial(made, lambda width: nn.Linear(4, width)),
+        "module cannot be made: <lambda> raised TypeError: <lambda>() missing 1 required "
+        "positional argument: 'width'; it is called without arguments: give it these by functools.partial",
+    ),
+    "a layer of another width": (
+        lambda: shown(nn.Sequential(nn.Linear(5, 3))),
+        'the module cannot take the features ("x" float32 (batch, 4)): layer 0, Linear('
+        "in_features=5, out_features=3, bias=True), got float32 (batch, 4): mat1 and mat2 shapes "
+        "cannot be multiplied (batchx4 and 5x3); let 0 have in_features=4, or adapt the module",
     ),
     "a function that gives the class": (
         partial(made, lambda: Misspelt),
@@ -349,7 +359,30 @@ MISTAKES: dict[str, tuple[Callable[[], Any], str]] = {
     ),
     "no seed": (
         lambda: TorchClassifier(seed=None),
-        'Invalid param value given for param "seed": None; expected: random seed.',
+        'Invalid param value given for param "seed": None, which it cannot be; leave it out to '
+        "have 0: random seed.",
+    ),
+    "a schedule by a name": (
+        lambda: TorchClassifier(scheduler="cosine"),
+        "Invalid param value given for param \"scheduler\": received 'cosine', but schedules have "
+        "no names here: write what makes one of the optimizer, such as "
+        "functools.partial(torch.optim.lr_scheduler.StepLR, step_size=10)",
+    ),
+    "patience alone": (
+        lambda: TorchClassifier(earlyStopping=5),
+        'Invalid param value given for param "earlyStopping": received 5; write '
+        "earlyStopping=EarlyStopping(patience=5)",
+    ),
+    "early stopping that is wanted": (
+        lambda: TorchClassifier(earlyStopping=True),
+        'Invalid param value given for param "earlyStopping": received True; write '
+        "earlyStopping=EarlyStopping()",
+    ),
+    "early stopping among callbacks": (
+        lambda: TorchClassifier(callbacks=[EarlyStopping(patience=3)]),
+        'Invalid param value given for param "callbacks": received '
+        f"{EarlyStopping(patience=3)!r}, which is no callback; write "
+        "earlyStopping=EarlyStopping(...) instead",
     ),
     "a word of save": (
         lambda: TorchClassifier().save("model", overwrite=True),

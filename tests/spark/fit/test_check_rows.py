@@ -27,6 +27,7 @@ from sparkdl.spark.fit.check_rows import (
     check_rows,
     check_single_rows,
     shaped,
+    warn_of_one_class,
 )
 from sparkdl.spark.fit.example import Example
 from sparkdl.spark.fit.trial import Sink, try_module
@@ -135,6 +136,61 @@ def test_a_softmax_before_the_loss_is_warned_of(caplog: pytest.LogCaptureFixture
     assert not caplog.messages
     num_classes(nn.Sequential(nn.Linear(4, 3), nn.Softmax(1)), [X, Y], request())
     assert "leave the softmax out" in caplog.messages[0]
+
+
+def test_nll_of_what_are_no_logarithms_is_warned_of(caplog: pytest.LogCaptureFixture) -> None:
+    for asked in (request(loss="nll"), request(loss=nn.NLLLoss())):
+        num_classes(nn.Sequential(nn.Linear(4, 3), nn.LogSoftmax(1)), [X, Y], asked)
+        assert not caplog.messages
+        num_classes(nn.Linear(4, 3), [X, Y], asked)
+        assert "it would grow them without end; use loss='cross_entropy'" in caplog.messages[0]
+        caplog.clear()
+
+
+@pytest.mark.parametrize(
+    ("last", "label", "said"),
+    [
+        (nn.Sigmoid(), 7.5, 'a sigmoid, which gives 0 to 1, and "y" is 7.5 in one of'),
+        (nn.Tanh(), -2.0, 'a tanh, which gives -1 to 1, and "y" is -2 in one of'),
+        (nn.ReLU(), -2.0, 'a relu, which gives 0 to inf, and "y" is -2 in one of'),
+        (nn.Sigmoid(), 0.5, None),
+        (nn.Tanh(), -0.5, None),
+        (nn.ReLU(), 7.5, None),
+        (nn.Identity(), 7.5, None),
+    ],
+)
+def test_labels_that_the_last_function_cannot_give_are_warned_of(
+    last: nn.Module, label: float, said: str | None, caplog: pytest.LogCaptureFixture
+) -> None:
+    rows = {"feature x": torch.zeros(2, 4), "label y": torch.tensor([0.5, label])}
+    target = Column(name="y", role="label", dtype="float32", shape=())
+    module = nn.Sequential(nn.Linear(4, 1), last)
+    for loss in ("mse", nn.SmoothL1Loss()):
+        num_classes(module, [X, target], request(loss=loss, task=REGRESSION), rows=rows)
+        assert (not caplog.messages) if said is None else (said in caplog.messages[0])
+        caplog.clear()
+
+
+def test_an_input_shape_is_that_of_one_row() -> None:
+    with pytest.raises(DataError, match=r"\(32, 4\) cannot hold; .* leave out the batch, \[4\]$"):
+        X.reshaped((32, 4))
+    with pytest.raises(DataError, match=r"\(32, 5\) cannot hold$"):
+        X.reshaped((32, 5))
+
+
+def test_rows_of_one_class_are_warned_of(caplog: pytest.LogCaptureFixture) -> None:
+    checked: Any = SimpleNamespace(request=request(label_col="y"))
+    shards: list[Any] = [
+        SimpleNamespace(columns=[ColumnStats(), ColumnStats(minimum=low, maximum=2.0)])
+        for low in (1.0, 2.0)
+    ]
+    for classes, parts in ((3, shards[1:]), (3, shards), (None, shards[1:])):
+        found: Any = SimpleNamespace(trial=SimpleNamespace(num_classes=classes))
+        warn_of_one_class(checked, found, parts)
+    assert caplog.messages == [
+        'all rows have the label 2 in "y": the model can learn nothing but to give that; look at '
+        "what selects the rows"
+    ]
 
 
 WEIGHTS = torch.tensor([1.0, 5.0, 0.2])
@@ -373,7 +429,7 @@ def test_a_module_that_does_not_take_the_features() -> None:
     assert message == (
         'the module cannot take the features ("x" float32 (batch, 4)): Linear(in_features=5, '
         "out_features=3, bias=True), got float32 (batch, 4): mat1 and mat2 shapes cannot be "
-        "multiplied (batchx4 and 5x3); adapt the module"
+        "multiplied (batchx4 and 5x3); let it have in_features=4, or adapt the module"
     )
     assert isinstance(caught.value.__cause__, RuntimeError)
     assert module.training
