@@ -141,7 +141,8 @@ MISTAKES: dict[str, tuple[Callable[[], Any], str]] = {
     "a function that needs arguments": (
         partial(made, lambda width: nn.Linear(4, width)),
         "module cannot be made: <lambda> raised TypeError: <lambda>() missing 1 required "
-        "positional argument: 'width'; it is called without arguments: give it these by functools.partial",
+        "positional argument: 'width'; it is called without arguments: give it these by "
+        "functools.partial",
     ),
     "a layer of another width": (
         lambda: shown(nn.Sequential(nn.Linear(5, 3))),
