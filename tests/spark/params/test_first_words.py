@@ -216,7 +216,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"scheduler": lr_scheduler.StepLR}, "functools.partial(StepLR, step_size=...)"),
     ({"scheduler": lr_scheduler.StepLR(ADAM, 3)}, "functools.partial(StepLR, step_size=...)"),
     ({"scheduler": lambda optimizer, epoch: None}, "needs epoch besides the optimizer"),
-    ({"scheduler": "cosine"}, "a callable optimizer -> torch LRScheduler"),
+    ({"scheduler": "cosine"}, "no names here: write what makes one of the optimizer, such as"),
     ({"callbacks": [PrintLoss]}, "pass an object of the class: PrintLoss()"),
     ({"callbacks": [print]}, "derive a class from sparkdl.Callback"),
     ({"earlyStopping": EarlyStopping}, "pass an object of the class: EarlyStopping()"),
