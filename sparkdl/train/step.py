@@ -165,7 +165,7 @@ class TrainStep:
         self._divisor: float | torch.Tensor | None = None
         """Divisor of the losses of this step, if that was their weights' sum."""
         self._stepper = Stepper(self._synchronizer.optimizer)
-        self._drops = self._synchronizer.divided is None and _names_gradients(replica.module)
+        self._drops = _names_gradients(replica.module)
         """True if forward may look at gradients: in a plain loop there are none yet."""
         self._clock = clock
         self.after_forward: list[int] | None = None
@@ -414,7 +414,7 @@ class TrainStep:
             if num_parts > 1:
                 micro_batch = batch.rows(*batch_bounds(batch.num_rows, num_parts, number))
             is_last = number == num_parts - 1
-            for parameter in self._parameters if self._drops and number == 0 else ():
+            for parameter in self._all if self._drops and number == 0 else ():
                 parameter.grad = None
             # A backward pass of the user's own, within forward, is none that ends the step.
             with self._synchronizer.no_sync(), self._format.autocast():

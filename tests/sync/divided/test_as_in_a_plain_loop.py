@@ -346,3 +346,20 @@ def test_divided_layers_that_some_workers_use(gang4: Gang, axis: str) -> None:
     mesh = Mesh(tensor=2, layout=layout, **{axis: 2})  # type: ignore[arg-type]
     assert_as_plain(gang4, mesh, Branching, optimizer=adamw)
     assert_as_plain(gang4, Mesh(data=2, shard=2), Branching, optimizer=adamw, ranks=4)
+
+
+class SeesGradients(nn.Module):
+    """Looks for gradients, of which a plain loop has none yet."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.into, self.out = nn.Linear(4, 8), nn.Linear(8, 1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        found = self.out(torch.tanh(self.into(x)))
+        return found if self.out.weight.grad is None else 2 * found
+
+
+@pytest.mark.parametrize("mesh", [DATA, SHARD, OPTIMIZER], ids=str)
+def test_forward_finds_no_gradients_when_a_step_begins(gang: Gang, mesh: Mesh) -> None:
+    assert_as_plain(gang, mesh, SeesGradients, ranks=1)
