@@ -217,7 +217,8 @@ class OfOwn:
     """Makes the optimizer of what of a model's parameters is on this rank.
 
     Groups are those of all parameters with their whole shapes: a function of the user's, or a
-    pattern of names, may tell parameters by their sizes, or mean some that are elsewhere.
+    pattern of names, may tell parameters by their sizes, or mean some that are elsewhere. All have
+    the attributes that the user has given to them.
     """
 
     def __init__(
@@ -235,6 +236,9 @@ class OfOwn:
             for name, p in parameters
             if p.requires_grad or takes_frozen
         }
+        self._attributes = {name: dict(vars(parameter)) for name, parameter in parameters}
+        for name, whole in self._all.items():
+            vars(whole).update(self._attributes[name])
         self.names: Sequence[str] = ()
         """Names of the parameters on this rank."""
         self.stepped: list[str] = []
@@ -247,6 +251,8 @@ class OfOwn:
             name: own[name] if name in own else nn.Parameter(torch.zeros((1,) * whole.dim()))
             for name, whole in self._all.items()
         }
+        for name, parameter in every.items():
+            vars(parameter).update(self._attributes[name])
         optimizer = self._make(every.values())
         groups = optimizer.param_groups
         whole = whole_groups(self._make, self._all)

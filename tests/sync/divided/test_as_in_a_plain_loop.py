@@ -221,6 +221,24 @@ def by_size(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
     return torch.optim.Adagrad([*groups, {"params": rest}], lr=0.05)
 
 
+class Tagged(Sized):
+    """Says of its parameters how they train, as many models do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        for parameter in self.parameters():
+            parameter.decays = parameter.ndim == 2  # type: ignore[attr-defined]
+
+
+def by_tags(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
+    groups = [
+        {"params": [one], "weight_decay": 0.5 if getattr(one, "decays", False) else 0.0}
+        for one in parameters
+    ]
+    return torch.optim.SGD(groups, lr=0.05)
+
+
+@pytest.mark.parametrize(("make", "optimizer"), [(Sized, by_size), (Tagged, by_tags)])
 @pytest.mark.parametrize(
     "mesh",
     [
@@ -229,8 +247,10 @@ def by_size(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
     ],
     ids=str,
 )  # fmt: skip
-def test_an_optimizer_that_tells_parameters_by_their_sizes(gang: Gang, mesh: Mesh) -> None:
-    assert_as_plain(gang, mesh, Sized, optimizer=by_size, ranks=mesh.num_readers)
+def test_an_optimizer_that_tells_parameters_by_sizes_or_attributes(
+    gang: Gang, mesh: Mesh, make: Make, optimizer: MakeOptimizer
+) -> None:
+    assert_as_plain(gang, mesh, make, optimizer=optimizer, ranks=mesh.num_readers)
 
 
 class Transposed(nn.Module):
