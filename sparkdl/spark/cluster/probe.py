@@ -34,6 +34,7 @@ from sparkdl.spark.session.failures import python_cause, raise_unless_loss, spar
 from sparkdl.spark.session.settings import Settings
 from sparkdl.storage.retried import Retried
 from sparkdl.storage.storage import Storage, open_storage, without_password
+from sparkdl.worker.watcher import ended_when_hung
 
 if TYPE_CHECKING:
     from pyspark.resource import ResourceProfile
@@ -121,23 +122,26 @@ class ProbeTask:
     needs: Needs = NO_NEEDS
     preloads: bool = False
     """True if it imports what training needs, which the next tasks of its process have then."""
+    heartbeat_timeout_seconds: float = 60.0
+    """Time after which the task's process is ended if it neither runs Python nor uses the CPU."""
 
     def __call__(self, batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
         """Yield one JSON answer."""
         import socket
 
-        for _ in batches:
-            pass
-        answer = {
-            "host": socket.gethostname(),
-            "versions": versions(),
-            "missing": self.needs.missing(),
-            "differing": self._differing(),
-            "reaches_driver": self._reaches_driver(),
-            **self._storage(),
-        }
-        if self.preloads and answer["missing"] is None:
-            preload()
+        with ended_when_hung(self.heartbeat_timeout_seconds):
+            for _ in batches:
+                pass
+            answer = {
+                "host": socket.gethostname(),
+                "versions": versions(),
+                "missing": self.needs.missing(),
+                "differing": self._differing(),
+                "reaches_driver": self._reaches_driver(),
+                **self._storage(),
+            }
+            if self.preloads and answer["missing"] is None:
+                preload()
         yield pa.RecordBatch.from_pydict({"answer": [json.dumps(answer)]}, schema=_SCHEMA)
 
     def _differing(self) -> list[tuple[Place, str]]:
@@ -226,6 +230,7 @@ def probe(
             marker=marker,
             needs=needs,
             preloads=preloads,
+            heartbeat_timeout_seconds=settings.heartbeat_timeout_seconds,
         )
         asked = spark.range(0, num_tasks, 1, num_tasks)
         job = BackgroundJob(

@@ -17,6 +17,7 @@ from sparkdl.data.source import in_threads
 from sparkdl.errors import SparkDLError
 from sparkdl.spark.session.background_job import BackgroundJob
 from sparkdl.spark.session.compat import num_slots
+from sparkdl.worker.watcher import ended_when_hung
 
 if TYPE_CHECKING:
     from pyspark.resource import ResourceProfile
@@ -45,6 +46,8 @@ class ExecutorCalls:
     spark: SparkSession
     profile: ResourceProfile | None
     queue_timeout_seconds: float
+    heartbeat_timeout_seconds: float = 60.0
+    """See `SpoolTask`."""
 
     def __call__(self, call: Callable[[A], B], items: Sequence[A]) -> list[B]:
         """Return the results of ``call`` by item; raises the first SparkDLError that it raises."""
@@ -54,7 +57,7 @@ class ExecutorCalls:
         count = _FIRST
         while len(found) < len(items):
             part = items[len(found) : len(found) + count]
-            answers = self._answers(CallTask(call, part))
+            answers = self._answers(CallTask(call, part, self.heartbeat_timeout_seconds))
             found += map(_opened, answers)
             count = max(1, _JOB_BYTES * len(part) // sum(map(len, answers)))
         return found
@@ -81,13 +84,15 @@ class CallTask:
 
     call: Callable[[Any], Any]
     items: Sequence[Any]
+    heartbeat_timeout_seconds: float
 
     def __call__(self, batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
         """Yield what it gives, packed."""
-        for batch in batches:
-            (numbers,) = batch.columns
-            answers = in_threads(self._packed, numbers.to_pylist())
-            yield pa.record_batch([numbers, pa.array(answers, pa.binary())], schema=_SCHEMA)
+        with ended_when_hung(self.heartbeat_timeout_seconds):
+            for batch in batches:
+                (numbers,) = batch.columns
+                answers = in_threads(self._packed, numbers.to_pylist())
+                yield pa.record_batch([numbers, pa.array(answers, pa.binary())], schema=_SCHEMA)
 
     def _packed(self, number: int) -> bytes:
         try:

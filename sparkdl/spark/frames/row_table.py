@@ -251,7 +251,9 @@ class SourceTable(RowTable):
             columns=spool_columns(spec.columns),
             validation=spec.validation_col,
             num_shards=spec.num_shards,
-            spread=ExecutorCalls(spark, spec.profile, spec.queue_timeout_seconds),
+            spread=ExecutorCalls(
+                spark, spec.profile, spec.queue_timeout_seconds, spec.heartbeat_timeout_seconds
+            ),
             # Asked once: blocks that are copied during a fit do not change what its shards hold.
             locate=functools.cache(functools.partial(locate_blocks, spark)),
             homes=homes,

@@ -160,7 +160,10 @@ class SpoolTable:
 
     def _nowhere(self, shards: Sequence[Shard], num_workers: int, *, is_barrier: bool) -> list[int]:
         """Numbers of shards, of any data set, that a stage of as many tasks cannot open."""
-        task = FindTask(run_id=self._run_id, shards=tuple(shards))
+        silence = self._task.heartbeat_timeout_seconds
+        task = FindTask(
+            run_id=self._run_id, shards=tuple(shards), heartbeat_timeout_seconds=silence
+        )
         slots = self._spark.range(0, num_workers, 1, num_workers)
         rows = slots.mapInArrow(task, "place int", barrier=is_barrier, profile=self._profile)
         job = BackgroundJob(
@@ -620,7 +623,8 @@ def find_kept(spark: SparkSession, spec: TableSpec, keep: Keep) -> dict[int, Spo
     """The shards of a key on the hosts of all slots that are free now, by their numbers."""
     num_tasks = max(spec.num_partitions, num_slots(spark, spec.profile))
     slots = spark.range(0, num_tasks, 1, num_tasks)
-    rows = slots.mapInArrow(KeptTask(keep=keep), TABLE_SCHEMA, profile=spec.profile)
+    task = KeptTask(keep=keep, heartbeat_timeout_seconds=spec.heartbeat_timeout_seconds)
+    rows = slots.mapInArrow(task, TABLE_SCHEMA, profile=spec.profile)
     job = BackgroundJob(
         spark,
         lambda: rows.distinct().collect(),

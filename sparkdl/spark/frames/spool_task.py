@@ -296,17 +296,20 @@ class FindTask:
 
     run_id: str
     shards: tuple[Shard, ...]
+    heartbeat_timeout_seconds: float = 60.0
+    """See `SpoolTask`."""
 
     def __call__(self, batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
         """Look for all of them."""
-        for _ in batches:
-            pass
-        source = SpoolSource()
-        found = [
-            place
-            for place, shard in enumerate(self.shards)
-            if found_here(shard, source, self.run_id) is not None
-        ]
+        with ended_when_hung(self.heartbeat_timeout_seconds):
+            for _ in batches:
+                pass
+            source = SpoolSource()
+            found = [
+                place
+                for place, shard in enumerate(self.shards)
+                if found_here(shard, source, self.run_id) is not None
+            ]
         yield pa.RecordBatch.from_pydict({"place": pa.array(found, pa.int32())})
 
 
@@ -315,13 +318,16 @@ class KeptTask:
     """Tells which kept shards are on the host of this executor, a row for each."""
 
     keep: Keep
+    heartbeat_timeout_seconds: float = 60.0
+    """See `SpoolTask`."""
 
     def __call__(self, batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
         """Look into the folder of the key; rows are as those of `SpoolTask`."""
-        for _ in batches:
-            pass
-        _, host = place_here()
-        found = [_at_host(spooled, host) for spooled in self.keep.find()]
+        with ended_when_hung(self.heartbeat_timeout_seconds):
+            for _ in batches:
+                pass
+            _, host = place_here()
+            found = [_at_host(spooled, host) for spooled in self.keep.find()]
         rows = {
             "shard_id": [spooled.shard.shard_id for spooled in found],
             "payload": [json.dumps({"shards": [spooled.to_dict()]}) for spooled in found],
