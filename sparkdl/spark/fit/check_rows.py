@@ -188,7 +188,8 @@ def warn_of_one_class(
     request = checked.request
     if (found.trial.num_classes or 0) < 2 or request.label_col is None:
         return
-    stats = merge_stats([shard.columns[request.num_inputs] for shard in shards])
+    place = request.num_inputs  # no source tells values of its columns
+    stats = merge_stats([shard.columns[place] for shard in shards if len(shard.columns) > place])
     if stats.minimum is not None and stats.minimum == stats.maximum:
         logger.warning(
             'all rows have the label %g in "%s": the model can learn nothing but to give that; '
