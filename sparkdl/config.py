@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from operator import le, lt
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, get_args
 
-from sparkdl.errors import ConfigError, Problems
+from sparkdl.errors import ConfigError, Problems, did_you_mean
 
 if TYPE_CHECKING:
     import torch
@@ -22,6 +22,7 @@ Mode = Literal["auto", "min", "max"]
 Precision = Literal["fp32", "bf16", "fp16"]
 MemoryFormat = Literal["contiguous", "channels_last"]
 Elasticity = Literal["rounding", "bits"]
+Device = Literal["auto", "cpu", "cuda"]
 
 _LARGER_IS_BETTER = (
     "acc", "accuracy", "auroc", "average_precision", "cohen_kappa", "explained_variance", "f1",
@@ -35,6 +36,10 @@ def require(is_right: bool, rule: str, received: object) -> None:
         raise ConfigError(f"{rule}; received {received!r}")
 
 
+def _no_remedy(value: Any) -> str:
+    return ""
+
+
 @dataclass(frozen=True)
 class Rule:
     """A rule for the values of a setting. None, which says that it is not set, keeps all rules."""
@@ -42,10 +47,13 @@ class Rule:
     text: str
     """The rule in words, such as ``must be at least 1``."""
     is_kept_by: Callable[[Any], bool]
+    remedy: Callable[[Any], str] = field(default=_no_remedy, repr=False)
+    """What to write in place of a value that breaks it, after a semicolon; empty: not known."""
 
     def check(self, value: Any, name: str) -> None:
         """Refuse a value that breaks the rule: raises ConfigError."""
-        require(value is None or self.is_kept_by(value), f"{name} {self.text}", value)
+        if value is not None and not self.is_kept_by(value):
+            raise ConfigError(f"{name} {self.text}; received {value!r}{self.remedy(value)}")
 
 
 def at_least(least: int) -> Rule:
@@ -55,7 +63,13 @@ def at_least(least: int) -> Rule:
 
 def one_of(*known: str) -> Rule:
     """Return the rule for a setting that is one of some words."""
-    return Rule(f"must be one of {known}", known.__contains__)
+    return Rule(f"must be one of {known}", known.__contains__, partial(did_you_mean, known=known))
+
+
+def _instead_of_device(name: str) -> str:
+    if name.startswith("cuda:"):
+        return "; write 'cuda': each worker takes the GPU that Spark assigns to it"
+    return did_you_mean(name, get_args(Device))
 
 
 def _is_limit(steps: int) -> bool:
@@ -81,7 +95,7 @@ RULES: Mapping[str, Rule] = {
     "seed": Rule("must be at least -2**63 and less than 2**64", _is_seed),
     "precision": one_of(*get_args(Precision)),
     "memory_format": one_of(*get_args(MemoryFormat)),
-    "device": one_of("auto", "cpu", "cuda"),
+    "device": replace(one_of(*get_args(Device)), remedy=_instead_of_device),
     "elasticity": one_of(*get_args(Elasticity)),
     "learning_rate": _POSITIVE,
     "gradient_clip_norm": _POSITIVE,

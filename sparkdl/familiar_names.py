@@ -44,6 +44,7 @@ NAMES: Mapping[str, tuple[str, ...]] = {
     "featurecols": ("inputCols",),
     "features": ("featuresCol",),
     "fsdp": ("shard",),
+    "gpu": ("cuda",),
     "gradclip": ("gradientClipNorm",),
     "gradientclipval": ("gradientClipNorm",),
     "gradientclipping": ("gradientClipNorm",),

@@ -12,7 +12,7 @@ from typing import Any, Literal
 
 from pyspark.sql import DataFrame, SparkSession
 
-from sparkdl.config import require
+from sparkdl.config import RULES, require
 from sparkdl.data.source import Source
 from sparkdl.errors import ClusterError, ConfigError, StorageError, TrainingFailed
 from sparkdl.inputs import Specification, check_names, named
@@ -27,13 +27,12 @@ from sparkdl.spark.functions.run_function import (
     on_workers,
     run_recorded,
 )
-from sparkdl.spark.params.converters import to_inputs, to_run_name
+from sparkdl.spark.params.converters import to_device, to_inputs, to_run_name
 from sparkdl.spark.run.run_facts import shown
 from sparkdl.spark.session.interrupts import interruptible
 from sparkdl.worker.function_mesh import check_axes
 from sparkdl.worker.function_rank import Script
 
-_DEVICES = ("auto", "cpu", "cuda")
 _ARGUMENTS = {
     "numWorkers": "num_workers",
     "maxRestarts": "max_restarts",
@@ -125,7 +124,8 @@ class TorchRunner:
             raise ConfigError(f"num_shards={num_shards} cuts data, which is None; give data too")
         is_time = grow_after_seconds >= 0
         require(is_time, "grow_after_seconds must be at least 0", grow_after_seconds)
-        require(device in _DEVICES, f"device must be one of {', '.join(_DEVICES)}", device)
+        device = to_device("auto, cpu or cuda", device)
+        RULES["device"].check(device, "device")
         require(max_restarts >= 0, "max_restarts must be at least 0", max_restarts)
         require(keep_checkpoints >= 1, "keep_checkpoints must be at least 1", keep_checkpoints)
         require(results in ("first", "all"), "results must be 'first' or 'all'", results)

@@ -12,7 +12,7 @@ from itertools import zip_longest
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_origin, get_type_hints
 
-from sparkdl.errors import StorageError
+from sparkdl.errors import StorageError, did_you_mean
 from sparkdl.report.live.learning_curves import Curves, draw
 from sparkdl.report.page.report_page import page
 from sparkdl.report.record.run_record import Line, RunRecord, curve_names, curve_panels
@@ -126,6 +126,17 @@ class TrainingSummary:
     """Path of the page that the fit has left; None: it has left none."""
     record: RunRecord | None = field(default=None, repr=False, compare=False)
     """All that is known of the fit; not saved with the model."""
+
+    if not TYPE_CHECKING:
+
+        def __getattr__(self, name: str) -> Any:
+            """Say where a number is, or which name is meant."""
+            if name.startswith("_"):
+                return object.__getattribute__(self, name)  # raises its own error
+            remedy = did_you_mean(name, [one for one in dir(self) if one[0] != "_"])
+            if any(name in record for record in self.history):
+                remedy = f"; each epoch has one: history[-1][{name!r}] is that of the last"
+            raise AttributeError(f"TrainingSummary has no {name!r}{remedy}", name=name, obj=None)
 
     def to_dict(self) -> dict[str, Any]:
         """All fields as plain values; numbers that JSON cannot hold become None."""

@@ -53,6 +53,20 @@ def test_it_says_where_it_went_on(summary: TrainingSummary) -> None:
     assert "went on from     step 1,040\n" in repr(dataclasses.replace(summary, first_step=1040))
 
 
+@pytest.mark.parametrize(
+    ("name", "remedy"),
+    [
+        ("loss", "; each epoch has one: history[-1]['loss'] is that of the last"),
+        ("step", "; did you mean 'steps'?"),
+        ("nothing_like_it", ""),
+    ],
+)
+def test_a_name_that_it_has_not_is_told(summary: TrainingSummary, name: str, remedy: str) -> None:
+    with pytest.raises(AttributeError) as caught:
+        getattr(summary, name)
+    assert str(caught.value) == f"TrainingSummary has no {name!r}{remedy}"
+
+
 def test_json_round_trip(summary: TrainingSummary) -> None:
     assert TrainingSummary.from_dict(json.loads(json.dumps(summary.to_dict()))) == summary
 

@@ -718,6 +718,20 @@ def _require_values(module: nn.Module) -> None:
         ) from error
 
 
+def _require_training(parameters: Items[nn.Parameter]) -> None:
+    """Refuse to train nothing; raises ConfigError."""
+    if not parameters:
+        raise ConfigError(
+            "the module has no parameters, so that nothing trains; layers in a list or dict count "
+            "only if that is an nn.ModuleList or nn.ModuleDict"
+        )
+    if not any(parameter.requires_grad for parameter in parameters):
+        raise ConfigError(
+            f"none of the module's {len(parameters)} parameters trains: all have "
+            "requires_grad=False; set it to True for those to train"
+        )
+
+
 def check_training(
     module: nn.Module, request: FitRequest, *, in_rounds: bool = False
 ) -> LossFunction:
@@ -763,11 +777,7 @@ def check_training(
                 strategy.check_optimizer(optimizers.resolve_optimizer(config)([stand_in]))
         else:
             own = travelled(module, copies=True)
-            if not any(parameter.requires_grad for parameter in own.parameters()):
-                raise ConfigError(
-                    "the module has no parameters that train; check it, and frozenLayers; layers "
-                    "in a list or dict count only if that is an nn.ModuleList or nn.ModuleDict"
-                )
+            _require_training(list(own.parameters()))
             make = optimizers.resolve_optimizer(config, own)
             optimizer = make(own.parameters())
             check_parameters(optimizer, own)

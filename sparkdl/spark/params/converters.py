@@ -153,6 +153,16 @@ def parts_of(hint: Any) -> tuple[Any, ...]:
     return get_args(hint) if get_origin(hint) in (Union, types.UnionType) else (hint,)
 
 
+def to_device(doc: str, value: Any) -> str:
+    """Accept a name, or a device of torch's."""
+    torch = sys.modules.get("torch")
+    if torch is not None and isinstance(value, torch.device):
+        return str(value)
+    if isinstance(value, str):
+        return value
+    raise TypeError(f"received {value!r}; expected: {doc}")
+
+
 def to_run_name(value: Any) -> str | None:
     """Accept a text of one line."""
     if value is None or (isinstance(value, str) and value.strip() and value.isprintable()):

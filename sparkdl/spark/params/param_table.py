@@ -381,7 +381,8 @@ class EstimatorArguments(InputArguments, total=False):
         "stop when the loss is this many times that of the first steps (> 1); None: stop only "
         "when it is infinite or NaN.")]
     device: Annotated[str, Option(
-        "where workers train: 'auto' (a GPU if there is one), 'cpu' or 'cuda'.")]
+        "where workers train: 'auto' (a GPU if there is one), 'cpu' or 'cuda'.",
+        check=converters.to_device)]
     deterministic: Annotated[bool, Option(
         "whether torch must use deterministic algorithms, for equal bits on GPUs.")]
     checkpointDir: Annotated[str | None, Option(
@@ -508,7 +509,7 @@ class ModelArguments(InputArguments, total=False):
         default=INFERENCE_BATCH_SIZE, fills="nothing")]
     device: Annotated[str, Option(
         "where tasks predict: 'auto' (a GPU if the task has one), 'cpu' or 'cuda'.",
-        default="auto", fills="nothing")]
+        check=converters.to_device, default="auto", fills="nothing")]
     parallelism: Annotated[Mesh | Literal["auto"] | None, Option(
         "sparkdl.Mesh(...): along which axes the tasks of transform divide a model whose weights "
         "lie in a storage; None: each has all of it; 'auto': that along which it was trained, if "

@@ -16,7 +16,7 @@ from pyspark.ml.param import Param, Params, TypeConverters, shared
 from pyspark.ml.util import MLWritable
 
 from sparkdl import familiar_names
-from sparkdl.config import CheckpointConfig, Rule, Task, TrainConfig
+from sparkdl.config import CheckpointConfig, Task, TrainConfig
 from sparkdl.errors import (
     ConfigError,
     ParamError,
@@ -74,22 +74,13 @@ class CheckedParams(
             if value is None and has_default and not (option and option.accepts_none):
                 doc = "" if option is None else f": {option.doc}"
                 default = self._defaultParamMap.get(param)
-                wrong.append(
-                    f'Invalid param value given for param "{name}": None, which it cannot be; '
-                    f"leave it out to have {default!r}{doc}"
-                )
+                wrong.append(f"{name} cannot be None; leave it out to have {default!r}{doc}")
                 continue
             try:
                 plain = plain_value(value)
                 self._paramMap[param] = None if value is None else param.typeConverter(plain)
-            except ParamError as error:  # of a rule, which names the Param
+            except ParamError as error:
                 wrong.append(str(error))
-            except (TypeError, ConfigError) as error:  # without the converter's frames
-                remedy = ""
-                if name == "featuresCol" and isinstance(value, list | tuple):
-                    remedy = "; put columns together with VectorAssembler or F.array, or name them"
-                    remedy += " as inputCols, each of which is an argument of forward"
-                wrong.append(f'Invalid param value given for param "{name}": {error}{remedy}')
         if wrong:
             raise ParamError(all_of(wrong))
         return self
@@ -232,10 +223,9 @@ def with_params(arguments: type, **defaults: Any) -> Callable[[C], C]:
                 convert = partial(option.check, option.doc)
             elif option.convert is None and option.type in _SPARKS_CONVERTERS:
                 convert = partial(_convert_as_spark, option.type)
-            if option.rule is not None:
-                convert = partial(_by_rule, name, option.rule, convert)
             if option.accepts_auto:
                 convert = partial(_auto_or, convert)
+            convert = partial(_converted, option, convert)
             setattr(cls, name, Param(Params._dummy(), name, option.doc, typeConverter=convert))
             for accessor in (_setter(option), _getter(option)):
                 if not hasattr(cls, accessor.__name__):
@@ -311,13 +301,25 @@ def _auto_or(convert: Callable[[Any], Any], value: Any) -> Any:
     return AUTO if isinstance(value, str) and value == AUTO else convert(value)
 
 
-def _by_rule(name: str, rule: Rule, convert: Callable[[Any], Any], value: Any) -> Any:
-    """Convert a value, and see that it keeps the rule; raises ParamError with the Param's name."""
-    converted = convert(value)
+def _converted(option: Option, convert: Callable[[Any], Any], value: Any) -> Any:
+    """Convert a value, and see that it keeps the rule; raises ParamError with the Param's name.
+
+    Spark calls it as well, for the values of a grid and for `copy`.
+    """
     try:
-        rule.check(converted, name)
-    except ConfigError as error:
-        raise ParamError(str(error)) from None
+        converted = convert(value)
+    except (TypeError, ConfigError) as error:  # without the converter's frames
+        is_rule = str(error).startswith("must ")
+        message = f"{option.name}{' ' if is_rule else ': '}{error}"
+        if option.name == "featuresCol" and isinstance(value, list | tuple):
+            message += "; put columns together with VectorAssembler or F.array, or name them as "
+            message += "inputCols, each of which is an argument of forward"
+        raise ParamError(message) from None
+    if option.rule is not None and not (option.accepts_auto and converted == AUTO):
+        try:
+            option.rule.check(converted, option.name)
+        except ConfigError as error:
+            raise ParamError(str(error)) from None
     return converted
 
 

@@ -161,8 +161,8 @@ MISTAKES: dict[str, tuple[Callable[[], Any], str]] = {
     ),
     "layers in a list": (
         lambda: check_training(InAList(), request()),
-        "the module has no parameters that train; check it, and frozenLayers; layers in a list or "
-        "dict count only if that is an nn.ModuleList or nn.ModuleDict",
+        "the module has no parameters, so that nothing trains; layers in a list or dict count "
+        "only if that is an nn.ModuleList or nn.ModuleDict",
     ),
     "forward is misspelt": (
         lambda: shown(Misspelt(2)),
@@ -329,15 +329,14 @@ MISTAKES: dict[str, tuple[Callable[[], Any], str]] = {
     ),
     "several columns as one": (
         lambda: TorchClassifier(featuresCol=["a", "b"]),
-        'Invalid param value given for param "featuresCol": must be a string; received [\'a\', '
-        "'b']; put columns together with VectorAssembler or F.array, or name them as inputCols, "
-        "each of which is an argument of forward",
+        "featuresCol must be a string; received ['a', 'b']; put columns together with "
+        "VectorAssembler or F.array, or name them as inputCols, each of which is an argument of "
+        "forward",
     ),
     "a shape with the batch": (
         lambda: TorchClassifier(inputShape=(-1, 4)),
-        'Invalid param value given for param "inputShape": expected the shape of one row, without '
-        "the batch, such as (1, 28, 28), or a list with a shape or None per input column; "
-        "received (-1, 4)",
+        "inputShape: expected the shape of one row, without the batch, such as (1, 28, 28), or "
+        "a list with a shape or None per input column; received (-1, 4)",
     ),
     "an option that an optimizer has not": (
         lambda: check_training(nn.Linear(4, 3), request(optimizer_params={"weightdecay": 0.1})),
@@ -360,28 +359,42 @@ MISTAKES: dict[str, tuple[Callable[[], Any], str]] = {
     ),
     "no seed": (
         lambda: TorchClassifier(seed=None),
-        'Invalid param value given for param "seed": None, which it cannot be; leave it out to '
-        "have 0: random seed.",
+        "seed cannot be None; leave it out to have 0: random seed.",
     ),
     "a schedule by a name": (
         lambda: TorchClassifier(scheduler="cosine"),
-        "Invalid param value given for param \"scheduler\": received 'cosine', but schedules have "
-        "no names here: write what makes one of the optimizer, such as "
-        "functools.partial(torch.optim.lr_scheduler.StepLR, step_size=10)",
+        "scheduler: received 'cosine', but schedules have no names here: write what makes one of "
+        "the optimizer, such as functools.partial(torch.optim.lr_scheduler.StepLR, step_size=10)",
+    ),
+    "a grid with a text": (
+        lambda: ParamGridBuilder().addGrid(TorchClassifier.learningRate, [0.1, "a"]).build(),
+        "learningRate must be a number; received 'a'",
+    ),
+    "the device of a plain loop": (
+        lambda: TorchClassifier(device=torch.device("cuda", 0)),
+        "device must be one of ('auto', 'cpu', 'cuda'); received 'cuda:0'; write 'cuda': each "
+        "worker takes the GPU that Spark assigns to it",
+    ),
+    "Keras' word for a GPU": (
+        lambda: TorchRunner(num_workers=1, device="gpu"),
+        "device must be one of ('auto', 'cpu', 'cuda'); received 'gpu'; did you mean 'cuda'?",
+    ),
+    "a module that is frozen": (
+        lambda: check_training(nn.Linear(4, 3).requires_grad_(False), request()),
+        "none of the module's 2 parameters trains: all have requires_grad=False; set it to True "
+        "for those to train",
     ),
     "patience alone": (
         lambda: TorchClassifier(earlyStopping=5),
-        'Invalid param value given for param "earlyStopping": received 5; write '
-        "earlyStopping=EarlyStopping(patience=5)",
+        "earlyStopping: received 5; write earlyStopping=EarlyStopping(patience=5)",
     ),
     "early stopping that is wanted": (
         lambda: TorchClassifier(earlyStopping=True),
-        'Invalid param value given for param "earlyStopping": received True; write '
-        "earlyStopping=EarlyStopping()",
+        "earlyStopping: received True; write earlyStopping=EarlyStopping()",
     ),
     "early stopping among callbacks": (
         lambda: TorchClassifier(callbacks=[EarlyStopping(patience=3)]),
-        'Invalid param value given for param "callbacks": received '
+        "callbacks: received "
         f"{EarlyStopping(patience=3)!r}, which is no callback; write "
         "earlyStopping=EarlyStopping(...) instead",
     ),

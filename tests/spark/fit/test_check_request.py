@@ -356,7 +356,7 @@ def test_what_cannot_come_back_is_refused() -> None:
 
 
 def test_a_module_needs_parameters_that_train() -> None:
-    with pytest.raises(ConfigError, match="the module has no parameters that train"):
+    with pytest.raises(ConfigError, match="the module has no parameters, so that nothing trains"):
         check_values(request(nn.Flatten))
 
 

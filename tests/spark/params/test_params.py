@@ -234,7 +234,7 @@ def test_wrong_types_are_named() -> None:
                               ("learningRate", (1.0, 2.0), "a number"),
                               ("epochs", 10**400, "an integer"),
                               ("predictionCol", (1, 2), "a string")):  # fmt: skip
-        message = f'"{name}": must be {kind}; received {re.escape(repr(value))}$'
+        message = f"^{name} must be {kind}; received {re.escape(repr(value))}$"
         with pytest.raises(TypeError, match=message):
             TorchClassifier(**{name: value})  # type: ignore[arg-type]
 
@@ -252,7 +252,7 @@ BREAKING: dict[str, tuple[Any, str]] = {
     "device": ("mps", "must be one of ('auto', 'cpu', 'cuda')"),
     "elasticity": ("all", "must be one of ('rounding', 'bits')"),
     "executionMode": ("both", "must be one of ('auto', 'gang', 'rounds')"),
-    "shards": ("partition", "must be one of ('auto', 'rows', 'partitions')"),
+    "shards": ("columns", "must be one of ('auto', 'rows', 'partitions')"),
     "checkpointInterval": (0, "must be a number of steps of at least 1, or -1 to disable"),
     "validationInterval": (0, "must be at least 1"),
     "validationFraction": (1.0, "must be between 0 and 1"),
