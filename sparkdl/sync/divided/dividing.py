@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -58,6 +58,7 @@ def divide(
         ConfigError: the layout does not fit the module.
     """
     shapes = {name: tuple(parameter.shape) for name, parameter in module.named_parameters()}
+    attributes = {name: dict(vars(parameter)) for name, parameter in module.named_parameters()}
     layers = divided_layers(ranks.mesh, module)
     cuts = cut_parameters(layers, module)
     if layers:
@@ -89,7 +90,33 @@ def divide(
             region = region.cut(0, ranks.shards.world_size, ranks.shards.rank)
         assert tuple(local(parameter).shape) == region.size, (name, region)
         regions[name] = region
+    _keep_attributes(module, attributes)
     return regions
+
+
+def _keep_attributes(module: nn.Module, attributes: Mapping[str, Mapping[str, Any]]) -> None:
+    """Give parameters what the user has set on those whose place they take.
+
+    Gathered ones are made when a layer is computed for the first time, and are kept.
+    """
+
+    def give(owners: Sequence[tuple[nn.Module, str, Mapping[str, Any]]], *_: Any) -> None:
+        for owner, name, own in owners:
+            found = vars(owner._parameters[name])
+            found.update({key: value for key, value in own.items() if key not in found})
+
+    owners: list[tuple[nn.Module, str, Mapping[str, Any]]] = []
+    for path, _ in module.named_parameters():
+        if attributes[path]:
+            owner, _, name = path.rpartition(".")
+            owners.append((module.get_submodule(owner), name, attributes[path]))
+    give(owners)
+    for unit in module.modules():
+        if owners and isinstance(unit, FSDPModule):
+            within = set(unit.modules())
+            unit.register_forward_pre_hook(
+                partial(give, [one for one in owners if one[0] in within])
+            )
 
 
 def _style(layer: nn.Module, cut: str, is_in_stack: bool) -> ParallelStyle:

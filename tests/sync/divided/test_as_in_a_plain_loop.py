@@ -230,6 +230,29 @@ class Tagged(Sized):
             parameter.decays = parameter.ndim == 2  # type: ignore[attr-defined]
 
 
+class Gained(nn.Linear):
+    """Reads what its parameters are said to have, as layers with a scale of their own do."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x) * getattr(self.weight, "gain", 1.0)
+
+
+class Scaled(Tagged):
+    """Reads it in its layers and, of these, by itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        for number, block in enumerate(self.blocks):
+            block[0] = Gained(block[0].in_features, block[0].out_features)
+            block[0].weight.gain = 0.5 + number  # type: ignore[attr-defined]
+
+
+class ScaledOutside(Scaled):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        gains = [getattr(block[0].weight, "gain", 1.0) for block in self.blocks]
+        return super().forward(x * sum(gains))
+
+
 def by_tags(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
     groups = [
         {"params": [one], "weight_decay": 0.5 if getattr(one, "decays", False) else 0.0}
@@ -238,7 +261,9 @@ def by_tags(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
     return torch.optim.SGD(groups, lr=0.05)
 
 
-@pytest.mark.parametrize(("make", "optimizer"), [(Sized, by_size), (Tagged, by_tags)])
+@pytest.mark.parametrize(
+    ("make", "optimizer"), [(Sized, by_size), (Tagged, by_tags), (Scaled, by_tags)]
+)
 @pytest.mark.parametrize(
     "mesh",
     [
@@ -251,6 +276,11 @@ def test_an_optimizer_that_tells_parameters_by_sizes_or_attributes(
     gang: Gang, mesh: Mesh, make: Make, optimizer: MakeOptimizer
 ) -> None:
     assert_as_plain(gang, mesh, make, optimizer=optimizer, ranks=mesh.num_readers)
+
+
+@pytest.mark.parametrize("mesh", [SHARD, UNITS, OPTIMIZER], ids=str)
+def test_forward_that_reads_attributes_of_parameters_elsewhere(gang: Gang, mesh: Mesh) -> None:
+    assert_as_plain(gang, mesh, ScaledOutside, optimizer=by_tags, ranks=2)
 
 
 class Transposed(nn.Module):
