@@ -33,7 +33,7 @@ class Command(click.Command):
 
     words: Callable[[str], str] = str
     """Puts the errors of the command as the user has to read them."""
-    keys: Callable[[str], Iterable[str]] = lambda name: ()
+    keys: Callable[[str], Iterable[str]] = staticmethod(lambda name: ())
     """The keys of a job file that may be meant by an unknown option."""
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
@@ -52,8 +52,14 @@ class Command(click.Command):
         except click.UsageError as error:
             takes_job = any(one.name == "config" for one in self.params)
             file = next((one for one in given if one.endswith(".toml")), None)
-            if type(error) is not click.UsageError or not takes_job or file is None:
+            if type(error) is not click.UsageError or not takes_job:
                 raise
+            if file is None:
+                raise click.UsageError(
+                    f"{error.message}; a job's values are in its file, see --keys: write --set "
+                    "SECTION.KEY=VALUE for others",
+                    ctx,
+                ) from error
             if "--config" in given or any(one.startswith("--config=") for one in given):
                 raise
             raise click.UsageError(f"name the job file by its option: --config {file}", ctx) from (

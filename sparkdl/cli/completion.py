@@ -109,8 +109,11 @@ def keys(job: type, above: str = "") -> Iterator[tuple[str, Any]]:
 
 
 def keys_meant(job: type, name: str) -> Iterator[str]:
-    """The keys that another name than theirs, without its section, means."""
-    known = {key.rpartition(".")[2]: key for key, _ in reversed(list(keys(job)))}
+    """The keys that another name than theirs, without its section, means; or a section's name."""
+    own = [key for key, _ in keys(job)]
+    within = [key for key in own if key.startswith(f"{name}.")]
+    yield from sorted(within, key=lambda key: key != f"{name}.path")
+    known = {key.rpartition(".")[2]: key for key in reversed(own)}
     found = meant(name.replace("-", "_"), known)
     if found is not None:
         yield known[found]

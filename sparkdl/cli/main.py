@@ -111,8 +111,8 @@ def ui(directory: str, port: int, host: str) -> None:
         server = RunServer((host, port), RunReader(open_storage(directory)))
     except (OSError, OverflowError) as error:
         raise ConfigError(
-            f"cannot listen at {host}, port {port}: {error}; choose another --port, "
-            "or 0 for a free one"
+            f"cannot listen at {host}, port {port}: {str(error).rstrip('.')}; choose another "
+            "--port, or 0 for a free one"
         ) from error
     with server:
         shown = without_password(directory)
