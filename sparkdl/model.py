@@ -33,7 +33,7 @@ from sparkdl.runtime.arguments import plain_arguments
 from sparkdl.runtime.tracebacks import plainly
 from sparkdl.serialization.stored_module import StoredModule, seen
 from sparkdl.serialization.travel.packed_module import travelled
-from sparkdl.spark.fit.check_request import floating_dtype
+from sparkdl.spark.fit.begin_module import floating_dtype
 from sparkdl.spark.frames.columns import (
     find,
     quoted,

@@ -27,7 +27,8 @@ from sparkdl.serialization.program.shared_objects import shared_values
 from sparkdl.serialization.travel.attributes import Attributes
 from sparkdl.serialization.travel.packed_module import travelled
 from sparkdl.serialization.travel.pickling import dumps
-from sparkdl.spark.fit.check_request import begin_module, check_values
+from sparkdl.spark.fit.begin_module import begin_module
+from sparkdl.spark.fit.check_request import check_values
 from sparkdl.train.callbacks import NullObserver
 from sparkdl.train.round_replica import RoundReplica
 from tests.spark.fit.requests import request

@@ -36,12 +36,8 @@ def in_file_words(text: str) -> str:
 
 def check_training(job: TrainJob) -> None:
     """Raise ConfigError for wrong values of ``[model]`` and ``[estimator]``; needs no Spark."""
-    from sparkdl.spark.fit.check_request import (
-        check_range,
-        check_shards,
-        check_sync_batch_norm,
-        check_values,
-    )
+    from sparkdl.spark.fit.check_request import check_range, check_shards, check_values
+    from sparkdl.spark.fit.check_training import check_sync_batch_norm
     from sparkdl.train.state import check_monitored
 
     estimator = make_estimator(job)

@@ -41,13 +41,9 @@ from sparkdl.spark.cluster.link import Link, open_link
 from sparkdl.spark.cluster.slots import Slots, plan_slots, threads_per_worker, wait_again
 from sparkdl.spark.cluster.supervisor import persistently, supervise
 from sparkdl.spark.explain.estimate import Found
-from sparkdl.spark.fit.check_request import (
-    CheckedRequest,
-    check_elasticity,
-    check_shards,
-    check_sync_batch_norm,
-)
+from sparkdl.spark.fit.check_request import CheckedRequest, check_elasticity, check_shards
 from sparkdl.spark.fit.check_rows import replica_bytes
+from sparkdl.spark.fit.check_training import check_sync_batch_norm
 from sparkdl.spark.frames.frame_sample import Sample
 from sparkdl.spark.frames.row_table import RowTable
 from sparkdl.spark.frames.shard_table import ShardTable

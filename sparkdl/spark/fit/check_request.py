@@ -6,13 +6,9 @@ import hashlib
 import json
 import logging
 import math
-import sys
-from collections import Counter
-from collections.abc import Callable, Collection, Mapping
-from collections.abc import Sequence as Items
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Literal
 
 from pyspark.sql import Column as SparkColumn
 from pyspark.sql import DataFrame, SparkSession
@@ -20,12 +16,9 @@ from pyspark.sql import DataFrame, SparkSession
 from sparkdl import sync
 from sparkdl.config import TrainConfig
 from sparkdl.data.plan import Column, Shard, SpoolColumn, TrainPlan, make_plan
-from sparkdl.errors import CheckpointError, ClusterError, ConfigError
+from sparkdl.errors import ClusterError, ConfigError
 from sparkdl.inputs import Named
-from sparkdl.mesh import Mesh
-from sparkdl.runtime.arguments import takes
 from sparkdl.runtime.process import borrowed_generator
-from sparkdl.runtime.tracebacks import arose_in
 from sparkdl.serialization.identity import identity
 from sparkdl.serialization.initial_weights import InitialWeights, load_initial_weights
 from sparkdl.serialization.program.imported_values import (
@@ -33,17 +26,24 @@ from sparkdl.serialization.program.imported_values import (
     imported_values,
     program_code,
 )
-from sparkdl.serialization.program.program_state import program_kept, whole_numbers
-from sparkdl.serialization.program.shared_objects import shared_values
 from sparkdl.serialization.saved_module import why_not_saved
-from sparkdl.serialization.travel.attributes import showing_weights
-from sparkdl.serialization.travel.packed_module import overlapping, sharing_memory, travelled
-from sparkdl.serialization.travel.pickling import UsesModule, dumps, sent_code
+from sparkdl.serialization.travel.packed_module import travelled
+from sparkdl.serialization.travel.pickling import sent_code
 from sparkdl.serialization.travel.shared_values import SharedValue
 from sparkdl.spark.cluster.cluster_info import parse_bytes
 from sparkdl.spark.cluster.probe import Needs
 from sparkdl.spark.cluster.slots import Slots, plan_slots
-from sparkdl.spark.fit.check_mesh import check_mesh, check_mesh_optimizer, check_worker_memory
+from sparkdl.spark.fit.begin_module import HALF, begin_module
+from sparkdl.spark.fit.check_mesh import check_mesh, check_worker_memory
+from sparkdl.spark.fit.check_training import (
+    check_lightning,
+    check_max_norm,
+    check_memory_of_weights,
+    check_sparse_gradients,
+    check_sync_batch_norm,
+    check_training,
+)
+from sparkdl.spark.fit.check_travels import check_global_hooks, check_travels, foreign_names
 from sparkdl.spark.frames.columns import drawn, refuse_outputs, schema_of, validation_indicator
 from sparkdl.spark.frames.kept_frames import KeepChoice, check_cache_dir, choose_keep
 from sparkdl.spark.frames.own_partitions import (
@@ -61,35 +61,20 @@ from sparkdl.spark.run.placement import is_fixed
 from sparkdl.spark.run.run import FitRequest
 from sparkdl.spark.session import compat
 from sparkdl.spark.session.settings import Settings, session_settings
-from sparkdl.storage.tensor_tree import pack
-from sparkdl.sync.asynchronous.async_sgd import AsyncSGD
-from sparkdl.sync.asynchronous.hogwild import Hogwild
 from sparkdl.sync.averaging.averaging import AveragingStrategy
-from sparkdl.sync.averaging.diloco import DiLoCo
 from sparkdl.sync.frozen_layers import freeze
 from sparkdl.sync.gradients.allreduce import AllReduce
-from sparkdl.sync.own_weights.elastic_averaging import ElasticAveraging
-from sparkdl.sync.population.population import Competition, PopulationStrategy
-from sparkdl.sync.sparse_gradients import sparse_parameters
+from sparkdl.sync.population.population import PopulationStrategy
 from sparkdl.sync.strategy import SyncStrategy
 
 if TYPE_CHECKING:
-    import torch
     from torch import nn
 
     from sparkdl.serialization.recorded.recipe import RecordedWeights
     from sparkdl.train.objective.loss import LossFunction
-    from sparkdl.train.optimizers.optimizers import Schedule
     from sparkdl.train.training_state import TrainingMethod, TrainingState
 
 logger = logging.getLogger(__name__)
-
-_HALF = ("bfloat16", "float16")
-"""dtypes that floating features have in ``forward`` only."""
-_MOST_COPIED = 1 << 26
-"""Parameters of modules of which there is another copy to compare what optimizers do."""
-_EVERYWHERE = {"cloudpickle", "numpy", "pyarrow", "pyspark", "sparkdl", "torch"}
-"""Packages without which no executor gets as far as to be asked for others."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -105,7 +90,7 @@ class CheckedValues:
     """Values of its parameters if these are on the meta device; None: they have their values."""
     float_dtype: str
     """The dtype of floating features."""
-    frozen: Items[str]
+    frozen: Sequence[str]
     """Names of the parameters that `freeze` has frozen, for `thaw`."""
     objective: LossFunction
     """The loss that the run minimizes; built once on the driver."""
@@ -231,7 +216,7 @@ class CheckedRequest(CheckedValues):
             at_once=False,
         )
 
-    def make_plan(self, columns: Items[Column], shards: Items[Shard]) -> TrainPlan:
+    def make_plan(self, columns: Sequence[Column], shards: Sequence[Shard]) -> TrainPlan:
         """The plan of a run over these shards, without windows."""
         plan = make_plan(
             columns=columns,
@@ -512,27 +497,6 @@ def check_values(request: FitRequest) -> CheckedValues:
     )
 
 
-def check_global_hooks() -> None:
-    """Refuse hooks of this process that workers would not have; raises ConfigError."""
-    from torch.nn.modules import module as modules
-    from torch.optim import optimizer as optimizers
-
-    names = {
-        "module": [
-            f"_global_{kind}_hooks"
-            for kind in ("forward_pre", "forward", "backward_pre", "backward")
-        ],
-        "optimizer": ["_global_optimizer_pre_hooks", "_global_optimizer_post_hooks"],
-    }
-    for what, owner in (("module", modules), ("optimizer", optimizers)):
-        if any(getattr(owner, name, None) for name in names[what]):
-            raise ConfigError(
-                f"torch has hooks for every {what} of this process, which workers do not have; "
-                "remove them (their handle's remove()), and register hooks on "
-                + ("the module itself" if what == "module" else "the one that optimizer= makes")
-            )
-
-
 def choose_mode(requested: str, strategy: SyncStrategy) -> Literal["gang", "rounds"]:
     """The mode that the user asked for; ``auto`` leaves it to the strategy; raises ConfigError."""
     obstacles = {"gang": strategy.why_not_gang(), "rounds": strategy.why_not_rounds()}
@@ -547,398 +511,13 @@ def choose_mode(requested: str, strategy: SyncStrategy) -> Literal["gang", "roun
     return mode
 
 
-def check_travels(values: Mapping[str, Any], module: nn.Module | None = None) -> None:
-    """Refuse what cannot be sent to other processes, such as a lock; raises ConfigError.
-
-    Refused is also what uses a parameter of ``module``, of which workers train another one, and a
-    callback that has one of its layers.
-    """
-    strange = {} if module is None else {id(p): name for name, p in module.named_parameters()}
-    layers = {} if module is None else {id(m): name for name, m in module.named_modules() if name}
-    for name, value in values.items():
-        try:
-            dumps(value, strange | layers if name == "callbacks" else strange)
-        except UsesModule as error:
-            remedy = "trainingStep, which gets the module that they train"
-            if name == "callbacks":
-                remedy = "state.model, which is the module that they train"
-            raise ConfigError(
-                f"{name} cannot be sent to the workers: {error}; use {remedy}"
-            ) from error
-        except Exception as error:  # whatever the user's classes raise when they are pickled
-            raise ConfigError(
-                f"{name} cannot be sent to the workers: {error}; make such things in the "
-                "worker, for example in on_train_begin"
-            ) from error
-
-
-def foreign_names(sent: Items[tuple[Any, bool]]) -> frozenset[tuple[str, str]]:
-    """Names of those that are in modules which executors may not have."""
-    names = {(str(one.__module__), one.__qualname__) for one, is_by_name in sent if is_by_name}
-    known = sys.stdlib_module_names | _EVERYWHERE
-    return frozenset(name for name in names if name[0].split(".")[0] not in known)
-
-
-@dataclass(frozen=True, kw_only=True)
-class BegunModule:
-    """A module to start from."""
-
-    module: nn.Module
-    """A module of our own, on the CPU."""
-    weights: RecordedWeights | None = None
-    """Values of its parameters if these are on the meta device; None: they have their values."""
-    shared: tuple[SharedValue, ...] = ()
-    """The objects that it and what else is in the configuration had in common."""
-
-    @property
-    def float_dtype(self) -> str:
-        """The dtype of floating features."""
-        return floating_dtype(self.module)
-
-
-def begin_module(request: FitRequest) -> BegunModule:
-    """Make the module to start from; see `make_module`.
-
-    Where a mesh divides what a factory makes, its parameters are on the meta device, and their
-    weights beside it: the driver never has all of them.
-    """
-    from torch import nn
-
-    from sparkdl.serialization.recorded.recipe import NotRecorded
-    from sparkdl.serialization.recorded.recording import recorded
-
-    mesh, reason = request.config.parallelism, None
-    is_factory = not isinstance(request.module, nn.Module) and callable(request.module)
-    if is_factory and isinstance(mesh, Mesh) and mesh.is_divided:
-        try:
-            with borrowed_generator(request.config.seed):
-                module, weights = recorded(request.module)
-            check_travels(vars(request.config), module)
-            shared = shared_values(module, vars(request.config))
-            module = travelled(module, weights, copies=False)
-        except Exception as error:  # also what the factory raises only here
-            reason = f"{type(error).__name__}: {error}"
-        else:
-            try:
-                if request.initial_weights is not None:
-                    load_initial_weights(module, request.initial_weights, weights=weights)
-                return BegunModule(module=module, weights=weights, shared=shared)
-            except NotRecorded as error:
-                reason = str(error)
-    made = make_module(request)
-    if reason is not None:
-        logger.info("the driver makes the whole module before it is divided: %s", reason)
-    return made
-
-
-def make_module(request: FitRequest) -> BegunModule:
-    """Make a module of our own, on the CPU, to start from.
-
-    Raises:
-        ConfigError: it is no module, it cannot be made, or the weights are not of this one.
-        StorageError: the weights cannot be read.
-    """
-    from torch import nn
-
-    from sparkdl.serialization.initial_weights import load_initial_weights
-
-    owners = vars(request.config)
-    if isinstance(request.module, nn.Module):
-        shared = shared_values(request.module, owners)
-        module = travelled(request.module, copies=True)
-    else:
-        try:
-            with borrowed_generator(request.config.seed):
-                module = request.module()
-        except Exception as error:  # whatever the user's class or function raises
-            name = getattr(request.module, "__qualname__", repr(request.module))
-            remedy = "correct the arguments (model.args in a job file), or what makes it"
-            if isinstance(request.module, type) and not takes(request.module):
-                remedy = (
-                    f"pass {name}(...) or functools.partial({name}, ...) (in a job file model.args)"
-                )
-            elif not takes(request.module):
-                remedy = "it is called without arguments: give it these by functools.partial"
-            elif "before Module.__init__() call" in str(error):
-                remedy = "begin its __init__ with super().__init__()"
-            elif arose_in(error, "torch.cuda"):
-                remedy = "make it on the CPU: each worker moves it to its own device"
-            raise ConfigError(
-                f"module cannot be made: {name} raised {type(error).__name__}: {error}; {remedy}"
-            ) from error
-        if not isinstance(module, nn.Module):
-            shown, remedy = type(module).__name__, ""
-            if isinstance(module, type):
-                shown, name = f"the class {module.__name__}", module.__name__
-                remedy = f"; pass module={name}, or let it return {name}()"
-            raise ConfigError(
-                "module must be a torch.nn.Module or a callable that returns one; it returned "
-                f"{shown}{remedy}"
-            )
-        check_travels(owners, module)  # it may be one that is kept
-        shared = shared_values(module, owners)
-        module = travelled(module, copies=False)
-    _require_values(module)
-    module = module.cpu()  # also what a class of its own keeps
-    if request.initial_weights is not None:
-        load_initial_weights(module, request.initial_weights)
-    return BegunModule(module=module, shared=shared)
-
-
-def floating_dtype(module: nn.Module) -> str:
-    """The dtype of most of a module's floating values, in which it gets floating features."""
-    from torch import nn
-
-    counts: Counter[str] = Counter()
-    for tensor in [*module.parameters(), *module.buffers()]:
-        if tensor.is_floating_point() and not nn.parameter.is_lazy(tensor):
-            counts[str(tensor.dtype).removeprefix("torch.")] += tensor.numel()
-    found = counts.most_common(1)[0][0] if counts else "float32"
-    return found if found in ("float64", *_HALF) else "float32"
-
-
-def _require_values(module: nn.Module) -> None:
-    """Refuse a module on the meta device, or one that cannot come back; raises ConfigError."""
-    from torch.nn.parameter import is_lazy
-
-    for name, value in [*module.named_parameters(), *module.named_buffers()]:
-        if value.is_meta:
-            raise ConfigError(
-                f"the module is on the meta device: {name} has a shape, but no numbers; make it "
-                "without torch.device('meta') and torch.set_default_device('meta'), or give it "
-                "weights with to_empty and load_state_dict"
-            )
-    if any(is_lazy(value) for value in module.parameters()):
-        return
-    try:
-        pack(dict(module.state_dict()))
-    except CheckpointError as error:
-        raise ConfigError(
-            f"the weights of the module cannot be sent back from the workers: {error}"
-        ) from error
-
-
-def _require_training(parameters: Items[nn.Parameter]) -> None:
-    """Refuse to train nothing; raises ConfigError."""
-    if not parameters:
-        raise ConfigError(
-            "the module has no parameters, so that nothing trains; layers in a list or dict count "
-            "only if that is an nn.ModuleList or nn.ModuleDict"
-        )
-    if not any(parameter.requires_grad for parameter in parameters):
-        raise ConfigError(
-            f"none of the module's {len(parameters)} parameters trains: all have "
-            "requires_grad=False; set it to True for those to train"
-        )
-
-
-def check_training(
-    module: nn.Module, request: FitRequest, *, in_rounds: bool = False
-) -> LossFunction:
-    """Build once, on a copy of the module, what every worker will build, so that mistakes show now.
-
-    Not the optimizer and its schedule where they are for CUDA, which the driver need not have,
-    nor while the module is lazy. Raises ConfigError, or what the user's own callables raise.
-
-    Returns:
-        What the run minimizes, for all that the driver asks of it.
-    """
-    import torch
-    from torch import nn
-
-    from sparkdl.train.callbacks import steps_between
-    from sparkdl.train.objective.metrics import check_metrics
-    from sparkdl.train.objective.training_step import objective_of
-    from sparkdl.train.optimizers import optimizers
-    from sparkdl.train.optimizers.check_optimizer import (
-        check_length,
-        check_parameters,
-        check_schedule,
-        check_steps,
-    )
-
-    config = request.config
-    strategy: SyncStrategy = config.sync_strategy
-    steps_between(config.callbacks)
-    with (
-        borrowed_generator(config.seed),
-        optimizers.without_compiler(),
-        program_kept(vars(config)) as program,
-    ):
-        if isinstance(request.module, nn.Module):
-            _check_ids(request.module, program.numbers)
-        objective = objective_of(config, module)
-        check_metrics(config, objective)
-        is_lazy = any(nn.parameter.is_lazy(parameter) for parameter in module.parameters())
-        if config.device == "cuda" or is_lazy:
-            optimizers.resolve_optimizer(config, module)
-            if isinstance(config.optimizer, str | type):
-                stand_in = nn.Parameter(torch.zeros(1))
-                strategy.check_optimizer(optimizers.resolve_optimizer(config)([stand_in]))
-        else:
-            own = travelled(module, copies=True)
-            _require_training(list(own.parameters()))
-            make = optimizers.resolve_optimizer(config, own)
-            optimizer = make(own.parameters())
-            check_parameters(optimizer, own)
-            strategy.check_optimizer(optimizer)
-            check_mesh_optimizer(config.parallelism, optimizer, make)
-            schedule = optimizers.make_scheduler(config, optimizer, make, steps_per_epoch=1)
-            if in_rounds:
-                optimizers.require_steps(schedule)
-            sparse = sparse_parameters(own).values()
-            scheduler = None if schedule is None else schedule.scheduler
-            again: Callable[[], torch.optim.Optimizer] = partial(make, own.parameters())
-            if sum(parameter.numel() for parameter in own.parameters()) <= _MOST_COPIED:
-                again = partial(_new_optimizer, module, config)
-            check_steps(optimizer, scheduler, config, sparse, again)
-            if config.scheduler is not None and schedule is not None:
-                check_schedule(optimizer, config.scheduler)
-                fewest = config.epochs  # with one step each
-                if config.max_steps >= 0:
-                    fewest = min(config.max_steps, fewest)
-                check_length(schedule, fewest, config, partial(stepped_schedule, module, config))
-    return objective
-
-
-def _new_optimizer(module: nn.Module, config: TrainConfig) -> torch.optim.Optimizer:
-    """The optimizer of another copy of the module."""
-    from sparkdl.train.optimizers import optimizers
-
-    own = travelled(module, copies=True)
-    return optimizers.resolve_optimizer(config, own)(own.parameters())
-
-
-def stepped_schedule(module: nn.Module, config: TrainConfig, steps_per_epoch: int = 1) -> Schedule:
-    """The schedule of an optimizer that has taken a step, on a copy of the module."""
-    from sparkdl.train.optimizers import optimizers
-    from sparkdl.train.optimizers.check_optimizer import step_once
-
-    own = travelled(module, copies=True)
-    make = optimizers.resolve_optimizer(config, own)
-    optimizer = make(own.parameters())
-    schedule = optimizers.make_scheduler(config, optimizer, make, steps_per_epoch)
-    assert schedule is not None
-    step_once(optimizer, sparse_parameters(own).values())
-    return schedule
-
-
-def check_sparse_gradients(module: nn.Module, config: TrainConfig, strategy: SyncStrategy) -> None:
-    """Refuse sparse gradients with what would make them dense; raises ConfigError."""
-    found = [name for name, p in sparse_parameters(module).items() if p.requires_grad]
-    name = type(strategy).__name__
-    asked = {
-        f"parallelism=Mesh({config.parallelism}) cannot divide it": config.parallelism is not None,
-        "elasticity='bits' adds whole gradients up": config.elasticity == "bits",
-        f"{name} sends gradients to slices of the weights": isinstance(strategy, AsyncSGD),
-        f"double_buffering of {name} keeps whole gradients": isinstance(strategy, AllReduce)
-        and strategy.double_buffering,
-        f"num_backup_workers of {name} keep whole gradients": isinstance(strategy, AllReduce)
-        and strategy.num_backup_workers > 0,
-    }
-    for obstacle, is_asked in asked.items():
-        if found and is_asked:
-            raise ConfigError(
-                f"the gradient of {found[0]} is sparse, and {obstacle}; make the layer with "
-                "sparse=False, or use AllReduce() or a strategy that averages replicas"
-            )
-
-
-def check_memory_of_weights(module: nn.Module, config: TrainConfig, mode: str) -> None:
-    """Refuse weights in shared memory where it is left, or each is moved by itself; ConfigError."""
-    strategy, mesh = config.sync_strategy, config.parallelism
-    name = type(strategy).__name__
-    moves_each = isinstance(strategy, AsyncSGD | ElasticAveraging | Hogwild)
-    if isinstance(strategy, AveragingStrategy) and mode == "gang":
-        is_plain = isinstance(strategy, DiLoCo) and not strategy.is_streaming
-        moves_each = strategy.make_outer(2) is not None and not is_plain
-    if moves_each:
-        trained = {n: p for n, p in module.named_parameters() if p.requires_grad}
-        for names in overlapping(trained):
-            raise ConfigError(
-                f"{' and '.join(names)} share memory, and {name} moves each weight by itself; let "
-                "them be one parameter, self.b.weight = self.a.weight, or use AllReduce or "
-                "ParameterAveraging"
-            )
-    is_divided = mesh is not None and mesh.is_divided
-    if is_divided or isinstance(strategy, Hogwild):
-        for path, weight in showing_weights(module):
-            raise ConfigError(
-                f"the attribute {path} shows the memory of {weight}, which "
-                f"{f'parallelism=Mesh({mesh})' if is_divided else name} moves elsewhere, so that "
-                "it would stay what it is; take it from the weight in forward"
-            )
-        buffers = dict(module.named_buffers(remove_duplicate=False))
-        parameters = dict(module.named_parameters(remove_duplicate=False))
-        for names in sharing_memory({**parameters, **buffers}):
-            shown = [name for name in names if name in buffers]
-            if shown and parameters.keys() & names:
-                raise ConfigError(
-                    f"the buffer {shown[0]} shows the memory of a weight, which "
-                    f"{f'parallelism=Mesh({mesh})' if is_divided else name} moves elsewhere; take "
-                    "it from the weight in forward, or clone it"
-                )
-
-
-def _check_ids(module: nn.Module, numbers: Collection[int]) -> None:
-    """Refuse code that knows parameters by `id`: workers have others; raises ConfigError."""
-    ids = {id(parameter): name for name, parameter in module.named_parameters()}
-    for number in {*numbers, *whole_numbers(module)} & ids.keys():
-        raise ConfigError(
-            f"the program keeps the id() of the parameter {ids[number]!r}, and workers train "
-            "another object; tell parameters by their names, as parameterGroups does, or by their "
-            "shapes"
-        )
-
-
-def check_max_norm(module: nn.Module) -> None:
-    """Refuse layers whose weights follow from the rows that a worker reads; raises ConfigError."""
-    from torch import nn
-
-    for name, layer in module.named_modules():
-        if isinstance(layer, (nn.Embedding, nn.EmbeddingBag)) and layer.max_norm is not None:
-            raise ConfigError(
-                f"{name or type(layer).__name__}: max_norm={layer.max_norm} shortens the weights "
-                "of the rows that are read, and each worker reads others, so replicas would come "
-                "apart; leave max_norm out and let a callback's on_step_end limit all of them, or "
-                "set numWorkers=1, or a strategy that averages replicas"
-            )
-        if isinstance(layer, (nn.Embedding, nn.EmbeddingBag)) and layer.scale_grad_by_freq:
-            raise ConfigError(
-                f"{name or type(layer).__name__}: scale_grad_by_freq divides gradients by how "
-                "often an index is in the batch, and each worker sees a part of it; leave it out, "
-                "or set numWorkers=1, or a strategy that averages replicas"
-            )
-
-
-def check_lightning(module: nn.Module, config: TrainConfig, *, in_rounds: bool) -> bool:
-    """True if the module may log values; raises ConfigError if the strategy does not take it."""
-    from sparkdl.train.objective import lightning, manual
-    from sparkdl.train.objective.training_step import logs
-
-    if not logs(config, module):
-        return False
-    if in_rounds:
-        lightning.check_in_rounds(module)
-    if manual.is_manual(module):
-        manual.check_manual(config, config.sync_strategy, type(module).__name__)
-    if isinstance(config.sync_strategy, Competition) and lightning.is_overridden(
-        module, "validation_step"
-    ):
-        raise ConfigError(
-            f"{type(config.sync_strategy).__name__} compares members by the loss of the training "
-            f"step; remove validation_step from {type(module).__name__}, or use another strategy"
-        )
-    return True
-
-
 def prepare_columns(
     df: DataFrame, request: FitRequest, float_dtype: str
 ) -> tuple[list[SpoolColumn], SparkColumn | None]:
     """Features, labels and weight, and which rows are for validation; raises DataError."""
     schema = schema_of(df)
     inputs: list[str | Named] = [*request.feature_cols, *request.specified]
-    cast = float_dtype if float_dtype in _HALF else None
+    cast = float_dtype if float_dtype in HALF else None
     float_dtype = "float32" if cast else float_dtype
     prepared = [
         replace(prepare(schema, wanted, "feature", float_dtype=float_dtype), cast=cast)
@@ -969,15 +548,6 @@ def prepare_columns(
         expressions = [column.expression for column in prepared]
         validation = drawn(expressions, request.validation_fraction)
     return prepared, validation
-
-
-def check_sync_batch_norm(module: nn.Module, config: TrainConfig, num_workers: int) -> None:
-    """Refuse ``syncBatchNorm`` with what it does not fit; raises ConfigError."""
-    from sparkdl.train.modules import sync_batch_norm
-
-    if config.sync_batch_norm:
-        sync_batch_norm.batch_norms(module)
-        sync_batch_norm.check_strategy(config.sync_strategy, num_workers)
 
 
 def check_initial_state(

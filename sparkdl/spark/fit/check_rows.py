@@ -20,7 +20,8 @@ from sparkdl.inputs import Sequence, Tensor
 from sparkdl.mesh import Mesh
 from sparkdl.runtime.process import borrowed_generator
 from sparkdl.spark.cluster.cluster_info import check_memory
-from sparkdl.spark.fit.check_request import CheckedRequest, stepped_schedule
+from sparkdl.spark.fit.check_request import CheckedRequest
+from sparkdl.spark.fit.check_training import stepped_schedule
 from sparkdl.spark.fit.example import Example, lent_weights, own_copy
 from sparkdl.spark.fit.trial import Sink, Trial, failed_layer, try_metrics, try_module
 from sparkdl.spark.fit.trial_step import try_step

@@ -19,7 +19,8 @@ from sparkdl.errors import ConfigError
 from sparkdl.mesh import Mesh
 from sparkdl.serialization.initial_weights import InitialWeights
 from sparkdl.serialization.travel.packed_module import pack, unpack
-from sparkdl.spark.fit.check_request import CheckedValues, begin_module, check_values
+from sparkdl.spark.fit.begin_module import begin_module
+from sparkdl.spark.fit.check_request import CheckedValues, check_values
 from sparkdl.spark.fit.check_rows import CheckedRows, check_rows
 from sparkdl.spark.run.resume import run_key
 from tests.spark.fit.requests import request

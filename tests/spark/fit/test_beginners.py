@@ -25,7 +25,8 @@ from sparkdl.data.plan import Column
 from sparkdl.errors import ConfigError
 from sparkdl.inference.regression import REGRESSION
 from sparkdl.spark.cluster.probe import Needs
-from sparkdl.spark.fit.check_request import check_training, make_module
+from sparkdl.spark.fit.begin_module import make_module
+from sparkdl.spark.fit.check_training import check_training
 from sparkdl.spark.frames.columns import refuse_outputs, validation_indicator
 from sparkdl.spark.frames.user_data import require_data
 from sparkdl.train.objective.loss import CallableLoss, match_shapes

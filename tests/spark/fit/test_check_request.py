@@ -18,17 +18,15 @@ from sparkdl.config import CUSTOM, TrainConfig
 from sparkdl.errors import ConfigError
 from sparkdl.inference.regression import REGRESSION
 from sparkdl.mesh import Mesh
-from sparkdl.spark.fit.check_request import (
-    check_global_hooks,
+from sparkdl.spark.fit.begin_module import floating_dtype, make_module
+from sparkdl.spark.fit.check_request import check_values, prepare_columns
+from sparkdl.spark.fit.check_training import (
     check_max_norm,
     check_memory_of_weights,
     check_sync_batch_norm,
     check_training,
-    check_values,
-    floating_dtype,
-    make_module,
-    prepare_columns,
 )
+from sparkdl.spark.fit.check_travels import check_global_hooks
 from sparkdl.sync.asynchronous.async_sgd import AsyncSGD
 from sparkdl.sync.asynchronous.hogwild import Hogwild
 from sparkdl.sync.averaging.block_momentum import BlockMomentum

@@ -14,7 +14,7 @@ from sparkdl.errors import ConfigError
 from sparkdl.estimator import TorchClassifier
 from sparkdl.serialization.initial_weights import InitialWeights
 from sparkdl.serialization.load import load_module
-from sparkdl.spark.fit.check_request import make_module
+from sparkdl.spark.fit.begin_module import make_module
 from sparkdl.sync.averaging.parameter_averaging import ParameterAveraging
 from sparkdl.sync.gradients.allreduce import AllReduce
 

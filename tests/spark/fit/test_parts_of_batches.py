@@ -14,7 +14,7 @@ from sparkdl.config import CUSTOM
 from sparkdl.data.plan import Column
 from sparkdl.errors import ConfigError
 from sparkdl.mesh import Mesh
-from sparkdl.spark.fit.check_request import begin_module
+from sparkdl.spark.fit.begin_module import begin_module
 from sparkdl.spark.fit.example import Example
 from sparkdl.spark.fit.parts_of_batches import check_parts
 from sparkdl.train.objective.training_step import objective_of

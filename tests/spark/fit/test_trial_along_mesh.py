@@ -17,7 +17,7 @@ from sparkdl.data.plan import Column
 from sparkdl.errors import ConfigError
 from sparkdl.inference.regression import REGRESSION
 from sparkdl.mesh import Mesh
-from sparkdl.spark.fit.check_request import begin_module
+from sparkdl.spark.fit.begin_module import begin_module
 from sparkdl.spark.fit.example import Example
 from sparkdl.spark.fit.trial import try_module
 from sparkdl.train.objective.training_step import objective_of

@@ -19,7 +19,8 @@ from sparkdl.data.plan import Column
 from sparkdl.errors import ConfigError
 from sparkdl.mesh import Mesh
 from sparkdl.spark.fit import trial_step
-from sparkdl.spark.fit.check_request import CheckedValues, check_sparse_gradients, check_values
+from sparkdl.spark.fit.check_request import CheckedValues, check_values
+from sparkdl.spark.fit.check_training import check_sparse_gradients
 from sparkdl.spark.fit.example import Example
 from sparkdl.spark.fit.trial_step import try_step
 from sparkdl.sync.asynchronous.async_sgd import AsyncSGD
