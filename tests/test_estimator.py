@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import gc
 from pathlib import Path
 from typing import Any
 
@@ -24,8 +23,6 @@ from sparkdl.spark.params.param_table import INFERENCE_BATCH_SIZE
 pytestmark = [
     pytest.mark.spark,
     pytest.mark.gang,
-    # pyspark's tuning leaves its thread pools to the garbage collector
-    pytest.mark.filterwarnings("ignore:.*Pool.__del__:pytest.PytestUnraisableExceptionWarning"),
 ]
 
 
@@ -207,7 +204,6 @@ def test_cross_validator_in_parallel(
     found = CrossValidator.load(str(tmp_path / "search")).fit(points)
     assert found.avgMetrics[1] > max(0.8, found.avgMetrics[0])
     assert found.bestModel.transform(points).where("prediction = label").count() > 170
-    gc.collect()  # pyspark's thread pools, while their warning is filtered
     assert len(tables) == 3  # one for each fold, and one for the best
 
 

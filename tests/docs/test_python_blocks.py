@@ -75,7 +75,6 @@ def test_the_twenty_lines_are_a_program_that_prints_what_it_is_asked_for(clone: 
 @pytest.mark.classic
 @pytest.mark.slow
 @pytest.mark.timeout(300)
-@pytest.mark.filterwarnings("ignore:unclosed running multiprocessing pool:ResourceWarning")
 @pytest.mark.usefixtures("clone_of_the_jvm", "s3_server")
 @pytest.mark.parametrize("page", PAGES)
 def test_the_blocks_of_a_page_run(page: str, spark: SparkSession) -> None:

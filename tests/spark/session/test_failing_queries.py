@@ -32,8 +32,6 @@ pytestmark = [
     pytest.mark.spark,
     pytest.mark.slow,
     pytest.mark.timeout(300),
-    # pyspark's tuning leaves its thread pools to the garbage collector
-    pytest.mark.filterwarnings("ignore:.*Pool.__del__:pytest.PytestUnraisableExceptionWarning"),
 ]
 
 SCHEMA = "a double, b double, label int"
