@@ -9,6 +9,7 @@ import pickle
 import re
 import sys
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -230,3 +231,41 @@ def test_a_task_of_a_round_tells_it_too() -> None:
     state = {"model": copy.deepcopy(module.state_dict())}
     with pytest.raises(ConfigError, match=r"callbacks has changed"):
         replica.train(state, 0, MappedRows(data[0], plan), part, NullObserver())
+
+
+def hooked(where: str) -> tuple[nn.Module, Callable[..., Any]]:
+    """A net whose hook leaves in a variable what the training step reads, as many programs do."""
+    seen: dict[str, Any] = {}
+    net = Net(None)
+
+    def keep(number: int, *given: Any) -> None:
+        seen["of"] = given[-1]
+
+    if where == "layer":
+        net.layer.register_forward_hook(lambda layer, args, output: keep(0, output))
+    elif where == "partial":
+        net.layer.register_forward_hook(partial(keep, 0))
+    elif where == "gradient":
+        net.layer.weight.register_hook(lambda gradient: keep(1, gradient))
+    else:
+        net.layer.register_forward_pre_hook(lambda layer, args: keep(1, args[0]))
+
+    def training_step(module: nn.Module, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        loss = nn.functional.cross_entropy(module(x), y)
+        if where == "gradient" and "of" not in seen:
+            return loss
+        return loss + seen["of"].pow(2).mean()
+
+    return net, training_step
+
+
+@pytest.mark.parametrize("is_warm", [False, True])
+@pytest.mark.parametrize("where", ["layer", "partial", "before", "gradient"])
+def test_what_a_hook_leaves_for_the_training_step_is_told(where: str, is_warm: bool) -> None:
+    net, training_step = hooked(where)
+    if is_warm:
+        net(torch.zeros(2, 4)).sum().backward()
+    owner = "layer.weight" if where == "gradient" else "layer"
+    message = f"what a hook of {owner} uses is also in training_step: workers have two of it"
+    with pytest.raises(ConfigError, match=message):
+        step(check_values(request(net, training_step=training_step)))

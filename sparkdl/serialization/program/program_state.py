@@ -153,7 +153,7 @@ class ProgramWalk:
                 break
         is_known = not (_is_users(kind.__module__) or issubclass(kind, nn.Module))
         if issubclass(kind, torch.Tensor):
-            if not value.is_inference():
+            if not value.is_inference() and (value.is_leaf or value.retains_grad):
                 self._attribute(value, "grad", name)
         elif not is_known or issubclass(kind, (*_CONTAINERS, *_HOLDERS)):
             self._look_at(itertools.islice(gc.get_referents(value), _MOST_PARTS), name)

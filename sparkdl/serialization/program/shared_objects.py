@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import io
 import itertools
 import types
@@ -16,14 +17,14 @@ import torch
 from torch import nn
 
 from sparkdl.serialization.program.program_state import ProgramWalk
-from sparkdl.serialization.travel.pickling import Pickler, sent_code
-from sparkdl.serialization.travel.shared_values import GlobalPlace, SharedValue, Step
+from sparkdl.serialization.travel.pickling import HOOKS, TENSOR_HOOKS, Pickler, sent_code
+from sparkdl.serialization.travel.shared_values import GlobalPlace, SharedValue, Step, variable
 
 _CHANGING = (
     list, dict, set, deque, bytearray, np.ndarray, np.random.Generator, np.random.RandomState,
 )  # fmt: skip
 _DEEPEST = 4
-"""Steps from a layer to an object that is looked at."""
+"""Objects between a layer's attribute or hook and one that is looked at."""
 _MOST_ITEMS = 1000
 """Items of a container that are looked at."""
 _Place = TypeVar("_Place")
@@ -52,13 +53,8 @@ def shared_values(module: nn.Module, owners: Mapping[str, Any]) -> tuple[SharedV
                 looking.dump(value)
             held.update({id(one): (owner, one) for one in looking.found})
     found = []
-    attributes = (
-        (name, ((True, key),), value)
-        for name, layer in module.named_modules()
-        for key, value in vars(layer).items()
-        if key not in _TORCHS
-    )
-    for layer, steps, value in _reached(attributes, lambda value: id(value) in held):
+    begin = (place for name, layer in module.named_modules() for place in _held_by(name, layer))
+    for layer, steps, value in _reached(begin, lambda value: id(value) in held):
         who, _ = held.get(id(value), ("", None))
         if isinstance(who, GlobalPlace):
             found.append(SharedValue(layer=layer, steps=steps, owner=str(who), place=who))
@@ -72,15 +68,31 @@ def _reached(
     ends: Callable[[Any], bool] = lambda _: False,
 ) -> Iterator[tuple[_Place, tuple[Step, ...], Any]]:
     """Yield each object that can change and is a few steps away; what is behind ``ends`` not."""
-    todo, seen = deque(begin), set[int]()
+    todo, seen = deque((0, *one) for one in begin), set[int]()
     while todo:
-        place, steps, value = todo.popleft()
-        if id(value) in seen or not _can_change(value):
+        depth, place, steps, value = todo.popleft()
+        is_code = isinstance(value, types.FunctionType | types.MethodType | functools.partial)
+        if id(value) in seen or not (is_code or _can_change(value)):
             continue
         seen.add(id(value))
-        yield place, steps, value
-        if len(steps) < _DEEPEST and not ends(value):
-            todo += ((place, (*steps, step), part) for step, part in _parts(value))
+        if not is_code:
+            yield place, steps, value
+        if depth < _DEEPEST and not ends(value):
+            todo += ((depth + 1, place, (*steps, *more), part) for more, part in _parts(value))
+
+
+def _held_by(name: str, layer: nn.Module) -> Iterator[tuple[str, tuple[Step, ...], Any]]:
+    """What a layer has in attributes of its own, and its hooks with those of its parameters."""
+    for key, value in vars(layer).items():
+        if key not in _TORCHS:
+            yield name, ((True, key),), value
+    hooked: list[tuple[tuple[Step, ...], Any, frozenset[str]]] = [((), layer, HOOKS)]
+    for own, parameter in layer._parameters.items():
+        hooked.append((((True, own),), parameter, frozenset(TENSOR_HOOKS)))
+    for steps, owner, keys in hooked:
+        for key in keys:
+            for number, hook in (getattr(owner, key, None) or {}).items():
+                yield name, (*steps, (True, key), (False, number)), hook
 
 
 _TORCHS = frozenset(vars(nn.Module()))
@@ -88,21 +100,35 @@ _TORCHS = frozenset(vars(nn.Module()))
 
 def _can_change(value: Any) -> bool:
     """True for an object of which copies may come apart; tensors and layers have their own ways."""
-    if isinstance(value, torch.Tensor | nn.Module | type | types.FunctionType | types.ModuleType):
+    if isinstance(value, torch.Tensor | nn.Module | type | types.ModuleType):
+        return False
+    if isinstance(value, types.FunctionType | types.MethodType):
         return False
     is_known = type(value).__module__.startswith(("torch.", "sparkdl."))
     return isinstance(value, (*_CHANGING, tuple)) or (hasattr(value, "__dict__") and not is_known)
 
 
-def _parts(value: Any) -> Iterator[tuple[Step, Any]]:
+def _parts(value: Any) -> Iterator[tuple[tuple[Step, ...], Any]]:
     if isinstance(value, dict):
         items = itertools.islice(value.items(), _MOST_ITEMS)
-        yield from (((False, key), v) for key, v in items if isinstance(key, str | int))
+        yield from ((((False, key),), v) for key, v in items if isinstance(key, str | int))
     elif isinstance(value, list | tuple | deque):
         few = itertools.islice(value, _MOST_ITEMS)
-        yield from (((False, number), v) for number, v in enumerate(few))
+        yield from ((((False, number),), v) for number, v in enumerate(few))
+    elif isinstance(value, types.FunctionType):
+        for number, cell in enumerate(value.__closure__ or ()):
+            with contextlib.suppress(ValueError):  # it is empty
+                yield variable(number), cell.cell_contents
+        for number, default in enumerate(value.__defaults__ or ()):
+            yield ((True, "__defaults__"), (False, number)), default
+    elif isinstance(value, types.MethodType):
+        yield ((True, "__self__"),), value.__self__
+        yield ((True, "__func__"),), value.__func__
+    elif isinstance(value, functools.partial):
+        for key in ("func", "args", "keywords"):
+            yield ((True, key),), getattr(value, key)
     elif hasattr(value, "__dict__"):
-        yield from (((True, key), v) for key, v in vars(value).items())
+        yield from ((((True, key),), v) for key, v in vars(value).items())
 
 
 class _Looking(Pickler):

@@ -63,6 +63,14 @@ def dumps(value: Any, strange: Mapping[int, str] | None = None) -> bytes:
         return file.getvalue()
 
 
+def loads(data: bytes) -> Any:
+    """Read what `dumps` has written, here or elsewhere; classes of this process stay as they are.
+
+    Raises Exception, whatever the classes raise.
+    """
+    return Unpickler(io.BytesIO(data)).load()
+
+
 _Spaces = dict[str, dict[str, Any]]
 _spaces: ContextVar[_Spaces | None] = ContextVar("spaces", default=None)
 """Shared globals: the name of a module of the program's -> its globals here."""
@@ -792,7 +800,16 @@ def _array(
     )
 
 
-class ModuleUnpickler(pickle.Unpickler):
+class Unpickler(pickle.Unpickler):
+    """Reads what `Pickler` has written; a class that this process has defined stays as it is."""
+
+    def find_class(self, module: str, name: str) -> Any:
+        """Return what a pickle names."""
+        found = super().find_class(module, name)
+        return _set_class if found is cloudpickle.cloudpickle._class_setstate else found
+
+
+class ModuleUnpickler(Unpickler):
     """Rebuilds what `ModulePickler` has written."""
 
     def __init__(
@@ -814,11 +831,6 @@ class ModuleUnpickler(pickle.Unpickler):
         self._storage, self._weights = storage, weights
         # Hooks are filed under numbers; one that is registered here must not take another's place.
         RemovableHandle.next_id = max(RemovableHandle.next_id, self.head.next_hook)
-
-    def find_class(self, module: str, name: str) -> Any:
-        """Return what a pickle names."""
-        found = super().find_class(module, name)
-        return _set_class if found is cloudpickle.cloudpickle._class_setstate else found
 
     def persistent_load(self, pid: Any) -> Any:
         """Return what ``pid`` stands for in the pickle; see `ModulePickler.persistent_id`."""

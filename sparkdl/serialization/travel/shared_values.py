@@ -21,6 +21,11 @@ Step = tuple[bool, Any]
 """True with the name of an attribute, or False with what an item is found by."""
 
 
+def variable(number: int) -> tuple[Step, ...]:
+    """The way from a function to what a variable holds that it has from around it."""
+    return (True, "__closure__"), (False, number), (True, "cell_contents")
+
+
 @dataclass(frozen=True)
 class GlobalPlace:
     """The place of an object in an imported file."""
@@ -65,7 +70,32 @@ class SharedValue:
     @property
     def path(self) -> str:
         """Its place in the module, as a user writes it."""
-        return _shown(self.layer, self.steps).removeprefix(".")
+        names = [key for is_attribute, key in self.steps if is_attribute]
+        hooks = next((key for key in names if key.endswith("_hooks")), None)
+        text = _shown(self.layer, self.steps).removeprefix(".")
+        if hooks is None:
+            return text
+        owner = text.partition(hooks)[0].rstrip(".")
+        return f"what a hook of {owner or 'the module'} uses"
+
+    @property
+    def is_attribute(self) -> bool:
+        """True if a user finds it in the module by `path`."""
+        return not any(is_attribute and key[:2] == "__" for is_attribute, key in self.steps)
+
+    @property
+    def remedy(self) -> str:
+        """Where to keep it."""
+        if self.is_attribute:
+            return (
+                "keep it in the module alone, where a callback finds it at "
+                f"state.model.{self.path}, and a loss in what forward returns"
+            )
+        return (
+            "keep it in an attribute of a layer, as in layer.seen = output, where a trainingStep "
+            "finds it by the module that it gets, a callback at state.model, and a loss in what "
+            "forward returns"
+        )
 
     def in_module(self, module: nn.Module) -> Any:
         """The object as the module has it; raises AttributeError or LookupError."""
@@ -101,8 +131,6 @@ class Twins:
                 if not changed[0] and one.place is None:
                     who = one.owner
                 raise ConfigError(
-                    f"{one.path} of the module is also in {one.owner}: workers have two of it, and "
-                    f"{who} has changed one of these; keep it in the module alone, where a "
-                    f"callback finds it at state.model.{one.path}, and a loss in what forward "
-                    "returns"
+                    f"{one.path}{' of the module' * one.is_attribute} is also in {one.owner}: "
+                    f"workers have two of it, and {who} has changed one of these; {one.remedy}"
                 )

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import logging
+import warnings
 from collections.abc import Callable, Iterator
 from collections.abc import Sequence as Items
 from contextlib import contextmanager
@@ -54,7 +55,8 @@ def check_parts(checked: CheckedValues, example: Example) -> None:
         return
     few = min(rows, _MOST_ROWS)
     _check_loss(checked, example, rows)
-    _check_step(checked, example, few)
+    if not _check_step(checked, example, few):  # it may need more rows, as the hardest of them
+        _check_step(checked, example, rows)
     numbers = sum(parameter.numel() for parameter in checked.module.parameters())
     if is_compiled(checked.module) or (numbers > _MOST_NUMBERS and not is_staged):
         return
@@ -74,6 +76,18 @@ def check_parts(checked: CheckedValues, example: Example) -> None:
     )
 
 
+@contextmanager
+def _trying(seed: int) -> Iterator[None]:
+    """Let whatever the user's code raises, and warns of, be; workers warn too."""
+    with (
+        contextlib.suppress(Exception),
+        warnings.catch_warnings(),
+        borrowed_generator(seed),
+    ):
+        warnings.simplefilter("ignore")
+        yield
+
+
 def _check_loss(checked: CheckedValues, example: Example, rows: int) -> None:
     """Compare a loss of the user's own, or those of several labels, with what halves give."""
     import torch
@@ -90,7 +104,7 @@ def _check_loss(checked: CheckedValues, example: Example, rows: int) -> None:
     if not any(isinstance(part, CallableLoss | ModuleLoss) for part in parts):
         return
     found: list[tuple[LossFunction, Any, Any]] = []
-    with contextlib.suppress(Exception), torch.no_grad(), borrowed_generator(checked.config.seed):
+    with _trying(checked.config.seed), torch.no_grad():
         loss, batch = copy.deepcopy(given), example.batch(rows)
         output = taken(loss, batch.arguments.call(evaluating(own_copy(checked.module, None))))
         target: Any = batch.target
@@ -108,13 +122,19 @@ def _compare_halves(
 
     from sparkdl.train.objective.loss import CallableLoss, ModuleLoss
 
-    found, own = None, None
+    found, own, squeezed = None, None, None
     # The loss may count its calls, and in training it may see another kind of output.
-    with contextlib.suppress(Exception), torch.no_grad(), borrowed_generator(checked.config.seed):
-        found = _of_halves(
-            lambda some: loss(_some(output, some, rows), _some(target, some, rows), None), rows
-        )
+    with _trying(checked.config.seed), torch.no_grad():
+
+        def halves(output: Any) -> list[torch.Tensor]:
+            return _of_halves(
+                lambda some: loss(_some(output, some, rows), _some(target, some, rows), None), rows
+            )
+
+        found = halves(output)
         own = loss.own_value(output, target) if isinstance(loss, ModuleLoss) else None
+        if _are_unlike(output, target):
+            squeezed = halves(output.squeeze(1))
     if found is None:
         return
     whole = found[0][0] / found[0][1]
@@ -127,13 +147,28 @@ def _compare_halves(
             "losses, sum of weights)"
         )
     if isinstance(loss, CallableLoss):
-        _judge_halves("loss function", found, rows)
+        if squeezed is None or _is_mean(found) or not _is_mean(squeezed):
+            _judge_halves("loss function", found, rows)
+            return
+        logger.warning(
+            "the loss function gets outputs of the shape (batch, 1) and labels of the shape "
+            "(batch,), and torch's arithmetic sets each of these against each of those: it gives "
+            "%g for %d rows, and %g for output.squeeze(1), which is what it should take",
+            *(whole, rows, squeezed[0][0] / squeezed[0][1]),
+        )
 
 
-def _check_step(checked: CheckedValues, example: Example, rows: int) -> None:
-    """Compare the value of a training step, unless it draws random numbers."""
+def _are_unlike(output: Any, target: Any) -> bool:
+    """True of one output and one label per row, of which torch's arithmetic makes a table."""
     import torch
 
+    if not (isinstance(output, torch.Tensor) and isinstance(target, torch.Tensor)):
+        return False
+    return output.dim() == 2 and output.shape[1] == 1 and target.dim() == 1
+
+
+def _check_step(checked: CheckedValues, example: Example, rows: int) -> bool:
+    """Compare the value of a training step, unless it draws random numbers; False: it has none."""
     from sparkdl.sync.frozen_layers import evaluating
     from sparkdl.train.objective.lightning import TrainerStandIn
     from sparkdl.train.objective.training_step import StepLoss, run
@@ -141,9 +176,9 @@ def _check_step(checked: CheckedValues, example: Example, rows: int) -> None:
     given = checked.objective
     is_own = isinstance(given, StepLoss) and not isinstance(given.step, TrainerStandIn)
     if not is_own or checked.weights is not None or is_compiled(checked.module):
-        return
+        return True
     found = again = None
-    with contextlib.suppress(Exception), torch.no_grad(), borrowed_generator(checked.config.seed):
+    with _trying(checked.config.seed):  # with gradients, which the step may ask for
         loss, batch = copy.deepcopy(given), example.batch(rows)
         module = evaluating(own_copy(checked.module, None))
 
@@ -152,8 +187,11 @@ def _check_step(checked: CheckedValues, example: Example, rows: int) -> None:
             return loss(run(loss, module, part), part.target, None)
 
         found, again = _of_halves(sums, rows), _of_halves(sums, rows)
-    if found is not None and again is not None and is_close(found[0][0], again[0][0]):
+    if found is None or again is None:
+        return False
+    if is_close(found[0][0], again[0][0]):
         _judge_halves("training step", found, rows)
+    return True
 
 
 def _of_halves(sums: Callable[[slice], Any], rows: int) -> list[torch.Tensor]:
@@ -161,7 +199,7 @@ def _of_halves(sums: Callable[[slice], Any], rows: int) -> list[torch.Tensor]:
     import torch
 
     parts = [slice(0, rows), slice(0, rows // 2), slice(rows // 2, rows)]
-    return [torch.tensor([float(value) for value in sums(some)]) for some in parts]
+    return [torch.tensor([float(torch.as_tensor(v).detach()) for v in sums(p)]) for p in parts]
 
 
 def _judge_halves(what: str, found: Items[torch.Tensor], rows: int) -> None:
@@ -173,15 +211,20 @@ def _judge_halves(what: str, found: Items[torch.Tensor], rows: int) -> None:
             f"second value is {found[0][1]:g} for {rows} rows, and about as much for half of them; "
             "return the loss alone"
         )
-    whole, halves = found[0][0] / found[0][1], together[0] / together[1]
-    if is_close(whole, halves):
+    if _is_mean(found):
         return
     logger.warning(
         "the %s is no mean over rows: it gives %g for %d rows, and %g for their "
         "halves together; with several workers, or gradientAccumulationSteps, training sees "
         "the latter; return the loss of each row, or a pair (sum of losses, sum of weights)",
-        *(what, whole, rows, halves),
+        *(what, found[0][0] / found[0][1], rows, together[0] / together[1]),
     )
+
+
+def _is_mean(found: Items[torch.Tensor]) -> bool:
+    """True if both halves together mean what the whole does; see `_of_halves`."""
+    whole, together = found[0], found[1] + found[2]
+    return is_close(whole[0] / whole[1], together[0] / together[1])
 
 
 def _check_staged(checked: CheckedValues, example: Example) -> None:
@@ -272,7 +315,11 @@ def _tried(checked: CheckedValues, *, trains: bool = False) -> Iterator[nn.Modul
                 layer.training = False
     else:
         evaluating(tried)
-    with torch.no_grad(), borrowed_generator(checked.config.seed), lent_weights(checked.weights):
+    with (
+        torch.set_grad_enabled(trains),  # forward may ask for gradients where it trains
+        borrowed_generator(checked.config.seed),
+        lent_weights(checked.weights),
+    ):
         yield tried
 
 

@@ -521,6 +521,12 @@ def refusal(error: Exception, module: nn.Module, features: Items[Column]) -> str
             f"the module's forward asks for a GPU, which the driver has not: {what}; leave that "
             "out: module and inputs are on the worker's own device, x.device of an input x"
         )
+    if "does not require grad" in str(error):
+        return (
+            f"the module's forward asks for gradients on the features ({shown}): {what}; "
+            "evaluation and transform compute without them: put what needs them into "
+            "'with torch.enable_grad():'"
+        )
     if not isinstance(error, _TORCHS):
         return f"the module's forward failed on the features ({shown}): {what}; correct forward"
     whole = [f'"{c.name}" ({c.dtype})' for c in features if not c.dtype.startswith("float")]

@@ -9,8 +9,8 @@ from __future__ import annotations
 import contextlib
 import copy
 import logging
-import pickle
 import re
+import traceback
 import warnings
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
@@ -23,7 +23,7 @@ from sparkdl.errors import ConfigError, TrainingDiverged
 from sparkdl.runtime.process import borrowed_generator, seeded
 from sparkdl.runtime.tracebacks import is_of_users, passed_through, users_line
 from sparkdl.serialization.program.program_state import ProgramState, program_kept
-from sparkdl.serialization.travel.pickling import dumps
+from sparkdl.serialization.travel.pickling import dumps, loads
 from sparkdl.spark.fit.check_request import CheckedValues
 from sparkdl.spark.fit.example import Example, is_compiled, own_copy
 
@@ -58,6 +58,7 @@ _CERTAIN = (
     "modified by an inplace operation", _NO_GRADIENT, _NO_NUMPY, "view size is not compatible",
 )  # fmt: skip
 """What torch says of a backward pass that cannot be, and of memory in another order."""
+_UNLIKE, _LOSS = "must match the size of tensor", "sparkdl.train.objective.loss"
 _FORWARD = re.compile(r'File "([^"]+)", line (\d+), in (.+)\n\s+(.+)')
 """A frame in what torch tells of the forward pass that a failed backward pass belongs to."""
 
@@ -127,8 +128,10 @@ def try_step(
         text = str(error).partition("\n")[0]  # torch lists all of its backends
         text = text if len(text) <= _LONGEST_TEXT else f"{text[:_LONGEST_TEXT]}..."
         remedy = "correct it in a loop of your own, on a batch"
-        if passed_through(error, "sparkdl.train.objective.loss"):
+        if passed_through(error, _LOSS):
             remedy = "a loss is called with the module's output first, then the label; correct it"
+        if _UNLIKE in text and (shapes := _given_to_loss(error)):
+            remedy = f"the loss gets {shapes}; make one of the two like the other"
         if _NO_GRADIENT in text:
             remedy = (
                 "the loss hangs together with no parameter that trains; look in forward and loss "
@@ -219,7 +222,24 @@ def _is_certain(error: Exception) -> bool:
     """Return True if the error comes whichever rows a batch has, and however many differ."""
     if isinstance(error, _OF_CODE) or any(text in str(error) for text in _CERTAIN):
         return True
+    if _UNLIKE in str(error) and passed_through(error, _LOSS):
+        return True
     return passed_through(error, "torch.optim") and not passed_through(error, "torch.nn")
+
+
+def _given_to_loss(error: Exception) -> str:
+    """Say which shapes the loss that failed has got; empty: not those of two tensors."""
+    import torch
+
+    from sparkdl.train.objective.loss import shape_text
+
+    for frame, _ in traceback.walk_tb(error.__traceback__):
+        given = [frame.f_locals.get(name) for name in ("output", "target")]
+        tensors = [one for one in given if isinstance(one, torch.Tensor)]
+        if frame.f_globals.get("__name__") == _LOSS and len(tensors) == len(given):
+            output, target = (shape_text(("batch", *one.shape[1:])) for one in tensors)
+            return f"outputs of the shape {output} and labels of the shape {target}"
+    return ""
 
 
 def _where(error: Exception | None) -> tuple[object, str] | None:
@@ -312,7 +332,7 @@ class _Tried:
             max_steps=-1,
         )
         batch = _batch(example, num_rows)
-        config, shared = pickle.loads(dumps((config, shared)))
+        config, shared = loads(dumps((config, shared)))
         return cls(module, own_copy(module, None), config, shared, plan, batch)
 
 
@@ -363,8 +383,10 @@ def _changes(tried: _Tried, program: ProgramState, *, adds_up: bool, is_first: b
     held = Attributes(module, shared=tried.shared)
     before, kept = _fingerprints(module), _besides(held, replica.kept)
     with in_memory_format(module, config.memory_format):
-        step(batch, batch.num_rows, 0)
-    held.check_shared()
+        try:
+            step(batch, batch.num_rows, 0)
+        finally:  # if it failed, then maybe since it did not find what forward had left there
+            held.check_shared()
     now, seen = _besides(held, replica.kept), step.after_forward
     changes = {place: mark for place, mark in now.items() if kept.get(place) != mark}
     changes |= {("buffer", name): mark for name, mark in _fingerprints(module).items()}

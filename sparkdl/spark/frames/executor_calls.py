@@ -15,6 +15,7 @@ from pyspark.sql import SparkSession
 
 from sparkdl.data.source import in_threads
 from sparkdl.errors import SparkDLError
+from sparkdl.serialization.travel.pickling import loads
 from sparkdl.spark.session.background_job import BackgroundJob
 from sparkdl.spark.session.compat import num_slots
 from sparkdl.worker.watcher import ended_when_hung
@@ -103,7 +104,7 @@ class CallTask:
 
 
 def _opened(answer: bytes) -> Any:
-    found = cloudpickle.loads(zlib.decompress(answer))
+    found = loads(zlib.decompress(answer))
     if isinstance(found, SparkDLError):
         raise found
     return found

@@ -47,6 +47,18 @@ class Width(nn.Module):
         self.layer = nn.Linear(4, width)
 
 
+class Energy(Width):
+    """Computes a force, as models of molecules do."""
+
+    def __init__(self) -> None:
+        super().__init__(1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = x.detach().requires_grad_()
+        (force,) = torch.autograd.grad(self.layer(x).sum(), x, create_graph=True)
+        return force
+
+
 class NoSuper(nn.Module):
     def __init__(self) -> None:
         self.layer = nn.Linear(4, 2)
@@ -125,6 +137,10 @@ def made(module: Any) -> None:
 
 def shown(module: nn.Module, columns: tuple[Column, ...] = (X, Y), **options: Any) -> Any:
     return num_classes(module, list(columns), request(**options))
+
+
+def keras_table(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    return (output - target).square()
 
 
 MISTAKES: dict[str, tuple[Callable[[], Any], str]] = {
@@ -384,6 +400,21 @@ MISTAKES: dict[str, tuple[Callable[[], Any], str]] = {
         lambda: check_training(nn.Linear(4, 3).requires_grad_(False), request()),
         "none of the module's 2 parameters trains: all have requires_grad=False; set it to True "
         "for those to train",
+    ),
+    "forward that asks for gradients": (
+        lambda: shown(Energy()),
+        "the module's forward asks for gradients on the features (\"x\" float32 (batch, 4)): "
+        "RuntimeError: element 0 of tensors does not require grad and does not have a grad_fn; "
+        "evaluation and transform compute without them: put what needs them into 'with "
+        "torch.enable_grad():'",
+    ),
+    "a loss that compares classes with a table": (
+        lambda: step(module=nn.Linear(4, 2), loss=keras_table),
+        "the first step of training fails in 'return (output - target).square()' (keras_table): "
+        "RuntimeError: The size of tensor a (2) must match the size of tensor b (32) at "
+        "non-singleton dimension 1; the same would happen on every worker: the loss gets outputs "
+        "of the shape (batch, 2) and labels of the shape (batch,); make one of the two like the "
+        "other",
     ),
     "patience alone": (
         lambda: TorchClassifier(earlyStopping=5),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from types import SimpleNamespace
 from typing import Any
 
@@ -61,6 +62,18 @@ def plain(module: nn.Module, inputs: torch.Tensor, target: torch.Tensor) -> torc
     return F.mse_loss(module(inputs).squeeze(1), target)
 
 
+def hardest(module: nn.Module, inputs: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    """Takes three rows at least."""
+    return (module(inputs).squeeze(1) - target).square().topk(3).values.mean()
+
+
+def penalized(module: nn.Module, inputs: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    """Asks for gradients, which are of all rows."""
+    loss = plain(module, inputs, target)
+    (gradient,) = torch.autograd.grad(loss, module.weight, create_graph=True)
+    return loss + gradient.square().sum()
+
+
 def noisy(module: nn.Module, inputs: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
     return plain(module, inputs + torch.randn_like(inputs), target)
 
@@ -92,6 +105,8 @@ HEADS: dict[str, Any] = {"module": Heads, "columns": (X, A, B), "label_col": Non
         ({"module": nn.Linear(4, 3), "columns": (X,), "loss": contrasted}, "loss function"),
         ({"module": nn.Linear(4, 3), "training_step": contrasting}, "training step"),
         ({"module": nn.Linear(4, 1), "training_step": plain}, None),
+        ({"module": nn.Linear(4, 1), "training_step": hardest}, "training step"),
+        ({"module": nn.Linear(4, 1), "training_step": penalized}, "training step"),
         ({"module": nn.Linear(4, 1), "training_step": noisy}, None),
         ({**HEADS, "loss": {"a": "cross_entropy", "b": overlap}}, "loss function"),
         ({**HEADS, "loss": of_all}, "loss function"),
@@ -107,6 +122,18 @@ def test_what_is_no_mean_over_rows(
         assert not caplog.records
     else:
         assert f"the {said} is no mean over rows: it gives" in caplog.messages[0]
+
+
+@pytest.mark.parametrize("loss", [torch.nn.functional.mse_loss, lambda o, t: (o - t).abs().mean()])
+def test_one_output_against_labels_without_it_is_told(
+    loss: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    check(nn.Linear(4, 1), loss=loss)
+    (message,) = caplog.messages
+    assert message.startswith("the loss function gets outputs of the shape (batch, 1) and labels")
+    values = [float(word) for word in re.findall(r"-?\d+\.\d+", message)]
+    assert len(values) == 2 and values[0] != values[1]
+    assert message.endswith("for output.squeeze(1), which is what it should take")
 
 
 def with_share(output: torch.Tensor, target: torch.Tensor) -> Any:
@@ -143,6 +170,10 @@ class Mixing(nn.Sequential):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         if self.how == "always" or (self.how == "train" and self.training):
             x = x - x.mean(0)
+        if self.how == "gradient" and self.training:
+            energy = super().forward(x)
+            (gradient,) = torch.autograd.grad(energy.sum(), self[0].weight, create_graph=True)
+            x = x + gradient.square().sum()
         if self.how == "draws":
             x = F.dropout(x, 0.5, self.training)
         found: torch.Tensor = super().forward(x)
@@ -151,8 +182,11 @@ class Mixing(nn.Sequential):
 
 @pytest.mark.parametrize(
     ("how", "is_told"),
-    [("always", True), ("train", True), ("never", False), ("layers", False), ("draws", False)],
-)
+    [
+        ("always", True), ("train", True), ("gradient", True), ("never", False), ("layers", False),
+        ("draws", False),
+    ],
+)  # fmt: skip
 def test_a_module_that_mixes_rows(
     how: str, is_told: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
