@@ -7,6 +7,7 @@ import os
 import pickle
 import subprocess
 import sys
+import textwrap
 import threading
 from pathlib import Path
 from typing import Any
@@ -25,7 +26,7 @@ from sparkdl.serialization.travel.packed_module import (
     travelled,
     unpack,
 )
-from sparkdl.serialization.travel.pickling import dumps, shared_globals
+from sparkdl.serialization.travel.pickling import dumps, loads, shared_globals
 from tests.serialization.programs import program
 
 HERE = Path(__file__).parent / "travelling"
@@ -226,6 +227,23 @@ def test_code_may_name_operators_of_torch() -> None:
     space["both"].__module__ = "__main__"
     both = pickle.loads(dumps(space["both"]))
     torch.testing.assert_close(both(torch.ones(2)), 2 * torch.ones(2).tanh())
+
+
+def test_what_is_read_where_it_was_written_leaves_its_class_alone() -> None:
+    """Else methods would have other globals from then on, and a second fit those of the first."""
+    code = """
+    COUNT = {"n": 0}
+
+    class Counts:
+        def count(self):
+            COUNT["n"] += 1
+    """
+    with program(textwrap.dedent(code)) as made:
+        before = vars(made.Counts)["count"]
+        copied = loads(dumps(made.Counts()))
+        assert type(copied) is made.Counts and vars(made.Counts)["count"] is before
+        copied.count()
+        assert made.COUNT == {"n": 1}
 
 
 def test_a_hook_that_has_travelled_still_shares_the_globals_of_its_program() -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import logging
 import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -23,7 +24,9 @@ from sparkdl.report.live.progress import Progress
 from sparkdl.report.summary import TrainingSummary
 from sparkdl.runtime.process import cpu_model, tuned_allocator
 from sparkdl.runtime.versions import versions
+from sparkdl.serialization.program.program_state import ProgramState
 from sparkdl.serialization.travel.attributes import Attributes
+from sparkdl.serialization.travel.pickling import sent_code
 from sparkdl.spark.rounds.round_jobs import RoundEvaluation, RoundJobs, logged
 from sparkdl.spark.run.resume import find_checkpoint, patiently
 from sparkdl.spark.run.run import Run, Trained
@@ -49,6 +52,8 @@ from sparkdl.train.objective.training_step import logs
 from sparkdl.train.round_replica import check_held
 from sparkdl.train.state import EpochBook, Record, TrainState
 from sparkdl.train.training_state import left_by
+
+logger = logging.getLogger(__name__)
 
 _PHASES = ("rounds: slowest task", "rounds: everything else", "evaluate", "checkpoint")
 
@@ -193,6 +198,12 @@ class _Rounds:
             self.metrics = Metrics.of(run.config, run.objective, torch.device("cpu"))
         self.logs = b""
         """Packed states of what tasks saw of the epoch's samples; see `objective.metric_states`."""
+        self.read_by_tasks: ProgramState | None = None
+        """What the code of module and loss reads outside of them, where callbacks may change it."""
+        if run.config.callbacks:
+            others = {**vars(run.config), "callbacks": ()}
+            code = (code for code, _ in sent_code([run.module, others]))
+            self.read_by_tasks = ProgramState(code, [run.module])
 
     def train(self) -> Trained:
         run, book, totals = self.run, self.book, self.totals
@@ -313,7 +324,21 @@ class _Rounds:
                     lambda: is_epoch_over or book.is_complete,
                 )
             self.held.check_shared()
+            self._warn_of_globals()
             self.replicas.follow_freezing()
+
+    def _warn_of_globals(self) -> None:
+        """Warn once of what a callback has changed where tasks do not see it."""
+        changed = [] if self.read_by_tasks is None else self.read_by_tasks.changed()
+        if changed:
+            self.read_by_tasks = None
+            logger.warning(
+                "a callback has changed %r, which the module or the loss reads, and in rounds "
+                "callbacks run on the driver, whose globals tasks do not see: they go on with its "
+                "first value; keep it in a buffer of the module, which a callback finds at "
+                "state.model, or set executionMode='gang'",
+                changed[0],
+            )
 
     @contextlib.contextmanager
     def _followed(self) -> Iterator[None]:

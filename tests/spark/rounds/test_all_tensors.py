@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -124,3 +125,39 @@ def test_weights_that_callbacks_change_are_those_that_training_goes_on_from(
         for name in ("head.weight", "scale"):
             expected = begin[name] * 4.0 * 0.5**3
             torch.testing.assert_close(found[name], expected, rtol=0, atol=1e-6, msg=name + mode)
+
+
+FACTOR = {"value": 1.0}
+
+
+class Scaled(nn.Linear):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x) * FACTOR["value"]
+
+
+class Raise(Callback):
+    """Raises a global that forward reads, as one that anneals does."""
+
+    def on_epoch_end(self, state: CallbackState, record: Any) -> None:
+        FACTOR["value"] += 1
+
+
+class Count(Callback):
+    """Keeps what nobody else reads."""
+
+    seen: list[float] = []  # noqa: RUF012
+
+    def on_epoch_end(self, state: CallbackState, record: Any) -> None:
+        self.seen.append(record["loss"])
+
+
+def test_a_global_that_callbacks_change_and_tasks_read_is_told(
+    df: DataFrame, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(FACTOR, "value", 1.0)
+    method = Raise.on_epoch_end
+    with caplog.at_level(logging.WARNING):
+        fit(df, request(module=lambda: Scaled(3, 3), epochs=2, callbacks=(Count(), Raise())))
+    (told,) = [text for text in caplog.messages if text.startswith("a callback has changed")]
+    assert "'FACTOR', which the module or the loss reads" in told
+    assert FACTOR["value"] == 3.0 and Raise.on_epoch_end is method
