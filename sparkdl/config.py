@@ -67,7 +67,7 @@ def one_of(*known: str) -> Rule:
 
 
 def _instead_of_device(name: str) -> str:
-    if name.startswith("cuda:"):
+    if name.startswith(("cuda:", "gpu")):
         return "; write 'cuda': each worker takes the GPU that Spark assigns to it"
     return did_you_mean(name, get_args(Device))
 

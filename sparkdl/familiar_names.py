@@ -44,7 +44,6 @@ NAMES: Mapping[str, tuple[str, ...]] = {
     "featurecols": ("inputCols",),
     "features": ("featuresCol",),
     "fsdp": ("shard",),
-    "gpu": ("cuda",),
     "gradclip": ("gradientClipNorm",),
     "gradientclipval": ("gradientClipNorm",),
     "gradientclipping": ("gradientClipNorm",),

@@ -408,7 +408,12 @@ def make_plan(
     ordered = tuple(sorted(shards, key=lambda shard: shard.shard_id))
     rows = [shard.num_rows for shard in ordered]
     if not any(rows):
-        raise DataError("the DataFrame has no training rows; check its filter and the validation")
+        if held_out := sum(shard.num_validation_rows for shard in ordered):
+            raise DataError(
+                f"all {held_out} rows are for validation, and none for training; check the column "
+                "of validationIndicatorCol, or validationFraction"
+            )
+        raise DataError("the DataFrame has no training rows; check its filter")
     if num_parts is not None:
         rows = [-(-sum(rows) // num_parts)]
     return TrainPlan(

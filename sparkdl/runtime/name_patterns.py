@@ -37,7 +37,7 @@ def check_fit(patterns: Iterable[str], names: Sequence[str], param: str) -> None
         if not any(fits(pattern, name) for name in names):
             layers = sorted({name.rpartition(".")[0] for name in names} - {""}) or list(names)
             hint = did_you_mean(pattern.rstrip(".*"), [*layers, *names])
-            hint = hint or f"; there are {some_of(layers)}"
+            hint = hint or f"; its layers are {some_of([repr(layer) for layer in layers])}"
             raise ConfigError(f"{param}: no parameter of the module fits {pattern!r}{hint}")
 
 

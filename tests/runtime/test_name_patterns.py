@@ -44,7 +44,9 @@ def test_what_means_nothing_is_refused_with_a_hint() -> None:
     check_fit(["encoder", "scale"], NAMES, "frozenLayers")
     with pytest.raises(ConfigError, match=r"frozenLayers: .* 'encodr\.\*'; did you mean 'encoder"):
         check_fit(["encodr.*"], NAMES, "frozenLayers")
-    with pytest.raises(ConfigError, match=r"fits 'zzz'; there are encoder\.0, encoder\.10, head$"):
+    with pytest.raises(
+        ConfigError, match=r"fits 'zzz'; its layers are 'encoder\.0', 'encoder\.10', 'head'$"
+    ):
         check_fit(["zzz"], NAMES, "frozenLayers")
 
 

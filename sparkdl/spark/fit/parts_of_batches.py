@@ -77,13 +77,9 @@ def check_parts(checked: CheckedValues, example: Example) -> None:
 
 
 @contextmanager
-def _trying(seed: int) -> Iterator[None]:
-    """Let whatever the user's code raises, and warns of, be; workers warn too."""
-    with (
-        contextlib.suppress(Exception),
-        warnings.catch_warnings(),
-        borrowed_generator(seed),
-    ):
+def _quietly(seed: int) -> Iterator[None]:
+    """Let what the user's code warns of be: workers warn too."""
+    with warnings.catch_warnings(), borrowed_generator(seed):
         warnings.simplefilter("ignore")
         yield
 
@@ -104,7 +100,7 @@ def _check_loss(checked: CheckedValues, example: Example, rows: int) -> None:
     if not any(isinstance(part, CallableLoss | ModuleLoss) for part in parts):
         return
     found: list[tuple[LossFunction, Any, Any]] = []
-    with _trying(checked.config.seed), torch.no_grad():
+    with contextlib.suppress(Exception), _quietly(checked.config.seed), torch.no_grad():
         loss, batch = copy.deepcopy(given), example.batch(rows)
         output = taken(loss, batch.arguments.call(evaluating(own_copy(checked.module, None))))
         target: Any = batch.target
@@ -124,7 +120,7 @@ def _compare_halves(
 
     found, own, squeezed = None, None, None
     # The loss may count its calls, and in training it may see another kind of output.
-    with _trying(checked.config.seed), torch.no_grad():
+    with contextlib.suppress(Exception), _quietly(checked.config.seed), torch.no_grad():
 
         def halves(output: Any) -> list[torch.Tensor]:
             return _of_halves(
@@ -178,7 +174,8 @@ def _check_step(checked: CheckedValues, example: Example, rows: int) -> bool:
     if not is_own or checked.weights is not None or is_compiled(checked.module):
         return True
     found = again = None
-    with _trying(checked.config.seed):  # with gradients, which the step may ask for
+    # With gradients, which the step may ask for.
+    with contextlib.suppress(Exception), _quietly(checked.config.seed):
         loss, batch = copy.deepcopy(given), example.batch(rows)
         module = evaluating(own_copy(checked.module, None))
 

@@ -56,6 +56,8 @@ def _as_object(value: Any) -> str:
 
 def to_callbacks(doc: str, value: Any) -> list[Any]:
     """Accept a list of callbacks."""
+    if hasattr(value, "on_step_end") and not isinstance(value, type):
+        raise TypeError(f"received {value!r}; write callbacks=[{type(value).__name__}(...)]")
     callbacks = to_type(list[Any], doc, value)
     for one in callbacks:
         if isinstance(one, type) or not hasattr(one, "on_step_end"):

@@ -21,8 +21,8 @@ from torchmetrics.classification import MulticlassAccuracy
 
 from sparkdl import Callback, EarlyStopping, ParquetSource, TorchClassifier, TorchRunner
 from sparkdl.config import CUSTOM
-from sparkdl.data.plan import Column
-from sparkdl.errors import ConfigError
+from sparkdl.data.plan import Column, Shard, make_plan
+from sparkdl.errors import ConfigError, DataError
 from sparkdl.inference.regression import REGRESSION
 from sparkdl.spark.cluster.probe import Needs
 from sparkdl.spark.fit.begin_module import make_module
@@ -142,6 +142,9 @@ def shown(module: nn.Module, columns: tuple[Column, ...] = (X, Y), **options: An
 def keras_table(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
     return (output - target).square()
 
+
+NOTHING = Callback()
+SHARD = Shard(shard_id=0, num_rows=1, num_validation_rows=0, fingerprint="of a test")
 
 MISTAKES: dict[str, tuple[Callable[[], Any], str]] = {
     "a class that needs arguments": (
@@ -394,7 +397,8 @@ MISTAKES: dict[str, tuple[Callable[[], Any], str]] = {
     ),
     "Keras' word for a GPU": (
         lambda: TorchRunner(num_workers=1, device="gpu"),
-        "device must be one of ('auto', 'cpu', 'cuda'); received 'gpu'; did you mean 'cuda'?",
+        "device must be one of ('auto', 'cpu', 'cuda'); received 'gpu'; write 'cuda': each worker "
+        "takes the GPU that Spark assigns to it",
     ),
     "a module that is frozen": (
         lambda: check_training(nn.Linear(4, 3).requires_grad_(False), request()),
@@ -423,6 +427,18 @@ MISTAKES: dict[str, tuple[Callable[[], Any], str]] = {
     "early stopping that is wanted": (
         lambda: TorchClassifier(earlyStopping=True),
         "earlyStopping: received True; write earlyStopping=EarlyStopping()",
+    ),
+    "one callback": (
+        lambda: TorchClassifier(callbacks=NOTHING),
+        f"callbacks: received {NOTHING!r}; write callbacks=[Callback(...)]",
+    ),
+    "rows for validation alone": (
+        lambda: make_plan(
+            columns=(X,), shards=[replace(SHARD, num_rows=0, num_validation_rows=9)], world_size=1,
+            batch_size=4, epochs=1, max_steps=-1,
+        ),
+        "all 9 rows are for validation, and none for training; check the column of "
+        "validationIndicatorCol, or validationFraction",
     ),
     "early stopping among callbacks": (
         lambda: TorchClassifier(callbacks=[EarlyStopping(patience=3)]),
@@ -460,7 +476,7 @@ SLOW = ("no gradient",)
 )
 def test_all_that_is_said_of_a_mistake(mistake: str) -> None:
     make, message = MISTAKES[mistake]
-    with pytest.raises(ConfigError) as caught:
+    with pytest.raises((ConfigError, DataError)) as caught:
         make()
     assert str(caught.value) == message
 
