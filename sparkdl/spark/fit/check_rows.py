@@ -12,6 +12,8 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING
 
+import numpy as np
+
 from sparkdl.config import TrainConfig
 from sparkdl.data.column_stats import SpooledShard, merge_stats
 from sparkdl.data.plan import Column, TrainPlan
@@ -37,6 +39,8 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+_FEWEST_STEPS = 1000
+"""So many numbers of a dtype should lie between the least and the greatest label."""
 _LONG_ROW = 10_000
 """Values of a row from which on zeros are worth a warning."""
 _FEW_VALUES = 0.05
@@ -182,20 +186,32 @@ def check_labels(
         )
 
 
-def warn_of_one_class(
+def warn_of_labels(
     checked: CheckedRequest, found: CheckedRows, shards: Items[SpooledShard]
 ) -> None:
-    """Say so if a classifier's rows are all of one class, as a filter before may leave them."""
+    """Warn of labels that a filter has left of one class, or that rounding makes equal."""
     request = checked.request
-    if (found.trial.num_classes or 0) < 2 or request.label_col is None:
-        return
     place = request.num_inputs  # no source tells values of its columns
     stats = merge_stats([shard.columns[place] for shard in shards if len(shard.columns) > place])
-    if stats.minimum is not None and stats.minimum == stats.maximum:
+    if request.label_col is None or stats.minimum is None or stats.maximum is None:
+        return
+    is_single = stats.minimum == stats.maximum
+    if is_single and (found.trial.num_classes or 0) > 1:
         logger.warning(
             'all rows have the label %g in "%s": the model can learn nothing but to give that; '
             "look at what selects the rows",
             *(stats.minimum, request.label_col),
+        )
+    dtypes = {column.dtype for column in found.columns if column.role == "label"}
+    if is_single or dtypes != {"float32"}:
+        return
+    step = float(np.spacing(np.float32(max(abs(stats.minimum), abs(stats.maximum)))))
+    if stats.maximum - stats.minimum < _FEWEST_STEPS * step:
+        logger.warning(
+            'the labels in "%s" are from %.10g to %.10g, where float32 has steps of %g, so that '
+            "training and evaluate round them; subtract what they have in common, or give a "
+            "module in double precision (module.double())",
+            *(request.label_col, stats.minimum, stats.maximum, step),
         )
 
 

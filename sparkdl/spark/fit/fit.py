@@ -226,7 +226,7 @@ def _make_rows(checked: CheckedRequest, opened: Opened, recorder: Recorder) -> M
     checked = replace(checked, slots=checked.slots.asked_again(checked.spark))
     doing("checking the rows")
     found = check_rows.check_rows(checked, table, shards, recorder.graph, opened.seen[-1])
-    check_rows.warn_of_one_class(checked, found, shards)
+    check_rows.warn_of_labels(checked, found, shards)
     config = replace(checked.config, metrics=found.trial.metrics)
     checked = replace(checked, request=replace(checked.request, config=config))
     num_skipped, causes = table.skipped(shards)

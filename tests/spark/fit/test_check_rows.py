@@ -27,7 +27,7 @@ from sparkdl.spark.fit.check_rows import (
     check_rows,
     check_single_rows,
     shaped,
-    warn_of_one_class,
+    warn_of_labels,
 )
 from sparkdl.spark.fit.example import Example
 from sparkdl.spark.fit.trial import Sink, try_module
@@ -185,12 +185,30 @@ def test_rows_of_one_class_are_warned_of(caplog: pytest.LogCaptureFixture) -> No
         for low in (1.0, 2.0)
     ]
     for classes, parts in ((3, shards[1:]), (3, shards), (None, shards[1:])):
-        found: Any = SimpleNamespace(trial=SimpleNamespace(num_classes=classes))
-        warn_of_one_class(checked, found, parts)
+        found: Any = SimpleNamespace(trial=SimpleNamespace(num_classes=classes), columns=[])
+        warn_of_labels(checked, found, parts)
     assert caplog.messages == [
         'all rows have the label 2 in "y": the model can learn nothing but to give that; look at '
         "what selects the rows"
     ]
+
+
+@pytest.mark.parametrize(
+    ("dtype", "low", "is_told"),
+    [("float32", 1.7e9, True), ("float32", 1e4, False), ("float64", 1.7e9, False)],
+)
+def test_labels_that_float32_rounds_together_are_warned_of(
+    dtype: str, low: float, is_told: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    checked: Any = SimpleNamespace(request=request(label_col="y"))
+    shard: Any = SimpleNamespace(
+        columns=[ColumnStats(), ColumnStats(minimum=low, maximum=low + 299)]
+    )
+    label = Column(name="y", role="label", dtype=dtype, shape=())
+    found: Any = SimpleNamespace(trial=SimpleNamespace(num_classes=None), columns=[X, label])
+    warn_of_labels(checked, found, [shard])
+    told = 'the labels in "y" are from 1700000000 to 1700000299, where float32 has steps of 128, '
+    assert [text.startswith(told) for text in caplog.messages] == [True] * is_told
 
 
 WEIGHTS = torch.tensor([1.0, 5.0, 0.2])
