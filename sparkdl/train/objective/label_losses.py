@@ -68,16 +68,17 @@ class LossSum:
     """The weighted sum of a loss per label, as a `LossFunction`.
 
     The module returns a dict by the labels' names, a tuple in the labels' order, or one tensor,
-    which then goes to every loss. Class weights weigh the losses of their samples but do not enter
-    the mean, and targets that are ignored count as no loss: the denominator is that of all labels.
-    ``parts`` has the label's losses, ``weights`` by how much they count, 1 where none was given.
+    which then goes to every loss. A label alone has torch's mean. Of several, class weights weigh
+    the losses of their samples but do not enter the mean, and targets that are ignored count as no
+    loss: the denominator is that of all labels. ``parts`` has the label's losses, ``weights`` by
+    how much they count, 1 where none was given.
     """
 
     def __init__(self, parts: Mapping[str, LossFunction], weights: Mapping[str, float]) -> None:
         self.parts = dict(parts)
         for part in self.parts.values():
             if isinstance(part, CallableLoss | ClassLoss):
-                part.counts_alike = True
+                part.counts_alike = len(self.parts) > 1
         self.weights = {name: float(weights.get(name, 1.0)) for name in parts}
 
     def to(self, device: torch.device) -> None:
@@ -98,21 +99,25 @@ class LossSum:
         return loss_sum, weight_sum
 
     def rows(self, output: Any, target: Mapping[str, torch.Tensor]) -> LossRows | None:
-        weighted = []
+        weighted, counts = [], None
         for name, part, value in self.pairs(output):
             rows = part.rows(value, target[name])
             if rows is None:
                 return None
-            weighted.append(self.weights[name] * rows[0])
-        return torch.stack(weighted).sum(0), None
+            losses, counts = rows  # counts are those of a label alone
+            weighted.append(self.weights[name] * losses)
+        return torch.stack(weighted).sum(0), counts
 
     def apart(
         self, output: Any, target: Mapping[str, torch.Tensor], weight: torch.Tensor | None
     ) -> tuple[torch.Tensor, torch.Tensor | float, tuple[torch.Tensor, ...]]:
         """As `__call__`, and the sum of each label's losses, without its weight."""
         pairs = self.pairs(output)
-        sums = [part(value, target[name], weight)[0] for name, part, value in pairs]
+        both = [part(value, target[name], weight) for name, part, value in pairs]
+        sums = [loss_sum for loss_sum, _ in both]
         total = torch.stack([w * s for w, s in zip(self.weights.values(), sums, strict=True)])
+        if len(both) == 1:
+            return total.sum(), both[0][1], tuple(sums)
         weight_sum = float(rows_of(target)) if weight is None else weight.sum()
         return total.sum(), weight_sum, tuple(sums)
 

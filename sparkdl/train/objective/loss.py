@@ -184,8 +184,9 @@ class ClassLoss(ModuleLoss):
         losses, classes = self._losses(output, target)
         if classes is None:
             return _per_sample(losses), None
-        if not self.counts_alike:
-            return _per_sample(losses), _per_sample(self._counts(classes, losses.dtype))
+        if not self.counts_alike:  # sums, since other batches may be padded to another length
+            counts = self._counts(classes, losses.dtype)
+            return _per_sample(losses, True), _per_sample(counts, True)
         counted = (classes != self.ignore_index).to(losses.dtype)
         num_counted = _per_sample(counted, sums_dimensions=True).clamp(min=1)
         return _per_sample(losses, sums_dimensions=True) / num_counted, None

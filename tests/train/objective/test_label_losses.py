@@ -70,11 +70,32 @@ def test_one_tensor_goes_to_every_loss() -> None:
 
 
 def test_a_padded_label_counts_by_its_own_places_only() -> None:
-    loss = loss_of({"tags": "cross_entropy"}, CUSTOM, {})
     logits = torch.randn(2, 3, 4, generator=generator)
     tags = torch.tensor([[0, 1, -100, -100], [2, 1, 0, -100]])
-    shorter = loss(logits[:, :, :3], {"tags": tags[:, :3]}, None)
-    assert float(loss(logits, {"tags": tags}, None)[0]) == pytest.approx(float(shorter[0]))
+    for losses in ({"tags": "cross_entropy"}, {"tags": "cross_entropy", "other": "cross_entropy"}):
+        loss = loss_of(losses, CUSTOM, {})
+        whole = loss(logits, dict.fromkeys(losses, tags), None)
+        shorter = loss(logits[:, :, :3], dict.fromkeys(losses, tags[:, :3]), None)
+        assert list(map(float, whole)) == pytest.approx(list(map(float, shorter)))
+
+
+@pytest.mark.parametrize("weight", [None, torch.tensor([0.5, 1.0, 3.0], dtype=torch.float64)])
+def test_a_label_alone_has_the_mean_of_torch(weight: torch.Tensor | None) -> None:
+    """Of a sequence over all tokens, though workers pad their rows to other lengths."""
+    module = nn.CrossEntropyLoss(weight)
+    logits = torch.randn(2, 3, 4, generator=generator, dtype=torch.float64)
+    tags = torch.tensor([[0, 1, -100, -100], [2, 1, 0, 2]])
+    loss = loss_of({"tags": module}, CUSTOM, {})
+    expected = module(logits, tags)
+    parts = [
+        loss(logits[:1, :, :2], {"tags": tags[:1, :2]}, None),
+        loss(logits[1:], {"tags": tags[1:]}, None),
+    ]
+    total, count = (sum(float(part[place]) for part in parts) for place in (0, 1))
+    assert total / count == pytest.approx(float(expected), rel=1e-6)
+    rows = loss.rows(logits, {"tags": tags})
+    assert rows is not None and rows[1] is not None
+    assert float(rows[0].sum() / rows[1].sum()) == pytest.approx(float(expected), rel=1e-6)
 
 
 @pytest.mark.parametrize("output", [{"digit": LOGITS}, (LOGITS,), "nothing"])
