@@ -85,10 +85,8 @@ def make_estimator(job: TrainJob) -> Any:
             continue
         try:
             estimator.getParam(name).typeConverter(value)
-        except ParamError as error:  # which names the Param
-            problems.add(in_file_words(str(error)))
-        except (TypeError, ConfigError) as error:
-            problems.add(in_file_words(f"{key}: {error}"))
+        except ParamError as error:  # which begins with the Param's name
+            problems.add(in_file_words(f"{key}{str(error).removeprefix(name)}"))
     problems.raise_all()
     return estimator._set(**params)
 
