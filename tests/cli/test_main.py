@@ -97,7 +97,7 @@ def test_a_wrong_value_is_found_before_spark_is_started(
     monkeypatch.setattr(spark_session, "make_session", pytest.fail)
     setting = "estimator.learning_rate=-1"
     assert main(["train", "--config", "conf/digits.toml", "--set", setting]) == 1
-    said = f"error: --set {setting}: learning_rate must be positive; received -1.0\n"
+    said = f"error: --set {setting}: estimator.learning_rate must be positive; received -1.0\n"
     # A file has a line for the check where that takes a second.
     assert capsys.readouterr().err.removeprefix("checking the job file\n") == said
 

@@ -292,7 +292,7 @@ def test_metrics_are_named_or_made() -> None:
 @pytest.mark.parametrize(
     ("sections", "message"),
     [
-        ({"learning_rate": -1.0}, "^learning_rate must be positive; received -1.0"),
+        ({"learning_rate": -1.0}, "^estimator.learning_rate must be positive; received -1.0"),
         ({"batch_size": 2, "gradient_accumulation_steps": 3}, "_steps .3. cannot exceed batch_siz"),
         ({"optimizer": "adm"}, "unknown optimizer 'adm'; did you mean 'adam'"),
         ({"optimizer_params": {"momentums": 1}}, "optimizer Adam refused"),
@@ -308,7 +308,7 @@ def test_metrics_are_named_or_made() -> None:
         ({"early_stopping": {"monitor": "val_loss"}}, "need validation rows"),
         ({"scheduler": {"factory": "sparkdl:warmup", "args": {"stepps": 3}}}, "mean 'steps'"),
         ({"frozen_layers": ["layer.0"]}, "no parameter of the module fits 'layer.0'; did you mea"),
-        ({"shards": "partition"}, r"^shards must be one of .*'partitions'\); received"),
+        ({"shards": "partition"}, r"^estimator.shards must be one of .*'partitions'\); received"),
         ({"num_workers": 2, "min_workers": 5}, "min_workers=5 is more than num_workers=2; lower"),
         ({"cache_dir": "kept"}, "^cache_dir='kept' is relative, and executors have folders of"),
         ({"min_workers": 1, "sync_strategy": "local_sgd"}, "^min_workers=1: what this LocalSGD"),
