@@ -79,7 +79,8 @@ class TrainingSummary:
     history: list[dict[str, float]]
     """One record per epoch: ``epoch``, ``loss``, and ``val_loss`` and metrics where computed. With
     ``validationInterval`` also those of evaluations within epochs, over the epoch so far; ``epoch``
-    is then a fraction, such as 1.25 after a quarter of the second one."""
+    is then a fraction, such as 1.25 after a quarter of the second one. ``learning_rate`` is that of
+    the next step."""
     phase_seconds: dict[str, float] = field(default_factory=dict)
     """Seconds by phase: ``fit: <phase>`` on the driver, in their order, which add up to `seconds`;
     and ``rank 0: <what>``, on what rank 0 spent its time in the phase ``train``."""

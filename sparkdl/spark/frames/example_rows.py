@@ -49,7 +49,7 @@ class UserRows:
         words = {row["hash"]: _words(row["row"], row["origin"], name) for row in found or ()}
         for place in sorted(wanted, key=len, reverse=True):  # a place may be the start of another
             text = text.replace(place, words.get(wanted[place]) or place)
-        return text
+        return text.replace("(first: ", "(such as ")  # of rows in the order of their hashes
 
 
 def _origin(df: DataFrame) -> SparkColumn:

@@ -190,7 +190,11 @@ def resolve_optimizer(config: TrainConfig, module: nn.Module | None = None) -> M
             _made(kind, parameters, {**options, **values}, fused, " of parameterGroups")
         made = _made(kind, divide(parameters) if divide else parameters, options, fused)
         if not isinstance(made, torch.optim.Optimizer):
-            raise ConfigError(f"optimizer must make a torch.optim.Optimizer; received {made!r}")
+            raise ConfigError(
+                f"optimizer must make a torch.optim.Optimizer; received {made!r}; return the "
+                "optimizer itself, derive a wrapper's class from torch.optim.Optimizer, and write "
+                "what it does with learning rates as scheduler="
+            )
         complete(made)
         if can_fuse and kind is torch.optim.SGD:
             made.register_step_pre_hook(_begin_momentum)
@@ -400,5 +404,8 @@ def check_scheduler(scheduler: Any) -> torch.optim.lr_scheduler.LRScheduler:
     if isinstance(scheduler, ReduceLROnPlateau):
         raise ConfigError("ReduceLROnPlateau is stepped by evaluations; it follows no warm-up")
     if not isinstance(scheduler, torch.optim.lr_scheduler.LRScheduler):
-        raise ConfigError(f"scheduler must return an LRScheduler; received {scheduler!r}")
+        raise ConfigError(
+            f"scheduler must return an LRScheduler; received {scheduler!r}; derive the class from "
+            "torch.optim.lr_scheduler.LRScheduler, or write its rule as a LambdaLR"
+        )
     return scheduler

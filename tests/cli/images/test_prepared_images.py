@@ -87,7 +87,7 @@ def test_skipping_bad_images_gives_the_bits_of_training_without_them(
     # The messages, not the text: pyspark may have made the log's lines JSON.
     (warning,) = [text for text in caplog.messages if "training goes on without" in text]
     assert warning.startswith('training goes on without 10 row(s): column "image" has')
-    assert "3 null (first: the row with label=" in warning
+    assert "3 null (such as the row with label=" in warning
     assert "UNRESOLVED_COLUMN" not in caplog.text  # a union of files has no numbers of rows
     for ours, theirs in zip(weights(model), weights(learned), strict=True):
         assert torch.equal(ours, theirs)

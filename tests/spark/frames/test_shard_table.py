@@ -258,7 +258,7 @@ def test_validation_rows_go_apart(good: DataFrame, tables: Tables) -> None:
 
 def test_bad_rows_are_counted_with_an_example(spark: SparkSession, tables: Tables) -> None:
     table = tables(frame(spark, [*GOOD, ([1.0, None], math.inf, 1.0, True)]))
-    told = r"\(first: the row with y=inf, w=1.0, v=True\); drop or fill them"
+    told = r"\(such as the row with y=inf, w=1.0, v=True\); drop or fill them"
     with pytest.raises(
         DataError, match=f'"x" has 1 row with a null, .* {told}, as .*; column "y" must hold'
     ) as caught:
@@ -274,7 +274,7 @@ def test_bad_rows_of_files_are_named_by_them(
     rows = [*GOOD, ([1.0, None], 1.0, 1.0, True)]
     frame(spark, rows).drop("v").coalesce(1).write.parquet(path)
     read_back = spark.read.parquet(path).where("w > 0")
-    told = r"\(first: the row with y=1.0, w=1.0, which is row 20 of file:.*\.parquet\); drop"
+    told = r"\(such as the row with y=1.0, w=1.0, which is row 20 of file:.*\.parquet\); drop"
     table = tables(read_back)
     with pytest.raises(DataError, match=f'column "x" has 1 row with a null, .* {told}'):
         table.columns(table.collect())
@@ -283,14 +283,14 @@ def test_bad_rows_of_files_are_named_by_them(
 def test_ragged_rows_in_different_shards_are_seen_too(spark: SparkSession, tables: Tables) -> None:
     rows = [([1.0] * (1 + i % 2), 0.0, float(i), True) for i in range(2)]
     table = tables(frame(spark, rows), num_shards=2)
-    told = r"\(first: the row with y=0.0, w=[01].0, v=True, of shape"
+    told = r"\(such as the row with y=0.0, w=[01].0, v=True, of shape"
     with pytest.raises(DataError, match=f'"x" is ragged: .* {told}'):
         table.columns(table.collect())
 
 
 def test_a_null_indicator(spark: SparkSession, tables: Tables) -> None:
     table = tables(frame(spark, [*GOOD, ([1.0, 2.0], 1.0, 1.0, None)]), validation=True)
-    told = r"\(first: the row with y=1.0, w=1.0\); drop or fill them"
+    told = r"\(such as the row with y=1.0, w=1.0\); drop or fill them"
     with pytest.raises(DataError, match=f'column "v" has 1 null row {told}'):
         table.columns(table.collect())
 
