@@ -177,7 +177,8 @@ def test_bad_images_are_counted_before_training(spark: SparkSession) -> None:
     classifier = TorchClassifier(module=Digits, inputs=[Image("png", channels=1)], **QUIETLY)
     with pytest.raises(DataError, match=r'"png" has 1 bad row: cannot be decoded') as info:
         classifier.fit(df)
-    assert "(such as the row with label=0); 1 null (such as the row with label=1)" in str(info.value)
+    told = "(such as the row with label=0); 1 null (such as the row with label=1)"
+    assert told in str(info.value)
     good = df.where("png IS NOT NULL AND length(png) > 10")
     with pytest.raises(Exception, match="cannot be decoded"):
         classifier.setEpochs(1).fit(good).transform(df.na.drop()).collect()
