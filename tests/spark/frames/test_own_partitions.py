@@ -201,7 +201,7 @@ def test_what_is_lost_is_written_anew_and_no_more(files: DataFrame, tables: Tabl
 def test_bad_rows_are_named(files: DataFrame, tables: Tables) -> None:
     value = F.when(F.round(F.col("y") * sum(ROWS)) == 52, None).otherwise(F.col("y"))
     table = tables(files.withColumn("y", value), pieces=2)
-    told = r'column "y" has 1 null row \(first: row 52 of file:.*0\.parquet\)'
+    told = r'column "y" has 1 null row \(such as row 52 of file:.*0\.parquet\)'
     with pytest.raises(DataError, match=told):
         table.columns(table.collect())
 

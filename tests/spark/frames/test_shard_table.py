@@ -263,7 +263,7 @@ def test_bad_rows_are_counted_with_an_example(spark: SparkSession, tables: Table
         DataError, match=f'"x" has 1 row with a null, .* {told}, as .*; column "y" must hold'
     ) as caught:
         table.columns(table.collect())
-    assert "(first: inf in the row with y=inf, w=1.0, v=True); drop or mend" in str(caught.value)
+    assert "(such as inf in the row with y=inf, w=1.0, v=True); drop or mend" in str(caught.value)
 
 
 @pytest.mark.slow
