@@ -40,6 +40,7 @@ from sparkdl.train.layer_looks import LayerLooks
 from sparkdl.train.modules.memory_format import in_memory_format
 from sparkdl.train.modules.sync_batch_norm import synchronized
 from sparkdl.train.objective.not_finite import with_columns
+from sparkdl.train.objective.part import Part
 from sparkdl.train.objective.training_step import logs
 from sparkdl.train.optimizers.stepping import set_mode
 from sparkdl.train.random_state import deterministic_algorithms, seed_everything
@@ -103,6 +104,7 @@ def train(
     looks: Looks | None = None,
     fill: Fill | None = None,
     held: HeldAttributes | None = None,
+    parts: Sequence[Part] = (),
 ) -> TrainOutcome:
     """Train ``module`` in place; every rank calls, with equal weights.
 
@@ -123,6 +125,7 @@ def train(
             device.
         held: what the module holds besides parameters and buffers, for checkpoints; None: they do
             without.
+        parts: what else is called at each step.
 
     Raises:
         ConfigError: loss, optimizer, metrics or early stopping cannot be used as they are.
@@ -156,7 +159,7 @@ def train(
             stack.enter_context(contextlib.closing(part))
         clock = Clock(comm)
         talks_within = ranks.gathers or (config.sync_batch_norm and comm.world_size > 1)
-        others = []
+        others = list(parts)
         if looks is not None and comm.rank == 0 and isinstance(ranks, WholeRanks):
             others.append(LayerLooks(looks, module, plan))
         step = TrainStep(replica, clock=clock, talks_within=talks_within, others=others)

@@ -120,6 +120,7 @@ def _train(order: WorkOrder, member: Member) -> Results:
     from sparkdl.train.training_state import left_by
     from sparkdl.worker.divided.sent_weights import MadeWeights, SentWeights, Unfilled
     from sparkdl.worker.divided.stored_weights import write_weights
+    from sparkdl.worker.program_watch import ProgramWatch
 
     spaces: dict[str, dict[str, Any]] = {}
     with shared_globals(spaces):
@@ -144,9 +145,11 @@ def _train(order: WorkOrder, member: Member) -> Results:
         unfilled: Unfilled | None = None
         if order.weights is None and mesh is not None and mesh.is_divided:
             assert files is not None
-            unfilled = SentWeights(skeleton, INITIAL, files, comm, order.recipe)
+            with shared_globals(spaces):
+                unfilled = SentWeights(skeleton, INITIAL, files, comm, order.recipe)
         elif order.weights is not None and order.recipe:
-            unfilled = MadeWeights(skeleton, order.weights, order.recipe, comm)
+            with shared_globals(spaces):
+                unfilled = MadeWeights(skeleton, order.weights, order.recipe, comm)
         fill = None
         if unfilled is None:
             with shared_globals(spaces):
@@ -199,6 +202,7 @@ def _train(order: WorkOrder, member: Member) -> Results:
             looks=order.looks,
             fill=fill,
             held=held,
+            parts=[ProgramWatch(module, config)] if config.callbacks and comm.rank == 0 else [],
         )
         reporter.phase("finish")
         if checkpoints is not None and order.storage_url is not None:

@@ -20,6 +20,7 @@ from sparkdl.serialization.travel.attributes import Attributes
 from sparkdl.serialization.travel.shared_values import SharedValue
 from sparkdl.train.callbacks import NullObserver
 from sparkdl.train.loop import TrainOutcome, train
+from sparkdl.train.objective.part import Part
 from sparkdl.train.rank_state import ResumePoint
 
 NUM_FEATURES = 4
@@ -112,6 +113,7 @@ def run(
     device: str = "cpu",
     looks: Looks | None = None,
     shared: Sequence[SharedValue] = (),
+    parts: Sequence[Part] = (),
 ) -> TrainOutcome:
     """Train ``module`` in place on this rank's part of ``shards``."""
     comm = comm or LocalCommunicator()
@@ -132,6 +134,7 @@ def run(
         observer=observer or NullObserver(),
         looks=looks,
         held=Attributes(module, shared=shared),
+        parts=parts,
     )
 
 

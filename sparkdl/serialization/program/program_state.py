@@ -18,7 +18,7 @@ import pickle
 import random
 import types
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -62,6 +62,12 @@ def program_kept(*values: Any) -> Iterator[ProgramState]:
             yield state
         finally:
             state.put_back()
+
+
+def read_by_steps(module: nn.Module, owners: Mapping[str, Any]) -> ProgramState:
+    """State that steps of training read outside of ``module``: of all ``owners`` but callbacks."""
+    others = {**owners, "callbacks": ()}
+    return ProgramState((code for code, _ in sent_code([module, others])), [module])
 
 
 def whole_numbers(module: nn.Module) -> set[int]:

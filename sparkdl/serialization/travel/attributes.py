@@ -14,6 +14,7 @@ import hashlib
 import io
 import logging
 import pickle
+import re
 import types
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
@@ -49,6 +50,10 @@ logger = logging.getLogger(__name__)
 
 _TORCHS = {*vars(nn.Module()), "_compiled_call_impl"}
 """Attributes that torch keeps in each module: registers, hooks, the mode, a compiled twin."""
+_OF_TRAINING = ("sparkdl.", "torch.distributed.", "torch._subclasses.", "torch._dynamo.")
+"""Begin the names of Python's modules whose objects are no attributes of the user's."""
+_OF_SCRIPTS = re.compile(r"^    (\w+) = ", re.MULTILINE)
+"""Pattern of what a script says of its own attributes."""
 _OF_MESH = ("__composable_api_", "_is_fsdp_", "_fsdp_", "_distribute_module_applied")
 """Begin the names of attributes with which torch divides layers."""
 _PLAIN = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.Size)
@@ -93,7 +98,7 @@ class Attributes:
         """
         self._module = module
         self._is_divided = is_divided
-        self._layers, self._scripts = _layers(module), _scripts(module)
+        self._layers = _layers(module)
         self._kept = [value for _, _, value in _values(module)]  # so that no id is used twice
         self._marks = self._all_marks()
         known = self._known()
@@ -129,13 +134,14 @@ class Attributes:
     def packed(self) -> PackedModule:
         """All that has changed, for `come_back`.
 
-        That is the whole module where layers have, and where it is scripted: nobody can list what
-        scripts hold.
+        That is the whole module where layers have, and where some are scripted: objects of scripts'
+        own classes cannot be sent alone.
 
         Raises:
             ConfigError: the module has to be sent, and cannot be.
         """
-        if self._scripts or self.changed_layers():
+        scripts = [isinstance(one, torch.jit.ScriptModule) for one in self._module.modules()]
+        if any(scripts) or self.changed_layers():
             return pack(self._module)
         return self._packed(*self._changes())
 
@@ -160,9 +166,6 @@ class Attributes:
                     value = own.pop(key)
                     if (layer, key) in self._marks or _can_be_sent(value, known):
                         lacks.append([_path(layer, key), type(value).__name__])
-        for layer, text in _scripts(self._module).items():
-            if text != self._scripts.get(layer):
-                lacks.append([layer or "self", "ScriptModule"])
         layers = self.changed_layers()
         return {
             "values": values,
@@ -273,7 +276,8 @@ class Attributes:
         alone: list[tuple[list[Any], Any]] = []
         found: list[Any] = []
         same: list[Any] = []
-        for layer, key, whole in _values(self._module):
+        held = list(_values(self._module))  # so that no id is used twice
+        for layer, key, whole in held:
             if _path(layer, key) in lacks:
                 continue
             is_sent = key in values.get(layer, ())
@@ -392,6 +396,10 @@ def _give(module: nn.Module, values: Mapping[str, Any], removed: Mapping[str, An
     for name in values.keys() | removed.keys():
         layer, given = module.get_submodule(name), values.get(name, {})
         kind: Any = type(layer)
+        if isinstance(layer, torch.jit.ScriptModule):
+            for key, value in given.items():
+                setattr(layer, key, value)
+            continue
         if kind.__setstate__ is not nn.Module.__setstate__ and not _is_parametrized(kind):
             state = layer.__getstate__()  # type: ignore[no-untyped-call]
             layer.__setstate__({**state, **given} if isinstance(state, dict) else given[""])  # type: ignore[no-untyped-call]
@@ -415,10 +423,10 @@ def _values(module: nn.Module) -> Iterator[tuple[str, str, Any]]:
     """The attributes of all layers: the layer's name, their own, and what they hold."""
     for name, layer in module.named_modules():
         kind: Any = type(layer)
-        if isinstance(layer, torch.jit.ScriptModule):
-            continue
         state: Any = vars(layer)
-        if kind.__getstate__ is not nn.Module.__getstate__ and not _is_parametrized(kind):
+        if isinstance(layer, torch.jit.ScriptModule):
+            state = _of_script(layer)
+        elif kind.__getstate__ is not nn.Module.__getstate__ and not _is_parametrized(kind):
             state = layer.__getstate__()
         if not isinstance(state, dict):
             yield name, "", state
@@ -533,20 +541,28 @@ def _plain(value: Any, device: torch.device | None = None) -> Any:
     return tensor_tree.unpack(tree, found)
 
 
-def _scripts(module: nn.Module) -> dict[str, str]:
-    """Return what scripted layers say of their attributes, without tensors."""
+def _of_script(layer: torch.jit.ScriptModule) -> dict[str, Any]:
+    """Return the attributes of a scripted layer, as Python has them; not those of its own classes.
+
+    Nothing lists their names but a text for readers, in which they are indented by four.
+    """
+    text = layer._c.dump_to_str(False, False, False)
+    names = [name for name in _OF_SCRIPTS.findall(text) if layer._c.hasattr(name)]
+    found = {name: layer._c.getattr(name) for name in dict.fromkeys(names)}
+    registers = layer._parameters, layer._buffers, layer._modules
+    known = {name for register in registers for name in register.keys()}  # noqa: SIM118
     return {
-        name: layer._c.dump_to_str(False, True, False)
-        for name, layer in module.named_modules()
-        if isinstance(layer, torch.jit.ScriptModule)
+        name: value
+        for name, value in found.items()
+        if name not in known and not isinstance(value, torch.ScriptObject)
     }
 
 
 def _is_of_training(value: Any) -> bool:
-    """True for what training itself keeps in a module while it lasts."""
+    """True for what training or torch's compiler keeps in a module while it lasts."""
     value = value.func if isinstance(value, functools.partial) else value
     owner = getattr(value, "__module__", None) or ""
-    return str(owner).startswith(("sparkdl.", "torch.distributed.", "torch._subclasses."))
+    return str(owner).startswith(_OF_TRAINING)
 
 
 def _path(layer: str, key: str) -> str:

@@ -90,6 +90,30 @@ def shared_globals(spaces: _Spaces) -> Iterator[None]:
         _spaces.reset(token)
 
 
+@contextlib.contextmanager
+def own_globals() -> Iterator[None]:
+    """Give functions that are read in such blocks the program's own globals, and put these back.
+
+    Classes that are read here keep them, so that all code of the program has the same, as on a
+    worker that reads in `shared_globals`. Names have copies of what they had.
+    """
+    spaces = {name: vars(sys.modules[name]) for name in _by_value()}
+    before = {name: dict(space) for name, space in spaces.items()}
+    try:
+        with shared_globals(spaces):
+            yield
+    finally:
+        for name, space in spaces.items():
+            changed = {k: v for k, v in before[name].items() if space.get(k) is not v}
+            space.update(changed)
+
+
+def _by_value() -> list[str]:
+    """Names of the modules here whose code goes by value."""
+    names = ("__main__", *cloudpickle.list_registry_pickle_by_value())
+    return [name for name in names if name in sys.modules]
+
+
 def _space(module: str, names: dict[str, Any]) -> dict[str, Any]:
     spaces = _spaces.get()
     found = _Space(module) if spaces is None else spaces.setdefault(module, {})
@@ -110,11 +134,7 @@ class _Space(dict[str, Any]):
 
 def _spaces_of_modules() -> dict[int, _Space]:
     """The ``id`` of the globals of modules whose code goes by value -> what becomes of them."""
-    found: dict[int, _Space] = {}
-    for name in ("__main__", *cloudpickle.list_registry_pickle_by_value()):
-        if name in sys.modules:
-            found[id(vars(sys.modules[name]))] = _Space(name)
-    return found
+    return {id(vars(sys.modules[name])): _Space(name) for name in _by_value()}
 
 
 class Pickler(cloudpickle.Pickler):  # type: ignore[misc] # cloudpickle has no types

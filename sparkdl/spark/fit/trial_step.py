@@ -12,7 +12,7 @@ import logging
 import re
 import traceback
 import warnings
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
@@ -20,10 +20,10 @@ from typing import TYPE_CHECKING, Any, Literal
 from sparkdl.config import TrainConfig
 from sparkdl.data.plan import Shard, TrainPlan, make_plan
 from sparkdl.errors import ConfigError, TrainingDiverged
-from sparkdl.runtime.process import borrowed_generator, seeded
+from sparkdl.runtime.process import borrowed_generator, lent, seeded
 from sparkdl.runtime.tracebacks import is_of_users, passed_through, users_line
 from sparkdl.serialization.program.program_state import ProgramState, program_kept
-from sparkdl.serialization.travel.pickling import dumps, loads
+from sparkdl.serialization.travel.pickling import dumps, loads, own_globals
 from sparkdl.spark.fit.check_request import CheckedValues
 from sparkdl.spark.fit.example import Example, is_compiled, own_copy
 
@@ -289,8 +289,8 @@ def _error(
     with borrowed_generator(config.seed), warnings.catch_warnings():
         warnings.simplefilter("ignore")  # workers warn too
         try:
-            tried = _Tried.of(module, config, example, num_rows, shared)
-            seen.append(_step(tried, adds_up=adds_up, is_first=is_first))
+            with _copies(module, config, example, num_rows, shared) as tried:
+                seen.append(_step(tried, adds_up=adds_up, is_first=is_first))
         except (TrainingDiverged, MemoryError):
             return None
         except Exception as error:  # whatever the user's code raises
@@ -311,29 +311,29 @@ class _Tried:
     plan: TrainPlan
     batch: Batch
 
-    @classmethod
-    def of(
-        cls,
-        module: nn.Module,
-        config: TrainConfig,
-        example: Example,
-        num_rows: int,
-        shared: tuple[SharedValue, ...] = (),
-    ) -> _Tried:
-        shard = Shard(
-            shard_id=0, num_rows=num_rows, num_validation_rows=0, fingerprint="first rows"
-        )
-        plan = make_plan(
-            columns=example.columns,
-            shards=[shard],
-            world_size=1,
-            batch_size=num_rows,
-            epochs=config.epochs,
-            max_steps=-1,
-        )
-        batch = _batch(example, num_rows)
-        config, shared = loads(dumps((config, shared)))
-        return cls(module, own_copy(module, None), config, shared, plan, batch)
+
+@contextlib.contextmanager
+def _copies(
+    module: nn.Module,
+    config: TrainConfig,
+    example: Example,
+    num_rows: int,
+    shared: tuple[SharedValue, ...] = (),
+) -> Iterator[_Tried]:
+    """Copies for a step on so many rows, with globals in common, as on a worker."""
+    shard = Shard(shard_id=0, num_rows=num_rows, num_validation_rows=0, fingerprint="first rows")
+    plan = make_plan(
+        columns=example.columns,
+        shards=[shard],
+        world_size=1,
+        batch_size=num_rows,
+        epochs=config.epochs,
+        max_steps=-1,
+    )
+    batch = _batch(example, num_rows)
+    with lent, own_globals():
+        own, shared = loads(dumps((config, shared)))
+        yield _Tried(module, own_copy(module, None), own, shared, plan, batch)
 
 
 def _step(tried: _Tried, *, adds_up: bool = False, is_first: bool = False) -> Changes:
@@ -575,7 +575,8 @@ def _forward_line(module: nn.Module, config: TrainConfig, example: Example) -> s
     ):
         warnings.simplefilter("always")
         try:
-            _step(_Tried.of(module, config, example, config.batch_size))
+            with _copies(module, config, example, config.batch_size) as tried:
+                _step(tried)
         except Exception:  # the same as before
             texts = [str(warning.message) for warning in told]
             frames = [frame for text in texts for frame in _FORWARD.findall(text)]

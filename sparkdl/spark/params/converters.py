@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any, Union, get_args, get_origin
 from sparkdl.config import EarlyStopping
 from sparkdl.errors import ConfigError
 from sparkdl.inputs import Specification, Tensor
+from sparkdl.runtime.arguments import takes
 from sparkdl.serialization.initial_state import InitialState
 from sparkdl.serialization.initial_weights import InitialWeights
 
@@ -77,7 +78,42 @@ def to_optimizer(doc: str, value: Any) -> Any:
             f"makes its own: write optimizer={kind.lower()!r}, learningRate={rate} (and "
             "optimizerParams={...} for other options)"
         )
-    return to_type(str | Callable[..., Any], doc, value)
+    value = to_type(str | Callable[..., Any], doc, value)
+    if not isinstance(value, type):
+        _require_arguments(value, "parameters")
+    return value
+
+
+def to_step(doc: str, value: Any) -> Any:
+    """Accept a training step."""
+    value = to_type(Callable[..., Any] | None, doc, value)
+    _require_arguments(value, "module", "inputs", "target")
+    return value
+
+
+def to_augmentation(doc: str, value: Any) -> Any:
+    """Accept a function of a batch's inputs."""
+    value = to_type(Callable[..., Any] | None, doc, value)
+    _require_arguments(value, "inputs")
+    return value
+
+
+def to_loss(doc: str, value: Any) -> Any:
+    """Accept the name of a loss, or what compares outputs with labels; or these by label."""
+    one = str | Callable[..., Any]
+    value = to_type(one | Mapping[str, one], doc, value)
+    for each in value.values() if isinstance(value, Mapping) else [value]:
+        if not isinstance(each, type):  # these are told to be made
+            _require_arguments(each, "output", "target")
+    return value
+
+
+def _require_arguments(function: Any, *names: str) -> None:
+    """Refuse a function that cannot be called with so many arguments; raises TypeError."""
+    if callable(function) and not takes(function, names):
+        name = getattr(function, "__name__", type(function).__name__)
+        taken = ", ".join(inspect.signature(function).parameters)
+        raise TypeError(f"{name}({taken}) cannot be called with ({', '.join(names)}), as it is")
 
 
 def to_scheduler(doc: str, value: Any) -> Any:

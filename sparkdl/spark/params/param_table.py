@@ -239,12 +239,13 @@ class EstimatorArguments(InputArguments, total=False):
         "(output, target) -> tensor; with several labels a dict of these by label, one for all, "
         "or a callable that gets a dict of all labels.",
         job_file_doc="A name, an object, or with several ``labels`` a table with one of these "
-        "for each.", default=NOT_SET, read=loss_of_labels)]
+        "for each.", check=converters.to_loss, default=NOT_SET, read=loss_of_labels)]
     trainingStep: Annotated[Callable[..., Any] | None, Option(
         "function (module, inputs, target) that gives the loss of a batch, in place of loss of "
         "what forward returns (without a label target is None), for networks such as GANs; None: "
         "that of a LightningModule, else there is none.",
         job_file_doc="A function ``(module, inputs, target)``, and further ``args`` by name.",
+        check=converters.to_step,
         is_called_later=True)]
     optimizer: Annotated[str | Callable[..., Any], Option(
         "optimizer: the name of a class in torch.optim, 'lars' or 'lamb', an optimizer class, or "
@@ -295,7 +296,8 @@ class EstimatorArguments(InputArguments, total=False):
         read=input_shapes)]
     augmentation: Annotated[Callable[..., Any] | None, Option(
         "function that changes the inputs of each training batch, on the device: it gets the "
-        "input tensor, a tuple of several, or a dict by name, and returns the same.")]
+        "input tensor, a tuple of several, or a dict by name, and returns the same.",
+        check=converters.to_augmentation)]
     groupByLength: Annotated[int | None, Option(
         "batches (>= 2) whose rows are sorted by length together, so that sequences are padded "
         "less; None: rows are in random order.")]

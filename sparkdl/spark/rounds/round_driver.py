@@ -24,9 +24,8 @@ from sparkdl.report.live.progress import Progress
 from sparkdl.report.summary import TrainingSummary
 from sparkdl.runtime.process import cpu_model, tuned_allocator
 from sparkdl.runtime.versions import versions
-from sparkdl.serialization.program.program_state import ProgramState
+from sparkdl.serialization.program.program_state import ProgramState, read_by_steps
 from sparkdl.serialization.travel.attributes import Attributes
-from sparkdl.serialization.travel.pickling import sent_code
 from sparkdl.spark.rounds.round_jobs import RoundEvaluation, RoundJobs, logged
 from sparkdl.spark.run.resume import find_checkpoint, patiently
 from sparkdl.spark.run.run import Run, Trained
@@ -201,9 +200,7 @@ class _Rounds:
         self.read_by_tasks: ProgramState | None = None
         """What the code of module and loss reads outside of them, where callbacks may change it."""
         if run.config.callbacks:
-            others = {**vars(run.config), "callbacks": ()}
-            code = (code for code, _ in sent_code([run.module, others]))
-            self.read_by_tasks = ProgramState(code, [run.module])
+            self.read_by_tasks = read_by_steps(run.module, vars(run.config))
 
     def train(self) -> Trained:
         run, book, totals = self.run, self.book, self.totals

@@ -27,6 +27,7 @@ from sparkdl.sync.asynchronous.async_sgd import AsyncSGD
 from sparkdl.sync.gradients.allreduce import AllReduce
 from sparkdl.train.callbacks import Callback, CallbackState
 from sparkdl.train.objective.training_step import objective_of
+from tests.serialization.programs import program
 from tests.spark.fit.requests import request
 
 X = Column(name="x", role="feature", dtype="float32", shape=(4,))
@@ -716,3 +717,46 @@ def test_results_that_follow_from_what_is_outside_of_the_module_are_told(
         with pytest.raises(ConfigError, match=f"{said}.*each task of a round would begin"):
             step(in_rounds)
     assert CALLS == {"n": 0, "noted": 0} and Noting.calls == Annealed.calls == 0
+
+
+NOTEBOOK = """
+import torch
+from torch import nn
+
+SEEN, KEPT, SHOWN = None, {}, [1.0]
+
+class Rebinds(nn.Linear):
+    def forward(self, x):
+        global SEEN
+        SEEN = super().forward(x)
+        return SEEN
+
+def hook(layer, inputs, output):
+    KEPT["of"] = output
+
+def hooked():
+    layer = nn.Linear(4, 3)
+    layer.register_forward_hook(hook)
+    return layer
+
+def rebound(module, inputs, target):
+    return nn.functional.cross_entropy(module(inputs), target) + SEEN.pow(2).mean()
+
+def kept(module, inputs, target):
+    SHOWN.append(2.0)
+    return nn.functional.cross_entropy(module(inputs), target) + len(KEPT["of"]) / KEPT["of"].numel()
+
+def wrong(module, inputs, target):
+    return module(inputs) + SEEN
+"""
+
+
+def test_a_step_finds_the_globals_that_forward_leaves_and_they_stay() -> None:
+    with program(NOTEBOOK) as made:
+        shown = made.SHOWN
+        for module, given in ((made.Rebinds(4, 3), made.rebound), (made.hooked(), made.kept)):
+            step(module=module, training_step=given)
+            assert made.SEEN is None and made.KEPT == {}
+            assert made.SHOWN is shown and shown == [1.0]
+        with pytest.raises(ConfigError, match="fails in wrong: TypeError"):
+            step(module=nn.Linear(4, 3), training_step=made.wrong)

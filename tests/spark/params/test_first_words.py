@@ -217,6 +217,14 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"scheduler": lr_scheduler.StepLR(ADAM, 3)}, "functools.partial(StepLR, step_size=...)"),
     ({"scheduler": lambda optimizer, epoch: None}, "needs epoch besides the optimizer"),
     ({"scheduler": "cosine"}, "no names here: write what makes one of the optimizer, such as"),
+    (
+        {"trainingStep": lambda module, batch: 0.0},
+        "trainingStep: <lambda>(module, batch) cannot be called with (module, inputs, target)",
+    ),
+    ({"loss": lambda output: 0.0}, "loss: <lambda>(output) cannot be called with (output, target)"),
+    ({"loss": {"a": len}}, "len(obj) cannot be called with (output, target), as it is"),
+    ({"optimizer": lambda: None}, "optimizer: <lambda>() cannot be called with (parameters)"),
+    ({"augmentation": lambda x, y: x}, "<lambda>(x, y) cannot be called with (inputs)"),
     ({"callbacks": [PrintLoss]}, "pass an object of the class: PrintLoss()"),
     ({"callbacks": [print]}, "derive a class from sparkdl.Callback"),
     ({"earlyStopping": EarlyStopping}, "pass an object of the class: EarlyStopping()"),
@@ -232,6 +240,8 @@ def test_objects_of_the_wrong_kind_come_with_what_to_write(number: int) -> None:
 
 
 def test_what_makes_a_schedule_or_a_loss_is_taken() -> None:
+    for loss in (nn.MSELoss(), nn.functional.huber_loss, {"a": "mse", "b": lambda *both: 0.0}):
+        assert TorchEstimator(loss=loss).getLoss() == loss
     for scheduler in (lr_scheduler.ReduceLROnPlateau, partial(lr_scheduler.StepLR, step_size=3)):
         assert TorchClassifier(scheduler=scheduler).getScheduler() is scheduler
     for loss in (nn.MSELoss, nn.MSELoss(), nn.functional.mse_loss, "mse"):

@@ -54,7 +54,7 @@ CALLBACK = Callback()
 SAMPLES: dict[str, tuple[Any, Any]] = {
     "module": (nn.Identity, nn.Identity),
     "loss": ("l1", "l1"),
-    "trainingStep": (len, len),
+    "trainingStep": (pow, pow),
     "optimizer": ("adamw", "adamw"),
     "optimizerParams": ({"weight_decay": 0.1}, {"weight_decay": 0.1}),
     "learningRate": (0.5, 0.5),

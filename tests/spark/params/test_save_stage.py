@@ -81,13 +81,13 @@ def test_params_name_only_code_that_is_trusted(
     spark: SparkSession, tmp_path: Path, cls: Any
 ) -> None:
     path = str(tmp_path / "e")
-    cls(module=make_custom, trainingStep=json.dumps).save(path)
+    cls(module=make_custom, augmentation=json.dumps).save(path)
     with pytest.raises(ConfigError, match=r"'json:dumps'.*trustedPackages=json"):
         cls.load(path)
-    assert cls.read().trusting("json").load(path).getTrainingStep() is json.dumps
+    assert cls.read().trusting("json").load(path).getAugmentation() is json.dumps
     spark.conf.set("spark.sparkdl.trustedPackages", "json")
     try:
-        assert cls.load(path).getTrainingStep() is json.dumps
+        assert cls.load(path).getAugmentation() is json.dumps
     finally:
         spark.conf.unset("spark.sparkdl.trustedPackages")
 
