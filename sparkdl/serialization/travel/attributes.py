@@ -128,8 +128,9 @@ class Attributes:
 
     def marks(self) -> Iterator[tuple[nn.Module, str, Any]]:
         """Yield each attribute's layer and path, and what tells its values apart."""
+        layers = dict(self._module.named_modules())
         for (layer, key), mark in self._all_marks().items():
-            yield self._module.get_submodule(layer), _path(layer, key), mark
+            yield layers[layer], _path(layer, key), mark
 
     def packed(self) -> PackedModule:
         """All that has changed, for `come_back`.
@@ -393,8 +394,9 @@ def _read(module: nn.Module, packed: PackedModule) -> Any:
 
 def _give(module: nn.Module, values: Mapping[str, Any], removed: Mapping[str, Any]) -> None:
     """Remove attributes, then set others."""
+    layers = dict(module.named_modules())
     for name in values.keys() | removed.keys():
-        layer, given = module.get_submodule(name), values.get(name, {})
+        layer, given = layers[name], values.get(name, {})
         kind: Any = type(layer)
         if isinstance(layer, torch.jit.ScriptModule):
             for key, value in given.items():

@@ -99,7 +99,7 @@ class SharedValue:
 
     def in_module(self, module: nn.Module) -> Any:
         """The object as the module has it; raises AttributeError or LookupError."""
-        return _followed(module.get_submodule(self.layer), self.steps)
+        return _followed(dict(module.named_modules())[self.layer], self.steps)
 
     def of_owner(self) -> Any:
         """The object as the owner has it; raises ImportError, AttributeError or LookupError."""

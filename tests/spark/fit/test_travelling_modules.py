@@ -18,8 +18,10 @@ from torch.nn.utils import parametrizations, prune
 
 from sparkdl import TorchRegressor
 from sparkdl.errors import ConfigError, WorkerError
+from sparkdl.mesh import Mesh
 from sparkdl.sync.averaging.parameter_averaging import ParameterAveraging
 from sparkdl.train.callbacks import Callback, CallbackState
+from tests.serialization.programs import program
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame, SparkSession
@@ -159,6 +161,10 @@ CASES: dict[str, tuple[Callable[[], nn.Module], Any, dict[str, Any]]] = {
     ),
     "pruned": (pruned, sgd, {}),
     "scripted": (scripted, sgd, {}),
+    "scripted in rounds": (
+        scripted, sgd,
+        {"syncStrategy": ParameterAveraging(averaging_period=1), "executionMode": "rounds"},
+    ),
     "compiled": (lambda: torch.compile(Net(), backend="eager"), sgd, {}),
     "masked": (masked, sgd, {}),
     "transposed": (Transposed, sgd, {}),
@@ -383,6 +389,7 @@ class Thaws(Changes):
 ROUNDS = {"syncStrategy": ParameterAveraging(averaging_period=1), "executionMode": "rounds"}
 KEPT: dict[str, tuple[Callable[[], nn.Module], Changes | None]] = {
     "in rounds: attributes": (Counts, None),
+    "in rounds: scripted": (scripted_counts, None),
     "in rounds: what cannot be sent": (Locks, None),
     "in rounds: set by a callback": (Net, Sets()),
     "attributes": (Remembers, None),
@@ -436,7 +443,7 @@ def test_what_training_leaves_besides_weights_comes_back(
     ).fit(df).module  # fmt: skip
     layers, wanted = dict(module.named_modules()), dict(expected.named_modules())
     assert list(layers) == list(wanted)
-    for name, layer in wanted.items() if kind != "scripted" else ():
+    for name, layer in wanted.items() if "scripted" not in kind else ():
         own = vars(layer).keys() - vars(nn.Module()).keys() - {"lock"}
         assert vars(layers[name]).keys() - vars(nn.Module()).keys() - {"lock"} == own
         for key in own:
@@ -445,7 +452,7 @@ def test_what_training_leaves_besides_weights_comes_back(
     assert {n: p.requires_grad for n, p in module.named_parameters()} == {
         n: p.requires_grad for n, p in expected.named_parameters()
     }
-    if kind == "scripted":
+    if "scripted" in kind:
         assert module.steps == STEPS
         assert torch.allclose(module.center, expected.center)
     with torch.no_grad():
@@ -474,3 +481,35 @@ def test_rounds_refuse_what_tasks_cannot_hand_on(
     )  # fmt: skip
     with pytest.raises((ConfigError, WorkerError), match=re.escape(message)):
         estimator.fit(df)
+
+
+NOTEBOOK = """
+from torch import nn
+
+KEPT = {}
+
+def hook(layer, inputs, output):
+    KEPT["of"] = output
+
+def loss(output, target):
+    return (output.squeeze(1) - target) ** 2 + KEPT["of"].pow(2).mean(1)
+"""
+
+
+def test_a_loss_finds_the_globals_that_hooks_of_a_divided_module_leave(df: DataFrame) -> None:
+    with program(NOTEBOOK) as made:
+        torch.manual_seed(3)
+        given = Net()
+        given.first.register_forward_hook(made.hook)
+        expected = copy.deepcopy(given)
+        optimizer = sgd(expected.parameters())
+        for _ in range(STEPS):
+            optimizer.zero_grad()
+            made.loss(expected(X), Y).mean().backward()
+            optimizer.step()
+        module = TorchRegressor(
+            module=given, optimizer=sgd, epochs=STEPS, batchSize=ROWS, loss=made.loss, verbose=0,
+            parallelism=Mesh(shard=2), maxRestarts=0, device="cpu",
+        ).fit(df).module  # fmt: skip
+    for found, wanted in zip(module.parameters(), expected.parameters(), strict=True):
+        torch.testing.assert_close(found, wanted, rtol=0, atol=1e-5)

@@ -161,3 +161,13 @@ def test_a_global_that_callbacks_change_and_tasks_read_is_told(
     (told,) = [text for text in caplog.messages if text.startswith("a callback has changed")]
     assert "'FACTOR', which the module or the loss reads" in told
     assert FACTOR["value"] == 3.0 and Raise.on_epoch_end is method
+
+
+def test_a_global_that_callbacks_of_a_gang_change_is_told(
+    df: DataFrame, caplog: pytest.LogCaptureFixture
+) -> None:
+    module = lambda: Scaled(3, 3)  # noqa: E731
+    with caplog.at_level(logging.WARNING):
+        fit(df, request(module=module, epochs=2, callbacks=(Raise(),), execution_mode="gang"))
+    (told,) = [text for text in caplog.messages if "since training began" in text]
+    assert "'FACTOR', which the module or the loss reads" in told
