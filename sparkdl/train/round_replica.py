@@ -150,6 +150,7 @@ class RoundReplica:
             TrainingDiverged: the loss is not finite.
             ConfigError: the optimizer has no such hyperparameters.
         """
+        training_mode(self._replica.module, self._replica.config.frozen_layers)
         # All that an earlier round has changed.
         model = self._give(state)
         if "optimizer" not in state and own_parts(self._replica.synchronizer.optimizer):
@@ -167,7 +168,6 @@ class RoundReplica:
         synchronizer.close_round()
         if hyperparameters:
             set_values(synchronizer.optimizer, replica.scheduler, hyperparameters)
-        training_mode(replica.module, config.frozen_layers)
         seed_everything(config.seed, shard_id, part.step)
         if replica.collector is not None:
             replica.collector.reset()

@@ -98,7 +98,7 @@ class Attributes:
         """
         self._module = module
         self._is_divided = is_divided
-        self._layers = _layers(module)
+        self._layers, self._in_evaluation = _layers(module), _in_evaluation(module)
         self._kept = [value for _, _, value in _values(module)]  # so that no id is used twice
         self._marks = self._all_marks()
         known = self._known()
@@ -119,8 +119,8 @@ class Attributes:
         return [name for name in names if self._layers.get(name) != now.get(name)]
 
     def has_changed(self) -> bool:
-        """True if an attribute is new, another or gone."""
-        return any(self._changes())
+        """True if an attribute is new, another or gone, or a layer has another mode."""
+        return any(self._changes()) or _in_evaluation(self._module) != self._in_evaluation
 
     def check_shared(self) -> None:
         """See that what is shared with others is still the same; raises ConfigError."""
@@ -150,6 +150,7 @@ class Attributes:
         """Return what has changed, as far as it is plain, and what it lacks, for a checkpoint.
 
         New things that no process can send, such as locks, are made anew where they are needed.
+        Callbacks and forward may have put layers into evaluation mode, so all that are are named.
 
         Raises:
             ConfigError: see `check_shared`.
@@ -174,6 +175,7 @@ class Attributes:
             "removed": removed,
             "lacks": lacks,
             "layers": layers,
+            "in_evaluation": _in_evaluation(self._module),
             "shared": self._shared(values, known, {path for path, _ in lacks}),
         }
 
@@ -209,6 +211,9 @@ class Attributes:
             values[layer][key] = _plain(values[layer][key], device_of(self._module))
         self._share(values, state.get("shared", ()))
         _give(self._module, values, state["removed"])
+        if "in_evaluation" in state:
+            for name, one in self._module.named_modules():
+                one.training = name not in state["in_evaluation"]
 
     def _changes(self) -> tuple[Values, Removed]:
         """The attributes that are new or another, and the names of those that are gone.
@@ -529,6 +534,10 @@ def _layers(module: nn.Module) -> dict[str, Any]:
         )
         for name, layer in module.named_modules(remove_duplicate=False)
     }
+
+
+def _in_evaluation(module: nn.Module) -> list[str]:
+    return [name for name, layer in module.named_modules() if not layer.training]
 
 
 def _devices(value: Any) -> set[str]:

@@ -13,6 +13,7 @@ import re
 import traceback
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Sequence as Items
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
@@ -406,14 +407,12 @@ def _changes(tried: _Tried, program: ProgramState, *, adds_up: bool, is_first: b
         give_tensors(module, tensors_of(tried.given))
         changes |= _given(replica, batch)
     counted = program.changed()
-    if counted and _gives_other(tried, held, replica, program.put_back):
+    if counted and _gives_other(tried, held, replica, program):
         changes["program", counted[0]] = None
     return changes
 
 
-def _gives_other(
-    tried: _Tried, held: Attributes, replica: Replica, put_back: Callable[[], None]
-) -> bool:
+def _gives_other(tried: _Tried, held: Attributes, replica: Replica, program: ProgramState) -> bool:
     """Return True if outputs, losses or gradients are others once the program is put back.
 
     False also for modules that hold what nobody could put back for that.
@@ -424,15 +423,26 @@ def _gives_other(
     attributes, kept = held.state_dict(), replica.kept.state_dict()
     if attributes["lacks"] or attributes["layers"]:
         return False
-    state, found = tensor_tree.snapshot([attributes, kept]), list[Any]()
-    for _ in range(2):
+    state = tensor_tree.snapshot([attributes, kept])
+
+    def given(asked: Callable[[Replica, Batch], Any]) -> Any:
         attributes, kept = tensor_tree.unpack(state.value, copy.deepcopy(state.tensors))
         held.load_state_dict(attributes)
         replica.kept.load_state_dict(kept)
         give_tensors(tried.module, tensors_of(tried.given))
-        found.append([_given(replica, tried.batch), _gradients_given(replica, tried.batch)])
-        put_back()
-    return bool(found[0] != found[1])
+        return asked(replica, tried.batch)
+
+    asked = [partial(one, is_training=mode) for one in _GIVEN for mode in (True, False)]
+    with program_kept(tried.module, vars(tried.config)) as counted:
+        for one in (*asked, _gradients_given):  # what one of them leaves another one may read
+            found = given(one)
+            counted.put_back()
+            program.put_back()
+            is_same = given(one) == found
+            counted.put_back()
+            if not is_same:
+                return True
+    return False
 
 
 def _gradients_given(replica: Replica, batch: Batch) -> list[int]:
@@ -456,26 +466,43 @@ def _gradients_given(replica: Replica, batch: Batch) -> list[int]:
     return gradients
 
 
-def _given(replica: Replica, batch: Batch) -> Changes:
-    """What tells apart the outputs for rows of ones, in both modes, and the loss of these."""
+def _outputs_given(replica: Replica, batch: Batch, *, is_training: bool) -> list[int]:
+    """What tells apart the outputs for rows of ones; nothing, where forward fails."""
     import torch
     from torch.utils import _pytree as pytree
 
     from sparkdl.sync.module_tensors import fingerprint
+
+    with contextlib.suppress(Exception), torch.no_grad(), seeded(replica.config.seed):
+        replica.module.train(is_training)
+        output = batch.map(torch.ones_like).arguments.call(replica.module)
+        leaves = [v for v in pytree.tree_leaves(output) if isinstance(v, torch.Tensor)]
+        return [fingerprint(value) for value in leaves]
+    return []
+
+
+def _values_given(replica: Replica, batch: Batch, *, is_training: bool) -> list[str]:
+    """The loss of rows of ones, and its weight; nothing, where it fails."""
+    import torch
+
     from sparkdl.train.objective.label_losses import sums_of
     from sparkdl.train.objective.training_step import run
 
-    outputs, values = list[int](), list[float]()
-    for is_training in (True, False):
-        with contextlib.suppress(Exception), torch.no_grad(), seeded(replica.config.seed):
-            replica.module.train(is_training)
-            ones = batch.map(torch.ones_like)
-            output = ones.arguments.call(replica.module)
-            leaves = [v for v in pytree.tree_leaves(output) if isinstance(v, torch.Tensor)]
-            outputs += [fingerprint(value) for value in leaves]
-            seen = run(replica.loss, replica.module, ones)
-            values += map(float, sums_of(replica.loss, seen, ones.target, None)[:2])
-    return {("output", ""): outputs, ("value", ""): list(map(str, values))}
+    with contextlib.suppress(Exception), torch.no_grad(), seeded(replica.config.seed):
+        replica.module.train(is_training)
+        ones = batch.map(torch.ones_like)
+        seen = run(replica.loss, replica.module, ones)
+        return [str(float(one)) for one in sums_of(replica.loss, seen, ones.target, None)[:2]]
+    return []
+
+
+_GIVEN: Items[Callable[..., list[Any]]] = (_outputs_given, _values_given)
+
+
+def _given(replica: Replica, batch: Batch) -> Changes:
+    """What tells apart the outputs for rows of ones, in both modes, and the loss of these."""
+    both = ([one(replica, batch, is_training=mode) for mode in (True, False)] for one in _GIVEN)
+    return dict(zip((("output", ""), ("value", "")), both, strict=True))
 
 
 def _besides(held: Attributes, kept: Kept) -> dict[tuple[str, str], Any]:

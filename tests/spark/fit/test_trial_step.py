@@ -760,3 +760,55 @@ def test_a_step_finds_the_globals_that_forward_leaves_and_they_stay() -> None:
             assert made.SHOWN is shown and shown == [1.0]
         with pytest.raises(ConfigError, match="fails in wrong: TypeError"):
             step(module=nn.Linear(4, 3), training_step=made.wrong)
+
+
+LATER = """
+import torch
+from torch import nn
+
+LAST = {"value": 0.0}
+
+class Leaves(nn.Linear):
+    def forward(self, x):
+        found = super().forward(x)
+        if self.training:
+            LAST["value"] = found.detach().pow(2).mean().item()
+        return found
+
+def of_output(layer, inputs, output):
+    LAST["value"] = output.detach().pow(2).mean().item()
+
+def of_gradient(layer, inputs, outputs):
+    LAST["value"] = outputs[0].pow(2).mean().item()
+
+def with_hook(register, hook):
+    layer = nn.Linear(4, 3)
+    getattr(layer, register)(hook)
+    return layer
+
+def scaled(module, inputs, target):
+    before = LAST["value"]
+    return nn.functional.cross_entropy(module(inputs), target) * (1 + before)
+
+def plain(module, inputs, target):
+    return nn.functional.cross_entropy(module(inputs), target)
+"""
+
+
+@pytest.mark.parametrize("way", ["forward", "register_forward_hook", "register_full_backward_hook"])
+def test_what_a_step_reads_of_the_one_before_is_told(
+    way: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    with program(LATER) as made:
+        module = made.Leaves(4, 3)
+        if way != "forward":
+            hook = made.of_gradient if "backward" in way else made.of_output
+            module = made.with_hook(way, hook)
+        checked = checked_values(module, training_step=made.scaled)
+        step(checked)
+        assert "a step changes 'LAST', which is none of" in caplog.text
+        with pytest.raises(ConfigError, match="a step changes 'LAST'"):
+            step(dataclasses.replace(checked, mode="rounds"))
+        caplog.clear()
+        step(dataclasses.replace(checked_values(module, training_step=made.plain), mode="rounds"))
+        assert not caplog.records and made.LAST == {"value": 0.0}
