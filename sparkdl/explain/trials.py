@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import gc
 import itertools
 import math
@@ -306,7 +307,8 @@ def _losses(steps: StepTimer, batch_size: int) -> Generator[float, None, None]:
     module, comm = travelled(steps.module, copies=True), LocalCommunicator()
     plan, shards = steps.sampled(batch_size, NUM_RATES)
     config = steps.with_batches(plan.batch_size)
-    config = replace(config, learning_rate=LOWEST_RATE, scheduler=None)
+    loss = copy.deepcopy(config.loss)  # it may keep something from call to call
+    config = replace(config, loss=loss, learning_rate=LOWEST_RATE, scheduler=None)
     with contextlib.ExitStack() as stack:
         stack.enter_context(deterministic_algorithms(config.deterministic))
         stack.enter_context(in_memory_format(module, config.memory_format))

@@ -188,7 +188,7 @@ def make_replica(
     Args:
         module: its weights are where training begins; with parameters on the meta device,
             ``synchronize`` moves it.
-        config: what the user asked for.
+        config: what the user asked for; its loss is moved and may keep something from call to call.
         plan: the numbers that follow from it.
         device: where to compute.
         synchronize: makes the synchronizer, which owns the optimizer; see `SyncStrategy.setup`.
@@ -199,7 +199,7 @@ def make_replica(
         ConfigError: loss, metrics, optimizer or schedule cannot be used as they are.
         ClusterError: the module is to be compiled, and there is no compiler.
     """
-    loss = objective_of(config, module)
+    loss = objective_of(config, module, copies=False)
     loss.to(device)
     metrics = Metrics.of(config, loss, device)
     training_metrics = Metrics.of(config, loss, device) if config.training_metrics else None

@@ -25,14 +25,17 @@ from sparkdl.train.objective.loss import (
 )
 
 
-def loss_of(loss: Any, task: Task, weights: Mapping[str, float]) -> LossFunction:
+def loss_of(
+    loss: Any, task: Task, weights: Mapping[str, float], *, copies: bool = True
+) -> LossFunction:
     """The loss: one, or with a mapping by label their sum, by ``weights``, 1 where there is none.
 
-    Errors are those of `resolve_loss`.
+    Errors, and ``copies``, are those of `resolve_loss`.
     """
     if not isinstance(loss, Mapping):
-        return resolve_loss(loss, task)
-    return LossSum({name: resolve_loss(part, task) for name, part in loss.items()}, weights)
+        return resolve_loss(loss, task, copies=copies)
+    parts = {name: resolve_loss(part, task, copies=copies) for name, part in loss.items()}
+    return LossSum(parts, weights)
 
 
 def for_each(loss: Any, labels: tuple[str, ...]) -> Any:

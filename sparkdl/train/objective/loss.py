@@ -68,21 +68,23 @@ class LossFunction(Protocol):
         """The user's own callable, which may keep something between calls; of several the parts."""
 
 
-def resolve_loss(loss: Any, task: Task) -> LossFunction:
+def resolve_loss(loss: Any, task: Task, *, copies: bool = True) -> LossFunction:
     """Make a `LossFunction` of what the user gave.
 
     Args:
         loss: one of
 
             - a name of `LOSSES`, or a class or instance with a ``reduction`` of ``"mean"``,
-              ``"none"`` or ``"batchmean"`` like those of ``torch.nn``. A copy is used. The
-              loss of a sample is the mean over its other dimensions; class weights and
-              ``ignore_index`` act exactly as in torch's mean.
+              ``"none"`` or ``"batchmean"`` like those of ``torch.nn``. The loss of a sample is the
+              mean over its other dimensions; class weights and ``ignore_index`` act exactly as in
+              torch's mean.
             - a callable ``(output, target)``, also a module without ``reduction``, that gives
               the losses of the samples, ``(batch, ...)``; or a pair (sum of losses, sum of
               weights); or a scalar, which is taken as the mean over the batch. A column of
               weights needs the first kind.
         task: what is learnt, which says whether the loss fits.
+        copies: whether a copy of a module is used; else it is moved, and keeps what it counts, as
+            others that hold it see.
 
     Raises:
         ConfigError: the name is unknown, or the loss cannot be used.
@@ -94,6 +96,9 @@ def resolve_loss(loss: Any, task: Task) -> LossFunction:
     if isinstance(loss, type) and issubclass(loss, nn.Module):
         loss = loss()
     task.check_loss(loss)
+    if isinstance(loss, nn.Module):
+        _check_parameters(loss)
+        loss = copy.deepcopy(loss) if copies else loss
     if isinstance(loss, nn.Module) and hasattr(loss, "reduction"):
         return ClassLoss(loss) if isinstance(loss, CLASS_LOSSES) else ModuleLoss(loss)
     if callable(loss):
@@ -112,8 +117,7 @@ class ModuleLoss:
             )
         self._reduction = module.reduction
         self._sums_dimensions = module.reduction == "batchmean"
-        self._module = cast(Any, _own_copy(module))
-        self._module.reduction = "none"
+        self._module = cast(Any, module)
 
     def to(self, device: torch.device) -> None:
         self._module.to(device)
@@ -134,10 +138,15 @@ class ModuleLoss:
         if isinstance(self._module, ELEMENTWISE_LOSSES):
             output, target = match_shapes(output, target)
             target = target.to(output.dtype)
-        losses = self._checked(self._module(output, target), target)
-        return _per_sample(losses, self._sums_dimensions), None
+        return _per_sample(self._of_each(output, target), self._sums_dimensions), None
 
-    def _checked(self, losses: Any, target: Any) -> torch.Tensor:
+    def _of_each(self, output: Any, target: Any) -> torch.Tensor:
+        """The losses of the samples; raises ConfigError if there are others."""
+        self._module.reduction = "none"
+        try:
+            losses = self._module(output, target)
+        finally:
+            self._module.reduction = self._reduction
         if not isinstance(losses, torch.Tensor) or losses.shape[:1] != (rows_of(target),):
             is_tensor = isinstance(losses, torch.Tensor)
             shown = (tuple(losses.shape) or "a scalar") if is_tensor else type(losses)
@@ -151,9 +160,7 @@ class ModuleLoss:
         """Return the value of a user's own module as it was passed; None: it is one of torch's."""
         if type(self._module).__module__.startswith("torch.nn.") or self._reduction == "none":
             return None
-        module = copy.deepcopy(self._module)
-        module.reduction = self._reduction
-        value = module(_full_precision(output), target)
+        value = copy.deepcopy(self._module)(_full_precision(output), target)
         return value if isinstance(value, torch.Tensor) and value.dim() == 0 else None
 
 
@@ -196,9 +203,9 @@ class ClassLoss(ModuleLoss):
         output = _full_precision(output)
         _check_tensors(output, target)
         if target.shape == output.shape and target.is_floating_point():
-            return self._checked(self._module(output, target.to(output.dtype)), target), None
+            return self._of_each(output, target.to(output.dtype)), None
         classes = _class_numbers(output, target)
-        return self._checked(self._module(output, classes), target), classes
+        return self._of_each(output, classes), classes
 
     def _counts(self, target: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         """Return the weight of each target in torch's mean."""
@@ -210,19 +217,14 @@ class ClassLoss(ModuleLoss):
         return torch.where(counted, weights, 0)
 
 
-def _own_copy(module: nn.Module) -> nn.Module:
-    """A copy of a loss that is a module.
-
-    Raises:
-        ConfigError: it has parameters that would train, but nobody trains those of a loss.
-    """
+def _check_parameters(module: nn.Module) -> None:
+    """Refuse a loss with parameters that would train; raises ConfigError."""
     if own := [name for name, p in module.named_parameters() if p.requires_grad]:
         raise ConfigError(
             f"the loss {type(module).__name__} has parameters that train, such as {own[0]!r}, and "
             "the optimizer has those of the module only; let forward of the module compute what "
             "they are for, or call requires_grad_(False) on the loss if they shall stay as they are"
         )
-    return copy.deepcopy(module)
 
 
 class CallableLoss:
@@ -235,8 +237,6 @@ class CallableLoss:
         """Take the function; of a classifier the output ``gives_logits``, as for ``transform``."""
         self._function = function
         self._gives_logits = gives_logits
-        if isinstance(function, nn.Module):
-            self._function = _own_copy(function)
 
     def to(self, device: torch.device) -> None:
         if isinstance(self._function, nn.Module):

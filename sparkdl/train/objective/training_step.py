@@ -39,12 +39,12 @@ class StepLoss(CallableLoss):
         return self.shown.predictions(output)
 
 
-def objective_of(config: TrainConfig, module: nn.Module) -> LossFunction:
+def objective_of(config: TrainConfig, module: nn.Module, *, copies: bool = True) -> LossFunction:
     """Return what a run minimizes: the value of its training step if it has one, else its loss.
 
-    Errors are those of `loss.resolve_loss` and `lightning.check_module`.
+    Errors are those of `loss.resolve_loss`, as is ``copies``, and `lightning.check_module`.
     """
-    loss = loss_of(config.loss, config.task, config.loss_weights)
+    loss = loss_of(config.loss, config.task, config.loss_weights, copies=copies)
     step = TrainerStandIn(module, config) if logs(config, module) else config.training_step
     return loss if step is None else StepLoss(step, loss)
 

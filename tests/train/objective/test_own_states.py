@@ -16,7 +16,7 @@ from sparkdl.serialization.travel.attributes import Attributes
 from sparkdl.storage.checkpoint_format import decode, encode
 from sparkdl.storage.tensor_tree import snapshot
 from sparkdl.sync.module_tensors import tensors_of
-from sparkdl.train.callbacks import NullObserver
+from sparkdl.train.callbacks import Callback, CallbackState, NullObserver
 from sparkdl.train.round_replica import RoundReplica
 from tests.train.optimizers.test_stepping import config_of, make_net
 from tests.train.runs import Keeper, but, make_data, plan_for, run, weights
@@ -99,6 +99,51 @@ def test_alone_and_after_a_restart(kind: Any) -> None:
     run(resumed, config(kind), make_data([23]), resume=point)
     for found in (whole, resumed):
         torch.testing.assert_close(weights(found), plain_loop(kind), rtol=0, atol=1e-10)
+
+
+class Weighted(nn.Module):
+    """A loss with a weight that a callback lowers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.factor = 1.0
+
+    def forward(self, output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        return self.factor * (output.squeeze(-1) - target).square()
+
+
+class OfTorch(nn.MSELoss):
+    """The same with a reduction, which the callback sees as it was given."""
+
+    factor = 1.0
+
+    def forward(self, output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        return self.factor * super().forward(output, target)
+
+
+class Lowers(Callback):
+    def __init__(self, loss: Any) -> None:
+        self.loss = loss
+
+    def on_epoch_end(self, state: CallbackState, record: Any) -> None:
+        self.loss.factor /= 2
+        assert getattr(self.loss, "reduction", "mean") == "mean"
+
+
+@pytest.mark.parametrize("kind", [Weighted, OfTorch])
+def test_a_callback_that_holds_the_loss_changes_it(kind: Any) -> None:
+    net, (shard,), loss = make_net(), make_data([23]), kind()
+    asked = but(config_of("sgd", learning_rate=0.05), loss=loss, callbacks=(Lowers(loss),))
+    plan, optimizer = plan_for([shard], asked), torch.optim.SGD(net.parameters(), lr=0.05)
+    for epoch in range(2):
+        for batch in Batches([MappedRows(shard, plan)], plan, 0, seed=4, epoch=epoch):
+            optimizer.zero_grad()
+            (0.5**epoch * (net(batch.inputs[0]).squeeze(-1) - batch.target).square()).mean().backward()
+            optimizer.step()
+    found = make_net()
+    run(found, asked, make_data([23]))
+    torch.testing.assert_close(weights(found), weights(net), rtol=0, atol=1e-10)
+    assert loss.factor == 0.25
 
 
 class Noise:
