@@ -264,6 +264,10 @@ class Synchronizer(Stateful, ABC):
             "unfreeze between fits, of which the second has the first one's model as initialWeights"
         )
 
+    def callbacks_act(self) -> AbstractContextManager[None]:
+        """Context in which callbacks have the model; ConfigError if they leave what is not seen."""
+        return nullcontext()
+
     def zero_gradients(self) -> None:
         """Forget the gradients of the last step; called before the first forward pass of one."""
         for parameter in self._all_parameters:

@@ -281,8 +281,9 @@ class _Training(RankState):
         for part in self.step.parts:
             part.place(self.comm.rank, self.comm.world_size)
             part.begin_fit()
-        for callback in config.callbacks:
-            callback.on_train_begin(self._callback_state())
+        with self.replica.synchronizer.callbacks_act():
+            for callback in config.callbacks:
+                callback.on_train_begin(self._callback_state())
         if not self.book.is_complete:
             self._set_mode(trains=True)
         self.requests.refusal = None
@@ -322,8 +323,9 @@ class _Training(RankState):
         )
         if replica.config.callbacks:
             seen = self._callback_state()
-            for callback in replica.config.callbacks:
-                callback.on_step_end(seen)
+            with replica.synchronizer.callbacks_act():
+                for callback in replica.config.callbacks:
+                    callback.on_step_end(seen)
             every, last = self.acts_every, self.requests.taken_at
             if is_closed and every is not None and book.state.step // every > last // every:
                 self._act()
@@ -406,13 +408,14 @@ class _Training(RankState):
             for part in self.step.parts:
                 part.end_epoch()
         if replica.config.callbacks:
-            call_evaluated(
-                replica.config.callbacks,
-                self._callback_state,
-                record,
-                self._act,
-                lambda: is_epoch_over or book.is_complete,
-            )
+            with replica.synchronizer.callbacks_act():
+                call_evaluated(
+                    replica.config.callbacks,
+                    self._callback_state,
+                    record,
+                    self._act,
+                    lambda: is_epoch_over or book.is_complete,
+                )
         if self.held is not None:
             self.held.check_shared()
         if not is_epoch_over:

@@ -21,6 +21,7 @@ import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -64,10 +65,16 @@ def program_kept(*values: Any) -> Iterator[ProgramState]:
             state.put_back()
 
 
-def read_by_steps(module: nn.Module, owners: Mapping[str, Any]) -> ProgramState:
-    """State that steps of training read outside of ``module``: of all ``owners`` but callbacks."""
-    others = {**owners, "callbacks": ()}
-    return ProgramState((code for code, _ in sent_code([module, others])), [module])
+def read_by_steps(
+    module: nn.Module, owners: Mapping[str, Any], *, with_objects: bool = False
+) -> ProgramState:
+    """State that steps of training read outside of ``module``: of all ``owners`` but callbacks.
+
+    With these objects themselves, such as a loss that has a factor, or their code alone.
+    """
+    others = {name: value for name, value in owners.items() if name != "callbacks"}
+    code = (one for one, _ in sent_code([module, others]))
+    return ProgramState(code, [module], others if with_objects else {})
 
 
 def whole_numbers(module: nn.Module) -> set[int]:
@@ -106,8 +113,15 @@ class ProgramWalk:
     of random numbers, and the containers of Python.
     """
 
-    def __init__(self, code: Iterable[Any], modules: Iterable[nn.Module] = ()) -> None:
+    def __init__(
+        self,
+        code: Iterable[Any],
+        modules: Iterable[nn.Module] = (),
+        objects: Mapping[str, Any] = MappingProxyType({}),
+    ) -> None:
         """Look at classes and functions, or modules of Python, and at whatever they name.
+
+        So also at ``objects``, by names.
 
         What ``modules`` hold themselves others keep, but for what hooks do, and what is kept in
         attributes of their parameters and buffers.
@@ -118,6 +132,7 @@ class ProgramWalk:
         """The names of modules of Python, of globals in them, and what these are."""
         self._seen: dict[int, Any] = {}  # the objects too, so that no id is used twice
         self._todo = collections.deque((one, "") for one in code)
+        self._todo += ((one, name) for name, one in objects.items())
         for module in modules:
             self._seen |= {id(part): part for part in _parts(module)}
             self._todo += _beside(module)
@@ -212,11 +227,16 @@ class ProgramWalk:
 class ProgramState(ProgramWalk):
     """All that the user's own code names and could change, as it was when this was made."""
 
-    def __init__(self, code: Iterable[Any], modules: Iterable[nn.Module] = ()) -> None:
+    def __init__(
+        self,
+        code: Iterable[Any],
+        modules: Iterable[nn.Module] = (),
+        objects: Mapping[str, Any] = MappingProxyType({}),
+    ) -> None:
         """See `ProgramWalk`."""
         self._places: list[_Place] = []
         self._copies: dict[int, Any] = {}
-        super().__init__(code, modules)
+        super().__init__(code, modules, objects)
 
     def changed(self) -> list[str]:
         """Names of what is otherwise now, each once."""

@@ -401,15 +401,15 @@ def _give(module: nn.Module, values: Mapping[str, Any], removed: Mapping[str, An
     """Remove attributes, then set others."""
     layers = dict(module.named_modules())
     for name in values.keys() | removed.keys():
-        layer, given = layers[name], values.get(name, {})
-        kind: Any = type(layer)
+        layer: Any = layers[name]
+        given, kind = values.get(name, {}), type(layer)
         if isinstance(layer, torch.jit.ScriptModule):
             for key, value in given.items():
                 setattr(layer, key, value)
             continue
         if kind.__setstate__ is not nn.Module.__setstate__ and not _is_parametrized(kind):
-            state = layer.__getstate__()  # type: ignore[no-untyped-call]
-            layer.__setstate__({**state, **given} if isinstance(state, dict) else given[""])  # type: ignore[no-untyped-call]
+            state = layer.__getstate__()
+            layer.__setstate__({**state, **given} if isinstance(state, dict) else given[""])
             continue
         for key in removed.get(name, ()):
             vars(layer).pop(key, None)

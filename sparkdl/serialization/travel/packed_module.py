@@ -30,6 +30,7 @@ from sparkdl.serialization.travel.pickling import (
     ModuleUnpickler,
     PickleHead,
     StrictUnpickler,
+    own_globals,
 )
 from sparkdl.storage import tensor_tree
 from sparkdl.storage.checkpoint_format import decode, encode
@@ -243,7 +244,8 @@ def travelled(
         return flat.to("cpu", copy=True).untyped_storage()
 
     try:
-        arrived: nn.Module = StrictUnpickler(io.BytesIO(skeleton), storage).load()
+        with own_globals():
+            arrived: nn.Module = StrictUnpickler(io.BytesIO(skeleton), storage).load()
     except Exception as error:  # whatever the user's classes raise when they are unpickled
         raise ConfigError(
             f"the module cannot be made again on the workers: {type(error).__name__}: {error}; see "

@@ -74,6 +74,8 @@ def loads(data: bytes) -> Any:
 _Spaces = dict[str, dict[str, Any]]
 _spaces: ContextVar[_Spaces | None] = ContextVar("spaces", default=None)
 """Shared globals: the name of a module of the program's -> its globals here."""
+_keeps_names: ContextVar[bool] = ContextVar("keeps_names", default=False)
+"""True if names that are there stay what they are."""
 
 
 @contextlib.contextmanager
@@ -92,11 +94,21 @@ def shared_globals(spaces: _Spaces) -> Iterator[None]:
 
 @contextlib.contextmanager
 def own_globals() -> Iterator[None]:
-    """Give functions that are read in such blocks the program's own globals, and put these back.
+    """Give functions that are read in such blocks the program's own globals, as they are.
 
-    Classes that are read here keep them, so that all code of the program has the same, as on a
-    worker that reads in `shared_globals`. Names have copies of what they had.
+    Classes that are read here have them, too.
     """
+    token = _keeps_names.set(True)
+    try:
+        with shared_globals({name: vars(sys.modules[name]) for name in _by_value()}):
+            yield
+    finally:
+        _keeps_names.reset(token)
+
+
+@contextlib.contextmanager
+def lent_globals() -> Iterator[None]:
+    """As `own_globals`, but with copies of what names have, as on a worker, until the end."""
     spaces = {name: vars(sys.modules[name]) for name in _by_value()}
     before = {name: dict(space) for name, space in spaces.items()}
     try:
@@ -117,7 +129,9 @@ def _by_value() -> list[str]:
 def _space(module: str, names: dict[str, Any]) -> dict[str, Any]:
     spaces = _spaces.get()
     found = _Space(module) if spaces is None else spaces.setdefault(module, {})
-    found.update(names)
+    for name, value in names.items():
+        if name not in found or not _keeps_names.get():
+            found[name] = value
     return found
 
 

@@ -24,7 +24,7 @@ from sparkdl.errors import ConfigError, TrainingDiverged
 from sparkdl.runtime.process import borrowed_generator, lent, seeded
 from sparkdl.runtime.tracebacks import is_of_users, passed_through, users_line
 from sparkdl.serialization.program.program_state import ProgramState, program_kept
-from sparkdl.serialization.travel.pickling import dumps, loads, own_globals
+from sparkdl.serialization.travel.pickling import dumps, loads, lent_globals
 from sparkdl.spark.fit.check_request import CheckedValues
 from sparkdl.spark.fit.example import Example, is_compiled, own_copy
 
@@ -199,7 +199,16 @@ def _check_program(*seen: Changes, mode: Literal["gang", "rounds"]) -> None:
     Raises:
         ConfigError: tasks of rounds train, which begin with it anew each time.
     """
-    name = next((name for changes in seen for kind, name in changes if kind == "program"), None)
+    named = {kind: name for changes in seen for kind, name in changes}
+    if mode == "rounds" and "callbacks" in named:
+        logger.warning(
+            "a step changes %r, which a callback reads, and in rounds steps run in tasks: the "
+            "callback runs on the driver, and finds what it was at first; keep it in a buffer or "
+            "an attribute of a layer, which a callback finds at state.model, or set "
+            "executionMode='gang'",
+            named["callbacks"],
+        )
+    name = named.get("program")
     if name is None:
         return
     what = (
@@ -332,7 +341,7 @@ def _copies(
         max_steps=-1,
     )
     batch = _batch(example, num_rows)
-    with lent, own_globals():
+    with lent, lent_globals():
         own, shared = loads(dumps((config, shared)))
         yield _Tried(module, own_copy(module, None), own, shared, plan, batch)
 
@@ -344,8 +353,22 @@ def _step(tried: _Tried, *, adds_up: bool = False, is_first: bool = False) -> Ch
     step on sparse gradients only. Dense ones they take, and a step imports torch's compiler, which
     takes seconds.
     """
+    between = _between_steps(tried.config.callbacks)
     with program_kept(tried.module, vars(tried.config)) as program:
-        return _changes(tried, program, adds_up=adds_up, is_first=is_first)
+        seen = ProgramState(between) if between else None
+        found = dict(_changes(tried, program, adds_up=adds_up, is_first=is_first))
+        for name in [] if seen is None else seen.changed():
+            found["callbacks", name] = None
+    return found
+
+
+def _between_steps(callbacks: Items[Any]) -> list[Any]:
+    """Return the methods of callbacks that rounds do not call in tasks."""
+    from sparkdl.train.callbacks import Callback
+
+    ours = {name: value for name, value in vars(Callback).items() if name.startswith("on_")}
+    own = ((name, getattr(type(one), name, None)) for one in callbacks for name in ours)
+    return [one for name, one in own if name != "on_step_end" and one is not ours[name]]
 
 
 def _changes(tried: _Tried, program: ProgramState, *, adds_up: bool, is_first: bool) -> Changes:
@@ -432,9 +455,10 @@ def _gives_other(tried: _Tried, held: Attributes, replica: Replica, program: Pro
         give_tensors(tried.module, tensors_of(tried.given))
         return asked(replica, tried.batch)
 
-    asked = [partial(one, is_training=mode) for one in _GIVEN for mode in (True, False)]
+    asked: list[Callable[[Replica, Batch], Any]] = [_gradients_given]
+    asked += [partial(one, is_training=mode) for one in _GIVEN for mode in (True, False)]
     with program_kept(tried.module, vars(tried.config)) as counted:
-        for one in (*asked, _gradients_given):  # what one of them leaves another one may read
+        for one in asked:  # what one of them leaves another one may read
             found = given(one)
             counted.put_back()
             program.put_back()

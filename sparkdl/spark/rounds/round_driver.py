@@ -200,7 +200,7 @@ class _Rounds:
         self.read_by_tasks: ProgramState | None = None
         """What the code of module and loss reads outside of them, where callbacks may change it."""
         if run.config.callbacks:
-            self.read_by_tasks = read_by_steps(run.module, vars(run.config))
+            self.read_by_tasks = read_by_steps(run.module, vars(run.config), with_objects=True)
 
     def train(self) -> Trained:
         run, book, totals = self.run, self.book, self.totals
@@ -331,9 +331,9 @@ class _Rounds:
             self.read_by_tasks = None
             logger.warning(
                 "a callback has changed %r, which the module or the loss reads, and in rounds "
-                "callbacks run on the driver, whose globals tasks do not see: they go on with its "
-                "first value; keep it in a buffer of the module, which a callback finds at "
-                "state.model, or set executionMode='gang'",
+                "callbacks run on the driver, whose globals and objects tasks do not see: they go "
+                "on with its first value; keep it in a buffer of the module, which a callback "
+                "finds at state.model, or set executionMode='gang'",
                 changed[0],
             )
 

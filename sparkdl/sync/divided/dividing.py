@@ -159,6 +159,13 @@ def local(parameter: torch.Tensor) -> torch.Tensor:
     return parameter.to_local() if isinstance(parameter, DTensor) else parameter.detach()
 
 
+def reshard(module: nn.Module) -> None:
+    """Let each layer have its part alone again, which a forward pass may have left gathered."""
+    for part in module.modules():
+        if isinstance(part, FSDPModule):
+            part.reshard()
+
+
 def whole_weights(
     module: nn.Module, pipeline: Pipelined | None = None
 ) -> Iterator[bytes | memoryview]:

@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
+from torch.overrides import TorchFunctionMode
 
 from sparkdl.comm.communicator import counting_anew
 from sparkdl.data.collate import Arguments
 from sparkdl.errors import ConfigError
 from sparkdl.sync.divided.channels import share_statistics
-from sparkdl.sync.divided.dividing import divide
+from sparkdl.sync.divided.dividing import divide, local, reshard
 from sparkdl.sync.divided.exchanges import Exchanges
 from sparkdl.sync.divided.layout import cut_parameters, divided_layers
 from sparkdl.sync.divided.local_view import LocalGradients, local_view
@@ -69,6 +71,7 @@ class MeshSynchronizer(Synchronizer):
             example: inputs of some rows, where the model computes; a pipeline needs them.
             fill: gives the model its weights if its parameters are on the meta device.
         """
+        self._mesh = ranks.mesh
         layers = divided_layers(ranks.mesh, model)
         cut = cut_parameters(layers, model)
         is_staged = ranks.mesh.pipeline > 1
@@ -122,6 +125,37 @@ class MeshSynchronizer(Synchronizer):
 
     def trained_parameters(self) -> list[nn.Parameter]:
         return self._inner.trained_parameters()
+
+    @contextmanager
+    def callbacks_act(self) -> Iterator[None]:
+        """See `Synchronizer.callbacks_act`: the optimizer has the memory that the model began with.
+
+        Raises:
+            ConfigError: a layer has got another parameter, or a parameter other memory.
+        """
+        if not self._mesh.is_divided:
+            yield
+            return
+        reshard(self.model)  # torch may have left what it has gathered
+        before = [
+            (name, layer, key, parameter, local(parameter).data_ptr())
+            for name, layer in self.model.named_modules()
+            for key, parameter in layer._parameters.items()
+            if parameter is not None
+        ]
+        with _SeesData() as seen:
+            yield
+        reshard(self.model)
+        for name, layer, key, parameter, place in before:
+            is_same = layer._parameters.get(key) is parameter and id(parameter) not in seen.given
+            if is_same and local(parameter).data_ptr() == place:
+                continue
+            path = f"{name}.{key}" if name else key
+            raise ConfigError(
+                f"parallelism=Mesh({self._mesh}): a callback has given {path} another tensor (by = "
+                "or .data), and the optimizer has the one that training began with; change its "
+                f"numbers: with torch.no_grad(): state.model.{path}.copy_(...)"
+            )
 
     def zero_gradients(self) -> None:
         self._inner.zero_gradients()
@@ -211,6 +245,20 @@ class MeshSynchronizer(Synchronizer):
     def close(self) -> None:
         self._gradients.release()
         self._inner.close()
+
+
+class _SeesData(TorchFunctionMode):
+    """Notes the divided tensors whose ``data`` are set, which changes nothing of their parts."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.given: set[int] = set()
+        """Their ids."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func == torch.Tensor.data.__set__ and isinstance(args[0], DTensor):
+            self.given.add(id(args[0]))
+        return func(*args, **(kwargs or {}))
 
 
 class OfOwn:

@@ -812,3 +812,35 @@ def test_what_a_step_reads_of_the_one_before_is_told(
         caplog.clear()
         step(dataclasses.replace(checked_values(module, training_step=made.plain), mode="rounds"))
         assert not caplog.records and made.LAST == {"value": 0.0}
+
+
+class Reads(Callback):
+    def on_epoch_end(self, state: CallbackState, record: Any) -> None:
+        state.set_learning_rate(TOLD["loss"] * 0.1)
+
+
+class ReadsInTasks(Callback):
+    def on_step_end(self, state: CallbackState) -> None:
+        assert TOLD["loss"] > 0
+
+
+TOLD = {"loss": 1.0}
+
+
+def telling(module: nn.Module, inputs: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    loss = F.cross_entropy(module(inputs), target)
+    TOLD["loss"] = loss.item()
+    return loss
+
+
+@pytest.mark.parametrize(
+    ("callback", "mode", "is_told"),
+    [(Reads(), "rounds", True), (Reads(), "gang", False), (ReadsInTasks(), "rounds", False)],
+)
+def test_what_a_step_leaves_for_callbacks_stays_in_tasks(
+    callback: Callback, mode: Any, is_told: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    checked = checked_values(nn.Linear(4, 3), training_step=telling, callbacks=(callback,))
+    step(dataclasses.replace(checked, mode=mode))
+    assert ("a step changes 'TOLD', which a callback reads" in caplog.text) is is_told
+    assert len(caplog.records) == is_told and TOLD == {"loss": 1.0}

@@ -16,6 +16,7 @@ from sparkdl.config import TrainConfig
 from sparkdl.errors import ConfigError
 from sparkdl.inference.regression import REGRESSION
 from sparkdl.mesh import Mesh
+from sparkdl.train.callbacks import Callback, CallbackState
 from tests.gang import Gang
 from tests.sync.divided.test_mesh_training import train_on_rank
 from tests.train.runs import make_data, plan_for, seeded
@@ -46,8 +47,9 @@ def config_for(mesh: Mesh | None, optimizer: MakeOptimizer, **other: Any) -> Tra
 
 
 def plain_loop(
-    make: Make, optimizer: MakeOptimizer, rows: Sequence[int], ranks: int
-) -> dict[str, torch.Tensor]:
+    make: Make, optimizer: MakeOptimizer, rows: Sequence[int], ranks: int,
+    after: Callable[[nn.Module], None] | None = None,
+) -> dict[str, torch.Tensor]:  # fmt: skip
     """The weights after three steps, where each rank's rows go through the module by themselves."""
     data = make_data(rows)
     plan = plan_for(data, config_for(None, optimizer), world_size=ranks)
@@ -63,6 +65,8 @@ def plain_loop(
             if len(x):
                 ((module(x).squeeze(1) - y).square() * w).sum().div(total).backward()
         stepping.step()
+        if after is not None:
+            after(module)
     return {name: parameter.detach() for name, parameter in module.named_parameters()}
 
 
@@ -413,3 +417,46 @@ class SeesGradients(nn.Module):
 @pytest.mark.parametrize("mesh", [DATA, SHARD, OPTIMIZER], ids=str)
 def test_forward_finds_no_gradients_when_a_step_begins(gang: Gang, mesh: Mesh) -> None:
     assert_as_plain(gang, mesh, SeesGradients, ranks=1)
+
+
+class Acts(Callback):
+    """Halves a weight after each epoch, or gives the layer another one."""
+
+    def __init__(self, way: str) -> None:
+        self.way = way
+
+    def on_epoch_end(self, state: CallbackState, record: Any) -> None:
+        self.change(state.model)
+
+    def change(self, module: Any) -> None:
+        layer = module.out
+        with torch.no_grad():
+            if self.way == "in place":
+                layer.weight.mul_(0.5)
+            elif self.way == "computes":  # all workers do, and torch gathers the weights
+                module(torch.ones(2, 4, dtype=torch.float64))
+            elif self.way == "by data":
+                layer.bias.data = layer.bias.data * 0.5
+            else:
+                layer.bias = nn.Parameter(torch.zeros(1, dtype=torch.float64))
+
+
+@pytest.mark.parametrize("mesh", [DATA, SHARD, UNITS, OPTIMIZER], ids=str)
+@pytest.mark.parametrize("way", ["in place", "computes"])
+def test_callbacks_change_weights(gang: Gang, mesh: Mesh, way: str) -> None:
+    """After an evaluation, which gathers weights."""
+    callback = Acts(way)
+    expected = plain_loop(SeesGradients, sgd, ROWS, 1, after=callback.change)
+    config = config_for(mesh, sgd, callbacks=(callback,))
+    for weights in gang.run(train_rows, config, SeesGradients, ROWS):
+        for name, value in expected.items():
+            assert torch.allclose(weights[name], value, rtol=1e-10, atol=1e-10), name
+
+
+@pytest.mark.parametrize("mesh", [SHARD, UNITS, OPTIMIZER], ids=str)
+@pytest.mark.parametrize("way", ["by data", "another"])
+def test_callbacks_that_replace_weights_are_refused(gang: Gang, mesh: Mesh, way: str) -> None:
+    config = config_for(mesh, sgd, callbacks=(Acts(way),))
+    for told in gang.run(train_rows, config, SeesGradients, ROWS):
+        assert re.search(r"a callback has given out\.bias another tensor .by = or \.data", told)
+        assert "state.model.out.bias.copy_(...)" in told

@@ -138,7 +138,9 @@ def test_a_callback_that_holds_the_loss_changes_it(kind: Any) -> None:
     for epoch in range(2):
         for batch in Batches([MappedRows(shard, plan)], plan, 0, seed=4, epoch=epoch):
             optimizer.zero_grad()
-            (0.5**epoch * (net(batch.inputs[0]).squeeze(-1) - batch.target).square()).mean().backward()
+            (
+                0.5**epoch * (net(batch.inputs[0]).squeeze(-1) - batch.target).square()
+            ).mean().backward()
             optimizer.step()
     found = make_net()
     run(found, asked, make_data([23]))
