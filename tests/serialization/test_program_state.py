@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 import torch
 
-from sparkdl.serialization.program.program_state import ProgramState, program_kept
+from sparkdl.serialization.program.program_state import ProgramState, program_kept, read_by_steps
+from sparkdl.serialization.travel.packed_module import travelled
 from tests.serialization.programs import program
 
 IMPORTS = """
@@ -141,3 +142,34 @@ def test_an_imported_module_of_the_users_is_put_back_by_what_code_names(tmp_path
         whole = ProgramState([library])
         library.other = 2
         assert whole.changed() == ["other"]
+
+
+READ = """
+from torch import nn
+
+FACTOR = {"value": 1.0}
+
+def hook(layer, inputs, output):
+    return output * FACTOR["value"]
+
+class Loss:
+    def __init__(self):
+        self.factor = 1.0
+    def __call__(self, output, target):
+        return self.factor * (output - target)
+"""
+
+
+def test_what_steps_read_is_seen_in_hooks_of_a_module_that_has_travelled_and_in_objects() -> None:
+    with program(READ) as made:
+        layer, loss = torch.nn.Linear(2, 2), made.Loss()
+        layer.register_forward_hook(made.hook)
+        given = {"loss": loss, "callbacks": (loss,)}
+        arrived = travelled(layer, copies=True)
+        of_all = read_by_steps(arrived, given, with_objects=True)
+        of_code = read_by_steps(arrived, given)
+        loss.factor = 2.0
+        assert (of_all.changed(), of_code.changed()) == (["loss"], [])
+        made.FACTOR["value"] = 3.0
+        assert sorted(of_all.changed()) == ["FACTOR", "loss"] and of_code.changed() == ["FACTOR"]
+        assert torch.equal(arrived(torch.ones(1, 2)), layer(torch.ones(1, 2)))

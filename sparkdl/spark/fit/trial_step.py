@@ -24,7 +24,7 @@ from sparkdl.errors import ConfigError, TrainingDiverged
 from sparkdl.runtime.process import borrowed_generator, lent, seeded
 from sparkdl.runtime.tracebacks import is_of_users, passed_through, users_line
 from sparkdl.serialization.program.program_state import ProgramState, program_kept
-from sparkdl.serialization.travel.pickling import dumps, loads, lent_globals
+from sparkdl.serialization.travel.pickling import dumps, lent_globals, loads
 from sparkdl.spark.fit.check_request import CheckedValues
 from sparkdl.spark.fit.example import Example, is_compiled, own_copy
 

@@ -247,16 +247,19 @@ class MeshSynchronizer(Synchronizer):
         self._inner.close()
 
 
+_SET_DATA: Any = vars(torch.Tensor.__base__)["data"].__set__
+
+
 class _SeesData(TorchFunctionMode):
     """Notes the divided tensors whose ``data`` are set, which changes nothing of their parts."""
 
     def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+        super().__init__()
         self.given: set[int] = set()
         """Their ids."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func == torch.Tensor.data.__set__ and isinstance(args[0], DTensor):
+        if func == _SET_DATA and isinstance(args[0], DTensor):
             self.given.add(id(args[0]))
         return func(*args, **(kwargs or {}))
 
