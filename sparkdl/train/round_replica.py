@@ -57,9 +57,9 @@ def check_held(found: Mapping[str, Any]) -> None:
     """
     if found["layers"]:
         raise ConfigError(
-            f"a callback has changed layers of the module ({', '.join(found['layers'][:5])}), and "
-            "in rounds tasks hand on its numbers only; change layers before fit, or use "
-            "executionMode='gang'"
+            "a callback or forward has changed layers of the module "
+            f"({', '.join(found['layers'][:5])}), and in rounds tasks hand on numbers only; change "
+            "layers before fit, or use executionMode='gang'"
         )
     if found["lacks"]:
         shown = ", ".join(f"{path}, a {kind}" for path, kind in found["lacks"][:5])

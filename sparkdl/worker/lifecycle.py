@@ -284,6 +284,18 @@ def describe_failure(
     }
 
 
+_ALONG_MESH = {
+    "FSDP does not support deepcopy": "a worker has a part of each weight, and nobody can copy the "
+    "module: keep the numbers, {name: p.detach().clone() for name, p in "
+    "state.model.named_parameters()}",
+    "mixed torch.Tensor and DTensor": "weights are gathered while the module is called, or the "
+    "layers that a first step calls: call the module itself, or the same layers in each step",
+    "'_local_tensor'": "torch.func does not know the parts of weights that workers have: compute "
+    "with torch.autograd, or leave parallelism unset",
+}
+"""What torch says of divided weights -> why, and what to do."""
+
+
 def _remedy(error: BaseException) -> str:
     """Say what to do about an error of Python's or torch's that does not say it."""
     if isinstance(error, ModuleNotFoundError):
@@ -295,6 +307,9 @@ def _remedy(error: BaseException) -> str:
     if type(error).__module__.startswith(("torch._dynamo.", "torch._inductor.")):
         return "; torch.compile cannot compile it on this worker: train without compile"
     signs = type(error).__name__ + _message(error)  # torch has a type for GPUs only
+    for sign, remedy in _ALONG_MESH.items():
+        if sign in signs:
+            return f"; along a mesh {remedy}"
     of_torch = "OutOfMemoryError" in signs or "DefaultCPUAllocator" in signs
     if isinstance(error, MemoryError) or (isinstance(error, RuntimeError) and of_torch):
         return (

@@ -109,6 +109,7 @@ def run(environment: WorkerEnvironment, order: WorkOrder) -> Iterator[tuple[str,
 
 def _train(order: WorkOrder, member: Member) -> Results:
     from sparkdl.comm.process_group import lost_peers
+    from sparkdl.serialization.program.program_watch import ProgramWatch
     from sparkdl.serialization.travel.attributes import Attributes
     from sparkdl.serialization.travel.packed_module import as_on_driver
     from sparkdl.serialization.travel.pickling import shared_globals
@@ -120,7 +121,6 @@ def _train(order: WorkOrder, member: Member) -> Results:
     from sparkdl.train.training_state import left_by
     from sparkdl.worker.divided.sent_weights import MadeWeights, SentWeights, Unfilled
     from sparkdl.worker.divided.stored_weights import write_weights
-    from sparkdl.worker.program_watch import ProgramWatch
 
     spaces: dict[str, dict[str, Any]] = {}
     with shared_globals(spaces):

@@ -233,6 +233,10 @@ def test_a_task_of_a_round_tells_it_too() -> None:
         replica.train(state, 0, MappedRows(data[0], plan), part, NullObserver())
 
 
+def keep_in(seen: dict[str, Any], layer: nn.Module, given: Any, output: Any) -> None:
+    seen["of"] = output
+
+
 def hooked(where: str) -> tuple[nn.Module, Callable[..., Any]]:
     """A net whose hook leaves in a variable what the training step reads, as many programs do."""
     seen: dict[str, Any] = {}
@@ -245,6 +249,8 @@ def hooked(where: str) -> tuple[nn.Module, Callable[..., Any]]:
         net.layer.register_forward_hook(lambda layer, args, output: keep(0, output))
     elif where == "partial":
         net.layer.register_forward_hook(partial(keep, 0))
+    elif where == "argument":
+        net.layer.register_forward_hook(partial(keep_in, seen))
     elif where == "gradient":
         net.layer.weight.register_hook(lambda gradient: keep(1, gradient))
     else:
@@ -260,12 +266,12 @@ def hooked(where: str) -> tuple[nn.Module, Callable[..., Any]]:
 
 
 @pytest.mark.parametrize("is_warm", [False, True])
-@pytest.mark.parametrize("where", ["layer", "partial", "before", "gradient"])
+@pytest.mark.parametrize("where", ["layer", "partial", "argument", "before", "gradient"])
 def test_what_a_hook_leaves_for_the_training_step_is_told(where: str, is_warm: bool) -> None:
     net, training_step = hooked(where)
     if is_warm:
         net(torch.zeros(2, 4)).sum().backward()
     owner = "layer.weight" if where == "gradient" else "layer"
     message = f"what a hook of {owner} uses is also in training_step: workers have two of it"
-    with pytest.raises(ConfigError, match=message):
+    with pytest.raises(ConfigError, match=f"{message}.*keep it in an attribute of a layer"):
         step(check_values(request(net, training_step=training_step)))

@@ -146,6 +146,14 @@ def test_nobody_begins_before_all_have_connected(
         (MemoryError(), "gradientAccumulationSteps"),
         (ModuleNotFoundError("No module named 'nets'"), "send your own modules with --py-files"),
         (torch._dynamo.exc.TorchDynamoException("no graph"), "train without compile"),
+        (
+            AssertionError(
+                "FSDP does not support deepcopy. Please use state dict for serialization."
+            ),
+            "keep the numbers, {name: p.detach().clone()",
+        ),
+        (RuntimeError("aten.addmm: got mixed torch.Tensor and DTensor"), "call the module itself"),
+        (AttributeError("'Tensor' object has no attribute '_local_tensor'"), "torch.autograd"),
     ],
 )
 def test_errors_that_do_not_say_what_to_do_get_a_remedy(error: Exception, remedy: str) -> None:

@@ -116,7 +116,8 @@ class Attributes:
             return []
         now = _layers(self._module)
         names = [*self._layers, *(name for name in now if name not in self._layers)]
-        return [name for name in names if self._layers.get(name) != now.get(name)]
+        changed = [name for name in names if self._layers.get(name) != now.get(name)]
+        return [name or "the module itself" for name in changed]
 
     def has_changed(self) -> bool:
         """True if an attribute is new, another or gone, or a layer has another mode."""
@@ -187,9 +188,10 @@ class Attributes:
         """
         if state is not None and state["layers"]:
             raise ConfigError(
-                f"a callback has changed layers of the module ({', '.join(state['layers'][:5])}), "
-                "and training cannot go on from its checkpoint, which has their numbers only; "
-                "change layers before fit, and begin another fit where they shall change"
+                "a callback or forward has changed layers of the module "
+                f"({', '.join(state['layers'][:5])}), and training cannot go on from its "
+                "checkpoint, which has their numbers only; change layers before fit, and begin "
+                "another fit where they shall change"
             )
         if self._first is not None:
             values, removed = self._changes()

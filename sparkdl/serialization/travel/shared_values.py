@@ -81,7 +81,8 @@ class SharedValue:
     @property
     def is_attribute(self) -> bool:
         """True if a user finds it in the module by `path`."""
-        return not any(is_attribute and key[:2] == "__" for is_attribute, key in self.steps)
+        names = [key for is_attribute, key in self.steps if is_attribute]
+        return not any(key[:2] == "__" or key.endswith("_hooks") for key in names)
 
     @property
     def remedy(self) -> str:

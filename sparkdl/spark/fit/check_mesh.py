@@ -48,6 +48,7 @@ def check_mesh(request: FitRequest, module: nn.Module, mode: str, *, has_logs: b
     if mesh is None:
         return
     # Later: they import torch's compiler, which takes seconds.
+    import torch
     from torch import nn
     from torch.nn.modules.batchnorm import _NormBase
     from torch.nn.modules.instancenorm import _InstanceNorm
@@ -78,6 +79,8 @@ def check_mesh(request: FitRequest, module: nn.Module, mode: str, *, has_logs: b
     parts = dict(module.named_parameters()) if mesh.is_divided else {}
     sharing = next((" and ".join(names) for names in sharing_memory(parts)), "")
     hooked = next((name for name, parameter in parts.items() if num_hooks(parameter)), "")
+    scripts = (n for n, m in module.named_modules() if isinstance(m, torch.jit.ScriptModule))
+    scripted = next((name or type(module).__name__ for name in scripts), "")
     summed = isinstance(strategy, CollectiveStrategy)
     shown = {id(parameter) for parameter in module.parameters()}
     hidden = [n for n, p in nn.Module.named_parameters(module) if id(p) not in shown]
@@ -131,6 +134,8 @@ def check_mesh(request: FitRequest, module: nn.Module, mode: str, *, has_logs: b
         "parameter, self.b.weight = self.a.weight": bool(sharing),
         f"{hooked} must have no hook: parameters are cut into parts; use optimizer=, or "
         "trainingStep=": bool(hooked),
+        f"{scripted} must not be scripted or traced, since torch divides no such layer; give the "
+        "layer as it was before": bool(scripted) and mesh.is_divided,
         "initialState and keepTrainingState must be unset": (
             request.initial_state is not None or request.keep_training_state
         ),

@@ -41,6 +41,8 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+_NO_VALUES = ("meta", "storage")
+"""Words of torch's errors about tensors without memory."""
 _OF_ROWS = re.compile(rf"(\((?=\d+x)|input(?: of size:? ?)?\[|size: \[){ROWS}(?=x|, |\])")
 """Pattern of the places in torch's messages that have the number of rows."""
 _TORCHS = (RuntimeError, IndexError, NotImplementedError, TypeError)
@@ -92,7 +94,7 @@ def try_module(checked: CheckedValues, example: Example, sink: Sink | None = Non
         try:
             output = _output(module, example, checked.request, weights, sink)
         except ConfigError as error:
-            if weights is None or "meta" not in str(error.__cause__):
+            if weights is None or not any(one in str(error.__cause__) for one in _NO_VALUES):
                 raise
             # Code beside torch's operations has met a parameter that is not there.
             logger.info("the driver makes the whole module to run it: %s", error.__cause__)

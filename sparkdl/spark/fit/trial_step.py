@@ -55,12 +55,14 @@ _LONGEST_TEXT = 400
 _OF_CODE = (AttributeError, ImportError, NameError, NotImplementedError, TypeError)
 _NO_GRADIENT = "does not require grad"
 _NO_NUMPY = "Can't call numpy() on Tensor that requires grad"
+_NO_CLASSES = "expected target dtype to be Long"
 _CERTAIN = (
     "modified by an inplace operation", _NO_GRADIENT, _NO_NUMPY, "view size is not compatible",
+    _NO_CLASSES,
 )  # fmt: skip
 """What torch says of a backward pass that cannot be, and of memory in another order."""
 _UNLIKE, _LOSS = "must match the size of tensor", "sparkdl.train.objective.loss"
-_FORWARD = re.compile(r'File "([^"]+)", line (\d+), in (.+)\n\s+(.+)')
+_FORWARD = re.compile(r'File "([^"]+)", line (\d+), in (.+)\n\s+(?!File "|\(Triggered)(.+)')
 """A frame in what torch tells of the forward pass that a failed backward pass belongs to."""
 
 
@@ -138,6 +140,8 @@ def try_step(
                 "the loss hangs together with no parameter that trains; look in forward and loss "
                 "for detach, no_grad, argmax, item, or a new tensor made of values"
             )
+        if _NO_CLASSES in text:
+            remedy = "the loss compares classes by their numbers: give it target.long()"
         if _NO_NUMPY in text:
             remedy = "numpy and scikit-learn compute no gradients; write it with functions of torch"
         raise ConfigError(

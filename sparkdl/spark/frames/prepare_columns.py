@@ -160,8 +160,9 @@ def prepare_labels(
     if label_col is not None:
         label = prepare_label(label_col, as_classes=task.labels == "classes")
         if task.labels == "numbers" and label.dtype == "int64":
-            values = label.expression.cast(_SQL_TYPES[float_dtype][0])
-            label = replace(label, expression=values, dtype=float_dtype)
+            depth = schema[label_col].dataType.simpleString().count("array<")
+            kind = "array<" * depth + _SQL_TYPES[float_dtype][0] + ">" * depth
+            label = replace(label, expression=label.expression.cast(kind), dtype=float_dtype)
         prepared.append(label)
     if weight_col is not None:
         prepared.append(prepare(schema, weight_col, "weight", float_dtype=weight_dtype))

@@ -101,6 +101,15 @@ def test_what_does_not_go_with_a_mesh_is_refused(changes: dict[str, Any], remedy
         check_mesh(request(**changes), nn.Linear(4, 2), "gang", has_logs=False)
 
 
+@pytest.mark.filterwarnings("ignore:`torch.jit.*` is deprecated:DeprecationWarning")
+def test_scripted_layers_are_refused_where_weights_are_divided() -> None:
+    net = nn.Sequential(torch.jit.script(nn.Linear(4, 4)), nn.Linear(4, 2))
+    for mesh in (Mesh(shard=2), Mesh(data=2, shard_optimizer=True)):
+        with pytest.raises(ConfigError, match="0 must not be scripted or traced"):
+            check_mesh(request(parallelism=mesh), net, "gang", has_logs=False)
+    check_mesh(request(parallelism=Mesh(data=2)), net, "gang", has_logs=False)
+
+
 def test_numbers_of_numpy_are_numbers() -> None:
     mesh = Mesh(shard=np.int64(2))
     assert mesh == Mesh(shard=2) and type(mesh.shard) is int

@@ -25,11 +25,13 @@ X = Column(name="x", role="feature", dtype="float32", shape=(4,))
 Y = Column(name="y", role="label", dtype="float32", shape=())
 A = Column(name="ca", role="label", dtype="int64", shape=(), argument="a")
 B = Column(name="cb", role="label", dtype="float32", shape=(), argument="b")
+C = Column(name="c", role="label", dtype="int64", shape=())
 GENERATOR = torch.Generator().manual_seed(1)
 ROWS = {
     "feature x": torch.randn(8, 4, generator=GENERATOR),
     "label y": torch.randn(8, generator=GENERATOR),
     "label a": torch.arange(8) % 3,
+    "label c": torch.arange(8) % 3,
     "label b": torch.randn(8, generator=GENERATOR),
 }
 STAGED = Mesh(pipeline=2, stages=["0", "1"])
@@ -42,7 +44,7 @@ def check(module: Any, columns: tuple[Column, ...] = (X, Y), **options: Any) -> 
     module, weights = begun.module, begun.weights
     checked: Any = SimpleNamespace(
         module=module, weights=weights, objective=objective_of(asked.config, module), request=asked,
-        config=asked.config,
+        config=asked.config, float_dtype="float32",
     )  # fmt: skip
     rows = {column.key: ROWS[column.key] for column in columns}
     check_parts(checked, Example(columns=columns, rows=rows))
@@ -96,6 +98,16 @@ class Heads(nn.Module):
         return {"a": self.a(x), "b": self.b(x)}
 
 
+def slightly_of_all(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    """Has a small term of the whole batch."""
+    shares = output.softmax(1).mean(0)
+    return F.cross_entropy(output, target) + 0.1 * (shares * shares.log()).sum()
+
+
+def in_place(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    return (output.squeeze(1) - target.sub_(0.1)).square().mean()
+
+
 HEADS: dict[str, Any] = {"module": Heads, "columns": (X, A, B), "label_col": None, "labels": ("a",)}
 
 
@@ -104,6 +116,8 @@ HEADS: dict[str, Any] = {"module": Heads, "columns": (X, A, B), "label_col": Non
     [
         ({"module": nn.Linear(4, 3), "columns": (X,), "loss": contrasted}, "loss function"),
         ({"module": nn.Linear(4, 3), "training_step": contrasting}, "training step"),
+        ({"module": nn.Linear(4, 3), "columns": (X, C), "loss": slightly_of_all}, "loss function"),
+        ({"module": nn.Linear(4, 1), "loss": in_place}, None),
         ({"module": nn.Linear(4, 1), "training_step": plain}, None),
         ({"module": nn.Linear(4, 1), "training_step": hardest}, "training step"),
         ({"module": nn.Linear(4, 1), "training_step": penalized}, "training step"),

@@ -139,6 +139,8 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("channels last", {"module": Viewing(), "memory_format": "channels_last"},
      r"in 'return self.head.*' \(forward\): .* Use .reshape"),
     ("loss", {"loss": odd_loss}, "missing 1 required positional argument: 'factor'"),
+    ("classes", {"loss": lambda output, target: F.cross_entropy(output, target.double())},
+     r"give it target.long\(\)"),
     ("schedule", {"scheduler": Looking, "optimizer": "sgd", "learning_rate": 0.1},
      r"\.mean\(\)' \(get_lr\): KeyError: 'exp_avg_sq'"),
     ("state", {"optimizer": partial(Keeping, lr=0.1)}, "has a state that no checkpoint can hold"),

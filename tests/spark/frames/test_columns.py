@@ -18,9 +18,10 @@ from pyspark.sql.types import ArrayType, LongType, StructField, StructType
 from sparkdl.data.arrow_arrays import examine, uniform
 from sparkdl.data.plan import Column, Role, SpoolColumn
 from sparkdl.errors import DataError
+from sparkdl.inference.regression import REGRESSION
 from sparkdl.inputs import Image, Named, Tensor
 from sparkdl.spark.frames.columns import CaseSensitive, drawn, require, validation_indicator
-from sparkdl.spark.frames.prepare_columns import prepare, prepare_trained
+from sparkdl.spark.frames.prepare_columns import prepare, prepare_labels, prepare_trained
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame, SparkSession
@@ -246,6 +247,17 @@ def test_how_to_make_classes_of_what_is_one_hot() -> None:
     remedy = re.escape('F.expr("array_position(y, array_max(y)) - 1")')
     with pytest.raises(DataError, match=f"has type array<bigint> .* {remedy}"):
         prepare(arrays, "y", "label", float_dtype="float32", as_classes=True)
+
+
+def test_numbers_of_several_outputs_are_cast_whatever_their_depth(df: DataFrame) -> None:
+    for name in ("int", "ints", "doubles"):
+        (label,) = prepare_labels(
+            df.schema, REGRESSION, "mse", labels=(), label_col=name, weight_col=None,
+            float_dtype="float64", weight_dtype="float64",
+        )  # fmt: skip
+        assert label.dtype == "float64"
+        kind = df.select(label.expression.alias("y")).schema["y"].dataType.simpleString()
+        assert kind == ("double" if name == "int" else "array<double>")
 
 
 def test_a_missing_column_lists_those_there_are(spark: SparkSession) -> None:

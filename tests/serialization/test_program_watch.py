@@ -12,8 +12,8 @@ from torch import nn
 
 from sparkdl.config import TrainConfig
 from sparkdl.inference.regression import REGRESSION
+from sparkdl.serialization.program.program_watch import ProgramWatch
 from sparkdl.train.callbacks import Callback, CallbackState
-from sparkdl.worker.program_watch import ProgramWatch
 from tests.train.runs import make_data, run
 
 FACTOR = {"value": 1.0}
