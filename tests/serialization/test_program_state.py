@@ -165,7 +165,11 @@ def test_what_steps_read_is_seen_in_hooks_of_a_module_that_has_travelled_and_in_
         layer, loss = torch.nn.Linear(2, 2), made.Loss()
         layer.register_forward_hook(made.hook)
         given = {"loss": loss, "callbacks": (loss,)}
+        factor = made.FACTOR
         arrived = travelled(layer, copies=True)
+        (hook,) = arrived._forward_hooks.values()
+        assert made.FACTOR is factor and hook is not made.hook
+        assert hook.__globals__ is vars(made)
         of_all = read_by_steps(arrived, given, with_objects=True)
         of_code = read_by_steps(arrived, given)
         loss.factor = 2.0

@@ -75,7 +75,7 @@ _Spaces = dict[str, dict[str, Any]]
 _spaces: ContextVar[_Spaces | None] = ContextVar("spaces", default=None)
 """Shared globals: the name of a module of the program's -> its globals here."""
 _keeps_names: ContextVar[bool] = ContextVar("keeps_names", default=False)
-"""True if names that are there stay what they are."""
+"""True if functions that this process has written get its own globals, as they are."""
 
 
 @contextlib.contextmanager
@@ -94,7 +94,7 @@ def shared_globals(spaces: _Spaces) -> Iterator[None]:
 
 @contextlib.contextmanager
 def own_globals() -> Iterator[None]:
-    """Give functions that are read in such blocks the program's own globals, as they are.
+    """Give functions of the program that are read again here its own globals, as they are.
 
     Classes that are read here have them, too.
     """
@@ -126,13 +126,26 @@ def _by_value() -> list[str]:
     return [name for name in names if name in sys.modules]
 
 
-def _space(module: str, names: dict[str, Any]) -> dict[str, Any]:
+def _space(module: str, names: dict[str, Any], home: tuple[str, int] | None) -> dict[str, Any]:
     spaces = _spaces.get()
-    found = _Space(module) if spaces is None else spaces.setdefault(module, {})
-    for name, value in names.items():
-        if name not in found or not _keeps_names.get():
-            found[name] = value
+    if spaces is None or (_keeps_names.get() and home != _process()):
+        found: dict[str, Any] = _Space(module)
+    else:
+        found = spaces.setdefault(module, {})
+    _give_names(found, names)
     return found
+
+
+def _give_names(space: dict[str, Any], names: dict[str, Any]) -> None:
+    keeps = _keeps_names.get() and not isinstance(space, _Space)
+    space.update({k: v for k, v in names.items() if k not in space} if keeps else names)
+
+
+def _set_function(function: types.FunctionType, state: tuple[Any, ...]) -> None:
+    """Set the state of a function that is read, as cloudpickle does it, but for its globals."""
+    own, slots, set_state = state
+    _give_names(function.__globals__, slots["__globals__"])
+    set_state(function, (own, {**slots, "__globals__": {}}))
 
 
 class _Space(dict[str, Any]):
@@ -141,9 +154,11 @@ class _Space(dict[str, Any]):
     def __init__(self, module: str) -> None:
         super().__init__()
         self.module = module
+        self.home: tuple[str, int] | None = None
+        """The process whose module has these globals itself; None: they came to this one."""
 
     def __reduce__(self) -> Any:
-        return _space, (self.module, dict(self))
+        return _space, (self.module, dict(self), self.home)
 
 
 def _spaces_of_modules() -> dict[int, _Space]:
@@ -179,6 +194,10 @@ class Pickler(cloudpickle.Pickler):  # type: ignore[misc] # cloudpickle has no t
             space = self._spaces_by_name.get(value.__globals__.module)
             if space is not None:
                 self.globals_ref[id(value.__globals__)] = space
+        elif kind is types.FunctionType:
+            space = self.globals_ref.get(id(value.__globals__))
+            if isinstance(space, _Space):
+                space.home = _process()
         if kind is object or (kind is types.FunctionType and value.__name__ == "<lambda>"):
             place = _place_of(value)
             if place is not None:
@@ -190,9 +209,11 @@ class Pickler(cloudpickle.Pickler):  # type: ignore[misc] # cloudpickle has no t
                     return found
         found = super().reducer_override(value)
         if kind is types.FunctionType and found is not NotImplemented:
+            make, args, state, _, _, set_state = found
+            state, set_state = (*state, set_state), _set_function
+            found = make, args, state, None, None, set_state
             place = _place_in_program(value)
             if place is not None:
-                make, args, state, _, _, set_state = found
                 made = _of_program, (_process(), place, make, args)
                 return *made, (place, state, set_state), None, None, _set_unless_there
         return found
