@@ -257,6 +257,11 @@ class Callback:
         """Go on from what `state_dict` gave, before `on_train_begin`, after a restart."""
 
 
+def called_at_steps(callbacks: Iterable[Any]) -> list[Any]:
+    """Those that have an `on_step_end` of their own."""
+    return [one for one in callbacks if type(one).on_step_end is not Callback.on_step_end]
+
+
 def steps_between(callbacks: Iterable[Any]) -> int | None:
     """Steps between two agreements on what callbacks ask for; None: none is called at steps.
 
@@ -266,8 +271,8 @@ def steps_between(callbacks: Iterable[Any]) -> int | None:
     callbacks = list(callbacks)
     for callback in callbacks:
         _check_methods(callback)
-    at_steps = [c for c in callbacks if type(c).on_step_end is not Callback.on_step_end]
-    every: int | None = min((callback.acts_every for callback in at_steps), default=None)
+    acts_every = (callback.acts_every for callback in called_at_steps(callbacks))
+    every: int | None = min(acts_every, default=None)
     if every is not None and every < 1:
         raise ConfigError(f"acts_every of a callback must be at least 1; received {every}")
     return every

@@ -34,6 +34,7 @@ from sparkdl.train.callbacks import (
     Requests,
     agreed,
     call_evaluated,
+    called_at_steps,
     steps_between,
 )
 from sparkdl.train.layer_looks import LayerLooks
@@ -321,10 +322,10 @@ class _Training(RankState):
         self.observer.step(
             epoch=book.state.epoch + 1, step=step + 1, loss=self.step.loss, rows=own_rows
         )
-        if replica.config.callbacks:
+        if callbacks := called_at_steps(replica.config.callbacks):
             seen = self._callback_state()
             with replica.synchronizer.callbacks_act():
-                for callback in replica.config.callbacks:
+                for callback in callbacks:
                     callback.on_step_end(seen)
             every, last = self.acts_every, self.requests.taken_at
             if is_closed and every is not None and book.state.step // every > last // every:
