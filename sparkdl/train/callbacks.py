@@ -259,7 +259,8 @@ class Callback:
 
 def called_at_steps(callbacks: Iterable[Any]) -> list[Any]:
     """Those that have an `on_step_end` of their own."""
-    return [one for one in callbacks if type(one).on_step_end is not Callback.on_step_end]
+    ours = Callback.on_step_end
+    return [one for one in callbacks if getattr(one.on_step_end, "__func__", None) is not ours]
 
 
 def steps_between(callbacks: Iterable[Any]) -> int | None:
