@@ -74,7 +74,12 @@ def num_classes(
     """What a trial shows, on zeros or on rows."""
     objective = objective_of(asked.config, module)
     checked: Any = SimpleNamespace(
-        module=module, weights=None, objective=objective, request=asked, config=asked.config
+        module=module,
+        weights=None,
+        objective=objective,
+        request=asked,
+        config=asked.config,
+        float_dtype="float32",
     )
     return try_module(checked, Example(columns=tuple(columns), rows=rows), sink).num_classes
 

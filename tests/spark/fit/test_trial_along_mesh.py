@@ -41,7 +41,7 @@ def tried(module: nn.Module | Callable[[], nn.Module], mesh: Mesh, **changes: An
     assert (weights is None) == isinstance(asked.module, nn.Module)
     checked: Any = SimpleNamespace(
         module=module, weights=weights, objective=objective_of(asked.config, module), request=asked,
-        config=asked.config,
+        config=asked.config, float_dtype="float32",
     )  # fmt: skip
     rows = {X.key: torch.randn(4, 8), Y.key: torch.randn(4)}
     before = {} if weights else {name: v.clone() for name, v in module.state_dict().items()}
