@@ -5,6 +5,7 @@ They differ in their default loss, in what they make of the label column and in 
 
 from __future__ import annotations
 
+import logging
 import os
 import weakref
 from collections import deque
@@ -47,7 +48,10 @@ if TYPE_CHECKING:
 
     from sparkdl.explain.explanation import Explanation
 
+logger = logging.getLogger(__name__)
 E = TypeVar("E", bound="_TorchEstimator")
+_TOLD: set[str] = set()
+"""Estimators of which a search has told that they cannot be saved, by ``uid``."""
 
 
 class _TorchEstimator(Estimator[TorchModel], TrainParams, Saved, MLReadable["_TorchEstimator"]):
@@ -110,7 +114,16 @@ class _TorchEstimator(Estimator[TorchModel], TrainParams, Saved, MLReadable["_To
         Raises:
             ConfigError: a map has a wrong value, or a Param of another estimator.
         """
+        from sparkdl.spark.params.save_stage import why_not_saved  # slow: torch.export
+
         check_params(self, paramMaps)
+        if self.uid not in _TOLD and (obstacle := why_not_saved(self)) is not None:
+            _TOLD.add(self.uid)
+            logger.warning(
+                "this estimator cannot be saved, and so neither a CrossValidatorModel nor a "
+                "TrainValidationSplitModel, which hold it: %s; save their bestModel",
+                obstacle,
+            )
         dataset, copies = spark_frame(dataset), [self.copy(values) for values in paramMaps]
         for one in copies:
             one._request()  # what is wrong in the last map is told before the first fit

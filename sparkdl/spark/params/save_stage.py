@@ -142,6 +142,23 @@ class ParamsWriter(MLWriter):
         return kept
 
 
+def why_not_saved(stage: CheckedParams) -> str | None:
+    """Say which Param of an estimator `ParamsWriter` cannot write; None: it can write all."""
+    for param, value in stage.extractParamMap().items():
+        name = param.name
+        is_module = name == "module" and isinstance(value, nn.Module)
+        if stage._options[name].is_plain or name in ("initialWeights", "initialState"):
+            continue
+        try:
+            if is_module:
+                prepare_module(value, None, example_inputs=None, extra={})
+            else:
+                describe(value)
+        except ConfigError as error:
+            return f"{name}: {error}"
+    return None
+
+
 def _kept_by_others(value: Any) -> Any:
     """A value of JSON whose texts have lost the secrets of their URLs."""
     if isinstance(value, str):

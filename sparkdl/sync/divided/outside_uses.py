@@ -112,6 +112,13 @@ class OutsideUses(TorchFunctionMode):
                 is_data = func == torch.Tensor.data.__get__  # type: ignore[attr-defined]
                 self._follow(name, args, result, is_detached=is_data)
             return result
+        if name == "requires_grad_" and id(args[0]) in self._names:
+            self._report(
+                f"requires_grad of {self._names[id(args[0])]!r} is set while the module computes, "
+                "which the parts of it on workers do not follow; use frozenLayers, or set it in a "
+                "callback"
+            )
+            return func(*args, **kwargs)
         leaves = pytree.tree_leaves((args, kwargs))
         for value in leaves:
             self._see_use(value, name)

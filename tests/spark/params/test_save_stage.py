@@ -243,6 +243,21 @@ def test_what_cannot_be_saved_is_named_and_destroys_nothing(
     assert TorchRegressor.load(path).getEpochs() == 9
 
 
+def test_a_search_says_before_it_trains_that_what_holds_the_estimator_cannot_be_saved(
+    spark: SparkSession, caplog: pytest.LogCaptureFixture
+) -> None:
+    df = spark.createDataFrame([([1.0, 2.0, 3.0], 0.5)], "features array<double>, label double")
+    estimator = TorchRegressor(module=make_custom, loss=lambda a, b: a)
+    for _ in range(2):
+        estimator.fitMultiple(df, [{}])
+    (text,) = caplog.messages
+    assert text.startswith("this estimator cannot be saved, and so neither a CrossValidatorModel")
+    assert "loss: a lambda cannot be imported by name" in text and "bestModel" in text
+    caplog.clear()
+    TorchRegressor(module=make_custom, loss="mse").fitMultiple(df, [{}])
+    assert not caplog.records
+
+
 @pytest.mark.parametrize("overwrite", [True, False])
 def test_a_disk_that_fills_up_costs_no_model(
     spark: SparkSession, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, overwrite: bool

@@ -49,6 +49,20 @@ def used(make: Callable[[], nn.Module], mesh: Mesh, *inputs: torch.Tensor) -> No
     uses.check()
 
 
+class Freezing(Around):
+    """Lets a layer train by turns, within forward."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.first.weight.requires_grad_(False)
+        return self.last(self.first(x))
+
+
+@pytest.mark.parametrize("mesh", [SHARD, Mesh(shard=2)], ids=str)
+def test_a_parameter_that_is_frozen_within_forward(mesh: Mesh) -> None:
+    with pytest.raises(ConfigError, match="requires_grad of 'first.weight' is set .* a callback"):
+        used(Freezing, mesh, torch.ones(2, 4))
+
+
 @pytest.mark.parametrize("mesh", [SHARD, Mesh(tensor=2, layout={"first": "gathered"})], ids=str)
 def test_a_use_outside_the_layer(mesh: Mesh) -> None:
     x = torch.ones(2, 4)
