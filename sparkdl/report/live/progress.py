@@ -184,7 +184,7 @@ class RunView(View):
     def __init__(self, *, shows_logs: bool = False) -> None:
         """Without ``shows_logs``, of the workers' lines only warnings are shown."""
         self._least_level = logging.NOTSET if shows_logs else logging.WARNING
-        self.epochs = self.total_steps = 0
+        self.epochs = self.total_steps = self.first_step = 0
         self.state = "starting"
         self.stopped_in = ""
         """The state in which the run was when it was stopped; empty: it was not."""
@@ -200,6 +200,7 @@ class RunView(View):
 
     def planned(self, plan: TrainPlan) -> None:
         self.epochs, self.total_steps = plan.end_epoch, plan.first_step + plan.total_steps
+        self.first_step = plan.first_step
 
     def phase(self, what: str, detail: str) -> bool:
         """Take note of what the driver does; False if training goes on, which says more."""
@@ -472,8 +473,10 @@ class ConsoleView(RunView):
             self._bar.set_description_str(self._prefix() + self.state)
             self._end_line()
         elif self.epochs:
-            early = f"stopped early: {steps}/{planned} steps"
-            self._write(early if stopped_early else f"trained: {steps} steps")
+            own = f"trained: {steps - self.first_step} steps"
+            if self.first_step:
+                own += f", {steps} with those of the earlier fit"
+            self._write(f"stopped early: {steps}/{planned} steps" if stopped_early else own)
 
     def close(self) -> None:
         self._open.discard(self)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import fcntl
 import io
 import logging
@@ -199,6 +200,14 @@ def test_a_function_has_a_line_for_each_report_and_for_restarts(console: Console
     view.log(1, "beware", logging.WARNING)
     expected = ["restart 1, from checkpoint 7", "report 2: epoch 1, loss 0.5", "[rank 1] beware"]
     assert console.lines() == expected
+
+
+def test_a_fit_that_goes_on_counts_its_own_steps(console: Console) -> None:
+    view = ConsoleView(has_bar=False)
+    view.planned(dataclasses.replace(PLAN, first_step=30))
+    view.attempt(0, 30)
+    view.done(50, stopped_early=False)
+    assert console.lines()[-1] == "trained: 20 steps, 50 with those of the earlier fit"
 
 
 @pytest.mark.parametrize(

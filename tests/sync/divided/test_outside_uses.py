@@ -59,7 +59,7 @@ class Freezing(Around):
 
 @pytest.mark.parametrize("mesh", [SHARD, Mesh(shard=2)], ids=str)
 def test_a_parameter_that_is_frozen_within_forward(mesh: Mesh) -> None:
-    with pytest.raises(ConfigError, match="requires_grad of 'first.weight' is set .* a callback"):
+    with pytest.raises(ConfigError, match=r"requires_grad of 'first.weight' is set .* a callback"):
         used(Freezing, mesh, torch.ones(2, 4))
 
 
