@@ -203,7 +203,7 @@ def test_a_function_has_a_line_for_each_report_and_for_restarts(console: Console
 
 
 def test_a_fit_that_goes_on_counts_its_own_steps(console: Console) -> None:
-    view = ConsoleView(has_bar=False)
+    view = ConsoleView(has_bar=False, shows_logs=False)
     view.planned(dataclasses.replace(PLAN, first_step=30))
     view.attempt(0, 30)
     view.done(50, stopped_early=False)
