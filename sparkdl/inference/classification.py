@@ -24,6 +24,7 @@ logger = logging.getLogger(__name__)
 _SMALLEST_PROBABILITY = 1e-15
 """A probability of 0 would make the log loss infinite; scikit-learn and Spark clip as well."""
 _UNKNOWN = "rows without a class"
+_STRANGE = "rows of another class"
 
 
 @dataclass(frozen=True)
@@ -87,6 +88,7 @@ class Classification(Task):
         num_classes = chances.shape[1]
         different, place = torch.unique(labels, return_inverse=True)
         part.add(_UNKNOWN, int((classes == NO_CLASS).sum()))
+        part.add(_STRANGE, int((labels >= num_classes).sum()))
         width = num_classes + 1  # with `NO_CLASS`
         places = place * width + classes - NO_CLASS
         pairs, place = torch.unique(places, return_inverse=True)
@@ -108,6 +110,13 @@ class Classification(Task):
                 "the module gives NaN for %d of the %d rows, which are taken for no class; see "
                 "whether features are NaN",
                 *(part.sums[_UNKNOWN], part.sums["rows"]),
+            )
+        if part.sums[_STRANGE]:
+            logger.warning(
+                "%d of the %d rows have a class that the module does not know, such as %d: their "
+                "loss is infinite, and what it gives them is wrong; leave them out, or train a "
+                "module with more outputs",
+                *(part.sums[_STRANGE], part.sums["rows"], max(label for label, _ in pairs)),
             )
         return classification_scores(pairs, part.sums["log_loss"])
 

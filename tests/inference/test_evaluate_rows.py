@@ -180,7 +180,9 @@ def test_class_weights_and_ignored_classes_count_as_in_torchs_mean() -> None:
     assert sum(sum(row.values()) for row in found.confusion.values()) == (LABELS != 2).sum()
 
 
-def test_a_class_that_the_module_does_not_know_is_wrong_and_costs_infinitely() -> None:
+def test_a_class_that_the_module_does_not_know_is_wrong_and_costs_infinitely(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     measures = Measures(task=CLASSIFICATION, loss="cross_entropy", num_classes=3)
     target = LABELS.clone()
     target[7] = 5
@@ -189,6 +191,9 @@ def test_a_class_that_the_module_does_not_know_is_wrong_and_costs_infinitely() -
     assert 30 / ROWS < found["log_loss"] < math.inf
     assert found.confusion[5] == {int(LOGITS[7].argmax()): 1.0}
     assert found.to_dict()["loss"] is None
+    (told,) = caplog.messages
+    assert told.startswith(f"1 of the {ROWS} rows have a class that the module does not know, such")
+    assert "such as 5: their loss is infinite" in told
 
 
 def test_a_loss_of_sums_is_added_up_and_has_no_rows() -> None:
