@@ -16,6 +16,7 @@ import pytest
 import torch
 from torch import nn
 from torch.nn.utils import prune
+from torch.utils.checkpoint import checkpoint
 
 from sparkdl.comm.communicator import LocalCommunicator
 from sparkdl.comm.compression.topk import TopKCompression
@@ -223,6 +224,24 @@ def test_in_a_gang_it_has_none_either(gang: Gang, strategy: str, case: str) -> N
         expected = plain_loop(per_rank, config, ROWS, world_size=2)
     for found in gang.run(train_on_rank, UNUSED[case], config, ROWS):
         assert_alike(found, expected, atol)
+
+
+class Reentrant(Net):
+    """Computes again in the backward pass, within which gradients come by parts."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.body(x).requires_grad_()
+        for _ in range(2):
+            x = checkpoint(lambda x: x + self.head(x.tanh()), x, use_reentrant=True)
+        return self.head(x) + self.spare(x)
+
+
+@pytest.mark.parametrize("strategy", ["auto", "small buckets", "shared", "clipped"])
+def test_gradients_that_come_by_parts_are_whole(gang: Gang, strategy: str) -> None:
+    config = config_of("adamw", **STRATEGIES[strategy][0])
+    expected = plain_loop(made(Reentrant), config, ROWS, world_size=2)
+    for found in gang.run(train_on_rank, Reentrant, config, ROWS):
+        assert_alike(found, expected, 1e-12)
 
 
 class PerRank(InSomeSteps):

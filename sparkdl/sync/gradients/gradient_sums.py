@@ -1,7 +1,7 @@
 """Sums of gradients over ranks: buckets are sent while the backward pass still runs.
 
 A bucket whose gradients are all there is sent at once (Li et al., "PyTorch Distributed", VLDB
-2020). Buckets are always sent in the same order: ranks that have no samples, or in which a
+2020), from the second step on: in the first one it shows whether some come twice. Buckets are always sent in the same order: ranks that have no samples, or in which a
 parameter took no part, send theirs, with zeros, at the end. What parameters were used travels
 behind the last bucket or, where buckets are compressed, with the sums of losses. Gradients that
 may be sparse are in no bucket: they follow as rows and values, not compressed.
@@ -47,6 +47,9 @@ class AllReduceSynchronizer(Synchronizer):
         """Lay out the gradients of the parameters that train at present."""
         sparse = sparse_parameters(self.model).values()
         self._sparse = [p for p in sparse if p.requires_grad and not self._is_alone]
+        self._came: set[int] | None = set()
+        """Places of the parameters whose gradients have come, until the first step has told."""
+        self._comes_twice = False
         self._gradients = self._new_gradients()
         self._buckets = self._gradients.buckets
         self._messages = BucketSums(self._buckets, self._comm, self._compression)
@@ -85,6 +88,8 @@ class AllReduceSynchronizer(Synchronizer):
         if self._is_alone:
             super().zero_gradients()
             return
+        if self._came:
+            self._came.clear()
         self._gradients.zero()
         for parameter in self._sparse:
             parameter.grad = None
@@ -127,6 +132,8 @@ class AllReduceSynchronizer(Synchronizer):
             self._sums = self._with_marks(sums)
             self._messages.start_plain(self._sums)
         self._messages.wait()
+        if self._came:
+            self._came = None
         sum_gradients(self._sparse, self._comm)
         shared, self._sums = self._sums, None
         assert shared is not None
@@ -179,13 +186,18 @@ class AllReduceSynchronizer(Synchronizer):
 
     def _gradient_is_ready(self, bucket: Bucket, place: int, parameter: torch.Tensor) -> None:
         self._gradients.used[place] = 1
-        if not self._is_syncing or not self.sends_early:
+        if not self._is_syncing or not self.sends_early or self._comes_twice:
+            return
+        if self._came is not None:
+            self._comes_twice |= place in self._came  # as with reentrant checkpoints: sent last
+            self._came.add(place)
             return
         bucket.num_missing -= 1
         if bucket.num_missing < 0:
             raise RuntimeError(
-                "a parameter received its gradient twice in one backward pass, after it was sent; "
-                "with activation checkpointing use torch.utils.checkpoint(use_reentrant=False)"
+                "a parameter received its gradient twice in one backward pass, which it did not in "
+                "the first step, and after it was sent; with activation checkpointing use "
+                "torch.utils.checkpoint(use_reentrant=False)"
             )
         while self._num_sent < len(self._buckets) and not self._buckets[self._num_sent].num_missing:
             self._send_next()
