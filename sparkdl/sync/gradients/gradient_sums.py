@@ -1,10 +1,11 @@
 """Sums of gradients over ranks: buckets are sent while the backward pass still runs.
 
 A bucket whose gradients are all there is sent at once (Li et al., "PyTorch Distributed", VLDB
-2020), from the second step on: in the first one it shows whether some come twice. Buckets are always sent in the same order: ranks that have no samples, or in which a
-parameter took no part, send theirs, with zeros, at the end. What parameters were used travels
-behind the last bucket or, where buckets are compressed, with the sums of losses. Gradients that
-may be sparse are in no bucket: they follow as rows and values, not compressed.
+2020), from the second step on: the first one shows whether some come by parts. Buckets are always
+sent in the same order: ranks that have no samples, or in which a parameter took no part, send
+theirs, with zeros, at the end. What parameters were used travels behind the last bucket or, where
+buckets are compressed, with the sums of losses. Gradients that may be sparse are in no bucket: they
+follow as rows and values, not compressed.
 """
 
 from __future__ import annotations
