@@ -117,6 +117,22 @@ def test_what_a_program_has_counted_is_put_back(kind: str) -> None:
         assert made.use() == first == expected
 
 
+def test_variables_of_contexts_and_threads_are_put_back() -> None:
+    code = """
+import contextvars, threading
+scale, own = contextvars.ContextVar("scale", default=1.0), threading.local()
+own.value = 3
+def use():
+    scale.set(scale.get() + 1)
+    own.value, own.other = own.value + 1, 0
+"""
+    with program(code) as made:
+        with program_kept(made.use) as state:
+            made.use()
+            assert sorted(state.changed()) == ["own", "scale"]
+        assert made.scale.get() == 1.0 and vars(made.own) == {"value": 3}
+
+
 def test_what_is_not_the_users_is_left_alone() -> None:
     code = "n = [0]\nbig = list(range(200_000))\ndef use():\n    n[0] += 1\n    return json, big"
     with program("import json\n" + code) as made:

@@ -290,6 +290,24 @@ class Net:
     assert made.AUX == []
 
 
+def test_variables_of_contexts_and_threads_come_along_with_their_values() -> None:
+    code = """
+import contextvars, threading
+scale, unset = contextvars.ContextVar("scale", default=1.0), contextvars.ContextVar("unset")
+own = threading.local()
+own.value = 3
+def use(): return scale.get(), unset.get("none"), own.value
+"""
+    with program(code) as made:
+        token = made.scale.set(2.0)
+        sent = dumps([made.use, made.own, made.own])
+        made.scale.reset(token)
+    use, own, again = pickle.loads(sent)
+    assert use() == (2.0, "none", 3) and own is again
+    own.value = 4
+    assert use() == (2.0, "none", 4)
+
+
 def test_what_code_knows_by_its_identity_is_the_same_elsewhere(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

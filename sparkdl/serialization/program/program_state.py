@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import collections
 import contextlib
+import contextvars
 import copy
 import dis
 import enum
@@ -16,6 +17,7 @@ import gc
 import itertools
 import pickle
 import random
+import threading
 import types
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -412,6 +414,11 @@ def _set_random_state(generator: np.random.RandomState, state: bytes) -> None:
     generator.set_state(pickle.loads(state))
 
 
+def _set_variable(variable: contextvars.ContextVar[Any], values: list[Any]) -> None:
+    if values[0] is not _ABSENT:  # none can be emptied
+        variable.set(values[0])
+
+
 _CONTENTS: Sequence[tuple[Any, Callable[[Any], Any], Callable[[Any, Any], Any]]] = (
     (dict, _items, _set_items),
     (list, lambda value: list(list.__iter__(value)), _set_list),
@@ -424,6 +431,12 @@ _CONTENTS: Sequence[tuple[Any, Callable[[Any], Any], Callable[[Any, Any], Any]]]
     (np.random.Generator, _numpy_generator, _set_numpy_generator),
     (np.random.RandomState, _random_state, _set_random_state),
     (torch.Generator, torch.Generator.get_state, torch.Generator.set_state),
+    (contextvars.ContextVar, lambda value: [value.get(_ABSENT)], _set_variable),
+    (
+        threading.local,
+        lambda value: dict(vars(value)),
+        lambda into, values: _set_items(vars(into), values),
+    ),
 )
 """Kinds of objects that change in their place, and how to ask and set what is in them."""
 _CONTAINERS: Sequence[Any] = (dict, list, set, collections.deque)

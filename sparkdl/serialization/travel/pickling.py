@@ -19,6 +19,7 @@ import pickle
 import pkgutil
 import socket
 import sys
+import threading
 import types
 import warnings
 import weakref
@@ -468,6 +469,22 @@ def _dead() -> Any:
     return weakref.ref(types.SimpleNamespace())
 
 
+def _contents(variable: ContextVar[Any]) -> tuple[Any, ...]:
+    """The value of a variable in the context that sends it, if it has one."""
+    with contextlib.suppress(LookupError):
+        return (variable.get(),)
+    return ()
+
+
+def _variable(name: str, *default: Any) -> ContextVar[Any]:
+    return ContextVar(name, default=default[0]) if default else ContextVar(name)
+
+
+def _of_thread(value: threading.local) -> _Reduced:
+    """With what it has on the thread that sends it, for the thread that reads it."""
+    return threading.local, (), dict(vars(value))
+
+
 _REDUCERS: tuple[tuple[Any, Callable[[Any], _Reduced | None]], ...] = (
     ((torch.jit.ScriptModule, torch.jit.ScriptFunction), _script),
     (fx.GraphModule, _graph_module),
@@ -480,6 +497,8 @@ _REDUCERS: tuple[tuple[Any, Callable[[Any], _Reduced | None]], ...] = (
     (weakref.WeakKeyDictionary, lambda value: (weakref.WeakKeyDictionary, (dict(value),))),
     (weakref.WeakValueDictionary, lambda value: (weakref.WeakValueDictionary, (dict(value),))),
     (weakref.WeakSet, lambda value: (weakref.WeakSet, (list(value),))),
+    (ContextVar, lambda value: (_variable, (value.name, *_contents(value)))),
+    (threading.local, lambda value: _of_thread(value) if type(value) is threading.local else None),
 )
 """Functions that pickle values, by their class; None: in the usual way."""
 
