@@ -414,6 +414,12 @@ def _set_random_state(generator: np.random.RandomState, state: bytes) -> None:
     generator.set_state(pickle.loads(state))
 
 
+def _variable(variable: contextvars.ContextVar[Any]) -> _State:
+    with contextlib.suppress(LookupError):
+        return [variable.get()]  # or its default
+    return [_ABSENT]
+
+
 def _set_variable(variable: contextvars.ContextVar[Any], values: list[Any]) -> None:
     if values[0] is not _ABSENT:  # none can be emptied
         variable.set(values[0])
@@ -431,7 +437,7 @@ _CONTENTS: Sequence[tuple[Any, Callable[[Any], Any], Callable[[Any, Any], Any]]]
     (np.random.Generator, _numpy_generator, _set_numpy_generator),
     (np.random.RandomState, _random_state, _set_random_state),
     (torch.Generator, torch.Generator.get_state, torch.Generator.set_state),
-    (contextvars.ContextVar, lambda value: [value.get(_ABSENT)], _set_variable),
+    (contextvars.ContextVar, _variable, _set_variable),
     (
         threading.local,
         lambda value: dict(vars(value)),
