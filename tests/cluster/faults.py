@@ -152,6 +152,22 @@ class Slow(Callback):
 
 
 @dataclass
+class Meets(Callback):
+    """Waits in its first step until another fit has taken one, too."""
+
+    own: str
+    other: str
+    """Files that say so."""
+
+    def on_step_end(self, state: CallbackState) -> None:
+        if not os.path.exists(self.own):
+            Path(self.own).touch()
+            until = time.monotonic() + 60
+            while not os.path.exists(self.other) and time.monotonic() < until:
+                time.sleep(0.01)
+
+
+@dataclass
 class WaitsForOthers(Callback):
     """A gang of fewer than three takes its time, so that it can grow, until the file is there."""
 

@@ -87,7 +87,9 @@ def test_two_fits_of_one_key_train_at_once_in_one_folder(
         marker = str(tmp_path / f"struck-{number}")
         strike = faults.KillWorker(marker=marker, rank=0, step=10 + 7 * number)
         places: dict[str, Any] = {"checkpoint": checkpoint, "report_dir": str(tmp_path / "reports")}
-        return fit(df, request(strike, faults.Slow(0.05), num_workers=1, **places))
+        # Else one could begin late, with a checkpoint of the other's beyond its own strike.
+        meets = faults.Meets(*(str(tmp_path / f"began-{one}") for one in (number, 1 - number)))
+        return fit(df, request(meets, strike, faults.Slow(0.05), num_workers=1, **places))
 
     with ThreadPoolExecutor(2) as pool:
         results = list(pool.map(train, range(2)))
