@@ -55,7 +55,8 @@ def plain_arguments(function: F) -> F:
 def takes(function: Callable[..., Any], args: tuple[Any, ...] = (), kwargs: Any = {}) -> bool:  # noqa: B006
     """True if a function or class can be called with the arguments, as far as Python knows."""
     try:
-        inspect.signature(function).bind(*args, **kwargs)
+        # Of a function that wraps another one, its own.
+        inspect.signature(function, follow_wrapped=False).bind(*args, **kwargs)
     except TypeError:
         return False
     except ValueError:  # of one written in C, which has no signature

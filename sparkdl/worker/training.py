@@ -157,7 +157,8 @@ def _train(order: WorkOrder, member: Member) -> Results:
         else:
             stack.enter_context(contextlib.closing(unfilled))
             module, fill = unfilled.module, partial(unfilled.fill, device=member.device)
-        held = Attributes(module, is_divided=mesh is not None, shared=shared)
+        is_divided = mesh is not None and mesh.is_divided
+        held = Attributes(module, is_divided=is_divided, shared=shared)
         storage = checkpoint_storage(order, files)
         environment = _bits_depend_on(order, mesh, module)
         checkpoints = None

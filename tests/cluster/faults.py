@@ -160,10 +160,11 @@ class Meets(Callback):
     """Files that say so."""
 
     def on_step_end(self, state: CallbackState) -> None:
-        if not os.path.exists(self.own):
-            Path(self.own).touch()
+        own, other = Path(self.own), Path(self.other)
+        if not own.exists():
+            own.touch()
             until = time.monotonic() + 60
-            while not os.path.exists(self.other) and time.monotonic() < until:
+            while not other.exists() and time.monotonic() < until:
                 time.sleep(0.01)
 
 

@@ -290,6 +290,19 @@ class Net:
     assert made.AUX == []
 
 
+def test_a_class_of_values_alone_stays_as_it_is() -> None:
+    code = """
+class Held: pass
+Held.values = {"a": 1}
+def hook(layer, inputs, output): return Held.values
+"""
+    with program(code) as made:
+        net, values = nn.Linear(3, 2), made.Held.values
+        net.register_forward_hook(made.hook)
+        arrived = travelled(net, copies=True)
+        assert made.Held.values is values and arrived(torch.ones(1, 3)) is values
+
+
 def test_variables_of_contexts_and_threads_come_along_with_their_values() -> None:
     code = """
 import contextvars, threading

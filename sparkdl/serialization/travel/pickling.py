@@ -930,6 +930,8 @@ def _set_class(kind: type, state: Any) -> type:
     Its functions would become copies, which do not see what the program gives to its globals later.
     """
     own = vars(sys.modules.get(kind.__module__, types))
+    if any(member is kind for member in own.values()):
+        return kind
     functions = (getattr(member, "__func__", member) for member in vars(kind).values())
     if any(getattr(function, "__globals__", None) is own for function in functions):
         return kind

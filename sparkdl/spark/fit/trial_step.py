@@ -212,6 +212,14 @@ def _check_program(*seen: Changes, mode: Literal["gang", "rounds"]) -> None:
             "executionMode='gang'",
             named["callbacks"],
         )
+    if mode == "rounds" and "counted" in named:
+        logger.warning(
+            "a step changes %r, which is none of the module's attributes and buffers: each task "
+            "of a round begins with it anew, and the program's own stays as it is; keep it in a "
+            "buffer or an attribute of a layer if anything shall follow from it, or set "
+            "executionMode='gang'",
+            named["counted"],
+        )
     name = named.get("program")
     if name is None:
         return
@@ -434,8 +442,9 @@ def _changes(tried: _Tried, program: ProgramState, *, adds_up: bool, is_first: b
         give_tensors(module, tensors_of(tried.given))
         changes |= _given(replica, batch)
     counted = program.changed()
-    if counted and _gives_other(tried, held, replica, program):
-        changes["program", counted[0]] = None
+    if counted:
+        kind = "program" if _gives_other(tried, held, replica, program) else "counted"
+        changes[kind, counted[0]] = None
     return changes
 
 

@@ -25,6 +25,7 @@ from sparkdl.data.collate import Arguments
 from sparkdl.errors import ConfigError
 from sparkdl.inference.outputs import Forward, Output, check_rows, children, pick
 from sparkdl.inference.predict import Leaf, Make
+from sparkdl.serialization.program.program_state import program_kept
 from sparkdl.spark.frames.columns import quoted
 
 _ARROW_TYPES: dict[torch.dtype, pa.DataType] = {
@@ -78,7 +79,7 @@ def plan_outputs(
     """See what the module gives for two rows, and choose types; raises ConfigError."""
     module.eval()
     try:
-        with torch.no_grad():
+        with torch.no_grad(), program_kept(module):
             found = forward.outputs(module, inputs)
     except ConfigError:
         raise

@@ -112,7 +112,7 @@ def _require_arguments(function: Any, *names: str) -> None:
     """Refuse a function that cannot be called with so many arguments; raises TypeError."""
     if callable(function) and not takes(function, names):
         name = getattr(function, "__name__", type(function).__name__)
-        taken = ", ".join(inspect.signature(function).parameters)
+        taken = ", ".join(inspect.signature(function, follow_wrapped=False).parameters)
         raise TypeError(f"{name}({taken}) cannot be called with ({', '.join(names)}), as it is")
 
 

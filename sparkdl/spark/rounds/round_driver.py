@@ -347,7 +347,8 @@ class _Rounds:
         before, names = Attributes(module), tensors_of(module).keys()
         yield
         if self.run.config.callbacks:
-            found = {n: v for n, v in tensors_of(module).items() if isinstance(v, torch.Tensor)}
+            held = tensors_of(module).items()
+            found = {n: v for n, v in held if v is None or isinstance(v, torch.Tensor)}
             changed = [
                 name
                 for name, value in found.items()

@@ -40,7 +40,7 @@ class AllReduceSynchronizer(Synchronizer):
         self._bucket_bytes, self._compression = bucket_bytes, compression
         self._sums: torch.Tensor | None = None
         self._num_sent = 0
-        self._is_syncing = True
+        self._is_syncing, self._is_within = True, False
         self._hooks: list[torch.utils.hooks.RemovableHandle] = []
         self._group()
 
@@ -94,7 +94,7 @@ class AllReduceSynchronizer(Synchronizer):
         self._gradients.zero()
         for parameter in self._sparse:
             parameter.grad = None
-        self._num_sent = 0
+        self._num_sent, self._is_within = 0, True
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -133,6 +133,7 @@ class AllReduceSynchronizer(Synchronizer):
             self._sums = self._with_marks(sums)
             self._messages.start_plain(self._sums)
         self._messages.wait()
+        self._is_within = False
         if self._came:
             self._came = None
         sum_gradients(self._sparse, self._comm)
@@ -186,6 +187,8 @@ class AllReduceSynchronizer(Synchronizer):
         super().close()
 
     def _gradient_is_ready(self, bucket: Bucket, place: int, parameter: torch.Tensor) -> None:
+        if not self._is_within:  # a callback computes gradients
+            return
         self._gradients.used[place] = 1
         if not self._is_syncing or not self.sends_early or self._comes_twice:
             return

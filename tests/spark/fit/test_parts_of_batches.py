@@ -108,6 +108,24 @@ def in_place(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
     return (output.squeeze(1) - target.sub_(0.1)).square().mean()
 
 
+def narrower(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    """Computes in less than the output has."""
+    return F.mse_loss(output.squeeze(1).bfloat16(), target.bfloat16()).float()
+
+
+class Counting:
+    def __init__(self) -> None:
+        self.calls = 0
+
+    def __call__(self, output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
+        return (output.squeeze(1) - target).square().mean() / self.calls
+
+
+def signed(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    return (output.squeeze(1) * target.sign()).mean()
+
+
 HEADS: dict[str, Any] = {"module": Heads, "columns": (X, A, B), "label_col": None, "labels": ("a",)}
 
 
@@ -118,6 +136,9 @@ HEADS: dict[str, Any] = {"module": Heads, "columns": (X, A, B), "label_col": Non
         ({"module": nn.Linear(4, 3), "training_step": contrasting}, "training step"),
         ({"module": nn.Linear(4, 3), "columns": (X, C), "loss": slightly_of_all}, "loss function"),
         ({"module": nn.Linear(4, 1), "loss": in_place}, None),
+        ({"module": nn.Linear(4, 1), "loss": Counting()}, None),
+        ({"module": nn.Linear(4, 1), "loss": signed}, None),
+        ({"module": nn.Linear(4, 1).double(), "loss": lambda o, t: signed(o.float(), t)}, None),
         ({"module": nn.Linear(4, 1), "training_step": plain}, None),
         ({"module": nn.Linear(4, 1), "training_step": hardest}, "training step"),
         ({"module": nn.Linear(4, 1), "training_step": penalized}, "training step"),

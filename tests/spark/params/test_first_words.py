@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import inspect
 import pathlib
 import pydoc
@@ -240,7 +241,18 @@ def test_objects_of_the_wrong_kind_come_with_what_to_write(number: int) -> None:
 
 
 def test_what_makes_a_schedule_or_a_loss_is_taken() -> None:
-    for loss in (nn.MSELoss(), nn.functional.huber_loss, {"a": "mse", "b": lambda *both: 0.0}):
+    @functools.wraps(nn.functional.mse_loss)
+    def wrapped(*both: Any) -> Any:
+        return nn.functional.mse_loss(*both)
+
+    def three(output: Any, target: Any, factor: float) -> Any: ...
+
+    @functools.wraps(three)
+    def two(output: Any, target: Any) -> Any:
+        return three(output, target, 2.0)
+
+    losses: list[Any] = [nn.functional.huber_loss, wrapped, two, functools.lru_cache(two)]
+    for loss in (*losses, {"a": "mse", "b": lambda *both: 0.0}):
         assert TorchEstimator(loss=loss).getLoss() == loss
     for scheduler in (lr_scheduler.ReduceLROnPlateau, partial(lr_scheduler.StepLR, step_size=3)):
         assert TorchClassifier(scheduler=scheduler).getScheduler() is scheduler

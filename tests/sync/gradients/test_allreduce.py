@@ -112,6 +112,20 @@ def test_second_arrival_in_one_backward_is_an_error() -> None:
         net(x).sum().backward()
 
 
+def test_gradients_that_a_callback_computes_are_no_steps() -> None:
+    net, comm = make_net(), Recorder()
+    synchronizer, x = set_up(net, comm, 16), torch.randn(5, 3)
+    for _ in range(2):
+        take_first_step(synchronizer, net, x)
+        sent = len(comm.sizes)
+        net.zero_grad()
+        for _ in range(2):
+            net(x).sum().backward()
+        assert len(comm.sizes) == sent
+        expected = torch.autograd.grad(net(x).sum(), net[0].weight)[0]
+        torch.testing.assert_close(net[0].weight.grad, 2 * expected)
+
+
 def test_one_rank_sends_nothing_and_close_lets_go() -> None:
     net = make_net()
     synchronizer = set_up(net, LocalCommunicator(), 16)
