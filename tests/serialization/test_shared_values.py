@@ -275,3 +275,41 @@ def test_what_a_hook_leaves_for_the_training_step_is_told(where: str, is_warm: b
     message = f"what a hook of {owner} uses is also in training_step: workers have two of it"
     with pytest.raises(ConfigError, match=f"{message}.*keep it in an attribute of a layer"):
         step(check_values(request(net, training_step=training_step)))
+
+
+class Criterion(nn.Module):
+    """A loss that is a layer of the module, too."""
+
+    def __init__(self, counts: bool = False) -> None:
+        super().__init__()
+        self.counts, self.hidden, self.calls = counts, torch.zeros(1), 0
+        self.register_buffer("scale", torch.ones(()))
+
+    def forward(self, output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        self.calls += self.counts
+        return nn.functional.cross_entropy(output, target) * self.scale + self.hidden.mean()
+
+
+class WithCriterion(nn.Module):
+    def __init__(self, way: str) -> None:
+        super().__init__()
+        self.layer, self.criterion, self.way = nn.Linear(4, 3), Criterion(way == "loss"), way
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        found = self.layer(x)
+        if self.way == "attribute":
+            self.criterion.hidden = found.pow(2)
+        elif self.way == "buffer":
+            self.criterion.scale.mul_(0.5)
+        return found  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("way", ["attribute", "buffer", "loss", "nothing"])
+def test_a_loss_that_is_a_layer_is_refused_once_one_of_them_changes(way: str) -> None:
+    net = WithCriterion(way)
+    checked = check_values(request(net, loss=net.criterion))
+    if way == "nothing":
+        step(checked)
+        return
+    with pytest.raises(ConfigError, match="criterion of the module is also in loss: workers have"):
+        step(checked)

@@ -46,12 +46,14 @@ def shared_values(module: nn.Module, owners: Mapping[str, Any]) -> tuple[SharedV
     ]
     for place, steps, value in _reached((place, (), value) for place, value in named):
         held.setdefault(id(value), (replace(place, steps=steps), value))
+    layers: dict[int, tuple[str, nn.Module]] = {}
     for owner, value in owners.items():
         if not isinstance(value, str | int | float | None):
             looking = _Looking()
             with contextlib.suppress(Exception):  # `check_travels` refuses what cannot be pickled
                 looking.dump(value)
             held.update({id(one): (owner, one) for one in looking.found})
+            layers.update({id(one): (owner, one) for one in looking.layers})
     found = []
     begin = (place for name, layer in module.named_modules() for place in _held_by(name, layer))
     for layer, steps, value in _reached(begin, lambda value: id(value) in held):
@@ -60,6 +62,10 @@ def shared_values(module: nn.Module, owners: Mapping[str, Any]) -> tuple[SharedV
             found.append(SharedValue(layer=layer, steps=steps, owner=str(who), place=who))
         elif who:
             found.append(SharedValue(layer=layer, steps=steps, owner=who, value=value))
+    for name, part in module.named_modules():
+        if id(part) in layers and not type(part).__module__.startswith("torch."):
+            owner, value = layers[id(part)]
+            found.append(SharedValue(layer=name, steps=(), owner=owner, value=value))
     return tuple(found)
 
 
@@ -137,11 +143,14 @@ class _Looking(Pickler):
     def __init__(self) -> None:
         super().__init__(io.BytesIO())
         self.found: list[Any] = []
+        self.layers: list[nn.Module] = []
 
     def persistent_id(self, value: Any) -> str | None:
-        """Leave out a tensor; note an object."""
+        """Leave out a tensor; note an object, and what may be a layer."""
         if isinstance(value, torch.Tensor):
             return ""
-        if not isinstance(value, tuple) and _can_change(value):
+        if isinstance(value, nn.Module):
+            self.layers.append(value)
+        elif not isinstance(value, tuple) and _can_change(value):
             self.found.append(value)
         return None

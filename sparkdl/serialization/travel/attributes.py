@@ -44,7 +44,7 @@ from sparkdl.serialization.travel.pickling import (
 from sparkdl.serialization.travel.shared_values import SharedValue, Twins
 from sparkdl.storage import tensor_tree
 from sparkdl.storage.checkpoint_format import decode
-from sparkdl.sync.module_tensors import device_of, fingerprint, set_trains, trains
+from sparkdl.sync.module_tensors import device_of, fingerprint, places_of, set_trains, trains
 
 logger = logging.getLogger(__name__)
 
@@ -102,7 +102,7 @@ class Attributes:
         self._kept = [value for _, _, value in _values(module)]  # so that no id is used twice
         self._marks = self._all_marks()
         known = self._known()
-        self._twins = Twins(module, shared, lambda value: _mark(value, known, []))
+        self._twins = Twins(module, shared, lambda value: _mark_of_twin(value, known))
         self._first: PackedModule | None = None
         if resets:
             self._first = self._packed(_all(module), {})
@@ -639,6 +639,15 @@ class _Marking(Pickler):
             return "tensor", str(value.layout), *map(fingerprint, parts)
         numbers = fingerprint(value.detach().resolve_conj().resolve_neg())
         return "tensor", str(value.dtype), tuple(value.shape), value.requires_grad, numbers
+
+
+def _mark_of_twin(value: Any, known: _Known) -> Any:
+    """As `_mark`; of a layer what it holds, though it is registered."""
+    if not isinstance(value, nn.Module):
+        return _mark(value, known, [])
+    attributes = {(name, key): _mark(one, known, []) for name, key, one in _values(value)}
+    tensors = {place.name: fingerprint(place.value) for place in places_of(value)}
+    return attributes, tensors
 
 
 def _mark(value: Any, known: _Known, held: list[Any]) -> Any:
