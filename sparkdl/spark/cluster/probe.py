@@ -11,11 +11,12 @@ import re
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING
 
 import pyarrow as pa
 from pyspark.errors import PythonException
-from pyspark.sql import SparkSession
+from pyspark.sql import Row, SparkSession
 
 from sparkdl.comm.access import Address
 from sparkdl.comm.channel import ChannelClient
@@ -30,7 +31,13 @@ from sparkdl.serialization.program.imported_values import Place, ProgramValues, 
 from sparkdl.spark.daemon import preload
 from sparkdl.spark.session.background_job import BackgroundJob
 from sparkdl.spark.session.compat import workers_python
-from sparkdl.spark.session.failures import python_cause, raise_unless_loss, spark_message
+from sparkdl.spark.session.failures import (
+    has_crashed,
+    loss_reason,
+    python_cause,
+    raise_unless_loss,
+    spark_message,
+)
 from sparkdl.spark.session.settings import Settings
 from sparkdl.storage.retried import Retried
 from sparkdl.storage.storage import Storage, open_storage, without_password
@@ -232,19 +239,20 @@ def probe(
             preloads=preloads,
             heartbeat_timeout_seconds=settings.heartbeat_timeout_seconds,
         )
-        asked = spark.range(0, num_tasks, 1, num_tasks)
-        job = BackgroundJob(
-            spark,
-            asked.mapInArrow(task, "answer string", profile=profile).collect,
-            tag=f"sparkdl-{run_id}-probe",
-            name=f"sparkdl {run_id}: check the executors",
-        )
+        if once_submitted is not None:
+            once_submitted = functools.cache(once_submitted)
+        ask = partial(_ask, spark, task, num_tasks, profile, settings, once_submitted)
+        tag = f"sparkdl-{run_id}-probe"
+        name = f"sparkdl {run_id}: check the executors"
         try:
-            rows = job.watched(
-                settings.start_timeout_seconds,
-                queue_seconds=settings.queue_timeout_seconds,
-                once_submitted=once_submitted,
-            )
+            try:
+                rows = ask(tag, name)
+            except Exception as error:
+                if not has_crashed(error):
+                    raise
+                # Spark itself runs no task of local[N] again.
+                logger.warning("%s; the executors are asked again", loss_reason(error))
+                rows = ask(f"{tag}-2", name)
         except PythonException as error:
             # The task itself raises nothing, so its executor could not even begin it.
             raise ClusterError(
@@ -269,6 +277,26 @@ def probe(
         reaches_driver=all(answer["reaches_driver"] for answer in answers),
         storage_failure=failures[0] if failures else None,
         values=values_to_send(needs.values, there, needs.code.code),
+    )
+
+
+def _ask(
+    spark: SparkSession,
+    task: ProbeTask,
+    num_tasks: int,
+    profile: ResourceProfile | None,
+    settings: Settings,
+    once_submitted: Callable[[], None] | None,
+    tag: str,
+    name: str,
+) -> list[Row]:
+    """Run the job once."""
+    asked = spark.range(0, num_tasks, 1, num_tasks)
+    collect = asked.mapInArrow(task, "answer string", profile=profile).collect
+    return BackgroundJob(spark, collect, tag=tag, name=name).watched(
+        settings.start_timeout_seconds,
+        queue_seconds=settings.queue_timeout_seconds,
+        once_submitted=once_submitted,
     )
 
 

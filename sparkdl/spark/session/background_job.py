@@ -35,7 +35,12 @@ _SAY_SECONDS = 60.0
 _MOST_TASKS = 1000
 """Largest number of a stage's tasks that are looked at to find the hosts of those that run."""
 _ALL_TASKS = 2**31 - 1
-
+_NEWEST_TASKS = 16
+"""Number of a stage's tasks that are looked at to find the one that was launched last."""
+_BEGINS_SECONDS = 1.0
+"""Age at which a task has its Python worker. Where a younger one is interrupted while it waits for
+a new process, Spark 4.3 takes the daemon for lost, and ends all Python workers of that executor,
+those of other jobs as well."""
 
 _run_name: ContextVar[str] = ContextVar("run_name", default="")
 """The user's name for the run of this thread."""
@@ -130,9 +135,9 @@ class BackgroundJob(Generic[T]):
 
     def cancel(self) -> None:
         """Cancel its jobs without waiting, if they have been submitted; `end` sees to the rest."""
-        if not self.is_over.is_set():
+        if not self.is_over.is_set() and not self.is_cancelled:
             self.is_cancelled = True
-            compat.cancel_jobs(self._spark, self._tag)
+            _begin_cancelling(self.progress, self.is_over)
 
     def end(self) -> None:
         """Cancel its jobs until it has ended; see `end_job`."""
@@ -140,7 +145,7 @@ class BackgroundJob(Generic[T]):
             self.is_cancelled = True
             if self._has_begun:
                 doing(STOPPING, "")  # workers that import torch take seconds to end
-                end_job(self._spark, self._tag, self.is_over)
+                end_job(self.progress, self.is_over)
 
     def leave(self, limit_seconds: float, given_up: Callable[[], None]) -> None:
         """Let it go on while its caller does not, but neither longer nor longer than its session.
@@ -261,10 +266,12 @@ class TaskProgress:
     """The progress of the tasks of a tagged job, as Spark says it."""
 
     def __init__(self, spark: SparkSession, tag: str) -> None:
-        self._spark = spark
-        self._tag = tag
+        self.spark = spark
+        self.tag = tag
         self._told = 0, 0
         """Numbers that Spark Connect said last: of tasks that run, and of those that have ended."""
+        self._told_at = 0.0
+        """Time at which these became other ones."""
         self.num_begun = 0
         """Tasks that run or have ended, as far as `seconds_without` has asked."""
         self.num_running = 0
@@ -275,7 +282,7 @@ class TaskProgress:
     @contextlib.contextmanager
     def of_this_thread(self) -> Iterator[None]:
         """Have Spark Connect tell of this thread's jobs; it does not answer questions."""
-        if not compat.is_connect(self._spark):
+        if not compat.is_connect(self.spark):
             yield
             return
         mine = threading.current_thread()
@@ -283,14 +290,15 @@ class TaskProgress:
         def told(*, stages: Iterable[Any] | None, inflight_tasks: int, **_: object) -> None:
             if threading.current_thread() is mine:  # it is called in the thread that waits
                 ended = sum(stage.num_completed_tasks for stage in stages or ())
-                self._told = inflight_tasks, ended
+                if self._told != (inflight_tasks, ended):
+                    self._told, self._told_at = (inflight_tasks, ended), time.monotonic()
 
         handler: Any = told
-        self._spark.registerProgressHandler(handler)
+        self.spark.registerProgressHandler(handler)
         try:
             yield
         finally:
-            self._spark.removeProgressHandler(handler)
+            self.spark.removeProgressHandler(handler)
 
     def seconds_without(self) -> float:
         """Seconds since a task has ended, or the first began; asks Spark once a second."""
@@ -306,13 +314,13 @@ class TaskProgress:
 
     def is_submitted(self) -> bool:
         """True if Spark has the job; Spark Connect tells when a task of it runs."""
-        if compat.is_connect(self._spark):
+        if compat.is_connect(self.spark):
             return self._told != (0, 0)
-        return bool(len(self._tracker().getJobIdsForTag(self._tag)))
+        return bool(len(self._tracker().getJobIdsForTag(self.tag)))
 
     def tasks(self) -> tuple[int, int]:
         """Tasks that run, and those that have ended, well or not."""
-        if compat.is_connect(self._spark):
+        if compat.is_connect(self.spark):
             return self._told
         running = ended = 0
         for info in self._stages():
@@ -322,17 +330,32 @@ class TaskProgress:
 
     def _stages(self) -> list[Any]:
         tracker = self._tracker()
-        jobs = [tracker.getJobInfo(number) for number in tracker.getJobIdsForTag(self._tag)]
+        jobs = [tracker.getJobInfo(number) for number in tracker.getJobIdsForTag(self.tag)]
         numbers = [n for job in jobs if job.isDefined() for n in job.get().stageIds()]
         found = [tracker.getStageInfo(number) for number in numbers]
         return [stage.get() for stage in found if stage.isDefined()]
 
     def _tracker(self) -> Any:
-        return compat.scala_context(self._spark).statusTracker()
+        return compat.scala_context(self.spark).statusTracker()
+
+    def seconds_of_newest(self) -> float:
+        """Return the age of the task launched last; infinity: none runs.
+
+        Spark Connect does not say more than how many tasks there are, and when that has changed.
+        """
+        if compat.is_connect(self.spark):
+            return time.monotonic() - self._told_at if self._told[0] else math.inf
+        launched = (
+            task.launchTime().getTime() / 1000
+            for stage in self._stages()
+            for task in self._all(stage.stageId(), stage.currentAttemptId(), _NEWEST_TASKS)
+            if task.status() == "RUNNING"
+        )
+        return time.time() - max(launched, default=-math.inf)
 
     def hosts(self) -> list[str]:
         """Return where tasks run now; Spark Connect does not say it."""
-        if compat.is_connect(self._spark):
+        if compat.is_connect(self.spark):
             return []
         return sorted(
             {
@@ -348,9 +371,9 @@ class TaskProgress:
 
         None: Spark Connect, which has no status store, does not say it.
         """
-        if compat.is_connect(self._spark):
+        if compat.is_connect(self.spark):
             return None
-        executors = compat.scala_context(self._spark).statusStore().executorList(True)
+        executors = compat.scala_context(self.spark).statusStore().executorList(True)
         living = {executors.apply(index).id() for index in range(executors.size())}
         found, now = {}, time.time()
         for stage_id in stage_ids:
@@ -370,7 +393,7 @@ class TaskProgress:
 
     def _all(self, stage_id: int, attempt: int, most: int = _ALL_TASKS) -> Iterator[Any]:
         """The tasks of an attempt at a stage, the newest ``most`` of them."""
-        tasks = compat.scala_context(self._spark).statusStore().taskList(stage_id, attempt, most)
+        tasks = compat.scala_context(self.spark).statusStore().taskList(stage_id, attempt, most)
         return (tasks.apply(index) for index in range(tasks.size()))
 
 
@@ -414,32 +437,46 @@ def end_left() -> None:
             time.sleep(_LOOK_SECONDS)
 
 
-def end_job(spark: SparkSession, tag: str, is_over: threading.Event) -> None:
-    """Cancel what is tagged until it has ended, and wait for that, but no longer than a minute.
+def end_job(progress: TaskProgress, is_over: threading.Event) -> None:
+    """Cancel a job until it has ended, and wait for that, but no longer than a minute.
 
-    ``tag`` is that of `tag_jobs` in the thread that submits the job, which sets ``is_over``.
+    ``progress`` has the tag of `tag_jobs` in the thread that submits the job, which sets
+    ``is_over``.
     """
-    cancelling = threading.Thread(
-        target=_keep_cancelling, args=(spark, tag, is_over), name="sparkdl-cancel", daemon=True
-    )
-    cancelling.start()
+    cancelling = _begin_cancelling(progress, is_over)
     deadline = time.monotonic() + _WAIT_SECONDS
     while not is_over.wait(timeout=_AGAIN_SECONDS):
         if time.monotonic() > deadline or is_hurried():
             logger.warning(
                 "the Spark job with the tag %s could not be cancelled yet, and may take slots; it "
                 "is cancelled as soon as Spark lets it begin, or kill it in Spark's UI",
-                tag,
+                progress.tag,
             )
             return
     cancelling.join()
 
 
-def _keep_cancelling(spark: SparkSession, tag: str, is_over: threading.Event) -> None:
-    while True:
+def _begin_cancelling(progress: TaskProgress, is_over: threading.Event) -> threading.Thread:
+    cancelling = threading.Thread(
+        target=_keep_cancelling, args=(progress, is_over), name="sparkdl-cancel", daemon=True
+    )
+    cancelling.start()
+    return cancelling
+
+
+def _keep_cancelling(progress: TaskProgress, is_over: threading.Event) -> None:
+    while not is_over.is_set():
         try:
-            compat.cancel_jobs(spark, tag)
+            _let_begin(progress, is_over)
+            compat.cancel_jobs(progress.spark, progress.tag)
         except Exception as error:  # whatever py4j or gRPC raise where Spark is gone
             logger.info("Spark does not cancel jobs any more: %s", error)
-        if is_over.wait(timeout=_AGAIN_SECONDS):
+        is_over.wait(timeout=_AGAIN_SECONDS)
+
+
+def _let_begin(progress: TaskProgress, is_over: threading.Event) -> None:
+    """Wait until a task that was launched just now has its Python worker; not for later ones."""
+    deadline = time.monotonic() + _BEGINS_SECONDS
+    while time.monotonic() < deadline and progress.seconds_of_newest() < _BEGINS_SECONDS:
+        if is_hurried() or is_over.wait(_LOOK_SECONDS):
             return

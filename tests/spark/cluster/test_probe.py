@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from unittest.mock import MagicMock
 
 import pytest
-from pyspark.errors import PythonException
+from pyspark.errors import PySparkException, PythonException
 
 from sparkdl.comm.access import Address
 from sparkdl.comm.certificates import Certificate
@@ -77,7 +77,11 @@ class HangingSpark(MagicMock):
         tracker.getJobInfo.return_value.get.return_value.stageIds.return_value = [3]
         tracker.getStageInfo.return_value.get.return_value = stage
         found = [("RUNNING", "h2"), ("SUCCESS", "h1")]
-        listed = [SimpleNamespace(status=lambda s=s: s, host=lambda h=h: h) for s, h in found]
+        launched = SimpleNamespace(getTime=lambda: 0)
+        listed = [
+            SimpleNamespace(status=lambda s=s: s, host=lambda h=h: h, launchTime=lambda: launched)
+            for s, h in found
+        ]
         scala.statusStore.return_value.taskList.return_value = SimpleNamespace(
             size=lambda: len(listed), apply=lambda index: listed[index]
         )
@@ -106,6 +110,44 @@ def test_an_executor_that_does_not_answer(monkeypatch: pytest.MonkeyPatch) -> No
 )  # fmt: skip
 def test_the_remedy_fits_what_kept_python_from_starting(said: str, remedy: str) -> None:
     assert remedy in module.python_remedy(RuntimeError(f"Error from python worker:\n  {said}"))
+
+
+CRASH = (
+    "Job aborted due to stage failure: Task 0 in stage 3.0 failed 1 times, most recent failure: "
+    "Lost task 0.0 in stage 3.0 (TID 4) (h1 executor driver): org.apache.spark.SparkException: "
+    "Python worker exited unexpectedly (crashed)"
+)
+
+
+@pytest.mark.parametrize("crashes", [1, 2])
+def test_executors_are_asked_again_when_a_worker_was_lost(
+    crashes: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Spark runs no task of ``local[N]`` again, and ends workers with a task that is cancelled."""
+    answer = json.loads(
+        next(ProbeTask(channel=None, connect_seconds=0.0, storage_url=None, marker=None)(iter([])))
+        .column("answer")[0].as_py()
+    )  # fmt: skip
+    spark, beside = MagicMock(), list[int]()
+    tasks = spark.range.return_value.mapInArrow.return_value
+    tasks.collect.side_effect = [
+        *[PySparkException(CRASH)] * crashes, [{"answer": json.dumps(answer)}]
+    ]  # fmt: skip
+
+    def asked() -> ProbeFindings:
+        return probe(
+            spark, num_tasks=1, profile=None, channel=None, needs_channel=True, storage_url=None,
+            checkpoints=None, run_id="r", settings=Settings(),
+            once_submitted=lambda: beside.append(1),
+        )  # fmt: skip
+
+    if crashes == 1:
+        assert not asked().reaches_driver
+        assert beside == [1], "what goes on beside it is not done twice"
+    else:
+        with pytest.raises(ClusterError, match=r"no task could run .*exited unexpectedly"):
+            asked()
+    assert caplog.text.count("the executors are asked again") == 1
 
 
 @pytest.mark.spark

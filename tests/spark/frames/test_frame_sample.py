@@ -17,7 +17,7 @@ from sparkdl.data.plan import SpoolColumn
 from sparkdl.errors import DataError
 from sparkdl.spark.frames import frame_sample as module
 from sparkdl.spark.frames.frame_sample import Sample, bounded, count_rows, take_sample
-from sparkdl.spark.session.background_job import end_job
+from sparkdl.spark.session.background_job import TaskProgress, end_job
 from sparkdl.spark.session.interrupts import interruptible
 
 if TYPE_CHECKING:
@@ -162,6 +162,8 @@ def test_jobs_are_cancelled_until_there_are_none(
             is_over.set()
 
     monkeypatch.setattr("sparkdl.spark.session.compat.cancel_jobs", cancel)
-    end_job(spark, "of-a-job", is_over)  # `bounded` calls it, if the work has begun by then
+    end_job(
+        TaskProgress(spark, "of-a-job"), is_over
+    )  # `bounded` calls it, if the work has begun by then
     assert calls == ["of-a-job"] * 3
     assert not any(thread.name == "sparkdl-cancel" for thread in threading.enumerate())
