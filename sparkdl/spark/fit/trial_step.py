@@ -197,6 +197,21 @@ def _check_changes(first: Changes, *others: Changes, adds_up: bool) -> None:
         )
 
 
+_TOLD_IN_ROUNDS = {
+    "callbacks": (
+        "a step changes %r, which a callback reads, and in rounds steps run in tasks: the callback "
+        "runs on the driver, and finds what it was at first; keep it in a buffer or an attribute "
+        "of a layer, which a callback finds at state.model, or set executionMode='gang'"
+    ),
+    "counted": (
+        "a step changes %r, which is none of the module's attributes and buffers: each task of a "
+        "round begins with it anew, and the program's own stays as it is; keep it in a buffer or "
+        "an attribute of a layer if anything shall follow from it, or set executionMode='gang'"
+    ),
+}
+"""By the kind of change: what is told, since nothing that is known follows from it."""
+
+
 def _check_program(*seen: Changes, mode: Literal["gang", "rounds"]) -> None:
     """Tell of results that follow from what a step changes, and that no checkpoint has.
 
@@ -204,22 +219,9 @@ def _check_program(*seen: Changes, mode: Literal["gang", "rounds"]) -> None:
         ConfigError: tasks of rounds train, which begin with it anew each time.
     """
     named = {kind: name for changes in seen for kind, name in changes}
-    if mode == "rounds" and "callbacks" in named:
-        logger.warning(
-            "a step changes %r, which a callback reads, and in rounds steps run in tasks: the "
-            "callback runs on the driver, and finds what it was at first; keep it in a buffer or "
-            "an attribute of a layer, which a callback finds at state.model, or set "
-            "executionMode='gang'",
-            named["callbacks"],
-        )
-    if mode == "rounds" and "counted" in named:
-        logger.warning(
-            "a step changes %r, which is none of the module's attributes and buffers: each task "
-            "of a round begins with it anew, and the program's own stays as it is; keep it in a "
-            "buffer or an attribute of a layer if anything shall follow from it, or set "
-            "executionMode='gang'",
-            named["counted"],
-        )
+    for kind, text in _TOLD_IN_ROUNDS.items():
+        if mode == "rounds" and kind in named:
+            logger.warning(text, named[kind])
     name = named.get("program")
     if name is None:
         return
