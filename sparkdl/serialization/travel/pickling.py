@@ -37,12 +37,18 @@ from torch.nn.parameter import is_lazy
 from torch.nn.utils import parametrize
 from torch.utils.hooks import RemovableHandle
 
+from sparkdl.serialization.travel.operators import Operators, named_operators
+
 _ALIGNMENT = 16
 """Bytes of the largest number; sent memory begins at a multiple."""
 HOOKS = frozenset(key for key in vars(nn.Module()) if "_hooks" in key)
 """The attributes in which torch registers the hooks of a module."""
 TENSOR_HOOKS = ("_backward_hooks", "_post_accumulate_grad_hooks")
 """The same of a tensor."""
+
+_MADE_OPERATOR: Any = torch.library.CustomOpDef  # type: ignore[attr-defined] # not in __all__
+_OPERATORS = (_MADE_OPERATOR, type(torch.ops.aten.add), type(torch.ops.aten.add.default))
+"""Classes of operators: made by a program, of all variants, of one."""
 
 _Reduced = tuple[Any, ...]
 
@@ -268,14 +274,17 @@ def _place_of(value: Any) -> tuple[str, str] | None:
     """Module and name of an object that code may know by its identity; None: it has no name."""
     by_value = {"__main__", "__mp_main__", *cloudpickle.list_registry_pickle_by_value()}
     names, is_function = list(sys.modules), isinstance(value, types.FunctionType)
+    own: tuple[str, str] | None = None
     for name in [value.__module__] if is_function else names:
         module = sys.modules.get(name)
         is_imported = name not in by_value and getattr(module, "__spec__", None) is not None
         if is_imported or (name in by_value and not is_function):
             for key, one in list(vars(module).items()):
-                if one is value:
+                if one is value and is_imported:
                     return name, key
-    return None
+                if one is value:
+                    own = own or (name, key)
+    return own
 
 
 def _lambda_there(module: str, name: str) -> Any:
@@ -334,6 +343,10 @@ class _CodeCollector(Pickler):
     def __init__(self) -> None:
         super().__init__(io.BytesIO())
         self.found: list[Any] = []
+        self.operators: set[str] = set()
+        """Names of operators, below torch.ops."""
+        self.imports: set[str] = set()
+        """Names of modules that code imports."""
 
     def persistent_id(self, value: Any) -> str | None:
         """Leave out a tensor."""
@@ -344,6 +357,12 @@ class _CodeCollector(Pickler):
         found = super().reducer_override(value)
         if isinstance(value, type | types.FunctionType):
             self.found.append((value, found is NotImplemented))
+            if found is not NotImplemented and isinstance(value, types.FunctionType):
+                self.operators |= named_operators(value.__code__)
+        elif isinstance(value, _OPERATORS) and found[0] is not _lambda_there:
+            self.operators.add(_name_of(value))
+        elif isinstance(value, types.ModuleType):
+            self.imports.add(value.__name__)
         return found
 
 
@@ -353,6 +372,27 @@ def sent_code(value: Any) -> list[tuple[Any, bool]]:
     with contextlib.suppress(Exception):  # `check_travels` and `pack` refuse what cannot travel
         collector.dump(value)
     return collector.found
+
+
+def sent_operators(value: Any) -> Operators:
+    """Operators that a value and its code call."""
+    collector = _CodeCollector()
+    with contextlib.suppress(Exception):  # as above
+        collector.dump(value)
+    return Operators(frozenset(collector.operators), frozenset(collector.imports))
+
+
+def _operator(value: Any) -> _Reduced:
+    """An operator that a program has made; the module that makes it registers it elsewhere, too."""
+    place = _place_of(value)
+    if place is not None and place[0] not in _by_value():
+        return _lambda_there, place
+    return pkgutil.resolve_name, (f"torch.ops.{_name_of(value)}",)
+
+
+def _name_of(operator: Any) -> str:
+    is_made = isinstance(operator, _MADE_OPERATOR)
+    return operator._qualname.replace("::", ".") if is_made else str(operator)
 
 
 def _script(value: Any) -> _Reduced:
@@ -490,6 +530,7 @@ _REDUCERS: tuple[tuple[Any, Callable[[Any], _Reduced | None]], ...] = (
     (fx.GraphModule, _graph_module),
     # torch.ops, and its namespaces, of which code takes hold by their names
     ((type(torch.ops), type(torch.ops.aten)), lambda ops: (pkgutil.resolve_name, (ops.__name__,))),
+    (_OPERATORS, _operator),
     (nn.Module, _special_module),
     (functools._lru_cache_wrapper, _cached),
     (functools.cached_property, _cached_property),

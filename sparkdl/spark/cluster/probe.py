@@ -28,6 +28,7 @@ from sparkdl.errors import (
 )
 from sparkdl.runtime.versions import difference, versions
 from sparkdl.serialization.program.imported_values import Place, ProgramValues, values_to_send
+from sparkdl.serialization.travel.operators import Operators
 from sparkdl.spark.daemon import preload
 from sparkdl.spark.session.background_job import BackgroundJob
 from sparkdl.spark.session.compat import workers_python
@@ -79,11 +80,13 @@ class Needs:
     """Digests of what the driver has in its modules, see `imported_values`."""
     code: ProgramValues = field(default_factory=ProgramValues)
     """Code that executors have before they are asked: see `program_code`."""
+    operators: Operators = field(default_factory=Operators)
+    """Operators of torch, of which a program may have made some for itself."""
     cuda: bool = False
     """True if there must be a GPU."""
 
     def __bool__(self) -> bool:
-        return bool(self.names) or self.cuda
+        return bool(self.names or self.operators.names) or self.cuda
 
     def missing(self) -> str | None:
         """Return what this process lacks of them, and what to do; None: nothing."""
@@ -103,6 +106,12 @@ class Needs:
                     "sparkContext.addPyFile(path) or spark.addArtifacts(path, pyfile=True), and "
                     "install packages there"
                 )
+        operator = self.operators.missing()
+        if operator is not None:
+            return (
+                f"torch has no operator {operator} there; make it in a file of its own that the "
+                "code which calls it imports, and send that with --py-files"
+            )
         if self.cuda:
             from sparkdl.runtime.hardware import require_cuda
 

@@ -29,7 +29,7 @@ from sparkdl.serialization.program.imported_values import (
 )
 from sparkdl.serialization.saved_module import why_not_saved
 from sparkdl.serialization.travel.packed_module import travelled
-from sparkdl.serialization.travel.pickling import sent_code
+from sparkdl.serialization.travel.pickling import sent_code, sent_operators
 from sparkdl.serialization.travel.shared_values import SharedValue
 from sparkdl.spark.cluster.cluster_info import parse_bytes
 from sparkdl.spark.cluster.probe import Needs
@@ -142,6 +142,7 @@ class CheckedRequest(CheckedValues):
             names=foreign_names(sent),
             values=imported_values(code),
             code=ProgramValues(code=program_code(code)),
+            operators=sent_operators(travels),
             cuda=self.config.device == "cuda",
         )
 
