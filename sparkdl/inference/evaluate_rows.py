@@ -28,7 +28,7 @@ from sparkdl.errors import ConfigError, DataError
 from sparkdl.inference.scores import Evaluation
 from sparkdl.inputs import Tensor
 from sparkdl.train.objective.label_losses import LossSum, loss_of
-from sparkdl.train.objective.loss import ClassLoss, LossFunction
+from sparkdl.train.objective.loss import CallableLoss, ClassLoss, LossFunction, LossRows, Sums
 from sparkdl.train.objective.metric_states import State, listed_bytes
 from sparkdl.train.objective.metrics import Metrics
 from sparkdl.train.objective.roc_curves import ScoreTable, limit_for
@@ -251,7 +251,9 @@ class _LabelLoss:
 
     def rows(self) -> tuple[torch.Tensor, torch.Tensor] | None:
         """Losses of the samples and by how much each counts; None: the loss knows sums only."""
-        found = self.loss.rows(self.output, self.target)
+        return self._counted(self.loss.rows(self.output, self.target))
+
+    def _counted(self, found: LossRows | None) -> tuple[torch.Tensor, torch.Tensor] | None:
         if found is None:
             return None
         losses, counts = found[0].double().cpu(), found[1]
@@ -261,9 +263,14 @@ class _LabelLoss:
 
     def sums(self, weight: torch.Tensor | None, weights: torch.Tensor) -> tuple[float, float]:
         """Sums of the losses and of what counts; ``weights`` are 1 where there is no ``weight``."""
-        found = self.rows()
+        sums: Sums | None = None
+        if isinstance(self.loss, CallableLoss):  # called once: it may count its calls
+            of_rows, sums = self.loss.rows_or_sums(self.output, self.target, weight)
+            found = self._counted(of_rows)
+        else:
+            found = self.rows()
         if found is None:
-            total, count = self.loss(self.output, self.target, weight)
+            total, count = self.loss(self.output, self.target, weight) if sums is None else sums
             is_unknown = self.unknown is not None and bool(self.unknown.cpu()[weights > 0].any())
             counted = count if self.factor is None else weights.sum()
             return math.inf if is_unknown else float(total), float(counted)

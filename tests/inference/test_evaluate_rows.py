@@ -208,6 +208,24 @@ def test_a_loss_of_sums_is_added_up_and_has_no_rows() -> None:
         row_losses(measures.make_loss(), NUMBERS, NUMBERS, measures)
 
 
+@pytest.mark.parametrize("shape", ["scalar", "pair", "rows"])
+def test_a_loss_is_called_once_for_each_batch(shape: str) -> None:
+    """It may count its calls."""
+    calls: list[int] = []
+
+    def loss(output: torch.Tensor, target: torch.Tensor) -> Any:
+        calls.append(len(target))
+        losses = len(calls) * (output - target) ** 2
+        return {"scalar": losses.mean(), "pair": (losses.sum(), len(target)), "rows": losses}[shape]
+
+    measures = Measures(task=CUSTOM, loss=loss)
+    target = torch.zeros(ROWS, dtype=torch.float64)
+    found = evaluated(measures, [ROWS], NUMBERS, target, None, batch_size=40)
+    assert calls == [40, 40, 20]
+    parts = [number * (one**2).sum() for number, one in enumerate(NUMBERS.split(40), start=1)]
+    assert found.to_dict()["loss"] == pytest.approx(float(sum(parts)) / ROWS, rel=1e-12)
+
+
 def test_the_losses_of_rows() -> None:
     loss = nn.CrossEntropyLoss(weight=torch.tensor([1.0, 2.0, 4.0]).double(), ignore_index=2)
     measures = Measures(task=CLASSIFICATION, loss=loss, num_classes=3)

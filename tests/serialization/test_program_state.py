@@ -14,7 +14,7 @@ from sparkdl.serialization.travel.packed_module import travelled
 from tests.serialization.programs import program
 
 IMPORTS = """
-import collections, copy, dataclasses, enum, functools, itertools, random
+import collections, copy, dataclasses, enum, functools, itertools, random, types
 import numpy as np, torch
 from torch import nn
 """
@@ -97,6 +97,45 @@ KINDS = {
     "method": ("class N:\n    def __init__(self): self.n = 0\n    def up(self):\n"
                "        self.n += 1\n        return self.n\nheld = N().up\n"
                "def use(): return held()", "held"),
+    "namespace": ("n = types.SimpleNamespace(n=0)\n"
+                  "def use():\n    n.n += 1\n    return n.n", "n"),
+    "arguments": ("import argparse\nn = argparse.Namespace(held=[])\n"
+                  "def use():\n    n.held.append(1)\n    return len(n.held)", "n"),
+    "user's dictionary": ("n = collections.UserDict()\n"
+                          "def use():\n    n['x'] = n.get('x', 0) + 1\n    return n['x']", "n"),
+    "chain of maps": ("n = collections.ChainMap({})\n"
+                      "def use():\n    n['x'] = n.get('x', 0) + 1\n    return n['x']", "n"),
+    "array of numbers": ("import array\nn = array.array('d')\n"
+                         "def use():\n    n.append(1.5)\n    return sum(n)", "n"),
+    "file of text": ("import io\nn = io.StringIO('ab')\n"
+                     "def use():\n    n.seek(0, 2)\n    n.write('x')\n    n.seek(1)\n"
+                     "    return n.read()", "n"),
+    "file of bytes": ("import io\nn = io.BytesIO(b'abcdef')\ndef use(): return n.read(1)", "n"),
+    "optimizer": ("n = torch.optim.SGD([torch.ones(1, requires_grad=True)], lr=0.5, momentum=0.9)\n"
+                  "def use():\n    (p,) = n.param_groups[0]['params']\n    p.grad = torch.ones(1)\n"
+                  "    n.step()\n    n.param_groups[0]['lr'] *= 2\n    return p.item()", "n"),
+    "member": ("import enum\nclass N(enum.Enum):\n    A = []\n"
+               "def use():\n    N.A.value.append(1)\n    return len(N.A.value)", "N"),
+    "of member": ("import enum\nclass N(enum.Enum):\n    A = 1\nN.A.n = 0\n"
+                  "def use():\n    N.A.n += 1\n    return N.A.n", "N"),
+    "default count": ("def use(n=itertools.count()): return next(n)", "use"),
+    "keyword count": ("def use(*, n=itertools.count()): return next(n)", "use"),
+    "count in tuples": ("n = ('a', (itertools.count(), 0))\ndef use(): return next(n[1][0])", "n"),
+    "enumerate": ("n = enumerate('abc')\ndef use(): return next(n)", "n"),
+    "zip": ("n = zip(itertools.count(), iter([3, 1, 2]))\ndef use(): return next(n)", "n"),
+    "map": ("n = map(str, [3, 1, 2])\ndef use(): return next(n)", "n"),
+    "filter": ("n = filter(None, [0, 1, 0, 2])\ndef use(): return next(n)", "n"),
+    "chain": ("n = itertools.chain([1], (2,))\ndef use(): return next(n)", "n"),
+    "slice": ("n = itertools.islice(itertools.count(), 1, 5)\ndef use(): return next(n)", "n"),
+    "sums": ("n = itertools.accumulate([3, 1, 2])\ndef use(): return next(n)", "n"),
+    "pairs": ("n = itertools.product('ab', [1, 2])\ndef use(): return next(n)", "n"),
+    "cycle": ("n = itertools.cycle([3, 1])\ndef use(): return [next(n) for _ in range(3)]", "n"),
+    "cycle of count": ("n = itertools.cycle(map(str, range(3)))\n"
+                       "def use(): return [next(n) for _ in range(2)]", "n"),
+    "letters": ("n = iter('äbc')\ndef use(): return next(n)", "n"),
+    "keys": ("n = iter({'a': 1, 'b': 2})\ndef use(): return next(n)", "n"),
+    "items": ("n = iter({'a': [1], 'b': 2}.items())\ndef use(): return next(n)", "n"),
+    "backwards": ("n = reversed([3, 1, 2])\ndef use(): return next(n)", "n"),
     "nested": ("n = 0\ndef up():\n    global n\n    n += 1\n    return n\n"
                "def use(): return [up() for _ in range(2)]", "n"),
 }  # fmt: skip
@@ -131,6 +170,32 @@ def use():
             made.use()
             assert sorted(state.changed()) == ["own", "scale"]
         assert made.scale.get() == 1.0 and vars(made.own) == {"value": 3}
+
+
+def test_what_other_threads_use_is_left_alone() -> None:
+    code = """
+import logging, queue, threading
+waiting, told = queue.Queue(), threading.Event()
+def use():
+    waiting.put(1)
+    told.set()
+    logging.getLogger("of_a_program").seen = 1
+log = logging.getLogger("of_a_program")
+def uses_log(): return log, waiting, told
+"""
+    with program(code) as made:
+        with program_kept(made.use, made.uses_log) as state:
+            made.use()
+            assert state.changed() == []
+        assert made.waiting.qsize() == 1 and made.told.is_set() and made.log.seen == 1
+
+
+def test_iterators_without_copies_are_left_alone() -> None:
+    code = "n = (i for i in range(9))\nm = zip(n, [1, 2])\ndef use(): return next(n), next(m)"
+    with program(code) as made:
+        with program_kept(made.use):
+            made.use()
+        assert next(made.n) == 2
 
 
 def test_what_is_not_the_users_is_left_alone() -> None:

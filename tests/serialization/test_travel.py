@@ -119,6 +119,17 @@ def test_what_names_a_value_of_the_main_program_is_refused(monkeypatch: pytest.M
         travelled(Net(value=value), copies=True)
 
 
+@pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated:DeprecationWarning")
+def test_a_layer_tied_to_a_script_is_refused_with_what_helps() -> None:
+    layer = nn.Linear(2, 2)
+    tied = nn.Sequential(layer, torch.jit.script(layer))
+    with pytest.raises(ConfigError, match=r"1\.bias .*a scripted layer .* use the layer itself in"):
+        travelled(tied, copies=True)
+    assert travelled(nn.Sequential(layer, layer), copies=True) is not None
+    together = torch.jit.script(nn.Sequential(layer, layer))
+    assert travelled(together, copies=True) is not None
+
+
 def test_the_global_that_cannot_travel_is_named() -> None:
     cloudpickle.register_pickle_by_value(sys.modules[__name__])  # as the main program's classes
     try:

@@ -6,20 +6,20 @@ what the code names before it begins, and puts that back when it ends.
 
 from __future__ import annotations
 
+import array
 import collections
 import contextlib
 import contextvars
-import copy
 import dis
 import enum
 import functools
 import gc
+import io
 import itertools
 import pickle
 import random
 import threading
 import types
-import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -31,6 +31,7 @@ import torch
 from torch import nn
 
 from sparkdl.runtime.process import lent
+from sparkdl.serialization.program.iterator_copies import copy_of, moves_on, rest_of
 from sparkdl.serialization.travel.pickling import HOOKS, TENSOR_HOOKS, sent_code
 from sparkdl.serialization.trust import is_installed
 
@@ -41,8 +42,13 @@ _MOST_ITEMS = 100_000
 _MOST_BYTES = 1 << 26
 """The same of arrays and tensors of more bytes."""
 _ATOMS = (type(None), bool, int, float, complex, str, bytes)
-_ITERATORS = (itertools.count, itertools.cycle, *map(type, (iter([]), iter(()), iter(range(1)))))
-"""Kinds of values that move on; a copy of an earlier time takes their place."""
+_OF_THREADS = (
+    *(threading.Thread, threading.Condition, threading.Event, threading.Semaphore),
+    *map(type, (threading.Lock(), threading.RLock())),
+)
+"""Kinds of values by which an object is known that other threads use, too."""
+_OTHERS = ("logging", "threading", "multiprocessing", "concurrent", "asyncio", "pyspark", "py4j")
+"""Packages whose objects belong to the whole process."""
 _HOLDERS = (
     *(tuple, frozenset, types.MappingProxyType, types.MethodType, types.CellType),
     *(staticmethod, classmethod, property, partial, functools._lru_cache_wrapper),
@@ -159,7 +165,9 @@ class ProgramWalk:
     def _look(self, value: Any, name: str) -> None:
         kind = type(value)  # its __class__ may say something else, as that of a proxy
         if issubclass(kind, type):
-            if _is_users(value.__module__) and not issubclass(value, enum.Enum):
+            if issubclass(value, enum.Enum):
+                self._look_at(value.__members__.values(), value.__qualname__)
+            elif _is_users(value.__module__):
                 self._class(value)
         elif kind is types.FunctionType:
             if _is_users(value.__globals__.get("__name__", value.__module__)):
@@ -178,7 +186,9 @@ class ProgramWalk:
         if issubclass(kind, torch.Tensor):
             if not value.is_inference() and (value.is_leaf or value.retains_grad):
                 self._attribute(value, "grad", name)
-        elif not is_known or issubclass(kind, (*_CONTAINERS, *_HOLDERS)):
+        elif is_known and not issubclass(kind, (*_CONTAINERS, *_HOLDERS)):
+            self._look_at(_own_state(value), name)
+        else:
             self._look_at(itertools.islice(gc.get_referents(value), _MOST_PARTS), name)
             with contextlib.suppress(AttributeError):
                 self._look_at((kind, object.__getattribute__(value, "__dict__")), name)
@@ -214,6 +224,8 @@ class ProgramWalk:
         for name, cell in zip(function.__code__.co_freevars, cells, strict=True):
             self._keep(name, partial(_content, cell), partial(_set_content, cell))
             self._look_at(gc.get_referents(cell), name)
+        if function.__defaults__ is not None:
+            self._attribute(function, "__defaults__", function.__qualname__)
         held = function.__defaults__, function.__kwdefaults__, vars(function)
         self._look_at(held, function.__qualname__)
 
@@ -253,6 +265,18 @@ class ProgramState(ProgramWalk):
 
     def _keep(self, name: str, read: Callable[[], _State], write: Callable[[Any], None]) -> None:
         self._places.append(_Place(name, _copied(read(), self._copies), read, write))
+
+
+def _own_state(value: Any) -> Sequence[dict[str, Any]]:
+    """Attributes of an object of somebody else's class, which nobody but the program uses."""
+    if type(value).__module__.partition(".")[0] in _OTHERS:
+        return ()
+    try:
+        held: dict[str, Any] = object.__getattribute__(value, "__dict__")
+    except AttributeError:
+        return ()
+    is_shared = any(issubclass(type(part), _OF_THREADS) for part in held.values())
+    return () if is_shared else (held,)
 
 
 def _parts(module: nn.Module) -> Iterator[Any]:
@@ -366,6 +390,17 @@ def _set_bytes(into: bytearray, values: bytes) -> None:
     into[:] = values
 
 
+def _set_numbers_of(into: array.array[Any], values: list[Any]) -> None:
+    into[:] = array.array(into.typecode, values)
+
+
+def _set_file(file: Any, values: list[Any]) -> None:
+    file.seek(0)
+    file.truncate()
+    file.write(values[0])
+    file.seek(values[1])
+
+
 def _numbers(tensor: torch.Tensor) -> _State:
     is_memory = tensor.layout == torch.strided and not tensor.is_meta and not tensor.is_quantized
     return tensor.detach().clone() if is_memory and not tensor.is_inference() else b""
@@ -431,6 +466,8 @@ _CONTENTS: Sequence[tuple[Any, Callable[[Any], Any], Callable[[Any, Any], Any]]]
     (set, lambda value: list(set.__iter__(value)), _set_set),
     (collections.deque, lambda value: list(collections.deque.__iter__(value)), _set_deque),
     (bytearray, bytes, _set_bytes),
+    (array.array, array.array.tolist, _set_numbers_of),
+    ((io.StringIO, io.BytesIO), lambda file: [file.getvalue(), file.tell()], _set_file),
     (torch.Tensor, _numbers, _set_numbers),
     (np.ndarray, _array, _set_array),
     (random.Random, _random, _set_random),
@@ -457,18 +494,9 @@ def _is_small(value: Any) -> bool:
 
 def _copied(state: _State, copies: dict[int, Any]) -> _State:
     """The state with copies of what moves on; the same copy for the same object."""
-
-    def copied(value: Any) -> Any:
-        if type(value) not in _ITERATORS:
-            return value
-        if id(value) not in copies:
-            with _quiet():
-                copies[id(value)] = copy.copy(value)
-        return copies[id(value)]
-
     if isinstance(state, dict):
-        return {key: copied(value) for key, value in state.items()}
-    return [copied(value) for value in state] if isinstance(state, list) else state
+        return {key: copy_of(value, copies) for key, value in state.items()}
+    return [copy_of(value, copies) for value in state] if isinstance(state, list) else state
 
 
 def _is_same(now: _State, was: _State) -> bool:
@@ -487,21 +515,12 @@ def _is_one(now: Any, was: Any) -> bool:
     """True for the same object, or for equal values of which no one could tell."""
     if now is was:
         return True
-    if type(now) is not type(was):
-        return False
-    if type(now) in _ITERATORS:
-        with _quiet():
-            return bool(now.__reduce__() == was.__reduce__())
-    return type(now) in _ATOMS and bool(now == was)
+    if moves_on(now) and moves_on(was):
+        now, was = rest_of(now), rest_of(was)
+    if type(now) is tuple and type(was) is tuple:
+        return len(now) == len(was) and all(map(_is_one, now, was))
+    return type(now) is type(was) and type(now) in (*_ATOMS, list, range) and bool(now == was)
 
 
 def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.detach().contiguous().reshape(-1).view(torch.uint8)
-
-
-@contextlib.contextmanager
-def _quiet() -> Iterator[None]:
-    """Newer Pythons warn of copies of what itertools has made."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)
-        yield

@@ -253,11 +253,23 @@ def travelled(
         ) from error
     difference = _difference(module, arrived)
     if difference is not None:
+        remedy = "see what its classes do in __getstate__, __setstate__ and __reduce__"
+        if _APART in difference and _has_scripts(module):
+            remedy = (
+                "a scripted layer travels with weights of its own: use the layer itself in all "
+                "places, or script them together as one"
+            )
         raise ConfigError(
-            f"the module that arrives at the workers is another one: {difference}; see what its "
-            "classes do in __getstate__, __setstate__ and __reduce__"
+            f"the module that arrives at the workers is another one: {difference}; {remedy}"
         )
     return arrived
+
+
+_APART = "do not share memory any more"
+
+
+def _has_scripts(module: nn.Module) -> bool:
+    return any(isinstance(layer, torch.jit.ScriptModule) for layer in module.modules())
 
 
 def _difference(given: nn.Module, arrived: Any) -> str | None:
@@ -274,7 +286,7 @@ def _difference(given: nn.Module, arrived: Any) -> str | None:
             return f"{name} has other values"
     if sharing_memory(ours) != sharing_memory(theirs):
         lost = [group for group in sharing_memory(ours) if group not in sharing_memory(theirs)]
-        return f"{' and '.join(lost[0] if lost else [])} do not share memory any more"
+        return f"{' and '.join(lost[0] if lost else [])} {_APART}"
     hooks, arrived_hooks = _hooks(given), _hooks(arrived)
     for name in sorted(hooks.keys() | arrived_hooks.keys()):
         if hooks.get(name) != arrived_hooks.get(name):

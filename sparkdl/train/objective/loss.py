@@ -254,23 +254,32 @@ class CallableLoss:
         return torch.sigmoid(output) if is_single else torch.softmax(output, dim=1)
 
     def __call__(self, output: Any, target: Any, weight: torch.Tensor | None) -> Sums:
-        result = self._function(_full_precision(output), target)
-        is_pair = _is_pair(result)
-        if _is_sum(result):
-            if weight is not None:
-                raise ConfigError(
-                    "with a weight column the loss must return the loss of each sample, (batch,) "
-                    f"or (batch, ...); it returned {'a pair' if is_pair else 'a scalar'}"
-                )
-            if is_pair:
-                self._check_pair(result[1])
-            num_rows = rows_of(target)
-            return result if is_pair else (result * num_rows, float(num_rows))
-        return _summed(self._checked(result, target), None, weight)
+        rows, sums = self.rows_or_sums(output, target, weight)
+        if rows is not None:
+            return _summed(*rows, weight)
+        assert sums is not None
+        return sums
 
     def rows(self, output: Any, target: Any) -> LossRows | None:
+        return self.rows_or_sums(output, target, None)[0]
+
+    def rows_or_sums(
+        self, output: Any, target: Any, weight: torch.Tensor | None
+    ) -> tuple[LossRows, None] | tuple[None, Sums]:
+        """Call the function once: see `rows`; of one that knows sums only, see `__call__`."""
         result = self._function(_full_precision(output), target)
-        return None if _is_sum(result) else (self._checked(result, target), None)
+        if not _is_sum(result):
+            return (self._checked(result, target), None), None
+        is_pair = _is_pair(result)
+        if weight is not None:
+            raise ConfigError(
+                "with a weight column the loss must return the loss of each sample, (batch,) "
+                f"or (batch, ...); it returned {'a pair' if is_pair else 'a scalar'}"
+            )
+        if is_pair:
+            self._check_pair(result[1])
+        num_rows = rows_of(target)
+        return None, (result if is_pair else (result * num_rows, float(num_rows)))
 
     def _check_pair(self, weights: Any) -> None:
         if self.counts_alike:
