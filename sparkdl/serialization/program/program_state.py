@@ -47,8 +47,11 @@ _OF_THREADS = (
     *map(type, (threading.Lock(), threading.RLock())),
 )
 """Kinds of values by which an object is known that other threads use, too."""
-_OTHERS = ("logging", "threading", "multiprocessing", "concurrent", "asyncio", "pyspark", "py4j")
-"""Packages whose objects belong to the whole process."""
+_OTHERS = (
+    *("logging", "threading", "multiprocessing", "concurrent", "asyncio", "pyspark", "py4j"),
+    "unittest",
+)
+"""Packages whose objects belong to the whole process, or note what is done with them."""
 _HOLDERS = (
     *(tuple, frozenset, types.MappingProxyType, types.MethodType, types.CellType),
     *(staticmethod, classmethod, property, partial, functools._lru_cache_wrapper),
