@@ -106,7 +106,10 @@ def try_step(
         return
     config = replace(config, compile=False, metrics=metrics, divergence_factor=None)
     seen: list[Changes] = []
-    failing = partial(_error, module, config, seen, adds_up=adds_up, shared=checked.shared)
+    failing = partial(
+        _error, module, config, seen, adds_up=adds_up, shared=checked.shared,
+        evaluates=checked.mode == "rounds" and checked.request.validation is not None,
+    )  # fmt: skip
     error = failing(example, _FEW_ROWS, is_first=True)
     _check_program(*seen, mode=checked.mode)
     if error is None and not (several and any(seen)):
@@ -202,6 +205,11 @@ _TOLD_IN_ROUNDS = {
         "a step changes %r, which a callback reads, and in rounds steps run in tasks: the callback "
         "runs on the driver, and finds what it was at first; keep it in a buffer or an attribute "
         "of a layer, which a callback finds at state.model, or set executionMode='gang'"
+    ),
+    "evaluated": (
+        "evaluation changes %r, too, and in rounds it has a copy of its own: training does not go "
+        "on with what it has counted on validation rows; count in training alone (self.training "
+        "of a layer, torch.is_grad_enabled() in a loss), or set executionMode='gang'"
     ),
     "counted": (
         "a step changes %r, which is none of the module's attributes and buffers: each task of a "
@@ -305,6 +313,7 @@ def _error(
     *,
     adds_up: bool,
     shared: tuple[SharedValue, ...],
+    evaluates: bool,
     is_first: bool = False,
 ) -> Exception | None:
     """Return what a step on so many rows raises; None: nothing that says anything of training."""
@@ -313,7 +322,7 @@ def _error(
     with borrowed_generator(config.seed), warnings.catch_warnings():
         warnings.simplefilter("ignore")  # workers warn too
         try:
-            with _copies(module, config, example, num_rows, shared) as tried:
+            with _copies(module, config, example, num_rows, shared, evaluates=evaluates) as tried:
                 seen.append(_step(tried, adds_up=adds_up, is_first=is_first))
         except (TrainingDiverged, MemoryError):
             return None
@@ -334,6 +343,8 @@ class _Tried:
     """The objects that module and configuration have in common, as this configuration has them."""
     plan: TrainPlan
     batch: Batch
+    evaluates: bool
+    """True if tasks of rounds evaluate validation rows."""
 
 
 @contextlib.contextmanager
@@ -343,6 +354,8 @@ def _copies(
     example: Example,
     num_rows: int,
     shared: tuple[SharedValue, ...] = (),
+    *,
+    evaluates: bool = False,
 ) -> Iterator[_Tried]:
     """Copies for a step on so many rows, with globals in common, as on a worker."""
     shard = Shard(shard_id=0, num_rows=num_rows, num_validation_rows=0, fingerprint="first rows")
@@ -357,7 +370,7 @@ def _copies(
     batch = _batch(example, num_rows)
     with lent, lent_globals():
         own, shared = loads(dumps((config, shared)))
-        yield _Tried(module, own_copy(module, None), own, shared, plan, batch)
+        yield _Tried(module, own_copy(module, None), own, shared, plan, batch, evaluates)
 
 
 def _step(tried: _Tried, *, adds_up: bool = False, is_first: bool = False) -> Changes:
@@ -447,6 +460,10 @@ def _changes(tried: _Tried, program: ProgramState, *, adds_up: bool, is_first: b
     if counted:
         kind = "program" if _gives_other(tried, held, replica, program) else "counted"
         changes[kind, counted[0]] = None
+    if tried.evaluates:
+        changes |= {
+            ("evaluated", name): None for name in _changed_in_evaluation(held, tried, replica)
+        }
     return changes
 
 
@@ -482,6 +499,19 @@ def _gives_other(tried: _Tried, held: Attributes, replica: Replica, program: Pro
             if not is_same:
                 return True
     return False
+
+
+def _changed_in_evaluation(held: Attributes, tried: _Tried, replica: Replica) -> list[str]:
+    """Names of what module and loss change of their own where validation rows are evaluated."""
+    replica.module.eval()
+
+    def marks() -> dict[tuple[str, str], Any]:
+        buffers = _fingerprints(replica.module).items()
+        return {**_besides(held, replica.kept), **{("buffer", name): one for name, one in buffers}}
+
+    before = marks()
+    _values_given(replica, tried.batch, is_training=False)
+    return [place[1] for place, mark in marks().items() if before.get(place) != mark]
 
 
 def _gradients_given(replica: Replica, batch: Batch) -> list[int]:

@@ -853,3 +853,55 @@ def test_what_a_step_leaves_for_callbacks_stays_in_tasks(
     assert ("a step changes 'TOLD', which a callback reads" in caplog.text) is is_told
     assert ("each task of a round begins with it anew" in caplog.text) is (mode == "rounds")
     assert TOLD == {"loss": 1.0}
+
+
+class CountsCalls(nn.Module):
+    """Counts all calls, those in training, or those in evaluation, in a buffer."""
+
+    def __init__(self, where: str) -> None:
+        super().__init__()
+        self.layer, self.where = nn.Linear(4, 3), where
+        self.register_buffer("calls", torch.zeros(()))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.where in ("both", "training" if self.training else "evaluation"):
+            self.calls += 1
+        return self.layer(x)
+
+
+class LossThatCounts(nn.Module):
+    def __init__(self, *, in_training: bool) -> None:
+        super().__init__()
+        self.calls, self.in_training = 0, in_training
+
+    def forward(self, output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        self.calls += torch.is_grad_enabled() or not self.in_training
+        return F.cross_entropy(output, target)
+
+
+def net_with_norm() -> nn.Module:
+    return nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3))
+
+
+@pytest.mark.parametrize(
+    ("module", "loss", "name"),
+    [
+        (CountsCalls("both"), None, "calls"), (CountsCalls("evaluation"), None, "calls"),
+        (CountsCalls("training"), None, None), (net_with_norm(), None, None),
+        (nn.Linear(4, 3), LossThatCounts(in_training=False), "loss"),
+        (nn.Linear(4, 3), LossThatCounts(in_training=True), None),
+    ],
+)  # fmt: skip
+@pytest.mark.parametrize(("mode", "fraction"), [("rounds", 0.5), ("rounds", None), ("gang", 0.5)])
+def test_what_evaluation_counts_in_rounds_is_told(
+    module: nn.Module, loss: Any, name: str | None, mode: Any, fraction: float | None,
+    caplog: pytest.LogCaptureFixture,
+) -> None:  # fmt: skip
+    """Tasks that evaluate have copies of their own."""
+    changes = {} if loss is None else {"loss": loss}
+    checked = checked_values(module, **changes)
+    asked = dataclasses.replace(checked.request, validation_fraction=fraction)
+    step(dataclasses.replace(checked, request=asked, mode=mode))
+    is_told = name is not None and mode == "rounds" and fraction is not None
+    assert (f"evaluation changes {name!r}, too" in caplog.text) is is_told
+    assert ("evaluation changes" in caplog.text) is is_told
