@@ -90,6 +90,9 @@ PYTEST := $(BIN)/python -m pytest
 CHANGE := lint spark plain gangs cluster faults pages types notebooks test-hdfs connect docs package
 ALL := lint spark cluster faults pages notebooks test-hdfs plain gangs connect standalone petastorm \
 	cluster-gpu types docs package
+ifneq (,$(filter-out $(ALL),$(PARTS)))
+$(error PARTS: there is no $(filter-out $(ALL),$(PARTS)); there are: $(ALL))
+endif
 SUITE = $(BIN)/python -m tests.suite --jobs $(JOBS) $(if $(PARTS)$(filter command% environment%,$(origin SELECT)),,--proof)
 
 test: LIMIT ?= 1200

@@ -395,3 +395,18 @@ def test_the_makefile_names_tests_that_are_there() -> None:
     named = re.findall(r"tests/[\w./]+", (root / "Makefile").read_text(encoding="utf-8"))
     assert [path for path in named if not (root / path).exists()] == []
     assert len(named) > 10
+
+
+def test_a_part_that_there_is_not_is_refused_before_anything_is_made() -> None:
+    program = shutil.which("make")
+    assert program is not None
+
+    def said(parts: str) -> str:
+        done = subprocess.run(
+            [program, "-n", "test-all", f"PARTS={parts}"],
+            cwd=Path(__file__).parent.parent, capture_output=True, text=True, timeout=60,
+        )  # fmt: skip
+        return done.stdout + done.stderr
+
+    assert "there is no fautls; there are: lint spark cluster faults " in said("cluster fautls")
+    assert "--limit 3600 cluster plain\n" in said("cluster plain")
