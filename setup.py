@@ -98,6 +98,9 @@ setup(
     license_expression="Apache-2.0",
     license_files=["LICENSE"],
     packages=find_packages(include=["sparkdl", "sparkdl.*"]),
+    # So an editable install puts the clone on the path. The finder that setuptools would make is
+    # asked last: from the folder above a clone named sparkdl, that is imported, without any code.
+    package_dir={"": "."},
     package_data={
         "": ["*.pyi"],
         "sparkdl": ["py.typed"],

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -29,6 +30,17 @@ def test_import_takes_neither_torch_nor_pyspark() -> None:
         "print(sorted({'torch', 'pyspark', 'pyarrow', 'numpy', 'pandas'} & set(sys.modules)))"
     )
     assert heavy.strip() == "[]"
+
+
+def test_a_folder_of_this_name_without_code_is_not_imported(tmp_path: Path) -> None:
+    """Such as a clone, from the folder above it; its data is no package of this one either."""
+    (tmp_path / "sparkdl" / "data").mkdir(parents=True)
+    code = "import sparkdl.data.plan as plan, sparkdl; print(sparkdl.__file__, plan.__file__)"
+    others = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    command = [sys.executable, "-c", code]
+    told = subprocess.run(command, cwd=tmp_path, env=others, check=True, capture_output=True)
+    assert told.stdout.count(b"__init__.py") == 1
+    assert str(tmp_path).encode() not in told.stdout
 
 
 def test_import_brings_few_modules() -> None:

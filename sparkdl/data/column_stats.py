@@ -31,11 +31,11 @@ class ColumnStats:
     minimum: float | None = None
     maximum: float | None = None
 
-    def problem(self, column: SpoolColumn) -> str | None:
-        """Why rows of the column cannot be used, or None."""
+    def problem(self, column: SpoolColumn, *, is_all: bool = True) -> str | None:
+        """Why rows of the column, or some that stand for all, cannot be used; None: they can."""
         if self.nulls_and_shapes:
             return self.nulls_and_shapes.message(column.name, remedy_of_shapes(column))
-        if column.role == "weight" and self.maximum == 0:
+        if is_all and column.role == "weight" and self.maximum == 0:
             return f'column "{column.name}" is 0 in all rows, so that none counts; correct it'
         if not self.bad_values:
             return None

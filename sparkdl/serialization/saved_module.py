@@ -240,6 +240,16 @@ def why_not_saved(module: nn.Module, factory: Any | None) -> str | None:
     return None
 
 
+def is_described(module: nn.Module, factory: Any | None) -> bool:
+    """True if a file of code has what makes a module, so that it needs not be exported."""
+    for one in (factory, module):
+        with contextlib.suppress(DescribeError):
+            if one is not None:
+                describe(one)
+                return True
+    return False
+
+
 def prepare_stored(
     stored: StoredModule,
     factory: Any | None,
@@ -360,8 +370,8 @@ def _find_way(module: nn.Module, factory: Any | None, example_inputs: Given | No
         return {"program": _PROGRAM}, {_PROGRAM: write_program(module, example_inputs)}, {}
     except ConfigError as error:
         raise ConfigError(
-            f"the module cannot be saved without pickle: {causes[0]}; and what needs no class will "
-            f"not do: {error}"
+            f"the module cannot be saved without pickle: {causes[0]}. Nor can it be saved as an "
+            f"exported program, which needs no class: {error}"
         ) from error
 
 

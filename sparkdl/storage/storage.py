@@ -492,8 +492,8 @@ _REMEDIES = {
     errno.EACCES: "give the user that runs Spark the right to it, or choose another directory",
     errno.EPERM: "give the user that runs Spark the right to it, or choose another directory",
     errno.EROFS: "choose a directory that is not on a read-only file system",
-    errno.ENOTDIR: "choose a path whose parents are folders",
-    errno.EEXIST: "choose a path whose parents are folders",
+    errno.ENOTDIR: "choose a path that is no file, and below none",
+    errno.EEXIST: "choose a path that is no file, and below none",
     errno.ENOENT: "check the path, and that all hosts see the same storage",
 }
 _DEFINITE = (

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 
+from sparkdl.serialization.program import program_state
 from sparkdl.serialization.program.program_state import ProgramState, program_kept, read_by_steps
 from sparkdl.serialization.travel.packed_module import travelled
 from tests.serialization.programs import program
@@ -196,6 +197,19 @@ def test_iterators_without_copies_are_left_alone() -> None:
         with program_kept(made.use):
             made.use()
         assert next(made.n) == 2
+
+
+def test_no_more_is_copied_than_there_is_room_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(program_state, "_MOST_BYTES_IN_ALL", 2 * 32)
+    arrays = [torch.zeros(8), torch.zeros(8), torch.zeros(8)]
+
+    def step() -> None:
+        for array in arrays:
+            array += 1
+
+    with program_kept(step):
+        step()
+    assert [array[0].item() for array in arrays] == [0, 0, 1]
 
 
 def test_what_is_not_the_users_is_left_alone() -> None:

@@ -382,7 +382,7 @@ def _given(
                     _set(place, value)
             except Exception as error:  # whatever modules raise when they are imported
                 names = ", ".join(code.sources)
-                _warn_of(f"the code of {names}, whose files have changed,", error)
+                _warn_of(f"the code of {names}, whose files are others here, or none,", error)
         for place, data in {**code.patches, **values}.items():
             try:
                 _set(place, pickle.loads(data))

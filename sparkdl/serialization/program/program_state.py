@@ -41,6 +41,8 @@ _MOST_ITEMS = 100_000
 """Containers of more items are data rather than counts, and are left alone."""
 _MOST_BYTES = 1 << 26
 """The same of arrays and tensors of more bytes."""
+_MOST_BYTES_IN_ALL = 1 << 28
+"""Arrays and tensors behind so many bytes of others are left alone, too: each is copied."""
 _ATOMS = (type(None), bool, int, float, complex, str, bytes)
 _OF_THREADS = (
     *(threading.Thread, threading.Condition, threading.Event, threading.Semaphore),
@@ -49,7 +51,7 @@ _OF_THREADS = (
 """Kinds of values by which an object is known that other threads use, too."""
 _OTHERS = (
     *("logging", "threading", "multiprocessing", "concurrent", "asyncio", "pyspark", "py4j"),
-    "unittest",
+    *("sparkdl", "unittest"),
 )
 """Packages whose objects belong to the whole process, or note what is done with them."""
 _HOLDERS = (
@@ -141,6 +143,7 @@ class ProgramWalk:
         """Whole numbers that were met, in containers and alone."""
         self.globals: list[tuple[str, str, Any]] = []
         """The names of modules of Python, of globals in them, and what these are."""
+        self._num_bytes = 0
         self._seen: dict[int, Any] = {}  # the objects too, so that no id is used twice
         self._todo = collections.deque((one, "") for one in code)
         self._todo += ((one, name) for name, one in objects.items())
@@ -182,7 +185,7 @@ class ProgramWalk:
 
     def _object(self, value: Any, kind: type, name: str) -> None:
         for kinds, read, write in _CONTENTS:
-            if issubclass(kind, kinds) and _is_small(value):
+            if issubclass(kind, kinds) and _is_small(value) and self._has_room(value):
                 self._keep(name, partial(read, value), partial(write, value))
                 break
         is_known = not (_is_users(kind.__module__) or issubclass(kind, nn.Module))
@@ -200,6 +203,12 @@ class ProgramWalk:
                 for key, part in vars(base).items():
                     if isinstance(part, types.MemberDescriptorType):  # of __slots__
                         self._attribute(value, key, name)
+
+    def _has_room(self, value: Any) -> bool:
+        """True if what is kept already and this together are no more than may be."""
+        if issubclass(type(value), torch.Tensor | np.ndarray):
+            self._num_bytes += value.nbytes
+        return self._num_bytes <= _MOST_BYTES_IN_ALL
 
     def _attribute(self, owner: Any, key: str, name: str) -> None:
         def write(values: list[Any]) -> None:

@@ -28,6 +28,7 @@ from sparkdl.runtime.process import borrowed_generator, seeded
 from sparkdl.runtime.tracebacks import arose_in
 from sparkdl.serialization.program.program_state import program_kept
 from sparkdl.spark.fit.check_request import CheckedValues
+from sparkdl.spark.fit.check_saving import warn_if_not_saved
 from sparkdl.spark.fit.example import ROWS, Example, is_compiled, lent_weights, own_copy
 from sparkdl.spark.fit.parts_of_batches import check_parts, is_close
 from sparkdl.spark.run.run import FitRequest
@@ -103,6 +104,7 @@ def try_module(checked: CheckedValues, example: Example, sink: Sink | None = Non
         trial = _judged(checked, output, example)
         check_parts(checked, example)
         _warn_of_last_function(checked, example)
+        warn_if_not_saved(checked, example)
         _try_along_mesh(checked, example)
     return trial
 

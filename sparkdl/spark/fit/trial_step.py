@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from sparkdl.config import TrainConfig
 from sparkdl.data.plan import Shard, TrainPlan, make_plan
-from sparkdl.errors import ConfigError, TrainingDiverged
+from sparkdl.errors import ConfigError, DataError, TrainingDiverged
 from sparkdl.runtime.process import borrowed_generator, lent, seeded
 from sparkdl.runtime.tracebacks import is_of_users, passed_through, users_line
 from sparkdl.serialization.program.program_state import ProgramState, program_kept
@@ -95,6 +95,7 @@ def try_step(
         ConfigError: what fails, with the line of the user's own where it fails; or a checkpoint
             cannot hold a state of the optimizer or the schedule; or forward changes weights by the
             rows that it gets, which are others on each worker that adds gradients up.
+        DataError: the loss is not finite, nor are some values of the features.
     """
     from sparkdl.train.callbacks import Callback
 
@@ -112,6 +113,8 @@ def try_step(
     )  # fmt: skip
     error = failing(example, _FEW_ROWS, is_first=True)
     _check_program(*seen, mode=checked.mode)
+    if isinstance(error, DataError):
+        raise error
     if error is None and not (several and any(seen)):
         return
     if example.rows is None:
@@ -237,7 +240,7 @@ def _check_program(*seen: Changes, mode: Literal["gang", "rounds"]) -> None:
         f"a step changes {name!r}, which is none of the module's attributes and buffers, and "
         "computes with it"
     )
-    remedy = "keep it in a buffer, or in an attribute of a layer"
+    remedy = "keep it in a buffer or an attribute of a layer, or of a loss that is an nn.Module"
     if mode == "rounds":
         raise ConfigError(
             f"{what}: each task of a round would begin with it anew; {remedy}, or set "
@@ -324,8 +327,10 @@ def _error(
         try:
             with _copies(module, config, example, num_rows, shared, evaluates=evaluates) as tried:
                 seen.append(_step(tried, adds_up=adds_up, is_first=is_first))
-        except (TrainingDiverged, MemoryError):
+        except MemoryError:
             return None
+        except TrainingDiverged as error:
+            return _of_bad_rows(error, example)
         except Exception as error:  # whatever the user's code raises
             return None if passed_through(error, "torch.distributed") else error
     return None
@@ -680,3 +685,17 @@ def _forward_line(module: nn.Module, config: TrainConfig, example: Example) -> s
                 if is_of_users(path):
                     return f" in the backward pass of {line.strip()!r} ({function})"
     return ""
+
+
+def _of_bad_rows(error: TrainingDiverged, example: Example) -> DataError | None:
+    """Return the error that names values which are not finite; None: all are."""
+    from sparkdl.train.objective.divergence import without_remedies
+    from sparkdl.train.objective.not_finite import bad_rows, named
+
+    found = {} if example.rows is None else bad_rows(example.rows, example.columns)
+    if example.rows is None or not found:
+        return None
+    of = f"the first {min(map(len, example.rows.values()))} rows"
+    refused = DataError(f"{without_remedies(error)}. Among {of} {named(found, example.columns)}")
+    refused.__cause__ = error
+    return refused

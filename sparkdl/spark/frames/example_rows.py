@@ -30,6 +30,8 @@ class UserRows:
     columns: Sequence[SpoolColumn]
     """As they are spooled: a hash of these finds a row again."""
     validation: SparkColumn | None = None
+    is_of_first: bool = False
+    """True if messages are of the very first rows only, so that no others need to be read."""
 
     def named(self, text: str, hashes: Mapping[str, int], name: str) -> str:
         """A message about column ``name``, with values and files of rows in place of numbers.
@@ -43,7 +45,8 @@ class UserRows:
         hashed = F.xxhash64(*parts, *([] if self.validation is None else [self.validation]))
         origin = _origin(self.df).alias("origin")
         rows = self.df.select(F.struct("*").alias("row"), origin, hashed.alias("hash"))
-        rows = rows.where(F.col("hash").isin(list(wanted.values()))).dropDuplicates(["hash"])
+        rows = rows.where(F.col("hash").isin(list(wanted.values())))
+        rows = rows.limit(len(wanted)) if self.is_of_first else rows.dropDuplicates(["hash"])
         what = f"sparkdl: look for a row that cannot be used, by {name}"
         found = bounded(self.df.sparkSession, rows.collect, _LOOK_SECONDS, what)
         words = {row["hash"]: _words(row["row"], row["origin"], name) for row in found or ()}

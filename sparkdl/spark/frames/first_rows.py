@@ -17,10 +17,13 @@ from pyspark.sql import DataFrame
 from pyspark.sql import functions as F
 
 from sparkdl.data.column_stats import SpooledShard, merge_stats
+from sparkdl.data.plan import Column
 from sparkdl.data.spool.head import Head
 from sparkdl.data.spool.writer import SpoolWriter
+from sparkdl.errors import DataError
 from sparkdl.runtime.activity import doing
 from sparkdl.spark.frames.deal_rows import selected
+from sparkdl.spark.frames.example_rows import UserRows
 from sparkdl.spark.frames.frame_sample import take_look
 from sparkdl.spark.frames.row_table import TableSpec
 from sparkdl.spark.frames.shard_table import SpooledRows
@@ -50,10 +53,15 @@ _OPERATOR = re.compile(r"(?P<branch>[ :|]*(?:[+:]- )?)(?:\*(?:\(\d+\))? ?)?(?P<n
 class FirstRows(SpooledRows):
     """The first rows of a run's DataFrame, as its shards will have them, in one shard."""
 
-    def __init__(self, spec: TableSpec, rows: pa.Table) -> None:
-        """Take prepared rows, with the hash of each as their last column."""
-        super().__init__(spec)
-        self._rows = rows
+    def __init__(
+        self, spec: TableSpec, rows: pa.Table, shown: UserRows | None = None, *, is_all: bool
+    ) -> None:
+        """Take prepared rows, with the hash of each as their last column.
+
+        Messages name rows of ``shown``; ``is_all`` is True if there are no others.
+        """
+        super().__init__(spec, shown)
+        self._rows, self._is_all = rows, is_all
         with tempfile.TemporaryDirectory(prefix="sparkdl-") as folder:
             with SpoolWriter(
                 Path(folder) / "rows",
@@ -62,9 +70,20 @@ class FirstRows(SpooledRows):
                 where=" of the first ones",
                 head_bytes=_MOST_BYTES,
             ) as writer:
-                for batch in rows.to_batches():
+                for batch in rows.combine_chunks().to_batches():
                     writer.write(batch)
             self.known = (writer.summary(),)
+
+    def columns(self, shards: Sequence[SpooledShard], *, is_all: bool = True) -> tuple[Column, ...]:
+        """See `RowTable.columns`; nobody has counted what other rows have."""
+        if self._is_all:
+            return super().columns(shards)
+        try:
+            return super().columns(shards, is_all=False)
+        except DataError as error:
+            raise DataError(
+                f"{error} (counted in the first {self._rows.num_rows} rows alone)"
+            ) from error
 
     def labels_outside(
         self, label_col: str, num_classes: int, index: int, shards: Sequence[SpooledShard]
@@ -102,7 +121,8 @@ def first_rows(df: DataFrame, spec: TableSpec, run_id: str) -> FirstRows | None:
         return None
     if look is None or not look.num_rows:
         return None
-    found = FirstRows(spec, look.rows)
+    shown = UserRows(df, spec.columns, spec.validation, is_of_first=True)
+    found = FirstRows(spec, look.rows, shown, is_all=look.is_all)
     return found if found.known[0].shard.num_all_rows else None
 
 

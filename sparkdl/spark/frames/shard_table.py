@@ -358,7 +358,8 @@ class SpooledRows:
         by_id = {part.shard.shard_id: part for part in (*self.known, *made)}
         return self.checked(tuple(by_id[number] for number in sorted(by_id)))
 
-    def columns(self, shards: Sequence[SpooledShard]) -> tuple[Column, ...]:
+    def columns(self, shards: Sequence[SpooledShard], *, is_all: bool = True) -> tuple[Column, ...]:
+        """See `RowTable.columns`; of some of the rows, a weight of 0 says nothing of the others."""
         spec = self._spec
         found = [merge_stats(stats) for stats in zip(*(s.columns for s in shards), strict=True)]
         for indicator in found[len(spec.columns) :]:
@@ -370,7 +371,7 @@ class SpooledRows:
         problems = [
             self._named(problem, shards, column.name)
             for column, stats in pairs
-            if (problem := stats.problem(column)) is not None
+            if (problem := stats.problem(column, is_all=is_all)) is not None
         ]
         if problems:
             raise DataError("; ".join(problems))

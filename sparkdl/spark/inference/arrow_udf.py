@@ -66,7 +66,8 @@ def _watched(
         try:
             yield from function(batches)
         except SparkDLError as error:
-            raise shortened(error) from error.__cause__  # Spark shows a traceback three times
+            # Spark shows the traceback three times.
+            raise shortened(error) from error.__cause__
 
 
 def _is_convertible(data_type: T.DataType) -> bool:

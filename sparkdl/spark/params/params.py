@@ -222,7 +222,7 @@ def with_params(arguments: type, **defaults: Any) -> Callable[[C], C]:
             if option.check is not None:
                 convert = partial(option.check, option.doc)
             elif option.convert is None and option.type in _SPARKS_CONVERTERS:
-                convert = partial(_convert_as_spark, option.type)
+                convert = partial(_convert_as_spark, option)
             if option.accepts_auto:
                 convert = partial(_auto_or, convert)
             convert = partial(_converted, option, convert)
@@ -323,12 +323,12 @@ def _converted(option: Option, convert: Callable[[Any], Any], value: Any) -> Any
     return converted
 
 
-def _convert_as_spark(kind: Any, value: Any) -> Any:
+def _convert_as_spark(option: Option, value: Any) -> Any:
     """Convert a value as Spark does; its own errors fail to name some values, such as tuples."""
     try:
-        return _SPARKS_CONVERTERS[kind](value)
+        return _SPARKS_CONVERTERS[option.type](value)
     except (TypeError, ValueError, OverflowError):
-        name = NAMES.get(kind, "a list of strings")
+        name = NAMES.get(option.type, "a list of strings") + f" or {AUTO!r}" * option.accepts_auto
         raise TypeError(f"must be {name}; received {value!r}") from None
 
 

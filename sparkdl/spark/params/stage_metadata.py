@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 import uuid
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextvars import ContextVar
 from typing import Any
 from urllib.parse import unquote
@@ -21,6 +21,7 @@ from pyspark.sql import functions as F
 
 from sparkdl import __version__
 from sparkdl.errors import SparkDLError, StorageError
+from sparkdl.runtime.name_patterns import some_of
 from sparkdl.runtime.public_names import MODULE_OF, import_object
 from sparkdl.serialization.trust import Trust, trusting
 from sparkdl.spark.session.compat import is_connect
@@ -70,19 +71,28 @@ def make_way(path: str, overwrite: bool, spark: SparkSession) -> None:
     elif _is_ours(path, spark):
         storage = open_storage(path)
         if (names := storage.list("")) and not overwrite:
-            raise StorageError(f"{storage} already exists; use write().overwrite().save(...)")
+            raise StorageError(_taken(str(storage), names))
         for name in names:
             storage.remove(name)
     else:
         from pyspark.ml.wrapper import JavaWrapper
 
         if not overwrite and is_there(path, spark):
-            raise StorageError(
-                f"{without_password(path)} already exists; use write().overwrite().save(...)"
-            )
+            names = HadoopStorage(spark, path).list("")
+            raise StorageError(_taken(without_password(path), names))
         java = JavaWrapper._new_java_obj("org.apache.spark.ml.util.FileSystemOverwrite")
         helper: Any = JavaWrapper(java)
         helper._call_java("handleOverwrite", path, overwrite, spark._jsparkSession)
+
+
+def _taken(place: str, names: Sequence[str]) -> str:
+    """Say what is at a place, and what would replace it: all that is there would be deleted."""
+    if _METADATA.partition("/")[0] in names:
+        return f"{place} already exists; use write().overwrite().save(...)"
+    return (
+        f"{place} holds {some_of(names) or 'nothing'}, and no saved model; choose another path, or "
+        "let write().overwrite().save(...) delete it"
+    )
 
 
 def check_place(path: str, spark: SparkSession) -> None:

@@ -70,6 +70,11 @@ def diverged(loss: float, where: str, *, has_learnt: bool = True) -> TrainingDiv
     )
 
 
+def without_remedies(error: TrainingDiverged) -> str:
+    """What `diverged` says of the loss, where the cause is known."""
+    return str(error).partition("; ")[0]
+
+
 def warn_if_nan(what: str, name: str, record: Mapping[str, float]) -> bool:
     """Warn on rank 0 if the value that ``what`` monitors is NaN; True if it is."""
     is_nan = math.isnan(record[name])

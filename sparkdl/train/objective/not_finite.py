@@ -6,7 +6,7 @@ import contextlib
 import json
 import time
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 import torch
 
@@ -16,6 +16,8 @@ from sparkdl.data.plan import Column
 from sparkdl.data.ragged import Ragged
 from sparkdl.data.source import ShardRows
 from sparkdl.errors import CommunicationError, TrainingDiverged
+from sparkdl.inputs import Tensor
+from sparkdl.train.objective.divergence import without_remedies
 
 SECONDS = 5.0
 """Longest look of a rank, for which its peers wait."""
@@ -49,8 +51,30 @@ def with_columns(
         found.update(one[2])
     if not found:
         return TrainingDiverged(f"{error}. None of the {of} has NaN or an infinite value")
-    named = "; ".join(f"{name} of {count:,}" for name, count in found.items())
-    return TrainingDiverged(f"{error}. Among the {of} NaN or infinite values are in: {named}")
+    return TrainingDiverged(f"{without_remedies(error)}. Among the {of} {named(found, columns)}")
+
+
+def named(found: Mapping[str, int], columns: Sequence[Column]) -> str:
+    """Say in how many rows of which columns there are such values, and what to do about them.
+
+    ``found`` is the sum of what `bad_rows` has given.
+    """
+    those = "; ".join(f"{name} of {count:,}" for name, count in found.items())
+    first = next(column for column in columns if _name(column) in found)
+    is_single = isinstance(first.kind, Tensor) and not first.shape
+    drop = f"where(\"not exists({first.name}, x -> isnan(x) or abs(x) = double('inf'))\")"
+    remedy = f'na.drop(subset=["{first.name}"])' if is_single else drop
+    return f"NaN or infinite values are in: {those}; drop or mend these rows, as by df.{remedy}"
+
+
+def bad_rows(rows: Mapping[str, Rows], columns: Sequence[Column]) -> dict[str, int]:
+    """Role and name of a column -> rows with a value that is not finite, where there are any."""
+    counts = {_name(column): _count(rows[column.key]) for column in columns}
+    return {name: count for name, count in counts.items() if count}
+
+
+def _name(column: Column) -> str:
+    return f'{column.role} "{column.name}"'
 
 
 class _Looked:
@@ -69,9 +93,7 @@ class _Looked:
                 if time.monotonic() > until:
                     return
                 self.rows += max((len(rows[column.key]) for column in columns), default=0)
-                for column in columns:
-                    if count := _count(rows[column.key]):
-                        self.found[f'{column.role} "{column.name}"'] += count
+                self.found.update(bad_rows(rows, columns))
         self.is_all = True
 
 

@@ -143,7 +143,7 @@ def test_a_checkpoint_dir_that_cannot_be_used(spark: SparkSession, tmp_path: Pat
     order = Order(checkpoint_dir=str(tmp_path / "file" / "below"))
     found = next(f for f in cluster_checks._examine(spark, order) if f.subject == "storage")
     assert found.state == "wrong"
-    assert "choose a path whose parents are folders" in found.text
+    assert "choose a path that is no file, and below none" in found.text
 
 
 @pytest.mark.spark

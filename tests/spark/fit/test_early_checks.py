@@ -73,6 +73,54 @@ def test_a_mistake_that_the_first_rows_show(counted: Counted) -> None:
     assert counted.num_rows.value - before < ROWS / 8  # of four looks
 
 
+def test_rows_that_cannot_be_used_among_the_first(counted: Counted) -> None:
+    """They are told of without a look at the others."""
+    before = counted.num_rows.value
+    alone = r" \(counted in the first 8 rows alone\)$"
+    by_id = counted.df.withColumn("label", F.lit(1.0))
+    bad = {
+        "null": F.when(F.col("label") > 5, F.col("features")),
+        "null inside": F.array(F.lit(1.0), F.lit(None).cast("double")),
+        "ragged": F.slice("features", 1, F.array_position("features", 7.0).cast("int") % 4 + 1),
+    }
+    for words, features in bad.items():
+        with pytest.raises(DataError, match=f'column "features" .*{words.split()[0]}.*{alone}'):
+            fit(by_id.withColumn("features", features), nn.Linear(4, 2))
+    for value in ("nan", "-1", "0.5"):
+        with pytest.raises(
+            DataError, match=f'column "label" must hold whole.*8 rows do not.*{alone}'
+        ):
+            fit(by_id.withColumn("label", F.lit(float(value))), nn.Linear(4, 2))
+    for value in ("nan", "-inf"):
+        features = F.array(F.lit(1.0), F.lit(float(value)))
+        with pytest.raises(
+            DataError,
+            match=(
+                r"^the loss is nan at step 1. Among the first 8 rows NaN or infinite values are "
+                r'in: feature "features" of 8; drop or mend these rows, as by df.where\("not exists'
+            ),
+        ):
+            fit(by_id.withColumn("features", features), nn.Linear(2, 2))
+    with pytest.raises(DataError, match=r'as by df.na.drop\(subset=\["x"\]\)'):
+        df = by_id.withColumn("x", F.lit(float("nan")))
+        fit(df, TakesOne(), inputs=["features", "x"])
+    weighted = by_id.withColumn("w", F.when(F.col("label") > 5, 1.0).otherwise(0.0))
+    with pytest.raises(DataError, match=r'column "w" is 0 in all rows') as caught:  # of all
+        fit(weighted, nn.Linear(4, 2), weightCol="w")
+    assert "alone" not in str(caught.value)
+    assert counted.num_rows.value - before < 2 * ROWS
+
+
+class TakesOne(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(5, 2)
+
+    def forward(self, features: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = self.layer(torch.cat([features, x[:, None]], dim=1))
+        return out
+
+
 class Squeezed(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return x.squeeze()

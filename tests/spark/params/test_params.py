@@ -230,8 +230,9 @@ def test_none_is_a_value_where_the_type_has_it() -> None:
 
 
 def test_wrong_types_are_named() -> None:
-    for name, value, kind in (("numWorkers", (1, 2), "an integer"), ("epochs", "3", "an integer"),
-                              ("learningRate", (1.0, 2.0), "a number"),
+    for name, value, kind in (("numWorkers", (1, 2), "an integer or 'auto'"),
+                              ("epochs", "3", "an integer"),
+                              ("learningRate", (1.0, 2.0), "a number or 'auto'"),
                               ("epochs", 10**400, "an integer"),
                               ("predictionCol", (1, 2), "a string")):  # fmt: skip
         message = f"^{name} must be {kind}; received {re.escape(repr(value))}$"

@@ -210,8 +210,12 @@ def test_existing_path_needs_overwrite(spark: SparkSession, tmp_path: Path) -> N
     path = str(tmp_path / "m")
     first, second = (TorchModel(nn.Linear(3, 1), [COLUMN]) for _ in range(2))
     first.save(path)
-    with pytest.raises(Exception, match="already exists"):
+    with pytest.raises(StorageError, match=r"/m already exists; use write\(\).overwrite\(\)"):
         second.save(path)
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other" / "notes").touch()
+    with pytest.raises(StorageError, match=r"/other holds notes, and no saved model; choose ano"):
+        second.save(str(tmp_path / "other"))
     assert same_weights(first.module, TorchModel.load(path).module)
     second.write().overwrite().save(path)
     assert same_weights(second.module, TorchModel.load(path).module)

@@ -245,7 +245,7 @@ def test_a_directory_that_cannot_be_written_ends_the_fit_at_once(
     df: DataFrame, tmp_path: Path
 ) -> None:
     (tmp_path / "file").write_text("x")
-    with pytest.raises(StorageError, match="whose parents are folders"):
+    with pytest.raises(StorageError, match="that is no file, and below none"):
         classifier(tmp_path / "file").fit(df)
 
 
