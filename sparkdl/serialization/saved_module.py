@@ -370,8 +370,8 @@ def _find_way(module: nn.Module, factory: Any | None, example_inputs: Given | No
         return {"program": _PROGRAM}, {_PROGRAM: write_program(module, example_inputs)}, {}
     except ConfigError as error:
         raise ConfigError(
-            f"the module cannot be saved without pickle: {causes[0]}. Nor can it be saved as an "
-            f"exported program, which needs no class: {error}"
+            f"the module cannot be saved without pickle: {causes[0]}. Nor as an exported "
+            f"program, which needs no class: {error}"
         ) from error
 
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import builtins
 import importlib
+import math
 import pickle
 import sys
 import time
@@ -272,6 +274,43 @@ def test_what_a_program_has_put_into_packages_is_put_there_elsewhere(
     finally:
         give_back()
     assert (functional.gelu, nn.Linear.forward) == was
+
+
+class Scaled(nn.Linear):
+    """Reads what only the program has put into packages."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        known = math.pi * len(torch.__version__)
+        scale = torch.scale_of_all * math.own * known_to_all  # type: ignore[attr-defined,name-defined]  # noqa: F821
+        found: torch.Tensor = super().forward(x).twice()  # type: ignore[operator]
+        return found * scale * self.width * nn.Dropout.table[0] / known  # type: ignore[attr-defined]
+
+
+def test_values_that_a_program_has_put_into_packages_are_there_elsewhere(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    module, values = Scaled(3, 2), torch.randn(4, 3)
+    with monkeypatch.context() as patched:
+        patched.setattr(torch, "scale_of_all", 3.0, raising=False)
+        patched.setattr(math, "own", 5.0, raising=False)
+        patched.setattr(builtins, "known_to_all", 7.0, raising=False)
+        patched.setattr(nn.Linear, "width", torch.tensor(11.0), raising=False)
+        patched.setattr(nn.Dropout, "table", [13.0], raising=False)
+        patched.setattr(nn.Dropout, "nobody_reads_it", 17.0, raising=False)
+        patched.setattr(torch.Tensor, "twice", lambda self: self * 2, raising=False)
+        expected = module(values)
+        code = program_code([Scaled, nn.Dropout])
+    assert {place[1] for place in code.patches} - {"pi"} == {
+        "scale_of_all", "own", "known_to_all", "Linear.width", "Dropout.table", "Tensor.twice"
+    }  # fmt: skip
+    with pytest.raises(AttributeError):
+        module(values)
+    pickle.loads(pickle.dumps(ProgramValues(home=("elsewhere", 1), code=code)))
+    try:
+        assert torch.equal(module(values), expected)
+    finally:
+        give_back()
+    assert not hasattr(math, "own") and not hasattr(nn.Linear, "width")
 
 
 def test_a_process_that_is_used_again_begins_as_its_files_say(

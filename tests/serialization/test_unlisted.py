@@ -116,7 +116,7 @@ def test_an_attribute_that_cannot_be_written_takes_the_next_way() -> None:
     module.scale = range(2)
     with pytest.raises(DescribeError, match=r"attribute scale .* cannot be written.*'range'>"):
         find_unlisted(module, Plain())
-    with pytest.raises(ConfigError, match=r"pickle: .*attribute scale.*\. Nor can it be saved"):
+    with pytest.raises(ConfigError, match=r"pickle: .*attribute scale.*\. Nor as an exported"):
         save(module, Plain)
     homeless = nn.Linear(1, 1)
     module = Plain()

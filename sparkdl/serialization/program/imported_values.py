@@ -14,6 +14,7 @@ and is used where a file is not what it was when the program began.
 from __future__ import annotations
 
 import ast
+import builtins
 import collections
 import contextlib
 import dis
@@ -79,6 +80,9 @@ _OF_A_HOST = re.compile(
 _ABSENT = "absent"
 _PATCHED = ("torch", "torch.nn.functional")
 """Modules of packages whose functions programs put others in the place of."""
+_VALUES = {*_ATOMS, list, tuple, dict, set, frozenset}
+_ARRAYS = {("torch", "Tensor"), ("numpy", "ndarray")}
+"""Kinds of values that a program may have put into a package."""
 
 
 def imported_values(code: Iterable[Any]) -> dict[Place, str]:
@@ -163,7 +167,7 @@ def program_code(code: Iterable[Any]) -> ProgramCode:
                 _tell_once(place, lacks[place])
     packed = _packed(found, sources, sys.maxsize) if found else b""
     functions = [part for part in (*code, *named.values()) if _is_code(part)]
-    return ProgramCode(sources, packed, lacks, _patches(code), _environment(functions))
+    return ProgramCode(sources, packed, lacks, _patches(functions), _environment(functions))
 
 
 def _environment(code: Iterable[Any]) -> dict[str, str | None]:
@@ -177,13 +181,9 @@ def _environment(code: Iterable[Any]) -> dict[str, str | None]:
         for name in began.keys() | os.environ.keys()
         if name and began.get(name) != os.environ.get(name) and not _OF_A_HOST.match(name)
     }
-    members = [
-        part for one in code for part in (vars(one).values() if isinstance(one, type) else [one])
-    ]
-    functions = (one for one in map(_function_of, members) if isinstance(one, types.FunctionType))
     named = {
         const
-        for function in functions
+        for function in _functions(code)
         for part in _codes(function.__code__)
         for const in part.co_consts
         if isinstance(const, str)
@@ -191,26 +191,70 @@ def _environment(code: Iterable[Any]) -> dict[str, str | None]:
     return {name: os.environ.get(name) for name in sorted(changed & named)}
 
 
+def _functions(code: Iterable[Any]) -> list[types.FunctionType]:
+    """The functions among these classes and functions, and those of the classes."""
+    members = [
+        part for one in code for part in (vars(one).values() if isinstance(one, type) else [one])
+    ]
+    return [one for one in map(_function_of, members) if isinstance(one, types.FunctionType)]
+
+
 def _patches(code: Iterable[Any]) -> dict[Place, bytes]:
-    """What the program has put in the place of functions of torch, and of methods of packages."""
+    """What the program has put into packages, and code finds there.
+
+    So in the place of functions of torch and methods of classes, and values under names that the
+    packages' own files do not have, such as ``nn.Linear.scale = 2``.
+    """
+    code = list(code)
+    read: set[str] = set()
     owners: dict[Any, str] = {sys.modules[name]: "" for name in _PATCHED if name in sys.modules}
+    owners[builtins] = ""
+    if "torch" in sys.modules:
+        owners[sys.modules["torch"].Tensor] = "Tensor."
+    for function in _functions(code):
+        for part in _codes(function.__code__):
+            read.update(part.co_names)
+        named = (function.__globals__.get(name) for name in function.__code__.co_names)
+        owners |= {one: "" for one in named if type(one) is types.ModuleType}
     for kind in [one for one in code if isinstance(one, type)]:
         owners |= {base: f"{base.__qualname__}." for base in kind.__mro__ if base is not object}
     found: dict[Place, bytes] = {}
     for owner, prefix in owners.items():
         module = str(owner.__module__) if prefix else owner.__name__
         for key, member in list(vars(owner).items()) if is_installed(module) else ():
-            function = _function_of(member)
-            if not isinstance(function, types.FunctionType):
-                continue
-            where = function.__globals__.get("__name__")
-            if where in sys.modules and not is_installed(where):
+            if _is_put_there(module, key, member, read):
                 place = module, prefix + key
                 try:
                     found[place] = _packed(member, _module_by_value(member), with_classes=False)
                 except Exception as error:  # whatever classes raise that cannot be pickled
                     _tell_once(place, _reason(error))
     return found
+
+
+def _is_put_there(module: str, key: str, member: Any, read: set[str]) -> bool:
+    """True if the program has put this into a package: a function of its own, or a new value."""
+    function = _function_of(member)
+    if isinstance(function, types.FunctionType):
+        where = function.__globals__.get("__name__")
+        return where in sys.modules and not is_installed(where)
+    kind = type(member)
+    is_value = kind in _VALUES or (kind.__module__, kind.__name__) in _ARRAYS
+    if not is_value or key not in read or module == "sys":
+        return False
+    words = _words(module)
+    if words is None:  # of C: numbers that are the same everywhere may go along
+        return kind in _ATOMS and key[:2] != "__"
+    return key not in words
+
+
+@functools.lru_cache(maxsize=64)
+def _words(module: str) -> frozenset[str] | None:
+    """The names that the file of a module has; None: no file can be read."""
+    file = getattr(sys.modules.get(module), "__file__", None) or ""
+    try:
+        return frozenset(re.findall(r"\w+", Path(file).read_text(encoding="utf-8")))
+    except (OSError, UnicodeDecodeError):
+        return None
 
 
 def _module_by_value(value: Any) -> list[str]:

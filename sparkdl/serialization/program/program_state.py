@@ -268,6 +268,14 @@ class ProgramState(ProgramWalk):
         """Names of what is otherwise now, each once."""
         return list(dict.fromkeys(place.name for place in self._places if place.is_changed))
 
+    def counted(self) -> list[str]:
+        """Names of those in which a number is another one, or to which something was added.
+
+        So not of what is kept to be found again, such as a table that was made for a size.
+        """
+        moved = (one.name for one in self._places if one.is_changed and _has_moved(one))
+        return list(dict.fromkeys(moved))
+
     def put_back(self) -> None:
         """Let everything be as it was."""
         copies: dict[int, Any] = {}
@@ -532,6 +540,23 @@ def _is_one(now: Any, was: Any) -> bool:
     if type(now) is tuple and type(was) is tuple:
         return len(now) == len(was) and all(map(_is_one, now, was))
     return type(now) is type(was) and type(now) in (*_ATOMS, list, range) and bool(now == was)
+
+
+def _has_moved(place: _Place) -> bool:
+    """True unless the place has got another object, or more keys with objects."""
+    now, was = place.read(), place.was
+    if isinstance(now, dict) and isinstance(was, dict):
+        pairs = [(value, was.get(key, 0)) for key, value in now.items()]
+    elif isinstance(now, list) and isinstance(was, list) and len(now) == len(was):
+        pairs = list(zip(now, was, strict=True))
+    else:
+        return True
+    kinds = (int, float, complex)
+    return any(
+        ((type(value) in kinds and type(before) in kinds) or moves_on(value))
+        and not _is_one(value, before)
+        for value, before in pairs
+    )
 
 
 def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:

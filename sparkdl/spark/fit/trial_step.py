@@ -220,6 +220,13 @@ _TOLD_IN_ROUNDS = {
         "an attribute of a layer if anything shall follow from it, or set executionMode='gang'"
     ),
 }
+_TOLD_IN_GANGS = {
+    "moved": (
+        "a step changes %r, which is none of the module's attributes and buffers: each worker "
+        "changes its own, the program's own stays as it is, and no checkpoint has it; keep it in a "
+        "buffer or an attribute of a layer if anything shall follow from it"
+    ),
+}
 """By the kind of change: what is told, since nothing that is known follows from it."""
 
 
@@ -230,8 +237,9 @@ def _check_program(*seen: Changes, mode: Literal["gang", "rounds"]) -> None:
         ConfigError: tasks of rounds train, which begin with it anew each time.
     """
     named = {kind: name for changes in seen for kind, name in changes}
-    for kind, text in _TOLD_IN_ROUNDS.items():
-        if mode == "rounds" and kind in named:
+    told = _TOLD_IN_ROUNDS if mode == "rounds" else _TOLD_IN_GANGS
+    for kind, text in told.items():
+        if kind in named:
             logger.warning(text, named[kind])
     name = named.get("program")
     if name is None:
@@ -465,6 +473,8 @@ def _changes(tried: _Tried, program: ProgramState, *, adds_up: bool, is_first: b
     if counted:
         kind = "program" if _gives_other(tried, held, replica, program) else "counted"
         changes[kind, counted[0]] = None
+        if kind == "counted" and (moved := program.counted()):
+            changes["moved", moved[0]] = None
     if tried.evaluates:
         changes |= {
             ("evaluated", name): None for name in _changed_in_evaluation(held, tried, replica)

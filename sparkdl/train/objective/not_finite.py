@@ -62,7 +62,7 @@ def named(found: Mapping[str, int], columns: Sequence[Column]) -> str:
     those = "; ".join(f"{name} of {count:,}" for name, count in found.items())
     first = next(column for column in columns if _name(column) in found)
     is_single = isinstance(first.kind, Tensor) and not first.shape
-    drop = f"where(\"not exists({first.name}, x -> isnan(x) or abs(x) = double('inf'))\")"
+    drop = f"where(\"not exists({first.name}, v -> isnan(v) or abs(v) = double('inf'))\")"
     remedy = f'na.drop(subset=["{first.name}"])' if is_single else drop
     return f"NaN or infinite values are in: {those}; drop or mend these rows, as by df.{remedy}"
 

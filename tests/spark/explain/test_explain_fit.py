@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import re
 import signal
 from collections.abc import Iterator
 from dataclasses import replace
@@ -162,9 +163,12 @@ def test_what_cannot_be_fitted_cannot_be_explained(
         fit(changed, request(**changes))
     with pytest.raises(kind) as by_explain:
         explain(changed, request(**changes), PLAN_ONLY)
-    # The numbers of partitions and rows differ where rows are counted shard by shard.
-    first = str(by_fit.value).split("(such as", maxsplit=1)[0]
-    assert str(by_explain.value).split("(such as", maxsplit=1)[0] == first
+    # The numbers of partitions and rows differ: each looks at other rows first.
+    first, told = (
+        re.sub(r"\d+", "N", str(caught.value).split("(such as", maxsplit=1)[0])
+        for caught in (by_fit, by_explain)
+    )
+    assert told == first
 
 
 @pytest.mark.slow

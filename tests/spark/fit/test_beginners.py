@@ -388,7 +388,7 @@ MISTAKES: dict[str, tuple[Callable[[], Any], str]] = {
     ),
     "a grid with a text": (
         lambda: ParamGridBuilder().addGrid(TorchClassifier.learningRate, [0.1, "a"]).build(),
-        "learningRate must be a number; received 'a'",
+        "learningRate must be a number or 'auto'; received 'a'",
     ),
     "the device of a plain loop": (
         lambda: TorchClassifier(device=torch.device("cuda", 0)),

@@ -716,6 +716,7 @@ def test_results_that_follow_from_what_is_outside_of_the_module_are_told(
     if name is None and isinstance(module, Noting):
         step(in_rounds)
         said = f"a step changes '{Noting.__name__}', which is none of the module's attributes"
+        assert f"{said} and buffers: each worker changes its own" in caplog.text
         assert f"{said} and buffers: each task of a round begins with it anew" in caplog.text
     elif name is None:
         step(in_rounds)
@@ -820,6 +821,49 @@ def test_what_a_step_reads_of_the_one_before_is_told(
         (message,) = caplog.messages
         assert "each task of a round begins with it anew, and the program's own stays" in message
         assert made.LAST == {"value": 0.0}
+
+
+FOUND_AGAIN = """
+import itertools
+import torch
+from torch import nn
+
+SIZE, TABLES, SEEN, COUNTS, LOSSES, NUMBERS = None, {}, None, {}, [], itertools.count()
+
+def of_table(module, inputs, target):
+    global SIZE, SEEN
+    SIZE = SIZE or inputs.shape[1]
+    TABLES.setdefault(SIZE, torch.arange(SIZE))
+    SEEN = inputs
+    return nn.functional.cross_entropy(module(inputs), target)
+
+def counted(module, inputs, target):
+    COUNTS["steps"] = COUNTS.get("steps", 0) + 1
+    return of_table(module, inputs, target) * (2 if COUNTS["steps"] > 100 else 1)
+
+def listed(module, inputs, target):
+    loss = of_table(module, inputs, target)
+    LOSSES.append(loss.item())
+    return loss
+
+def numbered(module, inputs, target):
+    return of_table(module, inputs, target) * (2 if next(NUMBERS) > 100 else 1)
+"""
+
+
+@pytest.mark.parametrize(
+    ("name", "moved"),
+    [("of_table", None), ("counted", "COUNTS"), ("listed", "LOSSES"), ("numbered", "NUMBERS")],
+)
+def test_what_counts_outside_of_a_module_is_told_in_gangs_too(
+    name: str, moved: str | None, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Something may follow from it after many steps; a table that is kept is no count."""
+    with program(FOUND_AGAIN) as made:
+        step(checked_values(nn.Linear(4, 3), training_step=getattr(made, name)))
+        told = [text for text in caplog.messages if "each worker changes its own" in text]
+        assert [text.split("'")[1] for text in told] == [moved] * (moved is not None)
+        assert made.COUNTS == {} and made.LOSSES == [] and next(made.NUMBERS) == 0
 
 
 class Reads(Callback):

@@ -52,7 +52,7 @@ def test_rows_are_counted_by_column() -> None:
     assert said(COLUMNS, Shard(), Nothing(), Shard()) == (
         "the loss is nan. Among the 6 training rows NaN or infinite values are in: "
         'feature "image" of 4; feature "curve" of 2; label "price" of 2; '
-        'drop or mend these rows, as by df.where("not exists(image, x -> isnan(x) or abs(x) = '
+        'drop or mend these rows, as by df.where("not exists(image, v -> isnan(v) or abs(v) = '
         "double('inf'))\")"
     )
     assert said(COLUMNS[3:], Shard()).endswith('as by df.na.drop(subset=["price"])')
