@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from sparkdl.serialization.travel.operators import Operators
-from sparkdl.serialization.travel.pickling import dumps, loads, sent_operators
+from sparkdl.serialization.travel.pickling import dumps, loads, sent_along
 from sparkdl.spark.cluster.probe import Needs
 from tests.serialization.programs import program
 
@@ -87,7 +87,7 @@ def missing_elsewhere(operators: Operators, path: Path) -> str:
 
 def test_code_names_the_operators_that_it_calls(made: types.ModuleType) -> None:
     def named(value: Any) -> set[str]:
-        return set(sent_operators(value).names)
+        return set(sent_along(value).operators.names)
 
     for value in (made.calls_it, made.names_it):
         assert named(value) == {"sparkdl_tests.own"}
@@ -108,7 +108,7 @@ def test_they_travel_by_their_names(made: types.ModuleType) -> None:
 
 
 def test_who_lacks_one_says_so(made: types.ModuleType, tmp_path: Path) -> None:
-    of_program = sent_operators(made.names_it)
+    of_program = sent_along(made.names_it).operators
     assert of_program.missing() is None
     assert missing_elsewhere(of_program, tmp_path) == "sparkdl_tests.own"
     absent = Needs(operators=Operators(frozenset({"sparkdl_tests.absent"})))
@@ -135,8 +135,8 @@ def names_it(x):
     return torch.ops.sparkdl_tests.theirs(x)
 """
     with program(uses, "sparkdl_tests_uses") as module:
-        assert sent_operators(module.calls_it).names == set(), "code that is sent imports it"
-        by_name = sent_operators(module.names_it)
+        assert sent_along(module.calls_it).operators.names == set(), "code that is sent imports it"
+        by_name = sent_along(module.names_it).operators
         assert by_name.names == {"sparkdl_tests.theirs"}
         assert "sparkdl_tests_module" in by_name.imports
         assert missing_elsewhere(by_name, tmp_path) == "None"

@@ -23,7 +23,7 @@ import threading
 import types
 import warnings
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass
 from types import MappingProxyType
@@ -361,25 +361,37 @@ class _CodeCollector(Pickler):
                 self.operators |= named_operators(value.__code__)
         elif isinstance(value, _OPERATORS) and found[0] is not _lambda_there:
             self.operators.add(_name_of(value))
-        elif isinstance(value, types.ModuleType):
+        is_module = isinstance(value, types.ModuleType)
+        if is_module and cloudpickle.cloudpickle._should_pickle_by_reference(value):
             self.imports.add(value.__name__)
         return found
 
 
-def sent_code(value: Any) -> list[tuple[Any, bool]]:
-    """Classes and functions that a value takes along, and whether by their names alone."""
+@dataclass(frozen=True, kw_only=True)
+class Sent:
+    """What a value takes along."""
+
+    code: Sequence[tuple[Any, bool]]
+    """Classes and functions, and whether by their names alone."""
+    modules: frozenset[str]
+    """Names of the modules of Python that its code has in globals."""
+    operators: Operators
+    """Operators of torch that it and its code call."""
+
+
+def sent_along(value: Any) -> Sent:
+    """Return what a value takes along; of one that cannot travel, what comes before that shows."""
     collector = _CodeCollector()
     with contextlib.suppress(Exception):  # `check_travels` and `pack` refuse what cannot travel
         collector.dump(value)
-    return collector.found
+    modules = frozenset(collector.imports)
+    operators = Operators(frozenset(collector.operators), modules)
+    return Sent(code=collector.found, modules=modules, operators=operators)
 
 
-def sent_operators(value: Any) -> Operators:
-    """Operators that a value and its code call."""
-    collector = _CodeCollector()
-    with contextlib.suppress(Exception):  # as above
-        collector.dump(value)
-    return Operators(frozenset(collector.operators), frozenset(collector.imports))
+def sent_code(value: Any) -> Sequence[tuple[Any, bool]]:
+    """Classes and functions that a value takes along, and whether by their names alone."""
+    return sent_along(value).code
 
 
 def _operator(value: Any) -> _Reduced:

@@ -75,7 +75,7 @@ class Needs:
     """The needs of a run that not all executors meet."""
 
     names: frozenset[tuple[str, str]] = frozenset()
-    """Modules of Python, and the qualified names of what is taken of each."""
+    """Modules of Python, and the qualified names of what is taken of each; empty: all of it."""
     values: Mapping[Place, str] = field(default_factory=dict)
     """Digests of what the driver has in its modules, see `imported_values`."""
     code: ProgramValues = field(default_factory=ProgramValues)
@@ -92,9 +92,11 @@ class Needs:
         """Return what this process lacks of them, and what to do; None: nothing."""
         for module, name in sorted(self.names):
             try:
-                functools.reduce(getattr, name.split("."), importlib.import_module(module))
+                path = name.split(".") if name else []
+                functools.reduce(getattr, path, importlib.import_module(module))
             except Exception as error:  # whatever a module raises when it is imported
-                what = f"cannot import {module}.{name} ({type(error).__name__}: {error})"
+                whole = ".".join(filter(None, (module, name)))
+                what = f"cannot import {whole} ({type(error).__name__}: {error})"
                 if not isinstance(error, ImportError | AttributeError):
                     return (
                         f"{what}; workers import this file too: put what only the program shall "

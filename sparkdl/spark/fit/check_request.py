@@ -29,7 +29,7 @@ from sparkdl.serialization.program.imported_values import (
 )
 from sparkdl.serialization.saved_module import why_not_saved
 from sparkdl.serialization.travel.packed_module import travelled
-from sparkdl.serialization.travel.pickling import sent_code, sent_operators
+from sparkdl.serialization.travel.pickling import sent_along
 from sparkdl.serialization.travel.shared_values import SharedValue
 from sparkdl.spark.cluster.cluster_info import parse_bytes
 from sparkdl.spark.cluster.probe import Needs
@@ -136,13 +136,13 @@ class CheckedRequest(CheckedValues):
     def needs(self) -> Needs:
         """The things that executors must have."""
         travels = (vars(self.config), self.request.specified, self.request.labels, self.module)
-        sent = sent_code(travels)
-        code = [one for one, _ in sent]
+        sent = sent_along(travels)
+        code = [one for one, _ in sent.code]
         return Needs(
             names=foreign_names(sent),
             values=imported_values(code),
             code=ProgramValues(code=program_code(code)),
-            operators=sent_operators(travels),
+            operators=sent.operators,
             cuda=self.config.device == "cuda",
         )
 

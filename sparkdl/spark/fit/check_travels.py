@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from sparkdl.errors import ConfigError
-from sparkdl.serialization.travel.pickling import UsesModule, dumps
+from sparkdl.serialization.travel.pickling import Sent, UsesModule, dumps
 
 if TYPE_CHECKING:
     from torch import nn
@@ -42,9 +42,10 @@ def check_travels(values: Mapping[str, Any], module: nn.Module | None = None) ->
             ) from error
 
 
-def foreign_names(sent: Sequence[tuple[Any, bool]]) -> frozenset[tuple[str, str]]:
-    """Names of those that are in modules which executors may not have."""
-    names = {(str(one.__module__), one.__qualname__) for one, is_by_name in sent if is_by_name}
+def foreign_names(sent: Sent) -> frozenset[tuple[str, str]]:
+    """Names of what is in modules which executors may not have; empty: of the whole module."""
+    names = {(str(one.__module__), one.__qualname__) for one, is_by_name in sent.code if is_by_name}
+    names |= {(module, "") for module in sent.modules}
     known = sys.stdlib_module_names | _EVERYWHERE
     return frozenset(name for name in names if name[0].split(".")[0] not in known)
 

@@ -21,6 +21,7 @@ from sparkdl.errors import ClusterError, ConfigError, DataError
 from sparkdl.spark.fit import check_rows
 from sparkdl.spark.fit.check_rows import check_some
 from sparkdl.spark.frames.first_rows import is_answered_early, is_shown_narrow
+from tests.serialization.programs import program
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame, SparkSession
@@ -126,10 +127,23 @@ class Squeezed(nn.Module):
         return x.squeeze()
 
 
+CALLS_IT = """
+import of_the_driver
+from torch import nn
+
+class Own(nn.Linear):
+    def forward(self, x):
+        return of_the_driver.half(super().forward(x))
+
+def loss(output, target):
+    return nn.functional.cross_entropy(of_the_driver.half(output), target)
+"""
+
+
 def test_what_executors_lack(
     counted: Counted, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    source = "from torch import nn\nclass Net(nn.Linear): ...\n"
+    source = "from torch import nn\nclass Net(nn.Linear): ...\ndef half(x): return x / 2\n"
     (tmp_path / "of_the_driver.py").write_text(source, encoding="utf-8")
     monkeypatch.syspath_prepend(tmp_path)
     import of_the_driver  # type: ignore[import-not-found]
@@ -137,6 +151,11 @@ def test_what_executors_lack(
     before = counted.num_rows.value
     with pytest.raises(ClusterError, match=r"cannot import of_the_driver.Net .* --py-files"):
         fit(counted.df, of_the_driver.Net(4, 3))
+    with program(CALLS_IT) as made:
+        with pytest.raises(ClusterError, match=r"import of_the_driver \(ModuleNot.* --py-files"):
+            fit(counted.df, made.Own(4, 3))
+        with pytest.raises(ClusterError, match=r"import of_the_driver \(ModuleNot.* --py-files"):
+            fit(counted.df, nn.Linear(4, 3), loss=made.loss)
     if not torch.cuda.is_available():
         with pytest.raises(ClusterError, match=r"finds no CUDA device .*set device=.cpu"):
             fit(counted.df, nn.Linear(4, 3), device="cuda")
