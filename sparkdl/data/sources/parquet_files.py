@@ -378,12 +378,31 @@ def _paths(files: fs.FileSystem, path: str) -> list[str]:
         raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), path)
     if found.is_file:
         return [path]
+    if isinstance(files, fs.LocalFileSystem):
+        return sorted(_local_paths(path, frozenset()))
     below = len(path.strip("/")) + 1
     return sorted(
         info.path
         for info in files.get_file_info(fs.FileSelector(path, recursive=True))
         if info.is_file and info.size != 0 and not _is_hidden(info.path.strip("/")[below:])
     )
+
+
+def _local_paths(folder: str, above: frozenset[str]) -> Iterator[str]:
+    """Yield the files below a folder; not once more those below a link that leads back to it.
+
+    ``above`` has the folders in which it was found, as they really are.
+    """
+    above |= {os.path.realpath(folder)}
+    with os.scandir(folder) as entries:
+        for entry in entries:
+            if _is_hidden(entry.name):
+                continue
+            if entry.is_dir():
+                if os.path.realpath(entry.path) not in above:
+                    yield from _local_paths(entry.path, above)
+            elif entry.is_file() and entry.stat().st_size:
+                yield entry.path
 
 
 def _is_hidden(path: str) -> bool:

@@ -134,6 +134,21 @@ def test_what_is_no_parquet_is_named(tmp_path: Path) -> None:
         ParquetSource(folder).contents(wanted(FEATURES))
 
 
+def test_links_that_lead_back_give_no_row_twice(tmp_path: Path) -> None:
+    """With two of them there would be more paths than could ever be listed."""
+    folder = write_all(tmp_path / "data", [pa.table({"x": [1.0]})])
+    write_all(tmp_path / "more", [pa.table({"x": [2.0, 3.0]})])
+    write_all(folder / "below" / "_hidden", [pa.table({"x": [4.0]})])
+    for name in ("again", "below/once more"):
+        (folder / name).symlink_to(folder)
+    (folder / "more").symlink_to(tmp_path / "more")
+    (tmp_path / "more" / "back").symlink_to(folder)
+    (folder / "nothing").symlink_to(tmp_path / "nothing")
+    (folder / "zeros").symlink_to("/dev/zero")
+    found = list_files(str(folder), ["x"])
+    assert sorted(footer.num_rows for footer in found.footers.values()) == [1, 2]
+
+
 def test_columns_that_folders_tell_are_of_one_type_and_are_checked(tmp_path: Path) -> None:
     data = pa.table({"x": [1.0, 2.0], "year": ["of the file", "of the file"]})
     for name in ("2024", "__HIVE_DEFAULT_PARTITION__"):
