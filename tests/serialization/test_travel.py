@@ -366,7 +366,7 @@ class Net(nn.Linear):
 
 
 KNOWN = """
-import os, pickle, sys
+import enum, os, pickle, sys
 import torch
 from torch import nn
 from sparkdl.serialization.program.imported_values import ProgramValues, program_code
@@ -376,6 +376,9 @@ from sparkdl.serialization.travel.pickling import dumps, sent_code
 UNSET = lambda: None
 COUNTED = []
 def plain(x): return torch.relu(x)
+class Kind(enum.Enum):
+    A = 1
+Kind.A.factor = 2.0
 def counts(x): COUNTED.append(x); return x
 
 class Net(nn.Module):
@@ -394,13 +397,18 @@ assert COUNTED == [1]  # as a method of the class would leave it
 COUNTED.clear()
 code = program_code(one for one, _ in sent_code(net))
 assert code.environment == {"GONE": None, "SCALE": "2.5"}, code.environment
-sys.stdout.buffer.write(dumps((ProgramValues(code=code), [net, net])))
+sys.stdout.buffer.write(dumps((ProgramValues(code=code), [net, net], Kind)))
 """
 THERE = """
 import os, pickle, sys
-values, nets = pickle.loads(sys.stdin.buffer.read())
+data = sys.stdin.buffer.read()
+values, nets, kind = pickle.loads(data)
 for net in nets:
     assert net() == [True, True, "2.5", None], net()
+assert vars(kind.A).pop("factor") == 2.0
+kind.A.of_another_program = 3.0
+assert pickle.loads(data)[2] is kind
+assert kind.A.factor == 2.0 and not hasattr(kind.A, "of_another_program")
 from sparkdl.serialization.program.imported_values import give_back
 give_back()
 assert os.environ["GONE"] == "here" and "SCALE" not in os.environ

@@ -223,6 +223,8 @@ class Pickler(cloudpickle.Pickler):  # type: ignore[misc] # cloudpickle has no t
             if place is not None:
                 made = _of_program, (_process(), place, make, args)
                 return *made, (place, state, set_state), None, None, _set_unless_there
+        if issubclass(kind, enum.EnumMeta) and found is not NotImplemented:
+            return *found[:2], (found[2], _given_to_members(value)), None, None, _set_enum
         return found
 
 
@@ -989,6 +991,25 @@ def _set_class(kind: type, state: Any) -> type:
     if any(getattr(function, "__globals__", None) is own for function in functions):
         return kind
     return _fill_class(kind, state)
+
+
+def _given_to_members(kind: Any) -> dict[str, dict[str, Any]]:
+    """The attributes of an Enum's members, which its definition does not make."""
+    return {
+        name: {key: part for key, part in vars(member).items() if key[:1] != "_"}
+        for name, member in kind._member_map_.items()
+    }
+
+
+def _set_enum(kind: Any, state: tuple[Any, Mapping[str, Mapping[str, Any]]]) -> Any:
+    given, attributes = state
+    kind = _set_class(kind, given)
+    for name, now in _given_to_members(kind).items():
+        member, parts = kind._member_map_[name], attributes[name]
+        vars(member).update(parts)
+        for key in now.keys() - parts.keys():  # of a program that was here before
+            del vars(member)[key]
+    return kind
 
 
 def _fill_class(kind: type, state: Any) -> type:
