@@ -370,8 +370,8 @@ class _CodeCollector(Pickler):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Sent:
-    """What a value takes along."""
+class SentCode:
+    """Code that a value takes along, and what that needs elsewhere."""
 
     code: Sequence[tuple[Any, bool]]
     """Classes and functions, and whether by their names alone."""
@@ -381,14 +381,14 @@ class Sent:
     """Operators of torch that it and its code call."""
 
 
-def sent_along(value: Any) -> Sent:
+def sent_along(value: Any) -> SentCode:
     """Return what a value takes along; of one that cannot travel, what comes before that shows."""
     collector = _CodeCollector()
     with contextlib.suppress(Exception):  # `check_travels` and `pack` refuse what cannot travel
         collector.dump(value)
     modules = frozenset(collector.imports)
     operators = Operators(frozenset(collector.operators), modules)
-    return Sent(code=collector.found, modules=modules, operators=operators)
+    return SentCode(code=collector.found, modules=modules, operators=operators)
 
 
 def sent_code(value: Any) -> Sequence[tuple[Any, bool]]:

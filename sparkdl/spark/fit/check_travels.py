@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from sparkdl.errors import ConfigError
-from sparkdl.serialization.travel.pickling import Sent, UsesModule, dumps
+from sparkdl.serialization.travel.pickling import SentCode, UsesModule, dumps
 
 if TYPE_CHECKING:
     from torch import nn
@@ -42,7 +42,7 @@ def check_travels(values: Mapping[str, Any], module: nn.Module | None = None) ->
             ) from error
 
 
-def foreign_names(sent: Sent) -> frozenset[tuple[str, str]]:
+def foreign_names(sent: SentCode) -> frozenset[tuple[str, str]]:
     """Names of what is in modules which executors may not have; empty: of the whole module."""
     names = {(str(one.__module__), one.__qualname__) for one, is_by_name in sent.code if is_by_name}
     names |= {(module, "") for module in sent.modules}
