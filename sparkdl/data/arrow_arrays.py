@@ -138,7 +138,8 @@ class Findings:
             if self.inner_nulls:
                 rows = rows.replace("null row", "row") + " with a null"
                 rows += f", in {self.inner_nulls} of them among the row's values"
-                remedy += f", as by where('not exists({name}, x -> x is null)')"
+                quoted = name if name.isidentifier() else f"`{name}`"
+                remedy += f", as by where('not exists({quoted}, x -> x is null)')"
             return f'column "{name}" has {rows} (first: {self.first_null}); {remedy}'
         uneven = self.shapes[_UNEVEN]
         if uneven:

@@ -530,6 +530,8 @@ def failure(action: str, place: str, error: Exception, remedy: str | None = None
     """Make the error for a file system that has failed: the place, the cause and the remedy."""
     code: Any = getattr(error, "errno", None)
     cause = getattr(error, "strerror", None) or str(error).strip() or type(error).__name__
+    if "is not a directory" in cause:  # as Hadoop says it, without a number
+        code = errno.ENOTDIR
     remedy = remedy or _REMEDIES.get(code, "check the path and the credentials")
     shown = without_password(cause.splitlines()[0])  # libhdfs lists all places that it looks at
     return StorageError(f"cannot {action} {place}: {shown}; {remedy}")

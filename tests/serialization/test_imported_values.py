@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import builtins
+import collections
+import functools
 import importlib
 import math
 import pickle
@@ -12,6 +14,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -26,6 +29,7 @@ from sparkdl.serialization.program.imported_values import (
     program_code,
     values_to_send,
 )
+from tests.serialization.programs import program
 
 KINDS = {
     "wraps": "@deco\ndef held(x): return x * {K}\ndef use(x): return held(x)",
@@ -311,6 +315,63 @@ def test_values_that_a_program_has_put_into_packages_are_there_elsewhere(
     finally:
         give_back()
     assert not hasattr(math, "own") and not hasattr(nn.Linear, "width")
+
+
+class Acting(nn.ReLU):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        scale = getattr(nn.Linear, "output", 1.0) * vars(functional).get("alpha", 1.0)
+        found = super().forward(functional.relu(x)) * scale * math.exp(1.0)
+        return found + torch.tanh(x) * torch.cuda.offset * torch.settings["a"] * torch.Made.size  # type: ignore[attr-defined,no-any-return]
+
+
+class Made:
+    size = np.float64(0.5)
+
+
+def test_what_stands_in_the_place_of_a_function_of_a_package_goes_along(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Also a function of the same package, one of C, and names that are words of its files."""
+    module, values = Acting(), torch.randn(4, 3)
+    optimizer = torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=0.1)
+    own = torch.optim.SGD.step
+    with monkeypatch.context() as patched:
+        patched.setattr(functional, "relu", functools.partial(functional.leaky_relu))
+        patched.setattr(nn.ReLU, "forward", nn.Tanh.forward)
+        patched.setattr(torch, "tanh", torch.sigmoid)
+        patched.setattr(math, "exp", math.log1p)
+        patched.setattr(nn.Linear, "output", np.float64(3.0), raising=False)
+        patched.setattr(functional, "alpha", 5.0, raising=False)
+        patched.setattr(torch.cuda, "offset", 7.0, raising=False)
+        patched.setattr(torch, "settings", collections.OrderedDict(a=11.0), raising=False)
+        patched.setattr(torch, "Made", Made, raising=False)
+        patched.setattr(torch.optim.SGD, "step", lambda *given: own(*given))
+        type(optimizer)([nn.Parameter(torch.ones(1))], lr=0.1)  # wraps the step
+        expected = module(values)
+        code = program_code([Acting])
+    torch.optim.SGD.step = own  # type: ignore[method-assign]
+    assert {place[1] for place in code.patches} == {
+        "relu", "ReLU.forward", "tanh", "exp", "Linear.output", "alpha", "offset", "settings",
+        "Made", "SGD.step",
+    }  # fmt: skip
+    pickle.loads(pickle.dumps(ProgramValues(home=("elsewhere", 1), code=code)))
+    try:
+        assert torch.equal(module(values), expected)
+    finally:
+        give_back()
+    assert functional.relu(torch.tensor(-1.0)) == 0 and not hasattr(functional, "alpha")
+
+
+def test_nothing_of_the_packages_themselves_is_taken_for_the_programs() -> None:
+    """Though all of their names may be read."""
+    names = {name for kind in (nn, torch.optim) for name in vars(kind)}
+    names |= {*vars(torch), *vars(functional), *vars(np), *vars(np.linalg), *vars(np.random)}
+    source = "import torch, numpy\nfrom torch.nn import functional\ndef reads(x):\n"
+    source += f"    functional, torch, numpy\n    return {sorted(names)!r}"
+    with program(source) as made:
+        kinds = [kind for kind in vars(nn).values() if isinstance(kind, type)]
+        found = program_code([made.reads, *kinds, collections.OrderedDict, functools.partial])
+    assert {place for place in found.patches if place[0] != "builtins"} <= {("numpy", "Inf")}
 
 
 def test_a_process_that_is_used_again_begins_as_its_files_say(

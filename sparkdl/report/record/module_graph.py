@@ -70,6 +70,10 @@ class _Tracer:
         self._paths = {part: name for name, part in module.named_modules()}
         self._around: list[str] = [""]
 
+    def __deepcopy__(self, memo: Any) -> _Tracer:
+        """Stay one where forward copies a layer, with the hooks that lead here."""
+        return self
+
     @property
     def graph(self) -> dict[str, Any]:
         classes = {name: type(part).__name__ for part, name in self._paths.items()}
@@ -80,7 +84,7 @@ class _Tracer:
             self._is_inside = True
             for number, value in enumerate(tensors_in((args, kwargs))):
                 self._add(f"input {number + 1}", "input", value, [])
-        if not self._is_inside or self._leaf is not None:
+        if not self._is_inside or self._leaf is not None or part not in self._paths:
             return
         if is_leaf(part):
             self._leaf = part
@@ -95,7 +99,7 @@ class _Tracer:
             name = self._paths[part] or type(part).__name__
             node = {"detail": detail[:120], "parameters": size}
             self._add(name, type(part).__name__, output, tensors_in((args, kwargs)), **node)
-        elif self._is_inside and self._leaf is None:
+        elif self._is_inside and self._leaf is None and part in self._paths:
             self._around.pop()
         if part is self._root and self._is_inside:
             self._add("output", "output", output, tensors_in(output))
@@ -143,16 +147,20 @@ def is_leaf(part: nn.Module) -> bool:
 
 
 def tensors_in(value: Any) -> list[torch.Tensor]:
-    """The tensors in (nested) tuples, lists and dicts, in order."""
+    """The tensors in (nested) tuples, lists and dicts, in order; of these each once."""
     import torch
 
-    if isinstance(value, torch.Tensor):
-        return [value]
-    if isinstance(value, Mapping):
-        return [found for part in value.values() for found in tensors_in(part)]
-    if isinstance(value, (tuple, list)):
-        return [found for part in value for found in tensors_in(part)]
-    return []
+    found: list[torch.Tensor] = []
+    seen: dict[int, Any] = {}  # the objects too, so that no id is used twice
+    todo = [value]
+    while todo:
+        one = todo.pop()
+        if isinstance(one, torch.Tensor):
+            found.append(one)
+        elif isinstance(one, Mapping | tuple | list) and id(one) not in seen:
+            seen[id(one)] = one
+            todo += reversed([*(one.values() if isinstance(one, Mapping) else one)])
+    return found
 
 
 def condensed(graph: Mapping[str, Any], limit: int = 48) -> dict[str, Any]:

@@ -80,8 +80,15 @@ _OF_A_HOST = re.compile(
 _ABSENT = "absent"
 _PATCHED = ("torch", "torch.nn.functional")
 """Modules of packages whose functions programs put others in the place of."""
-_VALUES = {*_ATOMS, list, tuple, dict, set, frozenset}
-_ARRAYS = {("torch", "Tensor"), ("numpy", "ndarray")}
+_OF_CLASSES = ("torch.nn", "torch.optim", "torch.optim.lr_scheduler")
+"""Modules of packages into whose classes programs put what they name otherwise, or not at all."""
+_HEAP_TYPE = 1 << 9
+"""Flag of classes that Python code has made."""
+_VALUES = {
+    *_ATOMS, list, tuple, dict, set, frozenset, types.SimpleNamespace, collections.OrderedDict,
+    collections.defaultdict, collections.deque, collections.Counter,
+}  # fmt: skip
+_ARRAYS = {("torch", "Tensor"), ("numpy", "ndarray"), ("numpy", "generic")}
 """Kinds of values that a program may have put into a package."""
 
 
@@ -211,18 +218,29 @@ def _patches(code: Iterable[Any]) -> dict[Place, bytes]:
     owners[builtins] = ""
     if "torch" in sys.modules:
         owners[sys.modules["torch"].Tensor] = "Tensor."
+    for name in _OF_CLASSES:
+        for kind in vars(sys.modules.get(name, types)).values() if name in sys.modules else ():
+            if isinstance(kind, type) and _at_home(kind):
+                owners[kind] = f"{kind.__qualname__}."
     for function in _functions(code):
+        if is_installed(function.__globals__.get("__name__")):
+            continue
+        modules = [function.__globals__.get(name) for name in function.__code__.co_names]
         for part in _codes(function.__code__):
-            read.update(part.co_names)
-        named = (function.__globals__.get(name) for name in function.__code__.co_names)
-        owners |= {one: "" for one in named if type(one) is types.ModuleType}
+            names = {const for const in part.co_consts if isinstance(const, str)} | {*part.co_names}
+            read |= names
+            for name in names:  # as in torch.cuda
+                modules += [vars(m).get(name) for m in modules if type(m) is types.ModuleType]
+        owners |= {one: "" for one in modules if type(one) is types.ModuleType}
     for kind in [one for one in code if isinstance(one, type)]:
         owners |= {base: f"{base.__qualname__}." for base in kind.__mro__ if base is not object}
     found: dict[Place, bytes] = {}
     for owner, prefix in owners.items():
+        if prefix and not owner.__flags__ & _HEAP_TYPE:  # nobody can put anything there
+            continue
         module = str(owner.__module__) if prefix else owner.__name__
         for key, member in list(vars(owner).items()) if is_installed(module) else ():
-            if _is_put_there(module, key, member, read):
+            if _is_put_there(module, prefix, key, member, read):
                 place = module, prefix + key
                 try:
                     found[place] = _packed(member, _module_by_value(member), with_classes=False)
@@ -231,30 +249,88 @@ def _patches(code: Iterable[Any]) -> dict[Place, bytes]:
     return found
 
 
-def _is_put_there(module: str, key: str, member: Any, read: set[str]) -> bool:
+def _at_home(kind: type) -> bool:
+    """True if a class is where its names say."""
+    try:
+        return _at((kind.__module__, kind.__qualname__)) is kind
+    except (AttributeError, ImportError, KeyError):
+        return False
+
+
+def _is_put_there(module: str, prefix: str, key: str, member: Any, read: set[str]) -> bool:
     """True if the program has put this into a package: a function of its own, or a new value."""
     function = _function_of(member)
-    if isinstance(function, types.FunctionType):
-        where = function.__globals__.get("__name__")
-        return where in sys.modules and not is_installed(where)
-    kind = type(member)
-    is_value = kind in _VALUES or (kind.__module__, kind.__name__) in _ARRAYS
-    if not is_value or key not in read or module == "sys":
+    kind = type(function)
+    if kind is types.FunctionType:
+        own = inspect.unwrap(function)
+        where = getattr(own, "__globals__", {}).get("__name__")
+        if where in sys.modules and not is_installed(where):
+            return True
+    if key[:2] == "__" or (key not in read and key != "forward") or module == "sys":
         return False
-    words = _words(module)
-    if words is None:  # of C: numbers that are the same everywhere may go along
-        return kind in _ATOMS and key[:2] != "__"
-    return key not in words
+    made = _names_in(module, prefix.rstrip("."))
+    is_defined = made is not None and key in made.functions
+    if kind is types.FunctionType or is_defined:
+        name = inspect.unwrap(function).__qualname__ if kind is types.FunctionType else None
+        return is_defined and name != prefix + key
+    if kind is types.BuiltinFunctionType:
+        return bool(function.__name__ != key) and not (made and key in made.names)
+    if made is None:  # of C: numbers that are the same everywhere may go along
+        return kind in _ATOMS
+    is_of_c = key in vars(sys.modules.get(f"{module}._C", types))
+    return key not in made.names and not is_of_c and _is_value(member)
 
 
-@functools.lru_cache(maxsize=64)
-def _words(module: str) -> frozenset[str] | None:
-    """The names that the file of a module has; None: no file can be read."""
+def _is_value(member: Any) -> bool:
+    """True for plain values, arrays, and what is of the user's own classes."""
+    kind = type(member)
+    if issubclass(kind, type):
+        return not is_installed(member.__module__)
+    bases = {(base.__module__, base.__qualname__) for base in kind.__mro__}
+    is_users = not (is_installed(kind.__module__) or kind.__module__.startswith("_cython"))
+    return kind in _VALUES or is_users or bool(bases & _ARRAYS)
+
+
+@dataclass(frozen=True)
+class _Names:
+    """The names that a file sets, in its module or in one of its classes."""
+
+    names: frozenset[str]
+    functions: frozenset[str]
+    """Those of them that a definition without decorators makes."""
+
+
+@functools.lru_cache(maxsize=256)
+def _names_in(module: str, kind: str) -> _Names | None:
+    """The names that the file of a module sets in it, or in a class; None: no file can be read."""
     file = getattr(sys.modules.get(module), "__file__", None) or ""
     try:
-        return frozenset(re.findall(r"\w+", Path(file).read_text(encoding="utf-8")))
-    except (OSError, UnicodeDecodeError):
+        found: ast.AST = ast.parse(Path(file).read_bytes())
+    except (OSError, SyntaxError, ValueError):
         return None
+    for name in filter(None, kind.split(".")):
+        classes = (one for one in ast.walk(found) if isinstance(one, ast.ClassDef))
+        named = next((one for one in classes if one.name == name), None)
+        if named is None:
+            return None
+        found = named
+    names: list[str] = []
+    functions: set[str] = set()
+    todo = list(ast.iter_child_nodes(found))
+    while todo:
+        one = todo.pop()
+        if isinstance(one, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+            names.append(one.name)
+            if not isinstance(one, ast.ClassDef) and not one.decorator_list:
+                functions.add(one.name)
+            continue
+        if isinstance(one, ast.Name) and isinstance(one.ctx, ast.Store):
+            names.append(one.id)
+        elif isinstance(one, ast.alias):
+            names.append(one.asname or one.name)
+        todo += ast.iter_child_nodes(one)
+    once = {name for name, count in collections.Counter(names).items() if count == 1}
+    return _Names(frozenset(names), frozenset(functions & once))
 
 
 def _module_by_value(value: Any) -> list[str]:
@@ -424,6 +500,8 @@ def _given(
             try:
                 for place, value in pickle.loads(code.values).items():
                     _set(place, value)
+            except ModuleNotFoundError as error:  # whoever needs it says so, with the remedy
+                logger.info("the code of %s is not all here: %s", ", ".join(code.sources), error)
             except Exception as error:  # whatever modules raise when they are imported
                 names = ", ".join(code.sources)
                 _warn_of(f"the code of {names}, whose files are others here, or none,", error)

@@ -24,7 +24,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from types import MappingProxyType
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -34,6 +34,8 @@ from sparkdl.runtime.process import lent
 from sparkdl.serialization.program.iterator_copies import copy_of, moves_on, rest_of
 from sparkdl.serialization.travel.pickling import HOOKS, TENSOR_HOOKS, sent_code
 from sparkdl.serialization.trust import is_installed
+
+T = TypeVar("T")
 
 _MOST_PARTS = 10_000
 """So many objects are looked at, nearest first."""
@@ -282,6 +284,11 @@ class ProgramState(ProgramWalk):
         for place in self._places:
             if place.is_changed:
                 place.write(_copied(place.was, copies))
+
+    def again(self, make: Callable[[], T]) -> T:
+        """Make something once more of the program as it was."""
+        self.put_back()
+        return make()
 
     def _keep(self, name: str, read: Callable[[], _State], write: Callable[[Any], None]) -> None:
         self._places.append(_Place(name, _copied(read(), self._copies), read, write))

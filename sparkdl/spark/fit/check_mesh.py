@@ -19,6 +19,7 @@ from sparkdl.explain.mesh_memory import (
 from sparkdl.mesh import Mesh
 from sparkdl.report.page.formats import size
 from sparkdl.runtime.process import borrowed_generator
+from sparkdl.serialization.program.program_state import program_kept
 from sparkdl.spark.cluster.cluster_info import INTERPRETER_BYTES, ClusterInfo, Get, parse_bytes
 from sparkdl.spark.run.run import FitRequest
 from sparkdl.sync.collective import CollectiveStrategy
@@ -225,7 +226,7 @@ def kept_state(module: nn.Module, config: TrainConfig) -> Mapping[str, StateSize
     from sparkdl.train.optimizers.optimizers import resolve_optimizer
 
     trained = {name: p for name, p in module.named_parameters() if p.requires_grad}
-    with borrowed_generator(config.seed):
+    with borrowed_generator(config.seed), program_kept(module, vars(config)):
         optimizer = resolve_optimizer(config, module)(trained.values())
     if _is_elementwise(optimizer):
         return state_sizes(optimizer, module)

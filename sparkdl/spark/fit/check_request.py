@@ -27,6 +27,7 @@ from sparkdl.serialization.program.imported_values import (
     imported_values,
     program_code,
 )
+from sparkdl.serialization.program.program_state import program_kept
 from sparkdl.serialization.saved_module import why_not_saved
 from sparkdl.serialization.travel.packed_module import travelled
 from sparkdl.serialization.travel.pickling import sent_along
@@ -583,6 +584,6 @@ def check_initial_state(
         weights, left = initial.read()
         source = InitialWeights(source={**weights, **left.weights})
         load_initial_weights(module, source, "the weights of initialState")
-    with borrowed_generator(config.seed):
+    with borrowed_generator(config.seed), program_kept(module, vars(config)):
         method = method_of(config, travelled(module, copies=True), mode)
     return method, None if initial is None else left.for_method(method)

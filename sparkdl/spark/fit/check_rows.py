@@ -21,6 +21,7 @@ from sparkdl.errors import ConfigError, DataError
 from sparkdl.inputs import Sequence, Tensor
 from sparkdl.mesh import Mesh
 from sparkdl.runtime.process import borrowed_generator
+from sparkdl.serialization.program.program_state import program_kept
 from sparkdl.spark.cluster.cluster_info import check_memory
 from sparkdl.spark.fit.check_request import CheckedRequest
 from sparkdl.spark.fit.check_training import stepped_schedule
@@ -202,6 +203,13 @@ def warn_of_labels(
             "look at what selects the rows",
             *(stats.minimum, request.label_col),
         )
+    last = (found.trial.num_classes or 0) - 1
+    if stats.minimum == 1 and stats.maximum == last and last > 1:
+        logger.warning(
+            'the labels in "%s" are from 1 to %d, and the module has outputs for the classes 0 to '
+            "%d: if labels begin at 1, subtract 1, and leave one output out",
+            *(request.label_col, last, last),
+        )
     dtypes = {column.dtype for column in found.columns if column.role == "label"}
     if is_single or dtypes != {"float32"}:
         return
@@ -268,12 +276,17 @@ def check_schedule(checked: CheckedRequest, plan: TrainPlan) -> None:
     config, module = checked.config, checked.module
     if config.scheduler is None or config.device == "cuda" or checked.weights is not None:
         return
-    with borrowed_generator(config.seed), optimizers.without_compiler():
+    with (
+        borrowed_generator(config.seed),
+        optimizers.without_compiler(),
+        program_kept(module, vars(config)) as program,
+    ):
         make = optimizers.resolve_optimizer(config, module)
         optimizer = make(module.parameters())
         schedule = optimizers.make_scheduler(config, optimizer, make, plan.steps_per_epoch)
         if schedule is not None:
-            again = partial(stepped_schedule, module, config, plan.steps_per_epoch)
+            stepped = partial(stepped_schedule, module, config, plan.steps_per_epoch)
+            again = partial(program.again, stepped)
             check_length(schedule, plan.first_step + plan.total_steps, config, again)
 
 
@@ -297,7 +310,7 @@ def check_single_rows(
     tried = own_copy(module, weights)
     training_mode(tried, config.frozen_layers)
     try:
-        with torch.no_grad(), borrowed_generator(), lent_weights(weights):
+        with torch.no_grad(), borrowed_generator(), lent_weights(weights), program_kept(module):
             Example(columns=plan.columns).of("feature", 1).call(tried)
     except Exception as error:  # others were tried before
         failed = failed_layer(error, tried)
@@ -382,7 +395,7 @@ def check_empty_batches(
         return
     features = [column for column in plan.columns if column.role == "feature"]
     try:
-        with torch.no_grad(), borrowed_generator(), lent_weights(weights):
+        with torch.no_grad(), borrowed_generator(), lent_weights(weights), program_kept(module):
             example_arguments(features, 0).call(evaluating(own_copy(module, weights)))
     except Exception as error:
         what = f"parallelism=Mesh({config.parallelism})" if gathers else "syncBatchNorm"

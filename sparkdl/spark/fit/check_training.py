@@ -94,13 +94,14 @@ def check_training(
             again: Callable[[], torch.optim.Optimizer] = partial(make, own.parameters())
             if sum(parameter.numel() for parameter in own.parameters()) <= _MOST_COPIED:
                 again = partial(_new_optimizer, module, config)
-            check_steps(optimizer, scheduler, config, sparse, again)
+            check_steps(optimizer, scheduler, config, sparse, partial(program.again, again))
             if config.scheduler is not None and schedule is not None:
                 check_schedule(optimizer, config.scheduler)
                 fewest = config.epochs  # with one step each
                 if config.max_steps >= 0:
                     fewest = min(config.max_steps, fewest)
-                check_length(schedule, fewest, config, partial(stepped_schedule, module, config))
+                stepped = partial(stepped_schedule, module, config)
+                check_length(schedule, fewest, config, partial(program.again, stepped))
     return objective
 
 

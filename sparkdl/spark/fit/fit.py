@@ -37,6 +37,7 @@ from sparkdl.spark.cluster.supervisor import persistently
 from sparkdl.spark.fit import check_rows
 from sparkdl.spark.fit.check_request import CheckedRequest, check_request
 from sparkdl.spark.fit.gang_fit import train_in_gang
+from sparkdl.spark.frames.example_rows import showing_filter
 from sparkdl.spark.frames.first_rows import FirstRows
 from sparkdl.spark.frames.row_table import RowTable, SourceTable, content_of
 from sparkdl.spark.frames.shared_spools import Spools
@@ -99,7 +100,8 @@ def fit(
             recorder.phase("choose")
             request = choose(given, request, spools)
             recorder.phase("preflight")
-        result = _fit(given, run_id, request, spools, recorder)
+        with showing_filter(given.frame):
+            result = _fit(given, run_id, request, spools, recorder)
         made = result.summary
         module = result.module
         if isinstance(module, StoredModule) and request.listeners:  # who get it whole
@@ -374,8 +376,9 @@ def _require_counted(trained: Trained, plan: TrainPlan) -> None:
         )
     if history and all(math.isnan(epoch.get("val_loss", 0.0)) for epoch in history):
         logger.warning(
-            "none of the %d rows for validation has counted: all of them have the weight 0, or a "
-            "label that the loss ignores",
+            "val_loss of the %d rows for validation is NaN: none of them has counted (all have the "
+            "weight 0, or a label that the loss ignores), or the module or the loss gives NaN for "
+            "some of them: look for NaN and infinite values there",
             plan.num_validation_rows,
         )
 

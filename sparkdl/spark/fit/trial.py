@@ -351,9 +351,18 @@ def _try_one(loss: ModuleLoss, output: Any, target: torch.Tensor, label: Column)
     except Exception as error:
         raise ConfigError(
             f'the loss cannot compare the module\'s output with "{label.name}" {label.dtype} '
-            f"{shape_text(('batch', *label.shape))}: {type(error).__name__}: {error}; adapt "
-            "module or loss"
+            f"{shape_text(('batch', *label.shape))}: {type(error).__name__}: {error}; "
+            f"{_remedy_of_weights(loss, output) or 'adapt module or loss'}"
         ) from error
+
+
+def _remedy_of_weights(loss: ModuleLoss, output: Any) -> str:
+    """Say which weights of a loss are of another dtype than the output; empty: none are."""
+    for name, weights in loss.own.named_buffers():
+        if weights.dtype != output.dtype:
+            found = f"the loss's {name} is {weights.dtype}, and outputs are {output.dtype}"
+            return f"{found}: pass it as {name}.to({output.dtype})"
+    return ""
 
 
 def _warn_of_end(name: str) -> None:
@@ -540,7 +549,13 @@ def refusal(error: Exception, module: nn.Module, features: Items[Column]) -> str
         return f"the module {name} has no method forward, which gets the features; {remedy}"
     if isinstance(error, TypeError) and (called := _as_called(module, features)):
         return f"the module cannot take the features ({shown}): {error}; {called}"
-    remedies = [f"call .float() on {', '.join(whole)} in forward"] * bool(whole)
+    is_float = failed is not None and failed.given.startswith(("float", "bfloat"))
+    remedies = [f"call .float() on {', '.join(whole)} in forward"] * (bool(whole) and not is_float)
+    remedies += [
+        f'decode files of images, inputs=[sparkdl.Image("{c.name}")]'
+        for c in features
+        if c.dtype == "uint8" and len(c.shape) == 1
+    ]
     shape = None if failed is None else _wanted_shape(failed, features)
     if shape is not None:
         remedies.append(f"set inputShape={shape}")

@@ -56,9 +56,10 @@ _OF_CODE = (AttributeError, ImportError, NameError, NotImplementedError, TypeErr
 _NO_GRADIENT = "does not require grad"
 _NO_NUMPY = "Can't call numpy() on Tensor that requires grad"
 _NO_CLASSES = "expected target dtype to be Long"
+_OTHER_DTYPE = "expected scalar type"
 _CERTAIN = (
     "modified by an inplace operation", _NO_GRADIENT, _NO_NUMPY, "view size is not compatible",
-    _NO_CLASSES,
+    _NO_CLASSES, _OTHER_DTYPE,
 )  # fmt: skip
 """What torch says of a backward pass that cannot be, and of memory in another order."""
 _UNLIKE, _LOSS = "must match the size of tensor", "sparkdl.train.objective.loss"
@@ -110,6 +111,7 @@ def try_step(
     failing = partial(
         _error, module, config, seen, adds_up=adds_up, shared=checked.shared,
         evaluates=checked.mode == "rounds" and checked.request.validation is not None,
+        has_others=checked.request.validation is not None,
     )  # fmt: skip
     error = failing(example, _FEW_ROWS, is_first=True)
     _check_program(*seen, mode=checked.mode)
@@ -148,6 +150,10 @@ def try_step(
             )
         if _NO_CLASSES in text:
             remedy = "the loss compares classes by their numbers: give it target.long()"
+        if _OTHER_DTYPE in text and _NO_CLASSES not in text:
+            remedy = (
+                "two tensors are of different dtypes, such as a loss's weights: use .to(x.dtype)"
+            )
         if _NO_NUMPY in text:
             remedy = "numpy and scikit-learn compute no gradients; write it with functions of torch"
         raise ConfigError(
@@ -221,7 +227,7 @@ _TOLD_IN_ROUNDS = {
     ),
 }
 _TOLD_IN_GANGS = {
-    "moved": (
+    "counted": (
         "a step changes %r, which is none of the module's attributes and buffers: each worker "
         "changes its own, the program's own stays as it is, and no checkpoint has it; keep it in a "
         "buffer or an attribute of a layer if anything shall follow from it"
@@ -325,9 +331,13 @@ def _error(
     adds_up: bool,
     shared: tuple[SharedValue, ...],
     evaluates: bool,
+    has_others: bool,
     is_first: bool = False,
 ) -> Exception | None:
-    """Return what a step on so many rows raises; None: nothing that says anything of training."""
+    """Return what a step on so many rows raises; None: nothing that says anything of training.
+
+    ``has_others`` is True if some of the rows may be for validation.
+    """
     if example.rows is not None and min(map(len, example.rows.values())) < 2:
         return None  # a module may want several, and there may be more elsewhere
     with borrowed_generator(config.seed), warnings.catch_warnings():
@@ -338,7 +348,16 @@ def _error(
         except MemoryError:
             return None
         except TrainingDiverged as error:
-            return _of_bad_rows(error, example)
+            refused = None if has_others else _of_bad_rows(error, example)
+            if refused is None:
+                return None
+            # Another cause stays when these values are others.
+            again: list[Changes] = []
+            _error(
+                module, config, again, _finite(example), num_rows, adds_up=adds_up, shared=shared,
+                evaluates=evaluates, has_others=True,
+            )  # fmt: skip
+            return refused if again else None
         except Exception as error:  # whatever the user's code raises
             return None if passed_through(error, "torch.distributed") else error
     return None
@@ -471,10 +490,10 @@ def _changes(tried: _Tried, program: ProgramState, *, adds_up: bool, is_first: b
         changes |= _given(replica, batch)
     counted = program.changed()
     if counted:
-        kind = "program" if _gives_other(tried, held, replica, program) else "counted"
-        changes[kind, counted[0]] = None
-        if kind == "counted" and (moved := program.counted()):
-            changes["moved", moved[0]] = None
+        if _gives_other(tried, held, replica, program):
+            changes["program", counted[0]] = None
+        elif moved := program.counted():
+            changes["counted", moved[0]] = None
     if tried.evaluates:
         changes |= {
             ("evaluated", name): None for name in _changed_in_evaluation(held, tried, replica)
@@ -697,6 +716,20 @@ def _forward_line(module: nn.Module, config: TrainConfig, example: Example) -> s
     return ""
 
 
+def _finite(example: Example) -> Example:
+    """The example with zeros in the place of what is not finite."""
+    import torch
+
+    assert example.rows is not None
+    rows = {
+        key: torch.nan_to_num(value, 0.0, 0.0, 0.0)
+        if isinstance(value, torch.Tensor) and value.is_floating_point()
+        else value
+        for key, value in example.rows.items()
+    }
+    return replace(example, rows=rows)
+
+
 def _of_bad_rows(error: TrainingDiverged, example: Example) -> DataError | None:
     """Return the error that names values which are not finite; None: all are."""
     from sparkdl.train.objective.divergence import without_remedies
@@ -706,6 +739,6 @@ def _of_bad_rows(error: TrainingDiverged, example: Example) -> DataError | None:
     if example.rows is None or not found:
         return None
     of = f"the first {min(map(len, example.rows.values()))} rows"
-    refused = DataError(f"{without_remedies(error)}. Among {of} {named(found, example.columns)}")
+    refused = DataError(f"{without_remedies(error)}. Among {of} {named(found)}")
     refused.__cause__ = error
     return refused

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import decimal
-from collections.abc import Mapping, Sequence
+import re
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from pyspark.errors import AnalysisException
@@ -12,12 +14,18 @@ from pyspark.logger import PySparkLogger
 from pyspark.sql import Column as SparkColumn
 from pyspark.sql import DataFrame, Row
 from pyspark.sql import functions as F
+from pyspark.sql import types as T
 
 from sparkdl.data.plan import SpoolColumn
+from sparkdl.errors import DataError, TrainingDiverged
 from sparkdl.spark.session.background_job import bounded
 
 _PLAIN = (bool, int, float, str, decimal.Decimal, datetime.date)
 _MOST_VALUES, _MOST_CHARACTERS = 4, 40
+_NOT_FINITE = re.compile(
+    r"NaN or infinite values are in: \w+ \"(.+?)\" of [\d,]+.*rows$", re.DOTALL
+)
+"""Pattern of the message of `not_finite.named`, and the first column in it."""
 _LOOK_SECONDS = 60.0
 """Longest that rows are looked for, which reads the source up to them."""
 
@@ -89,3 +97,44 @@ def in_words(row: Row, first: str | None = None) -> str:
 
 def _shortened(text: str) -> str:
     return text if len(text) <= _MOST_CHARACTERS else f"{text[: _MOST_CHARACTERS - 3]}..."
+
+
+@contextlib.contextmanager
+def showing_filter(df: DataFrame) -> Iterator[None]:
+    """Let an error that names columns with NaN or infinite values show how to drop such rows."""
+    try:
+        yield
+    except (DataError, TrainingDiverged) as error:
+        told = _NOT_FINITE.search(str(error))
+        shown = None if told is None else finite_rows(df, told[1])
+        if shown is None:
+            raise
+        raise type(error)(f"{error}, as by df.{shown}") from error.__cause__
+
+
+def finite_rows(df: DataFrame, name: str) -> str | None:
+    """How to keep the rows whose values in a column are finite; None: by no simple filter.
+
+    It drops null rows as well.
+    """
+    quoted = name if all(part.isidentifier() for part in name.split(".")) else f"`{name}`"
+    is_column = name in df.columns
+    quoted = f"`{name}`" if is_column and not name.isidentifier() else quoted
+    try:
+        kind = df.select(quoted).schema[0].dataType
+    except AnalysisException:
+        return None
+    if type(kind).__name__ == "VectorUDT":
+        values = f'vector_to_array("{quoted}")'
+        return (
+            f'where(F.forall({values}, lambda v: F.abs(v) < float("inf"))), with vector_to_array '
+            "of pyspark.ml.functions; VectorAssembler(handleInvalid='skip') drops NaN and null"
+        )
+    text = quoted
+    while isinstance(kind, T.ArrayType):
+        if isinstance(kind.elementType, T.ArrayType):
+            text = f"flatten({text})"
+        elif isinstance(kind.elementType, T.NumericType):
+            return f"where(\"forall({text}, v -> abs(v) < double('inf'))\")"
+        kind = kind.elementType
+    return f"where(\"abs({text}) < double('inf')\")" if isinstance(kind, T.NumericType) else None

@@ -24,6 +24,7 @@ from pyspark.sql import SparkSession
 from sparkdl import errors
 from sparkdl.data.spool.local_disk import DISK_REMEDY
 from sparkdl.errors import ClusterError, DataError, SparkDLError, StorageError, TrainingFailed
+from sparkdl.serialization.trust import is_users_own
 from sparkdl.spark.session.causes import Cause, Kind, causes_of, judged, lacks_memory
 from sparkdl.spark.session.compat import has_ended
 
@@ -234,6 +235,13 @@ def _of_users_code(error: Exception, cause: Cause, causes: Sequence[Cause]) -> S
         stage = f"{owner[1]}: " if owner else ""
         remedy = _HANDLE_INVALID if "handleInvalid" in _told(causes) else _remedy(causes)
         return DataError(f"{_FAILED}: {stage}{_told(causes)}{_place(causes)}; {remedy}")
+    lacking = _LACKING.search(cause.raised)
+    if lacking and is_users_own(lacking[1].partition(".")[0]):
+        return ClusterError(
+            f"a Python function that the DataFrame's rows need fails on a worker: {cause.raised}; "
+            "send your own modules with --py-files (spark.submit.pyFiles), "
+            "sparkContext.addPyFile(path) or spark.addArtifacts(path, pyfile=True)"
+        )
     if other := _other_python(cause, is_connect="connect" in type(error).__module__):
         return other
     if cause.is_ours:
@@ -320,6 +328,8 @@ def _other_python(cause: Cause, *, is_connect: bool) -> ClusterError | None:
     )
 
 
+_LACKING = re.compile(r"^ModuleNotFoundError: No module named '([\w.]+)'")
+"""Pattern of what Python says of a module that a worker does not find."""
 _OF_STACKS = ("at ", "...", "Driver stacktrace:")
 """Beginnings of lines that show where in Spark's own code something happened."""
 _WAITED = "Exception thrown in awaitResult"

@@ -358,8 +358,11 @@ def match_shapes(output: Any, target: Any) -> tuple[torch.Tensor, torch.Tensor]:
 def _width_wanted(output: torch.Tensor, target: torch.Tensor) -> str:
     """Say how many numbers the last layer should give, where that is all that differs."""
     if output.dim() == 2 and target.dim() == 1:
-        several = f"an array of {output.shape[1]} numbers as the label"
-        return f"give its last layer 1 output, or take {several}, or TorchClassifier for classes"
+        several = f"an array of {output.shape[1]} numbers as the label of a TorchRegressor"
+        return (
+            "give its last layer 1 output, or for classes use TorchClassifier with "
+            f"loss='cross_entropy', or {several}"
+        )
     if target.dim() == 2 and output.dim() in (1, 2):
         return f"give its last layer {target.shape[1]} outputs, one for each number of the label"
     return "change the module, or the loss, so that they are equal"

@@ -16,7 +16,6 @@ from sparkdl.data.plan import Column
 from sparkdl.data.ragged import Ragged
 from sparkdl.data.source import ShardRows
 from sparkdl.errors import CommunicationError, TrainingDiverged
-from sparkdl.inputs import Tensor
 from sparkdl.train.objective.divergence import without_remedies
 
 SECONDS = 5.0
@@ -51,20 +50,17 @@ def with_columns(
         found.update(one[2])
     if not found:
         return TrainingDiverged(f"{error}. None of the {of} has NaN or an infinite value")
-    return TrainingDiverged(f"{without_remedies(error)}. Among the {of} {named(found, columns)}")
+    return TrainingDiverged(f"{without_remedies(error)}. Among the {of} {named(found)}")
 
 
-def named(found: Mapping[str, int], columns: Sequence[Column]) -> str:
-    """Say in how many rows of which columns there are such values, and what to do about them.
+FOUND = "NaN or infinite values are in: "
+"""Words by which the driver knows the message, whose remedy follows from the types of columns."""
 
-    ``found`` is the sum of what `bad_rows` has given.
-    """
+
+def named(found: Mapping[str, int]) -> str:
+    """Say in how many rows of which columns there are such values: the sum of `bad_rows`."""
     those = "; ".join(f"{name} of {count:,}" for name, count in found.items())
-    first = next(column for column in columns if _name(column) in found)
-    is_single = isinstance(first.kind, Tensor) and not first.shape
-    drop = f"where(\"not exists({first.name}, v -> isnan(v) or abs(v) = double('inf'))\")"
-    remedy = f'na.drop(subset=["{first.name}"])' if is_single else drop
-    return f"NaN or infinite values are in: {those}; drop or mend these rows, as by df.{remedy}"
+    return f"{FOUND}{those}; drop or mend these rows"
 
 
 def bad_rows(rows: Mapping[str, Rows], columns: Sequence[Column]) -> dict[str, int]:

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import pytest
@@ -76,6 +77,27 @@ def test_recurrent_and_attention_layers_are_one_node_each() -> None:
     ops = [node["op"] for node in graph_of(layer, torch.zeros(2, 5, 8))["nodes"]]
     assert "LSTM" in [n["op"] for n in graph_of(nn.LSTM(3, 4), torch.zeros(5, 2, 3))["nodes"]]
     assert ops[0] == "input" and ops[-1] == "output"
+
+
+class Copies(nn.Module):
+    """Copies one of its layers, with the hooks that look."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(4, 2), nn.ReLU())
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        copied: torch.Tensor = copy.deepcopy(self.layers)(x).detach()
+        out: torch.Tensor = self.layers(x)
+        return out + copied
+
+
+def test_layers_may_be_copied_while_somebody_looks() -> None:
+    module, x, graphs = Copies(), torch.randn(2, 4), list[Any]()
+    with traced(module, graphs.append):
+        found = module(x)
+    assert torch.equal(found, 2 * module.layers(x))
+    assert {node["op"] for node in graphs[0]["nodes"]} >= {"input", "Linear", "ReLU", "output"}
 
 
 def test_tracing_leaves_nothing_behind_and_changes_nothing() -> None:

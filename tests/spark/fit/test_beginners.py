@@ -505,6 +505,45 @@ def test_code_that_wants_a_gpu_which_the_driver_has_not() -> None:
         )
 
 
+@pytest.mark.parametrize(
+    ("loss", "said"),
+    [
+        (
+            nn.CrossEntropyLoss(weight=torch.tensor([1, 2, 3])),
+            "the loss's weight is torch.int64, and outputs are torch.float32: pass it as "
+            "weight.to(torch.float32)",
+        ),
+        (
+            "bce_with_logits",
+            "give its last layer 1 output, or for classes use TorchClassifier with "
+            "loss='cross_entropy', or an array of 3 numbers as the label of a TorchRegressor",
+        ),
+    ],
+)
+def test_the_remedy_of_a_loss_names_what_is_wrong(loss: Any, said: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        shown(nn.Linear(4, 3), loss=loss)
+    assert str(caught.value).endswith(said)
+
+
+def test_files_of_images_are_known_by_their_bytes() -> None:
+    class Flat(nn.Linear):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return super().forward(x.float())
+
+    files = Column(name="img", role="feature", dtype="uint8", shape=(69,))
+    with pytest.raises(ConfigError) as caught:
+        shown(Flat(48, 3), (files, Y))
+    assert 'decode files of images, inputs=[sparkdl.Image("img")]' in str(caught.value)
+    assert "call .float()" not in str(caught.value)
+
+
+def test_weights_of_another_dtype_in_a_function_are_told_before_any_job() -> None:
+    weights = torch.ones(3, dtype=torch.float64)
+    with pytest.raises(ConfigError, match=r"two tensors are of different dtypes"):
+        step(module=nn.Linear(4, 3), loss=lambda o, y: F.cross_entropy(o, y, weight=weights))
+
+
 def test_a_loss_that_is_the_same_both_ways_may_have_its_parameters_in_any_order() -> None:
     number = Column(name="y", role="label", dtype="float32", shape=())
     shown(nn.Linear(4, 1), (X, number), task=CUSTOM, loss=keras_error)

@@ -187,7 +187,7 @@ def test_rows_of_one_class_are_warned_of(caplog: pytest.LogCaptureFixture) -> No
     checked: Any = SimpleNamespace(request=request(label_col="y"))
     shards: list[Any] = [
         SimpleNamespace(columns=[ColumnStats(), ColumnStats(minimum=low, maximum=2.0)])
-        for low in (1.0, 2.0)
+        for low in (0.0, 2.0)
     ]
     for classes, parts in ((3, shards[1:]), (3, shards), (None, shards[1:])):
         found: Any = SimpleNamespace(trial=SimpleNamespace(num_classes=classes), columns=[])
@@ -375,7 +375,7 @@ def test_metrics_that_ignore_a_weight_column_are_warned_of(
         ),
         (
             {"task": REGRESSION, "loss": "mse"},
-            "give its last layer 1 output, or take an array of 3 numbers as the label",
+            "give its last layer 1 output, or for classes use TorchClassifier",
         ),
         (
             {"task": REGRESSION, "loss": nn.GaussianNLLLoss()},

@@ -7,6 +7,7 @@ import copy
 import io
 import re
 import sys
+from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -98,11 +99,11 @@ def test_rows_that_cannot_be_used_among_the_first(counted: Counted) -> None:
             DataError,
             match=(
                 r"^the loss is nan at step 1. Among the first 8 rows NaN or infinite values are "
-                r'in: feature "features" of 8; drop or mend these rows, as by df.where\("not exists'
+                r'in: feature "features" of 8; drop or mend these rows, as by df.where\("forall'
             ),
         ):
             fit(by_id.withColumn("features", features), nn.Linear(2, 2))
-    with pytest.raises(DataError, match=r'as by df.na.drop\(subset=\["x"\]\)'):
+    with pytest.raises(DataError, match=r'as by df.where\("abs\(x\) < '):
         df = by_id.withColumn("x", F.lit(float("nan")))
         fit(df, TakesOne(), inputs=["features", "x"])
     weighted = by_id.withColumn("w", F.when(F.col("label") > 5, 1.0).otherwise(0.0))
@@ -110,6 +111,42 @@ def test_rows_that_cannot_be_used_among_the_first(counted: Counted) -> None:
         fit(weighted, nn.Linear(4, 2), weightCol="w")
     assert "alone" not in str(caught.value)
     assert counted.num_rows.value - before < 2 * ROWS
+
+
+def test_nan_in_rows_for_validation_alone(
+    counted: Counted, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Training goes on, and what is said of it is true, wherever the row lies."""
+    for place in (3, 3000):
+        held = (F.col("id") == place) | (F.col("id") > 3500)
+        df = counted.df.sparkSession.range(ROWS).withColumn("held", held)
+        value = F.when(F.col("id") == place, float("nan")).otherwise(F.col("id") % 5)
+        df = df.select("held", F.array(value.cast("float")).alias("features"), "id")
+        df = df.withColumn("label", F.col("id") % 2)
+        caplog.clear()
+        model = fit(df, nn.Linear(1, 2), validationIndicatorCol="held")
+        (told,) = [text for text in caplog.messages if "for validation" in text]
+        assert "or the module or the loss gives NaN for some of them" in told
+        assert model.summary.history[-1]["val_accuracy"] > 0
+
+
+class OfBoth(nn.Linear):
+    """Takes what is not finite for zeros."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x.nan_to_num(0.0, 0.0, 0.0))
+
+
+def test_nan_is_not_blamed_for_a_loss_that_wants_all_classes(spark: SparkSession) -> None:
+    rows = [([1.0 * i, float("nan") if i == 0 else 1.0], int(i >= 32)) for i in range(64)]
+    df = spark.createDataFrame(rows, "features array<float>, label int").coalesce(1)
+
+    def loss(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        each = nn.functional.cross_entropy(output, target, reduction="none")
+        return each[target == 0].mean() + each[target == 1].mean()
+
+    model = fit(df, OfBoth(2, 2), loss=loss, numWorkers=1, batchSize=64)
+    assert all(parameter.isfinite().all() for parameter in model.module.parameters())
 
 
 class TakesOne(nn.Module):
@@ -240,7 +277,7 @@ def test_rows_of_which_none_counts(counted: Counted, caplog: pytest.LogCaptureFi
     held = counted.df.withColumn("held", F.col("label") == 0).withColumn("one", F.lit(1))
     loss = nn.CrossEntropyLoss(ignore_index=0)
     model = fit(held, nn.Linear(4, 3), loss=loss, validationIndicatorCol="held")
-    assert "rows for validation has counted" in caplog.text
+    assert "for validation is NaN: none of them has counted" in caplog.text
     assert model.summary.history[-1]["loss"] > 0
     ignored = counted.df.withColumn("label", F.col("label") * 0)
     for mode in ("gang", "rounds"):
@@ -289,3 +326,38 @@ def test_a_schedule_that_ends_before_the_run(counted: Counted) -> None:
     short = partial(torch.optim.lr_scheduler.OneCycleLR, max_lr=0.1, total_steps=50)
     with pytest.raises(ConfigError, match="OneCycleLR fails within the 96 steps"):
         fit(counted.df, nn.Linear(4, 3), maxSteps=-1, batchSize=32, scheduler=short)
+
+
+def test_a_schedule_takes_what_the_program_gives_it_first(spark: SparkSession) -> None:
+    """Optimizer and schedule are made several times before training begins with the first value."""
+    values: dict[str, Iterator[Any]] = {}
+    rates: list[list[float]] = []
+
+    def made(parameters: Any) -> torch.optim.Optimizer:
+        return torch.optim.SGD(parameters, lr=next(values["rate"]))
+
+    def schedule(optimizer: torch.optim.Optimizer) -> Any:
+        return torch.optim.lr_scheduler.StepLR(optimizer, next(values["steps"]))
+
+    df = spark.createDataFrame(
+        [([1.0, 2.0], 0), ([2.0, 1.0], 1)], "features array<float>, label int"
+    )
+    for steps in ([3, 1, 1], [3]):
+        values.update(rate=iter([0.5, 0.1]), steps=iter(steps))
+        given = {"module": nn.Linear(2, 2), "optimizer": made, "scheduler": schedule}
+        model = TorchClassifier(**given, numWorkers=1, epochs=5, verbose=0).fit(df)
+        rates.append([epoch["lr"] for epoch in model.summary.history])
+        assert [*values["rate"]] == [0.5, 0.1] and [*values["steps"]] == steps
+    assert rates == [pytest.approx([0.5, 0.5, 0.5, 0.05, 0.05])] * 2
+
+
+def test_labels_from_one_that_leave_a_class_out_are_told(
+    spark: SparkSession, caplog: pytest.LogCaptureFixture
+) -> None:
+    for first in (0, 1):
+        rows = [([float(i)], first + i % 2) for i in range(16)]
+        df = spark.createDataFrame(rows, "features array<float>, label int")
+        caplog.clear()
+        TorchClassifier(module=nn.Linear(1, 3), numWorkers=1, maxSteps=1, verbose=0).fit(df)
+        told = [text for text in caplog.messages if "if labels begin at 1" in text]
+        assert len(told) == first

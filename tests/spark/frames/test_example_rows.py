@@ -8,10 +8,16 @@ from typing import Any
 
 import pytest
 from pyspark.logger import PySparkLogger
-from pyspark.sql import Row
+from pyspark.ml.functions import vector_to_array
+from pyspark.ml.linalg import Vectors
+from pyspark.sql import Row, SparkSession
+from pyspark.sql import functions as F
 
+from sparkdl.errors import DataError
 from sparkdl.spark.frames import example_rows
-from sparkdl.spark.frames.example_rows import in_words
+from sparkdl.spark.frames.example_rows import finite_rows, in_words, showing_filter
+
+USED = {"F": F, "vector_to_array": vector_to_array}
 
 
 def test_plain_values_name_a_row() -> None:
@@ -33,3 +39,28 @@ def test_pyspark_can_log_errors_after_its_logger_was_silenced(
     assert example_rows._origin(frame) == "numbered"
     assert isinstance(logging.getLogger(name), PySparkLogger)
     assert not logging.getLogger(name).disabled
+
+
+@pytest.mark.spark
+def test_the_way_to_keep_finite_rows_keeps_them(spark: SparkSession) -> None:
+    """As it is printed, for each kind of column and name."""
+    bad = [float("nan"), float("inf"), float("-inf")]
+    values: list[float] = [1.0, *bad, -2.0]
+    rows = [
+        (x, x, [1.0, x], [[x], [1.0, 2.0]], Vectors.dense([x, 1.0]), Row(f=x), [1.0, x], i)
+        for i, x in enumerate(values)
+    ]
+    names = ["plain", "a.b", "arr", "nested", "vec", "u", "my arr", "id"]
+    df = spark.createDataFrame(rows, names)
+    for name in ("plain", "a.b", "arr", "nested", "vec", "u.f", "my arr"):
+        shown = finite_rows(df, name)
+        assert shown is not None
+        kept = eval(f"df.{shown.partition(', with')[0]}", {"df": df, **USED})
+        assert sorted(row.id for row in kept.collect()) == [0, 4], name
+    assert finite_rows(df, "nothing") is finite_rows(df, "u") is None
+    told = 'Among the 8 rows NaN or infinite values are in: feature "arr" of 3; drop these rows'
+    shown = r'drop these rows, as by df.where\("forall\(arr, '
+    with pytest.raises(DataError, match=shown), showing_filter(df):
+        raise DataError(told)
+    with pytest.raises(DataError, match=r"these rows of others$"), showing_filter(df):
+        raise DataError(f"{told} of others")
