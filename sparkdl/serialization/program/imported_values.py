@@ -225,13 +225,15 @@ def _patches(code: Iterable[Any]) -> dict[Place, bytes]:
     for function in _functions(code):
         if is_installed(function.__globals__.get("__name__")):
             continue
-        modules = [function.__globals__.get(name) for name in function.__code__.co_names]
+        names: set[str] = set()
         for part in _codes(function.__code__):
-            names = {const for const in part.co_consts if isinstance(const, str)} | {*part.co_names}
-            read |= names
-            for name in names:  # as in torch.cuda
-                modules += [vars(m).get(name) for m in modules if type(m) is types.ModuleType]
-        owners |= {one: "" for one in modules if type(one) is types.ModuleType}
+            names |= {const for const in part.co_consts if isinstance(const, str)}
+            names.update(part.co_names)
+        read |= names
+        modules = _modules(function.__globals__.get(name) for name in names)
+        for name in sorted(names):  # as in torch.cuda
+            modules |= _modules(vars(module).get(name) for module in modules)
+        owners |= dict.fromkeys(modules, "")
     for kind in [one for one in code if isinstance(one, type)]:
         owners |= {base: f"{base.__qualname__}." for base in kind.__mro__ if base is not object}
     found: dict[Place, bytes] = {}
@@ -247,6 +249,10 @@ def _patches(code: Iterable[Any]) -> dict[Place, bytes]:
                 except Exception as error:  # whatever classes raise that cannot be pickled
                     _tell_once(place, _reason(error))
     return found
+
+
+def _modules(values: Iterable[Any]) -> set[types.ModuleType]:
+    return {value for value in values if type(value) is types.ModuleType}
 
 
 def _at_home(kind: type) -> bool:
@@ -268,11 +274,12 @@ def _is_put_there(module: str, prefix: str, key: str, member: Any, read: set[str
             return True
     if key[:2] == "__" or (key not in read and key != "forward") or module == "sys":
         return False
+    if kind is types.FunctionType and inspect.unwrap(function).__qualname__ == prefix + key:
+        return False
     made = _names_in(module, prefix.rstrip("."))
     is_defined = made is not None and key in made.functions
     if kind is types.FunctionType or is_defined:
-        name = inspect.unwrap(function).__qualname__ if kind is types.FunctionType else None
-        return is_defined and name != prefix + key
+        return is_defined
     if kind is types.BuiltinFunctionType:
         return bool(function.__name__ != key) and not (made and key in made.names)
     if made is None:  # of C: numbers that are the same everywhere may go along
