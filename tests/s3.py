@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -12,17 +11,13 @@ import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
 
+from tests.ports import free_ports
+
 BUCKET = "tests"
 _START_SECONDS = 60.0
 
 
-def _free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        port: int = server.getsockname()[1]
-        return port
-
-
-_PORT = _free_port()
+(_PORT,) = free_ports(1)
 ENVIRONMENT = {
     "AWS_ENDPOINT_URL": f"http://127.0.0.1:{_PORT}",
     "AWS_ACCESS_KEY_ID": "tests",

@@ -7,7 +7,6 @@ import json
 import os
 import shutil
 import signal
-import socket
 import subprocess
 import time
 import urllib.request
@@ -19,6 +18,7 @@ from xml.sax.saxutils import escape
 
 from tests import jvm
 from tests.faults.hosts import Host
+from tests.ports import free_ports
 
 _HDFS = "org.apache.hadoop.hdfs.server"
 _OPENED = (
@@ -68,7 +68,7 @@ class Hdfs:
         self._folder = folder
         self._jars = jars
         self._java = _java()
-        self._port, self._http_port = _free_ports(2)
+        self._port, self._http_port = free_ports(2)
         self._running: dict[str, subprocess.Popen[bytes]] = {}
 
     @property
@@ -268,11 +268,3 @@ def bytes_read(host: str) -> int:
     query = "Hadoop:service=DataNode,name=DataNodeActivity*"
     (bean,) = _beans(f"{host}:{_DATA_HTTP_PORT}", query)
     return int(bean["BytesRead"])
-
-
-def _free_ports(number: int) -> list[int]:
-    with_all_open = [socket.create_server(("127.0.0.1", 0)) for _ in range(number)]
-    ports = [server.getsockname()[1] for server in with_all_open]
-    for server in with_all_open:
-        server.close()
-    return ports
