@@ -30,8 +30,10 @@ def stored_dtype(wanted: SpoolColumn, found: np.dtype[Any]) -> np.dtype[Any]:
     return np.dtype("int64")
 
 
-def bad_values(values: Array, role: Role, *, as_classes: bool) -> np.ndarray:
-    """``(rows,)``: True where a label or weight cannot be used."""
+def bad_values(
+    values: Array, role: Role, *, as_classes: bool, ignored: int | None = None
+) -> np.ndarray:
+    """``(rows,)``: True where a label or weight cannot be used; ``ignored`` is no bad label."""
     flat = values.reshape(len(values), math.prod(values.shape[1:]))  # -1 fails without rows
     if values.dtype.kind == "f":
         bad = ~np.isfinite(flat)
@@ -40,7 +42,7 @@ def bad_values(values: Array, role: Role, *, as_classes: bool) -> np.ndarray:
     else:
         bad = np.zeros(flat.shape, dtype=bool)
     if as_classes or role == "weight":
-        bad |= flat < 0
+        bad |= (flat < 0) & (True if ignored is None else flat != ignored)
     return np.asarray(bad.any(axis=1))
 
 
@@ -54,7 +56,8 @@ def count_bad(values: Array, wanted: SpoolColumn, place: Callable[[int], str]) -
     """
     if wanted.role == "feature" or values.dtype.kind not in "biuf":
         return 0, ""
-    bad = bad_values(values, wanted.role, as_classes=wanted.as_classes)
+    rules = {"as_classes": wanted.as_classes, "ignored": wanted.ignored}
+    bad = bad_values(values, wanted.role, **rules)
     if not bad.any():
         return 0, ""
     row = int(bad.argmax())

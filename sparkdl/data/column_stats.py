@@ -88,6 +88,11 @@ class SpooledShard:
     head: str = ""
     """Its first rows, see `spool.head`; empty: they were not asked for, or are too large."""
 
+    @property
+    def is_sound(self) -> bool:
+        """True if all rows can be used that were not left out."""
+        return not any(one.nulls_and_shapes or one.bad_values for one in self.columns)
+
     def to_dict(self) -> dict[str, Any]:
         """As plain values; of columns with equal statistics, which are most of many, once."""
         places: dict[str, int] = {}

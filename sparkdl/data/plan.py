@@ -94,6 +94,8 @@ class SpoolColumn:
     """dtype of the values; for the result of a transform that of floating ones."""
     as_classes: bool = False
     """Values must be whole, non-negative numbers."""
+    ignored: int | None = None
+    """The class number that the loss leaves out, which may be any whole number; None: none."""
     argument: str | None = None
     """See `Column`."""
     specification: Specification | None = None

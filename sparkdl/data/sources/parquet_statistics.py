@@ -245,7 +245,10 @@ class ColumnSurvey:
                 continue
             rows, _ = self._found(index, self._arrays(index, group), group)
             assert not isinstance(rows, Ragged)
-            outside = np.flatnonzero(rows.reshape(len(rows), -1).max(axis=1) >= num_classes)
+            high = (rows >= num_classes) & (rows != self.wanted[index].ignored)
+            outside = np.flatnonzero(high.reshape(len(rows), -1).any(axis=1))
+            if not len(outside):
+                continue
             count += len(outside)
             first = first or f"row {int(outside[0])} of {group}"
         return (count, first) if count else None

@@ -299,6 +299,10 @@ class _ColumnWriter:
             stats.bad_values += count
             stats.first_bad = stats.first_bad or example
             return False
+        if self._column.ignored is not None:
+            values = values[values != self._column.ignored]
+            if not values.size:
+                return True
         low, high = (float(values.min()), float(values.max())) if values.size else (0.0, 0.0)
         stats.minimum = low if stats.minimum is None else min(low, stats.minimum)
         stats.maximum = high if stats.maximum is None else max(high, stats.maximum)

@@ -92,23 +92,6 @@ def check_rows(
     return found
 
 
-def check_some(
-    checked: CheckedRequest,
-    table: ShownRows,
-    shards: Items[SpooledShard],
-    sink: Sink | None = None,
-) -> CheckedRows | None:
-    """Make the checks on some of the rows; None: not all of these can be used.
-
-    Raises what `try_module` and `check_labels` raise.
-    """
-    try:
-        table.columns(shards)
-    except DataError:
-        return None
-    return check_rows(checked, table, shards, sink)
-
-
 def _form(columns: Items[Column]) -> list[Column]:
     """The columns, whatever the lengths of sequences."""
     return [replace(column, longest=0) for column in columns]
@@ -180,8 +163,9 @@ def check_labels(
     """Refuse labels outside the classes, as far as they are known; raises DataError."""
     found = table.labels_outside(label_col, num_classes, index, shards)
     if found is not None:
+        number = "" if found[0] is None else f"{found[0]} "
         raise DataError(
-            f'column "{label_col}" has {found[0]} label(s) outside the {num_classes} classes of '
+            f'column "{label_col}" has {number}label(s) outside the {num_classes} classes of '
             f"the module's output, 0 to {num_classes - 1} ({found[1]}); subtract 1 if "
             "labels begin at 1, correct them, or widen the module's output"
         )

@@ -172,8 +172,7 @@ def _open(
     """Reach the executors; beside it see the first rows, if the plan gives them, before others."""
     first = cache(partial(_first_rows, checked, run_id, spools))
     table_of = cache(partial(_table, checked, run_id, spools, stack))
-    check_all = partial(check_rows.check_rows, checked, sink=recorder.graph)
-    check_some = partial(check_rows.check_some, checked, sink=recorder.graph)
+    check = partial(check_rows.check_rows, checked, sink=recorder.graph)
     seen: list[check_rows.CheckedRows | None] = []
 
     def look() -> None:
@@ -182,7 +181,7 @@ def _open(
 
     def while_python_begins() -> None:
         rows = first()
-        seen.append(None if rows is None else check_all(rows, rows.known))
+        seen.append(None if rows is None else check(rows, rows.known))
         recorder.phase("executors")
         if not checked.needs:  # which may be missing there
             table_of().begin()
@@ -202,7 +201,7 @@ def _open(
     recorder.phase("spool")
     table = table_of()
     if seen[0] is None and spools is None:
-        table.on_first(lambda rows, some: seen.append(check_some(rows, some)))
+        table.on_first(lambda rows, some: seen.append(check(rows, some)))
     return Opened(link, table, seen)
 
 

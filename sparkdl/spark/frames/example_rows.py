@@ -6,7 +6,7 @@ import contextlib
 import datetime
 import decimal
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from pyspark.errors import AnalysisException
@@ -40,6 +40,8 @@ class UserRows:
     validation: SparkColumn | None = None
     is_of_first: bool = False
     """True if messages are of the very first rows only, so that no others need to be read."""
+    before: Callable[[], None] | None = None
+    """Called before rows are read, by a job of their own."""
 
     def named(self, text: str, hashes: Mapping[str, int], name: str) -> str:
         """A message about column ``name``, with values and files of rows in place of numbers.
@@ -56,6 +58,8 @@ class UserRows:
         rows = rows.where(F.col("hash").isin(list(wanted.values())))
         rows = rows.limit(len(wanted)) if self.is_of_first else rows.dropDuplicates(["hash"])
         what = f"sparkdl: look for a row that cannot be used, by {name}"
+        if self.before is not None:
+            self.before()
         found = bounded(self.df.sparkSession, rows.collect, _LOOK_SECONDS, what)
         words = {row["hash"]: _words(row["row"], row["origin"], name) for row in found or ()}
         for place in sorted(wanted, key=len, reverse=True):  # a place may be the start of another

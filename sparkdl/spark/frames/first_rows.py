@@ -17,10 +17,8 @@ from pyspark.sql import DataFrame
 from pyspark.sql import functions as F
 
 from sparkdl.data.column_stats import SpooledShard, merge_stats
-from sparkdl.data.plan import Column
 from sparkdl.data.spool.head import Head
 from sparkdl.data.spool.writer import SpoolWriter
-from sparkdl.errors import DataError
 from sparkdl.runtime.activity import doing
 from sparkdl.spark.frames.deal_rows import selected
 from sparkdl.spark.frames.example_rows import UserRows
@@ -60,8 +58,8 @@ class FirstRows(SpooledRows):
 
         Messages name rows of ``shown``; ``is_all`` is True if there are no others.
         """
-        super().__init__(spec, shown)
-        self._rows, self._is_all = rows, is_all
+        super().__init__(spec, shown, is_all=is_all)
+        self._rows = rows
         with tempfile.TemporaryDirectory(prefix="sparkdl-") as folder:
             with SpoolWriter(
                 Path(folder) / "rows",
@@ -74,26 +72,17 @@ class FirstRows(SpooledRows):
                     writer.write(batch)
             self.known = (writer.summary(),)
 
-    def columns(self, shards: Sequence[SpooledShard], *, is_all: bool = True) -> tuple[Column, ...]:
-        """See `RowTable.columns`; nobody has counted what other rows have."""
-        if self._is_all:
-            return super().columns(shards)
-        try:
-            return super().columns(shards, is_all=False)
-        except DataError as error:
-            raise DataError(
-                f"{error} (counted in the first {self._rows.num_rows} rows alone)"
-            ) from error
-
     def labels_outside(
         self, label_col: str, num_classes: int, index: int, shards: Sequence[SpooledShard]
-    ) -> tuple[int, str] | None:
+    ) -> tuple[int | None, str] | None:
         """See `RowTable.labels_outside`; counts the first rows only."""
         stats = merge_stats([shard.columns[index] for shard in shards])
         if stats.maximum is None or stats.maximum < num_classes:
             return None
         values = self._rows.column(index).to_pylist()
-        number = sum(isinstance(v, int | float) and v >= num_classes for v in values)
+        ignored = self._spec.columns[index].ignored
+        high = [v for v in values if isinstance(v, int | float) and v >= num_classes]
+        number = sum(value != ignored for value in high)
         where = (
             f"counted in the first {len(values)} rows alone, where {stats.maximum:g} is the highest"
         )

@@ -173,6 +173,7 @@ def clean_executors(
 
 def _identity(column: SpoolColumn) -> Iterator[Any]:
     yield from (column.name, column.role, column.dtype, column.as_classes, column.argument)
+    yield column.ignored
     yield str(column.expression)
     yield identity(column.specification)
 

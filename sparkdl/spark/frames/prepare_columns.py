@@ -30,7 +30,7 @@ from sparkdl.data.plan import Column, Role, SpoolColumn
 from sparkdl.errors import DataError
 from sparkdl.inputs import Image, Named, Sequence, Sparse, Specification, Tensor
 from sparkdl.spark.frames.columns import has_hash, resolve
-from sparkdl.train.objective.label_losses import class_labels
+from sparkdl.train.objective.label_losses import class_labels, ignored_class
 
 _INTEGERS: dict[type[T.DataType], str] = {
     T.ByteType: "int8",
@@ -159,6 +159,8 @@ def prepare_labels(
     prepared = [prepare_label(entry, as_classes=entry.argument in classes) for entry in labels]
     if label_col is not None:
         label = prepare_label(label_col, as_classes=task.labels == "classes")
+        if label.as_classes:
+            label = replace(label, ignored=ignored_class(loss, task))
         if task.labels == "numbers" and label.dtype == "int64":
             depth = schema[label_col].dataType.simpleString().count("array<")
             kind = "array<" * depth + _SQL_TYPES[float_dtype][0] + ">" * depth

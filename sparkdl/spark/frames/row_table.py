@@ -97,8 +97,11 @@ class ShownRows(Protocol):
 
     def labels_outside(
         self, label_col: str, num_classes: int, index: int, shards: Sequence[SpooledShard]
-    ) -> tuple[int, str] | None:
-        """Return how many labels are outside the classes, as far as is known, and an example."""
+    ) -> tuple[int | None, str] | None:
+        """Return how many labels are outside the classes, if that was counted, and an example.
+
+        None: none are, as far as is known.
+        """
 
     def rows_at_hand(
         self, columns: Sequence[Column], shards: Sequence[SpooledShard]

@@ -105,6 +105,8 @@ class SpoolTable:
         self._first_shards = FirstShards(spark)
         self._begun: BackgroundJob[list[Row]] | None = None
         """The job that `begin` has begun, and nobody waits for yet."""
+        self._running: BackgroundJob[list[Row]] | None = None
+        """The job that `_spooled` waits for, or has waited for."""
         self._is_followed = False
         """True if the gang that began again last runs where the table's rows are."""
 
@@ -191,7 +193,7 @@ class SpoolTable:
         with self._spooling:
             job = self._begun if table is None else None
             self._begun = None if table is None else self._begun
-            job = job or self._job(table or self.df)
+            self._running = job = job or self._job(table or self.df)
             try:
                 rows = job.watched(
                     math.inf,
@@ -206,6 +208,11 @@ class SpoolTable:
         # Spark runs no task at all if it finds that there is nothing to do.
         found = [shard for payload in payloads for shard in parse_shards(payload)]
         return [tuple(found[number::num_sets]) for number in range(num_sets)]
+
+    def _end_spooling(self) -> None:
+        """Free the slots for a look at the rows."""
+        if self._running is not None:
+            self._running.end()
 
     def _job(self, table: DataFrame) -> BackgroundJob[list[Row]]:
         return BackgroundJob(
@@ -335,10 +342,16 @@ class SpooledRows:
         """Name what may give other rows when they are made again; None: nothing is known."""
         return None
 
-    def __init__(self, spec: TableSpec, shown: UserRows | None = None) -> None:
-        """Store the specification, and the rows that messages show, where they are at hand."""
+    def __init__(
+        self, spec: TableSpec, shown: UserRows | None = None, *, is_all: bool = True
+    ) -> None:
+        """Store the specification, and the rows that messages show, where they are at hand.
+
+        ``is_all`` is False if there are other rows, of which nobody knows.
+        """
         self._spec = spec
         self._shown = shown
+        self._is_all = is_all
         self._first: tuple[SpooledShard, ...] | None = None
         self.known: tuple[SpooledShard, ...] = ()
         """The shards as they were seen last."""
@@ -358,7 +371,7 @@ class SpooledRows:
         by_id = {part.shard.shard_id: part for part in (*self.known, *made)}
         return self.checked(tuple(by_id[number] for number in sorted(by_id)))
 
-    def columns(self, shards: Sequence[SpooledShard], *, is_all: bool = True) -> tuple[Column, ...]:
+    def columns(self, shards: Sequence[SpooledShard]) -> tuple[Column, ...]:
         """See `RowTable.columns`; of some of the rows, a weight of 0 says nothing of the others."""
         spec = self._spec
         found = [merge_stats(stats) for stats in zip(*(s.columns for s in shards), strict=True)]
@@ -366,15 +379,15 @@ class SpooledRows:
             if indicator.nulls_and_shapes.nulls:
                 name = str(spec.validation_col)
                 message = indicator.nulls_and_shapes.message(name)
-                raise DataError(self._named(message, shards, name))
+                raise DataError(self._named(message, shards, name) + self._counted(shards))
         pairs = list(zip(spec.columns, found, strict=False))
         problems = [
             self._named(problem, shards, column.name)
             for column, stats in pairs
-            if (problem := stats.problem(column, is_all=is_all)) is not None
+            if (problem := stats.problem(column, is_all=self._is_all)) is not None
         ]
         if problems:
-            raise DataError("; ".join(problems))
+            raise DataError("; ".join(problems) + self._counted(shards))
         return tuple(p.found(s.shape or (), s.dtype, s.longest) for p, s in pairs)
 
     def rows_at_hand(
@@ -390,9 +403,20 @@ class SpooledRows:
 
     def labels_outside(
         self, label_col: str, num_classes: int, index: int, shards: Sequence[SpooledShard]
-    ) -> tuple[int, str] | None:
+    ) -> tuple[int | None, str] | None:
         """See `RowTable.labels_outside`; nobody has counted."""
-        return None
+        stats = merge_stats([shard.columns[index] for shard in shards])
+        if stats.maximum is None or stats.maximum < num_classes:
+            return None
+        return None, f"{stats.maximum:g} is the highest in {self._seen_rows(shards)}"
+
+    def _counted(self, shards: Sequence[SpooledShard]) -> str:
+        """Says which rows a message has counted, if there are others."""
+        return "" if self._is_all else f" (counted in {self._seen_rows(shards)} alone)"
+
+    def _seen_rows(self, shards: Sequence[SpooledShard]) -> str:
+        rows = sum(one.shard.num_all_rows + one.num_skipped_rows for one in shards)
+        return f"the first {rows} rows"
 
     def _named(self, text: str, shards: Sequence[SpooledShard], name: str) -> str:
         """A message about a column, in which rows are named as the user knows them."""
@@ -454,8 +478,10 @@ class ShardTable(SpoolTable, SpooledRows):
         return unstable_operator(self._frame)
 
     def on_first(self, call: Callable[[ShownRows, Sequence[SpooledShard]], None]) -> None:
-        """See `RowTable.on_first`."""
-        self._first_shards.call = partial(call, SpooledRows(self._spec, self._rows))
+        """See `RowTable.on_first`; rows are looked for once the job that writes them has ended."""
+        shown = replace(self._rows, is_of_first=True, before=self._end_spooling)
+        rows = SpooledRows(self._spec, shown, is_all=False)
+        self._first_shards.call = partial(call, rows)
 
     def collect(self) -> tuple[SpooledShard, ...]:
         with self._spooling:
@@ -601,11 +627,13 @@ class ShardTable(SpoolTable, SpooledRows):
 
     def labels_outside(
         self, label_col: str, num_classes: int, index: int, shards: Sequence[SpooledShard]
-    ) -> tuple[int, str] | None:
+    ) -> tuple[int | None, str] | None:
         stats = merge_stats([shard.columns[index] for shard in shards])
         if stats.maximum is None or stats.maximum < num_classes:
             return None
-        outside = self._rows.df.where(F.col(quoted(label_col)) >= num_classes)
+        label, ignored = F.col(quoted(label_col)), self._spec.columns[index].ignored
+        outside = self._rows.df.where(label >= num_classes)
+        outside = outside if ignored is None else outside.where(label != ignored)
         with described(self._spark, "sparkdl: look for labels outside the classes"):
             row, number = outside.first(), outside.count()
         return number, "" if row is None else f"such as the row with {in_words(row, label_col)}"

@@ -108,7 +108,7 @@ def _key(spec: TableSpec, slots: Slots) -> Any:
     """
     columns = [
         (
-            *(p.name, p.role, str(p.expression), p.dtype, p.as_classes, p.argument),
+            *(p.name, p.role, str(p.expression), p.dtype, p.as_classes, p.ignored, p.argument),
             cloudpickle.dumps(p.specification),
         )
         for p in spec.columns

@@ -80,7 +80,7 @@ class FirstShards:
         if not is_connect(spark):
             self.told = spark.sparkContext.accumulator([], _Lists())
         self.call: Callable[[list[SpooledShard]], None] | None = None
-        """Function that is called with the shards of which there are rows at hand."""
+        """Function that is called with the shards of which rows are at hand, or cannot be used."""
 
     def look(self) -> bool:
         """Call if some have come, and return True then; raises what is raised."""
@@ -88,11 +88,12 @@ class FirstShards:
         if call is None or self.told is None:
             return False
         payloads = [json.loads(text) for text in self.told.value]
-        written = [shard for one in payloads for shard in one.get("shards", ()) if shard["head"]]
-        if written:
+        written = [SpooledShard.from_dict(one) for p in payloads for one in p.get("shards", ())]
+        found = [shard for shard in written if shard.head or not shard.is_sound]
+        if found:
             self.call = None
-            call([SpooledShard.from_dict(values) for values in written])
-        return bool(written)
+            call(found)
+        return bool(found)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -67,6 +67,14 @@ def class_labels(loss: Any) -> set[str]:
     }
 
 
+def ignored_class(loss: Any, task: Task) -> int | None:
+    """The class number that a loss leaves out; None: it knows none."""
+    if loss is None:
+        return None
+    found = resolve_loss(loss, task, copies=False)
+    return found.ignore_index if isinstance(found, ClassLoss) else None
+
+
 class LossSum:
     """The weighted sum of a loss per label, as a `LossFunction`.
 

@@ -20,7 +20,6 @@ from torch import nn
 from sparkdl import TorchClassifier, TorchRegressor
 from sparkdl.errors import ClusterError, ConfigError, DataError
 from sparkdl.spark.fit import check_rows
-from sparkdl.spark.fit.check_rows import check_some
 from sparkdl.spark.frames.first_rows import is_answered_early, is_shown_narrow
 from tests.serialization.programs import program
 
@@ -229,18 +228,39 @@ def test_rows_behind_a_shuffle_are_computed_once(counted: Counted) -> None:
 def test_a_mistake_behind_a_shuffle_is_told_while_shards_are_written(
     counted: Counted, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    running: list[int] = []
+    running, own = list[int](), check_rows.check_rows
 
     def look(*given: Any, **named: Any) -> Any:
         running.append(len(counted.df.sparkSession.sparkContext.statusTracker().getActiveJobsIds()))
-        return check_some(*given, **named)
+        return own(*given, **named)
 
-    monkeypatch.setattr(check_rows, "check_some", look)
+    monkeypatch.setattr(check_rows, "check_rows", look)
     df = counted.df.repartition(4, "label")
     many = {"numWorkers": 40, "executionMode": "rounds", "syncStrategy": "ParameterAveraging"}
     with pytest.raises(ConfigError, match=r"Linear\(in_features=5.*got float32 \(batch, 4\)"):
         fit(df, nn.Linear(5, 3), **many)
     assert running == [1]  # the job that writes them
+
+
+def test_rows_that_cannot_be_used_behind_a_shuffle(counted: Counted) -> None:
+    """The first shards tell, and name a row once the job that writes the others has ended."""
+    label = F.col("id") % 3
+    df = counted.df.sparkSession.range(0, ROWS, 1, 8).select(
+        F.array(F.col("id") * 1.0, F.when(label < 2, 2.0)).alias("features"), label.alias("label")
+    )
+    many = {"numWorkers": 40, "executionMode": "rounds", "syncStrategy": "ParameterAveraging"}
+    bad = {
+        r'"features" has \d+ rows? with a null': df.repartition(4, "label"),
+        '"label" must hold whole': df.withColumn("label", F.lit(0.5)).repartition(4, "features"),
+    }
+    for words, rows in bad.items():
+        with pytest.raises(DataError, match=words) as caught:
+            fit(rows, nn.Linear(2, 3), **many)
+        told = str(caught.value)
+        assert "(such as " in told
+        assert "the row with label=" in told
+        looked = int(re.findall(r"counted in the first (\d+) rows alone", told)[0])
+        assert 0 < looked < ROWS
 
 
 def test_a_module_of_half_precision_gets_features_of_its_own(counted: Counted) -> None:
@@ -286,6 +306,36 @@ def test_rows_of_which_none_counts(counted: Counted, caplog: pytest.LogCaptureFi
             fit(ignored, nn.Linear(4, 3), loss=loss, **strategy)
         with pytest.raises(DataError, match=r"no row of epoch 1 counts"):
             fit(ignored, nn.Linear(4, 3), loss=loss, maxSteps=-1, batchSize=500, **strategy)
+
+
+@pytest.mark.parametrize("ignored", [-100, -1, 255])
+def test_labels_that_the_loss_leaves_out(counted: Counted, ignored: int) -> None:
+    """They may be no classes; history and evaluate say the same as torch's mean."""
+    label = F.when(F.col("label") == 2, ignored).otherwise(F.col("label")).alias("label")
+    df = counted.df.select("features", label).limit(400).coalesce(2)
+    first = nn.Linear(4, 2).double()
+    loss = nn.CrossEntropyLoss(ignore_index=ignored)
+    given = {"optimizer": "sgd", "learningRate": 0.1, "batchSize": 400, "maxSteps": -1}
+    model = fit(df, first, **given, epochs=3, loss=loss)
+    pairs = [(row["features"], row["label"]) for row in df.collect()]
+    rows, labels = (torch.tensor(part) for part in zip(*pairs, strict=True))
+    assert 0 < int((labels == ignored).sum()) < 400
+    own = copy.deepcopy(first)
+    optimizer = torch.optim.SGD(own.parameters(), lr=0.1)
+    for record in model.summary.history:
+        output = own(rows.double())
+        value = loss(output, labels)
+        optimizer.zero_grad()
+        value.backward()
+        optimizer.step()
+        assert record["loss"] == pytest.approx(value.item(), rel=1e-10)
+    assert torch.allclose(model.module.weight, own.weight, rtol=1e-10, atol=0)
+    found, output = model.evaluate(df), own(rows.double())
+    right = (output.argmax(1) == labels)[labels != ignored].double().mean().item()
+    assert found["loss"] == pytest.approx(loss(output, labels).item(), rel=1e-10)
+    assert found["accuracy"] == pytest.approx(right, rel=1e-10)
+    with pytest.raises(DataError, match=r"label\(s\) outside|whole, non-negative class"):
+        fit(df, first, loss=nn.CrossEntropyLoss(ignore_index=0))
 
 
 def shown(df: DataFrame) -> str:
