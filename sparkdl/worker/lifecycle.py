@@ -304,6 +304,11 @@ def _remedy(error: BaseException) -> str:
             "(spark.submit.pyFiles), sparkContext.addPyFile(path) or spark.addArtifacts(path, "
             "pyfile=True), and install packages there"
         )
+    if isinstance(error, FileNotFoundError) and _is_relative(error.filename):
+        return (
+            f"; this worker's folder is {os.getcwd()}: give the whole path, which all hosts must "
+            "have, or send the file with --files (spark.files) and open pyspark.SparkFiles.get(name)"
+        )
     if type(error).__module__.startswith(("torch._dynamo.", "torch._inductor.")):
         return "; torch.compile cannot compile it on this worker: train without compile"
     signs = type(error).__name__ + _message(error)  # torch has a type for GPUs only
@@ -319,6 +324,10 @@ def _remedy(error: BaseException) -> str:
         )
     of_user = isinstance(error, SparkDLError) or not is_of_packages(error)
     return "" if of_user else untested()
+
+
+def _is_relative(path: object) -> bool:
+    return isinstance(path, str) and not os.path.isabs(path)
 
 
 def _limit_of_addresses() -> str:

@@ -90,6 +90,10 @@ def shares_with_a_script() -> nn.Module:
     return net
 
 
+def exported() -> nn.Module:
+    return torch.export.export(nn.Linear(2, 2), (torch.ones(3, 2),)).module()
+
+
 REFUSED: dict[str, tuple[Any, str]] = {
     "lock": (lambda: Net(lock=threading.Lock()), "its attribute lock"),
     "lock inside": (lambda: nn.Sequential(Net(parts=[{"a": threading.Lock()}])), "0.parts"),
@@ -98,6 +102,7 @@ REFUSED: dict[str, tuple[Any, str]] = {
     "generator": (lambda: Net(rows=(x for x in "ab")), "its attribute rows"),
     "thread": (lambda: Net(thread=threading.Thread()), "its attribute thread"),
     "hook": (lambda: hooked(threading.Lock()), "its attribute layer.weight"),
+    "exported": (exported, "give the module that was exported"),
     "another": (MadeAnew, "layer.weight has other values"),
     "tie with a script": (shares_with_a_script, "do not share memory"),
 }

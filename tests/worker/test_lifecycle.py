@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
 import pickle
 import resource
@@ -145,6 +146,7 @@ def test_nobody_begins_before_all_have_connected(
         (torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB"), "lower batchSize"),
         (MemoryError(), "gradientAccumulationSteps"),
         (ModuleNotFoundError("No module named 'nets'"), "send your own modules with --py-files"),
+        (FileNotFoundError(errno.ENOENT, "No such file", "words.txt"), "pyspark.SparkFiles.get"),
         (torch._dynamo.exc.TorchDynamoException("no graph"), "train without compile"),
         (
             AssertionError(
@@ -162,6 +164,8 @@ def test_errors_that_do_not_say_what_to_do_get_a_remedy(error: Exception, remedy
     assert remedy in found["message"]
     assert (found["kind"], found["host"]) == ("user", socket.gethostname())
     assert describe_failure(ValueError("x"), 1)["message"] == "x"
+    whole = FileNotFoundError(errno.ENOENT, "No such file", "/data/words.txt")
+    assert describe_failure(whole, 1)["message"] == str(whole)
 
 
 def test_packages_that_fail_by_themselves_name_a_version_that_nobody_tested(

@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.fx import GraphModule
 
 from sparkdl.errors import ConfigError
 from sparkdl.runtime.process import default_dtype
@@ -166,10 +167,19 @@ def _pickled(
     except Exception as error:  # whatever the user's classes raise when they are pickled
         raise ConfigError(
             f"the module cannot be sent to the workers: {type(error).__name__}: {error}"
-            f"{_culprit(module)}; make locks, files and sessions where forward first needs them, "
-            "or leave them out in a __getstate__ of the class"
+            f"{_culprit(module)}; {_to_send(module)}"
         ) from error
     return pickler, pickle.dumps(pickler.head()) + file.getvalue()
+
+
+def _to_send(module: nn.Module) -> str:
+    """Say what to do with a module that cannot be sent."""
+    if any(isinstance(one, GraphModule) and hasattr(one, "shape_env") for one in module.modules()):
+        return "a program of torch.export has no training mode: give the module that was exported"
+    return (
+        "make locks, files and sessions where forward first needs them, or leave them out in a "
+        "__getstate__ of the class"
+    )
 
 
 def _culprit(module: nn.Module) -> str:
