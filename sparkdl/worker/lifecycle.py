@@ -14,6 +14,7 @@ import resource
 import socket
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from sparkdl.comm.channel import ChannelClient, ChannelStorage
@@ -306,8 +307,9 @@ def _remedy(error: BaseException) -> str:
         )
     if isinstance(error, FileNotFoundError) and _is_relative(error.filename):
         return (
-            f"; this worker's folder is {os.getcwd()}: give the whole path, which all hosts must "
-            "have, or send the file with --files (spark.files) and open pyspark.SparkFiles.get(name)"
+            f"; this worker's folder is {Path.cwd()}: give the whole path, which all hosts must "
+            "have, or send the file with --files (spark.files), and open what "
+            "pyspark.SparkFiles.get(name) returns"
         )
     if type(error).__module__.startswith(("torch._dynamo.", "torch._inductor.")):
         return "; torch.compile cannot compile it on this worker: train without compile"
@@ -327,7 +329,7 @@ def _remedy(error: BaseException) -> str:
 
 
 def _is_relative(path: object) -> bool:
-    return isinstance(path, str) and not os.path.isabs(path)
+    return isinstance(path, str) and not Path(path).is_absolute()
 
 
 def _limit_of_addresses() -> str:
