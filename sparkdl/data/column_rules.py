@@ -56,8 +56,7 @@ def count_bad(values: Array, wanted: SpoolColumn, place: Callable[[int], str]) -
     """
     if wanted.role == "feature" or values.dtype.kind not in "biuf":
         return 0, ""
-    rules = {"as_classes": wanted.as_classes, "ignored": wanted.ignored}
-    bad = bad_values(values, wanted.role, **rules)
+    bad = bad_values(values, wanted.role, as_classes=wanted.as_classes, ignored=wanted.ignored)
     if not bad.any():
         return 0, ""
     row = int(bad.argmax())

@@ -27,7 +27,8 @@ from sparkdl.errors import (
     StorageError,
 )
 from sparkdl.runtime.versions import difference, versions
-from sparkdl.serialization.program.imported_values import Place, ProgramValues, values_to_send
+from sparkdl.serialization.program.imported_values import ProgramValues, values_to_send
+from sparkdl.serialization.program.named_code import Place
 from sparkdl.serialization.travel.operators import Operators
 from sparkdl.spark.daemon import preload
 from sparkdl.spark.session.background_job import BackgroundJob

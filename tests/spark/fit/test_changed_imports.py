@@ -19,7 +19,7 @@ import torch
 from torch import nn
 
 from sparkdl import ParameterAveraging, TorchRegressor
-from sparkdl.serialization.program import imported_values as module
+from sparkdl.serialization.program import packed_values
 from sparkdl.serialization.program.imported_values import (
     ProgramValues,
     differing,
@@ -230,7 +230,7 @@ def test_values_are_told_that_no_fresh_process_can_judge(
 
 
 def test_what_cannot_be_sent_is_told_once(library: Any, caplog: pytest.LogCaptureFixture) -> None:
-    module._told.clear()
+    packed_values.told.clear()
     library.OPTIONS["lock"] = threading.Lock()
     library.CACHE["large"] = b"0" * (2 << 20)
     for _ in range(2):

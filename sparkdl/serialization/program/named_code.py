@@ -1,0 +1,216 @@
+"""What classes and functions name, and what of that is in modules of the user's own."""
+
+from __future__ import annotations
+
+import collections
+import dis
+import enum
+import gc
+import importlib
+import inspect
+import itertools
+import logging
+import sys
+import types
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import cloudpickle
+
+from sparkdl.serialization.trust import is_installed
+
+Place = tuple[str, str]
+"""A module of Python, and the name of something in it, with dots."""
+_MOST_PARTS = 10_000
+"""So many of what a value holds, nearest first, are asked for code."""
+_OPAQUE = (
+    *(types.ModuleType, types.CodeType, types.FrameType, types.TracebackType, types.GeneratorType),
+    logging.Logger,
+)
+"""Kinds of objects that lead to all of a process, or to no code."""
+_DRIVERS = {"pyspark", "py4j"}
+"""Packages whose objects are connections."""
+ATOMS = {type(None), bool, int, float, complex, str, bytes}
+_OF_IMPORT = {*vars(types.ModuleType("")), "__builtins__", "__cached__", "__file__", "__path__"}
+"""Globals that importing a module sets: each process has its own."""
+
+
+def named_by(code: Iterable[Any], *, by_name: bool) -> dict[Place, Any]:
+    """Return what code names of the user's own modules, and of those that it names in turn.
+
+    ``by_name``: without code itself and modules, and without what travels with other code.
+    """
+    found: dict[Place, Any] = {}
+    seen: dict[tuple[int, bool], Any] = {}  # the values too, so that no id is used twice
+    todo = [(one, False) for one in code]
+    """Values to look at, with True if other processes have them because they import a module."""
+    made: dict[int, Place] = {}
+    """Classes that functions have made, by id, and where other processes have theirs."""
+    while todo:
+        start, is_there = todo.pop()
+        for value in _code_in(start, seen, is_there):
+            module = str(value.__module__)
+            has_name = is_imported(module) and _travels_by_name(value)
+            if has_name and not by_name:
+                found[module, value.__qualname__] = value
+            is_known = is_there or has_name
+            if not isinstance(value, type):
+                todo += [(part, is_known) for part in _held_by(value)]
+                for place, member in _globals_of(value, is_known or not by_name):
+                    if place is not None and isinstance(member, type):
+                        made.setdefault(id(member), place)
+                    if place is not None and not (by_name and type(member) is types.ModuleType):
+                        found[place] = member
+                    todo.append((member, place is not None))
+                continue
+            todo += [(part, is_known) for part in (type(value), *value.__bases__)]
+            there = (module, value.__qualname__) if has_name else made.get(id(value))
+            members = value._member_map_ if isinstance(value, enum.EnumMeta) else {}
+            for name, one in members.items():
+                for key, part in vars(one).items():
+                    if there and (key == "_value_" or not key.startswith("_")):
+                        found[there[0], f"{there[1]}.{name}.{key}"] = part
+            for key, member in vars(value).items():
+                is_special = key.startswith("__") and not isinstance(member, types.FunctionType)
+                is_fixed = isinstance(value, enum.EnumMeta) and not isinstance(
+                    member, types.FunctionType | staticmethod | classmethod | property
+                )
+                if there and not is_special and not is_fixed:
+                    found[there[0], f"{there[1]}.{key}"] = member
+                if key != "__annotations__":
+                    todo.append((member, is_known))
+    return found
+
+
+def _code_in(value: Any, seen: dict[tuple[int, bool], Any], is_there: bool) -> Iterator[Any]:
+    """The user's own classes and functions that are nearest to a value, each once.
+
+    What an object holds is asked of the garbage collector, which runs no code of its class.
+    """
+    todo = collections.deque([value])
+    for _ in range(_MOST_PARTS):
+        if not todo:
+            return
+        one = todo.popleft()
+        kind = type(one)
+        if {(id(one), is_there), (id(one), True)} & seen.keys():
+            continue
+        seen[id(one), is_there] = one
+        if issubclass(kind, type):
+            if not is_installed(one.__module__):
+                yield one
+        elif kind is types.FunctionType:
+            if is_installed(one.__module__) and is_installed(one.__globals__.get("__name__")):
+                todo += _held_by(one)
+            else:
+                yield one
+        elif (
+            not issubclass(kind, _OPAQUE) and str(kind.__module__).partition(".")[0] not in _DRIVERS
+        ):
+            parts = itertools.islice(gc.get_referents(one), _MOST_PARTS)
+            todo.append(kind)
+            todo += [part for part in parts if type(part) not in ATOMS]
+
+
+def _held_by(function: types.FunctionType) -> list[Any]:
+    """Return what a function has besides its globals, such as what it wraps."""
+    held = function.__closure__, function.__defaults__, function.__kwdefaults__, vars(function)
+    return [part for part in held if part]
+
+
+def _globals_of(function: types.FunctionType, is_there: bool) -> Iterator[tuple[Place | None, Any]]:
+    """The globals that a function reads, and what it reads of modules among them.
+
+    ``is_there``: whether other processes have the function's own module.
+    """
+    where = str(function.__globals__.get("__name__"))
+    if is_installed(where):
+        return
+    read: set[str] = set()
+    attributes: set[str] = set()
+    for code in codes_in(function.__code__):
+        for step in dis.get_instructions(code):
+            if step.opname in ("LOAD_GLOBAL", "LOAD_NAME", "IMPORT_NAME"):
+                read.add(str(step.argval))
+            elif step.opname in ("LOAD_ATTR", "LOAD_METHOD", "IMPORT_FROM"):
+                attributes.add(str(step.argval))
+    read -= _OF_IMPORT
+    attributes -= _OF_IMPORT
+    own = vars(sys.modules.get(where, types))
+    is_own = is_there and function.__globals__ is own and is_imported(where)
+    todo = [(name, function.__globals__.get(name, sys.modules.get(name))) for name in sorted(read)]
+    seen = set()
+    for name, value in todo:
+        if isinstance(value, types.ModuleType):
+            if is_own and name in function.__globals__:
+                yield (where, name), value
+            if is_imported(value.__name__) and value.__name__ not in seen:
+                seen.add(value.__name__)
+                for member in sorted(attributes & vars(value).keys()):
+                    found = vars(value)[member]
+                    if issubclass(type(found), types.ModuleType):
+                        todo.append(("", found))
+                    else:
+                        yield (value.__name__, member), found
+        elif name in function.__globals__:
+            yield (where, name) if is_own else None, value
+
+
+def is_imported(module: str) -> bool:
+    """True for a module of the user's own that travels by its name."""
+    by_value = cloudpickle.list_registry_pickle_by_value()
+    package = module.partition(".")[0]
+    is_own = module not in ("__main__", "__mp_main__") and not is_installed(module)
+    spec = getattr(sys.modules.get(module), "__spec__", None)
+    return is_own and spec is not None and not {module, package} & set(by_value)
+
+
+def _travels_by_name(value: type | types.FunctionType) -> bool:
+    """True if its module has it under its name: what functions make travels with all it names."""
+    found: Any = sys.modules.get(value.__module__)
+    for name in value.__qualname__.split("."):
+        found = inspect.getattr_static(found, name, None)
+    return function_of(found) is value
+
+
+def is_code(value: Any) -> bool:
+    """True for classes and functions."""
+    return isinstance(value, type | types.FunctionType)
+
+
+def functions_of(code: Iterable[Any]) -> list[types.FunctionType]:
+    """The functions among these classes and functions, and those of the classes."""
+    members = [
+        part for one in code for part in (vars(one).values() if isinstance(one, type) else [one])
+    ]
+    return [one for one in map(function_of, members) if isinstance(one, types.FunctionType)]
+
+
+def function_of(value: Any) -> Any:
+    """That of a method; other values as they are."""
+    is_method = type(value) in (staticmethod, classmethod, types.MethodType)
+    return value.__func__ if is_method else value
+
+
+def codes_in(code: types.CodeType) -> Iterator[types.CodeType]:
+    """Code, and that of the functions in it."""
+    yield code
+    for const in code.co_consts:
+        if isinstance(const, types.CodeType):
+            yield from codes_in(const)
+
+
+def owner_of(place: Place) -> tuple[Any, str]:
+    """The module or class that has a name, and the last part of that."""
+    owner: Any = importlib.import_module(place[0])
+    *path, last = place[1].split(".")
+    for name in path:
+        members = owner._member_map_ if isinstance(owner, enum.EnumMeta) else {}
+        owner = members[name] if name in members else vars(owner)[name]
+    return owner, last
+
+
+def value_at(place: Place) -> Any:
+    """What is at a place; raises what importing its module raises, or KeyError."""
+    owner, name = owner_of(place)
+    return vars(owner)[name]
