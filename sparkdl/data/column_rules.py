@@ -6,6 +6,7 @@ The spool, the sources that workers read by themselves, and `evaluate` all go by
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -94,7 +95,11 @@ def bad_values_message(column: SpoolColumn, count: int, first: str) -> str:
         False: "finite numbers" + (" that are not negative" * (column.role == "weight")),
     }[column.as_classes]
     rows = "row does" if count == 1 else "rows do"
+    remedy = "drop or mend them"
+    if column.as_classes and re.match(r"-\d+(\.0)? in ", first):
+        number = first.partition(" ")[0].removesuffix(".0")
+        remedy += f", or have them left out by loss=nn.CrossEntropyLoss(ignore_index={number})"
     return (
         f'column "{column.name}" must hold {wanted}, but {count} {rows} not (first: {first}); '
-        "drop or mend them"
+        f"{remedy}"
     )

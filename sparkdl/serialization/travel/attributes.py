@@ -451,8 +451,9 @@ def _slots(layer: nn.Module) -> set[str]:
 
 
 def _is_parametrized(kind: Any) -> bool:
-    """True for a class that torch has made for a module with parametrizations."""
-    return "__getstate__" in vars(kind) and kind.__name__.startswith("Parametrized")
+    """True for a class that torch has made for a module with parametrizations, or of such a one."""
+    owner = next((one for one in kind.__mro__ if "__getstate__" in vars(one)), object)
+    return owner.__name__.startswith("Parametrized")
 
 
 def _registered(module: nn.Module) -> Iterator[tuple[str, Any]]:

@@ -13,7 +13,7 @@ import warnings
 from collections.abc import Callable, Iterator
 from collections.abc import Sequence as Items
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from sparkdl.errors import ConfigError
 from sparkdl.runtime.process import borrowed_generator, seeded
@@ -60,6 +60,12 @@ def check_parts(checked: CheckedValues, example: Example) -> None:
     numbers = sum(parameter.numel() for parameter in checked.module.parameters())
     if is_compiled(checked.module) or (numbers > _MOST_NUMBERS and not is_staged):
         return
+    if is_staged and _depends_on(checked, example, few, trains=True) == "calls":
+        raise ConfigError(
+            f"parallelism=Mesh({mesh}): forward gives the same rows something else from call to "
+            "call, and along a pipeline it is called for each part of a batch; let it depend on "
+            "nothing but its input, or leave pipeline at 1"
+        )
     if not _mixes_rows(checked, example, few):
         return
     if is_staged:
@@ -302,16 +308,36 @@ def _mixes_rows(checked: CheckedValues, example: Example, rows: int) -> bool:
     random, or changes from call to call, is tried in evaluation mode.
     """
     for trains in (True, False):
-        found = None
-        with _tried(checked, trains=trains) as module, contextlib.suppress(Exception):
-            batch = example.batch(rows)
-            whole, half = (_called(module, one) for one in (batch, batch.rows(0, rows // 2)))
-            found = _are_close(whole, half, rows // 2) or None
-            if found is None and _are_close(whole, _called(module, batch), rows):
-                return True
-        if found:
-            return False
+        found = _depends_on(checked, example, rows, trains=trains)
+        if found in ("rows", "nothing"):
+            return found == "rows"
     return False
+
+
+def _depends_on(
+    checked: CheckedValues, example: Example, rows: int, *, trains: bool
+) -> Literal["nothing", "rows", "calls", "draws"] | None:
+    """What the module's output for a row depends on besides that row; None: a call has failed.
+
+    Other rows of the batch, earlier calls, or numbers that are drawn.
+    """
+    seed = checked.config.seed
+    with _tried(checked, trains=trains) as module, contextlib.suppress(Exception):
+        batch = example.batch(rows)
+
+        def call(part: Batch, seed: int) -> list[torch.Tensor | None]:
+            with seeded(seed):
+                return _called(module, part)
+
+        half = batch.rows(0, rows // 2)
+        # In this order something differs also for a module that does every second call otherwise.
+        whole, part, part_again, again = (call(one, seed) for one in (batch, half, half, batch))
+        if not (_are_close(whole, again, rows) and _are_close(part, part_again, rows // 2)):
+            return "calls"
+        if _are_close(whole, part, rows // 2):
+            return "nothing"
+        return "rows" if _are_close(again, call(batch, seed + 1), rows) else "draws"
+    return None
 
 
 @contextmanager

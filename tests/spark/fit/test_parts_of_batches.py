@@ -230,6 +230,29 @@ def test_a_module_that_mixes_rows(
     assert is_told or not caplog.records
 
 
+class InTurns(nn.Sequential):
+    """Computes otherwise in every second call, or third one, of its training."""
+
+    def __init__(self, period: int) -> None:
+        super().__init__(nn.Linear(4, 4), nn.Linear(4, 1))
+        self.period, self.calls = period, 0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.calls += self.training
+        found: torch.Tensor = super().forward(x)
+        return found * 2 if self.calls % self.period else found
+
+
+@pytest.mark.parametrize("period", [2, 3, 4])
+def test_a_module_that_takes_turns_mixes_no_rows(
+    period: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    check(InTurns(period))
+    assert not caplog.records
+    with pytest.raises(ConfigError, match="the same rows something else from call to call"):
+        check(InTurns(period), parallelism=STAGED)
+
+
 class Counted:
     """A loss that becomes smaller by its calls."""
 
