@@ -310,8 +310,9 @@ class TorchClassifier(
 ):
     """Trains a module that tells classes apart; the default loss is the cross entropy.
 
-    Labels are class indices from 0, in a column of any numeric type. The module's outputs are
-    logits: one per class, or one for two classes with ``loss="bce_with_logits"``.
+    Labels are class indices from 0, in a column of any numeric type, or what the loss ignores, such
+    as -100 (``ignore_index``). The module's outputs are logits: one per class, or one for two
+    classes with ``loss="bce_with_logits"``.
 
     Example::
 

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.nn.utils import parametrizations
 
 from sparkdl.comm.communicator import Communicator
 from sparkdl.config import TrainConfig
@@ -141,6 +142,22 @@ class Experts(nn.Module):
             if len(x) and x.mean() * 10 > number - 1:
                 found = found + expert(inner)
         return self.out(torch.tanh(found))
+
+
+def normed() -> nn.Module:
+    made = parametrizations.weight_norm(nn.Linear(8, 8))
+    return nn.Sequential(nn.Linear(4, 8), nn.Tanh(), made, nn.Linear(8, 1))
+
+
+def orthogonal() -> nn.Module:
+    made = parametrizations.orthogonal(nn.Linear(8, 8))
+    return nn.Sequential(nn.Linear(4, 8), nn.Tanh(), made, nn.Linear(8, 1))
+
+
+@pytest.mark.parametrize("make", [normed, orthogonal])
+@pytest.mark.parametrize("mesh", [SHARD, UNITS, OPTIMIZER], ids=str)
+def test_layers_with_parametrizations(gang: Gang, mesh: Mesh, make: Make) -> None:
+    assert_as_plain(gang, mesh, make)
 
 
 @pytest.mark.parametrize("make", [Choosing, Experts])
