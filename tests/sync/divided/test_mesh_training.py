@@ -19,6 +19,7 @@ from sparkdl.errors import ConfigError
 from sparkdl.inference.regression import REGRESSION
 from sparkdl.mesh import Mesh
 from sparkdl.models import LanguageModel
+from sparkdl.serialization.travel.attributes import Attributes
 from sparkdl.storage.checkpoint_format import decode
 from sparkdl.sync.divided.dividing import whole_weights
 from sparkdl.sync.divided.mesh_ranks import MeshRanks
@@ -124,6 +125,7 @@ def train_on_rank(
         shards=[MappedRows(data[number], plan) for number in held],
         validation=[MappedRows(validation[number], plan) for number in held],
         checkpoints=sink, resume=resume, observer=NullObserver(),
+        held=Attributes(net, is_divided=mesh.is_divided),
     )  # fmt: skip
     whole = decode(b"".join(whole_weights(net, outcome.pipeline)), "the weights")
     return whole, outcome.history, sink.points
