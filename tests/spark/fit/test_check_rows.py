@@ -725,7 +725,7 @@ def test_long_rows_of_zeros_are_warned_of(caplog: pytest.LogCaptureFixture) -> N
     values[:, 10:] = 0
     check_rows(checked, table, [])
     assert "0.05 % are not 0, and each row takes 0.1 MB" in caplog.text
-    assert 'sparkdl.Sparse("x")' in caplog.text
+    assert 'sparkdl.Sparse("x")' in caplog.messages[-1]
 
 
 def with_maximum(*maxima: float | None) -> list[SpooledShard]:
@@ -750,9 +750,9 @@ def test_labels_inside_the_classes_cost_no_job() -> None:
 def test_labels_outside_the_classes(spark: SparkSession) -> None:
     rows = [(i, float(i % 5)) for i in range(20)]
     df = spark.createDataFrame(rows, "id int, `the label` double")
-    spec = TableSpec(
-        columns=(prepare(df.schema, "id", "feature", float_dtype="float32"),), num_shards=1
-    )
+    label = prepare(df.schema, "the label", "label", float_dtype="float32", as_classes=True)
+    x = prepare(df.schema, "id", "feature", float_dtype="float32")
+    spec = TableSpec(columns=(x, label), num_shards=1)
     table = ShardTable(df.limit(1), spec, run_id="labels", shown=UserRows(df, ()))
     with pytest.raises(DataError) as caught:
         check_labels(table, "the label", 3, 1, with_maximum(2.0, 4.0))
