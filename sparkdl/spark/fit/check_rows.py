@@ -163,9 +163,9 @@ def check_labels(
     """Refuse labels outside the classes, as far as they are known; raises DataError."""
     found = table.labels_outside(label_col, num_classes, index, shards)
     if found is not None:
-        number = "" if found[0] is None else f"{found[0]} "
+        number = "some" if found[0] is None else found[0]
         raise DataError(
-            f'column "{label_col}" has {number}label(s) outside the {num_classes} classes of '
+            f'column "{label_col}" has {number} label(s) outside the {num_classes} classes of '
             f"the module's output, 0 to {num_classes - 1} ({found[1]}); subtract 1 if "
             "labels begin at 1, correct them, or widen the module's output"
         )
