@@ -47,7 +47,7 @@ def clean(directory: str, older_than: float, master: str | None, conf: tuple[str
     is_path = directory != "" and scheme_of(directory) is None
     require(is_path, "DIR must be a folder of local disks", directory)
     directory = str(Path(directory).absolute())
-    if Path(directory).is_dir():
+    if _is_folder(directory):
         _show("this machine", kept_spools.clean(directory, seconds))
     elif master is None:
         raise ConfigError(f"this machine has no folder {directory}; for executors give --master")
@@ -66,6 +66,13 @@ def clean(directory: str, older_than: float, master: str | None, conf: tuple[str
     finally:
         with showing("stopping Spark", partial(activity_view, has_lines=False)):
             spark.stop()
+
+
+def _is_folder(directory: str) -> bool:
+    try:
+        return Path(directory).is_dir()
+    except OSError as error:
+        raise ConfigError(f"cannot look at {directory}: {error.strerror}") from error
 
 
 def _show(where: str, found: tuple[int, int]) -> None:

@@ -23,6 +23,7 @@ has ended the program, so that its status would be 1.
 
 from __future__ import annotations
 
+import ast
 import contextlib
 import io
 import json
@@ -80,6 +81,11 @@ _FUNCTIONS = re.compile(
     r"|Not|Equality|Unequality|StrictLessThan|LessThan|StrictGreaterThan|GreaterThan|True|False"
     r"|positive|negative|nonnegative|nonpositive|integer|real|finite|zero|precision|oo|int_oo"
 )
+_POWERS = {"Pow", "PowByNatural", "FloatPow", "LShift"}
+_MOST_POWER = 64
+"""The greatest exponent of a size."""
+_MOST_POWERS = 2
+"""So many powers may be within each other."""
 _CONTAINERS = (None, "builtins.tuple", "builtins.list", "builtins.dict")
 
 
@@ -337,10 +343,43 @@ def _check_text(text: str, key: str, trust: Trust) -> None:
             _FUNCTIONS.fullmatch(word) or _SYMBOL.fullmatch(word) for word in words
         ):
             raise _refusal(f"the size {text!r}")
+        if not _has_small_powers(text):
+            raise StorageError(
+                f"the exported program holds the size {text[:200]!r}, a power that could take any "
+                "time to compute; save the model again, or make it from an importable factory"
+            )
     elif key in ("in_spec", "out_spec"):
         _check_spec(json.loads(text)[1])
     elif key != "as_string" and not _NAME.fullmatch(text):  # strings stay strings in the program
         raise _refusal(f"the name {text!r}")
+
+
+def _has_small_powers(text: str) -> bool:
+    """True if the powers of an expression, which sympy computes at once, have few digits."""
+    try:
+        todo: list[tuple[ast.AST, int]] = [(ast.parse(text.strip(), mode="eval"), 0)]
+    except (SyntaxError, ValueError, RecursionError, MemoryError):
+        return False
+    while todo:
+        one, depth = todo.pop()
+        parts = [*ast.iter_child_nodes(one)]
+        if _is_power(one):
+            depth += 1
+            exponents = [one.right] if isinstance(one, ast.BinOp) else parts[2:]
+            inner = [node for exponent in exponents for node in ast.walk(exponent)]
+            values = [node.value for node in inner if isinstance(node, ast.Constant)]
+            numbers = [v for v in values if isinstance(v, int | float) and not isinstance(v, bool)]
+            is_small = len(numbers) < 2 and all(abs(value) <= _MOST_POWER for value in numbers)
+            if depth > _MOST_POWERS or not is_small or any(map(_is_power, inner)):
+                return False
+        todo += [(part, depth) for part in parts]
+    return True
+
+
+def _is_power(node: ast.AST) -> bool:
+    if isinstance(node, ast.BinOp):
+        return isinstance(node.op, ast.Pow | ast.LShift)
+    return isinstance(node, ast.Call) and getattr(node.func, "id", "") in _POWERS
 
 
 def _is_allowed(operator: str) -> bool:

@@ -6,11 +6,13 @@ ended. What belongs to a run that is alive, or is ahead of its own newest checkp
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Iterator
+from contextlib import contextmanager
 
+from sparkdl.errors import StorageError
 from sparkdl.storage.checkpoint_format import MANIFEST, SHARED, StepFolder, steps_of, writers
 from sparkdl.storage.lease import lease_name, read_leases
-from sparkdl.storage.storage import Storage
+from sparkdl.storage.storage import Storage, is_definite
 
 
 def surplus(
@@ -44,7 +46,8 @@ def prune(storage: Storage, newest: StepFolder, keep: int) -> None:
     """Remove what is `surplus`, and what runs that have ended left besides.
 
     The caller has just written ``newest``; ``keep`` whole ones stay. StorageError if the storage
-    failed, CommunicationError if the way to it was lost.
+    failed, or, once all else is removed, if something cannot be; CommunicationError if the way to
+    it was lost.
     """
     own, key = newest.writer, newest.writer.run_key
     names = storage.list(key)
@@ -67,15 +70,32 @@ def prune(storage: Storage, newest: StepFolder, keep: int) -> None:
         return {MANIFEST, SHARED} <= set(storage.list(step.path))
 
     gone = surplus(steps, newest, keep, is_whole, in_use)
+    failures: list[StorageError] = []
+
+    @contextmanager
+    def later() -> Iterator[None]:
+        """Go on behind what cannot be removed, since others may have put it there."""
+        try:
+            yield
+        except StorageError as error:
+            if not is_definite(error):
+                raise
+            failures.append(error)
+
     for step in gone:
-        remove(storage, step)
+        with later():
+            remove(storage, step)
     left = {step.writer for step in steps if step not in gone} | {own}
     for writer in mortal:
         # Others may have put something there, or given a folder of theirs such a name.
-        if writer not in left and not storage.list(writer.path):
-            storage.remove(writer.path)
+        with later():
+            if writer not in left and not storage.list(writer.path):
+                storage.remove(writer.path)
     for run_id in leases.keys() - alive.keys() - {writer.run_id for writer in left}:
-        storage.remove(f"{key}/{lease_name(run_id)}")
+        with later():
+            storage.remove(f"{key}/{lease_name(run_id)}")
+    if failures:
+        raise failures[0]
 
 
 def remove(storage: Storage, step: StepFolder) -> None:

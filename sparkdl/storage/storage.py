@@ -32,6 +32,8 @@ _ASIDE = ".aside-"
 _COPIED_BYTES = 16 << 20
 _INNER_FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 _ABSENT = (FileNotFoundError, NotADirectoryError)
+_LEADS_NOWHERE = (errno.ELOOP, errno.ENAMETOOLONG)
+"""Numbers of errors of a name, or a link, that no file can be behind."""
 _URL = re.compile("(?P<scheme>[A-Za-z][A-Za-z0-9+.-]+):(?P<rest>.*)", re.DOTALL)
 
 
@@ -227,7 +229,11 @@ class LocalStorage:
     def list(self, path: str) -> builtins.list[str]:
         names: list[str] = []
         with failures("list", str(self._at(path)), OSError), contextlib.suppress(*_ABSENT):
-            names = [entry.name for entry in self._at(path).iterdir()]
+            try:
+                names = [entry.name for entry in self._at(path).iterdir()]
+            except OSError as error:
+                if error.errno not in _LEADS_NOWHERE:
+                    raise
         return sorted(name for name in names if not name.startswith(_ASIDE))
 
     def remove(self, path: str) -> None:
@@ -494,6 +500,8 @@ _REMEDIES = {
     errno.EROFS: "choose a directory that is not on a read-only file system",
     errno.ENOTDIR: "choose a path that is no file, and below none",
     errno.EEXIST: "choose a path that is no file, and below none",
+    errno.ELOOP: "remove the link, which leads back to itself",
+    errno.ENAMETOOLONG: "choose a shorter path",
     errno.ENOENT: "check the path, and that all hosts see the same storage",
 }
 _DEFINITE = (

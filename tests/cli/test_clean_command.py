@@ -66,6 +66,7 @@ def test_wrong_arguments_remove_nothing(
     [
         ("s3://bucket/a", "DIR must be a folder of local disks; received 's3://bucket/a'"),
         ("", "DIR must be a folder of local disks; received ''"),
+        ("/" + "a" * 300, f"cannot look at /{'a' * 300}: File name too long"),
         ("/no/such", "this machine has no folder /no/such; for executors give --master"),
     ],
 )

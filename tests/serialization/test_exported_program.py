@@ -128,6 +128,35 @@ def test_what_torch_would_run_is_refused(archive: bytes, attack: str, tmp_path: 
     assert not (tmp_path / "touched").exists()
 
 
+@pytest.mark.parametrize(
+    "size",
+    [
+        "9**9**9**9", "Pow(9, Pow(9, Pow(9, 9)))", "((9**64)**64)**64", "1 << 10**9",
+        "PowByNatural(Integer(2), Integer(999999999))", "s0 + 2**(64*64)",
+        "(" * 300 + "2" + ")" * 300,
+    ],
+)  # fmt: skip
+def test_sizes_that_take_any_time_to_compute_are_refused(archive: bytes, size: str) -> None:
+    bad = changed(archive, in_model(lambda model: set_size(model, size)))
+    with pytest.raises(StorageError, match=r"could take any time|could run code"):
+        read_program(bad)
+
+
+class Squared(nn.Module):
+    """Has sizes with powers of the number of rows."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        rows = x.shape[0]
+        return x.new_ones(rows**2 + 2**3 * rows, 2).sum() + x
+
+
+def test_sizes_with_small_powers_are_read() -> None:
+    archive = write_program(Squared(), (torch.ones(3, 2),))
+    assert b"Pow(" in archive or b"**" in archive
+    module = read_program(archive)
+    assert torch.equal(module(torch.ones(5, 2)), Squared()(torch.ones(5, 2)))
+
+
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("attack", ["samples", "size"])
 def test_torch_does_run_it_so_the_guard_is_needed(

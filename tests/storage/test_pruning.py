@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable
+from pathlib import Path
 from random import Random
 from typing import Any
 
@@ -12,6 +13,7 @@ import pytest
 
 from sparkdl.comm.channel import Hub
 from sparkdl.config import CheckpointConfig
+from sparkdl.errors import StorageError
 from sparkdl.storage.checkpoint_format import (
     MANIFEST,
     SHARED,
@@ -24,7 +26,7 @@ from sparkdl.storage.checkpoint_format import (
 from sparkdl.storage.checkpoint_writer import CheckpointManager
 from sparkdl.storage.lease import STALE_SECONDS, Lease, lease_name
 from sparkdl.storage.pruning import prune, surplus
-from sparkdl.storage.storage import Data, Storage
+from sparkdl.storage.storage import Data, LocalStorage, Storage
 from tests.storage.memory import MemoryStorage
 
 
@@ -87,6 +89,33 @@ def test_folders_of_others_with_such_a_name_stay() -> None:
     storage.write("run/backup-1/weights.pt", b"mine")
     prune(storage, put(storage, step("a", 0, 3)), 1)
     assert storage.read("run/backup-1/weights.pt") == b"mine"
+
+
+def test_what_others_have_put_between_checkpoints_holds_up_nothing(tmp_path: Path) -> None:
+    """Links that lead back to themselves or nowhere, and files in place of folders."""
+    storage = LocalStorage(tmp_path / "all")
+    for run_id in ("old", "run"):
+        for number in (1, 2, 3):
+            for name in (MANIFEST, SHARED):
+                storage.write(f"{step(run_id, 0, number).path}/{name}", b"{}")
+    key, elsewhere = tmp_path / "all" / "run", tmp_path / "elsewhere" / "step-00000001"
+    (elsewhere / MANIFEST).parent.mkdir(parents=True)
+    (key / "aa-0").symlink_to("aa-0")
+    (key / "bb-0").symlink_to("n" * 300)
+    (key / "cc-0").symlink_to(elsewhere.parent)
+    (key / "dd-0").mkdir()
+    (key / "dd-0" / "step-00000001").write_text("no folder")
+    (key / lease_name("ee")).symlink_to(lease_name("ee"))
+    assert [folder.step for folder in folders(storage, "run")] == [1, 1, 1, 1, 2, 2, 3, 3]
+    assert latest(storage, "run") is None  # none can be read, and none is waited for
+    with pytest.raises(StorageError, match="cannot remove"):  # which is a warning, see its caller
+        prune(storage, step("run", 0, 3), 2)
+    left = [folder.path for folder in folders(storage, "run")]
+    assert [path for path in left if "/old-" in path or "/run-" in path] == [
+        step("run", 0, 2).path,
+        step("run", 0, 3).path,
+    ]
+    assert elsewhere.is_dir()
 
 
 def test_what_is_ahead_stays() -> None:

@@ -211,7 +211,7 @@ def test_other_texts_stay_as_they_are() -> None:
 
 
 def test_a_name_that_no_file_can_have_is_a_storage_error(tmp_path: Path) -> None:
-    with pytest.raises(StorageError, match=r"cannot look for .*; check the path"):
+    with pytest.raises(StorageError, match=r"cannot look for .*; choose a shorter path"):
         LocalStorage(tmp_path).exists("a" * 5000)
 
 

@@ -209,14 +209,14 @@ def clean(directory: str, older_than_seconds: float = 0.0) -> tuple[int, int]:
 
     Args:
         directory: the folder that fits were given.
-        older_than_seconds: what was used since stays.
+        older_than_seconds: what was used since stays; 0: nothing does.
 
     Returns:
         Bytes that were removed, and bytes that are left.
     """
     removed, oldest = 0, time.time() - older_than_seconds
     for folder in _folders(directory):
-        if _last_use(folder) <= oldest:
+        if not older_than_seconds or _last_use(folder) <= oldest:
             removed += _remove_unused(folder)
     return removed, sum(map(_size, _folders(directory)))
 
