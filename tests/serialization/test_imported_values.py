@@ -19,6 +19,7 @@ import pytest
 import torch
 from torch import nn
 from torch.nn import functional
+from torch.optim import lr_scheduler
 
 from sparkdl.serialization.program import imported_values as module
 from sparkdl.serialization.program.imported_values import (
@@ -315,6 +316,40 @@ def test_values_that_a_program_has_put_into_packages_are_there_elsewhere(
     finally:
         give_back()
     assert not hasattr(math, "own") and not hasattr(nn.Linear, "width")
+
+
+class Constant(nn.Linear):
+    """Uses constants and default arguments of packages."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        found = functional.leaky_relu(super().forward(x)) * torch.pi * np.pi
+        return functional.elu(found) + lr_scheduler.EPOCH_DEPRECATION_WARNING.count("epoch")
+
+
+def test_constants_and_defaults_of_packages_that_a_program_changes_are_there_elsewhere(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    module, values = Constant(3, 2), torch.randn(4, 3)
+    was = module(values)
+    assert program_code([Constant]).patches == {}
+    with monkeypatch.context() as patched:
+        patched.setattr(functional.leaky_relu, "__defaults__", (0.5, False))
+        patched.setattr(torch, "pi", 3.0)
+        patched.setattr(np, "pi", 4)
+        patched.setattr(lr_scheduler, "EPOCH_DEPRECATION_WARNING", "epochs of an epoch")
+        expected = module(values)
+        code = program_code([Constant])
+    assert {".".join(place) for place in code.patches} == {
+        "torch.nn.functional.leaky_relu.__defaults__", "torch.pi", "numpy.pi",
+        "torch.optim.lr_scheduler.EPOCH_DEPRECATION_WARNING",
+    }  # fmt: skip
+    assert not torch.equal(was, expected)
+    pickle.loads(pickle.dumps(ProgramValues(home=("elsewhere", 1), code=code)))
+    try:
+        assert torch.equal(module(values), expected)
+    finally:
+        give_back()
+    assert torch.equal(module(values), was)
 
 
 class Acting(nn.ReLU):

@@ -324,7 +324,9 @@ def _warn_of(what: str, error: Exception) -> None:
 
 def _set(place: Place, value: Any) -> None:
     owner, name = owner_of(place)
-    _before.append((owner, name, vars(owner).get(name, _before)))
+    is_function = isinstance(owner, types.FunctionType)  # whose defaults are in no dict
+    before = getattr(owner, name) if is_function else vars(owner).get(name, _before)
+    _before.append((owner, name, before))
     setattr(owner, name, value)
 
 

@@ -10,12 +10,14 @@ from __future__ import annotations
 import ast
 import builtins
 import collections
+import contextlib
 import functools
 import inspect
 import sys
 import types
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from importlib.util import resolve_name
 from pathlib import Path
 from typing import Any
 
@@ -85,13 +87,25 @@ def package_patches(code: Iterable[Any]) -> dict[Place, bytes]:
             continue
         module = str(owner.__module__) if prefix else owner.__name__
         for key, member in list(vars(owner).items()) if is_installed(module) else ():
-            if _is_put_there(module, prefix, key, member, read):
-                place = module, prefix + key
-                try:
-                    found[place] = pack_value(member, module_by_value(member), with_classes=False)
-                except Exception as error:  # whatever classes raise that cannot be pickled
-                    tell_once(place, reason_of(error))
+            place = module, prefix + key
+            if not _is_put_there(module, prefix, key, member, read):
+                if key not in read or not _has_other_defaults(module, prefix, key, member):
+                    continue
+                place, member = (module, f"{prefix}{key}.__defaults__"), member.__defaults__
+            try:
+                found[place] = pack_value(member, module_by_value(member), with_classes=False)
+            except Exception as error:  # whatever classes raise that cannot be pickled
+                tell_once(place, reason_of(error))
     return found
+
+
+def _has_other_defaults(module: str, prefix: str, key: str, member: Any) -> bool:
+    """True if a function of a package has other default arguments than its file says."""
+    if type(member) is not types.FunctionType or member.__qualname__ != prefix + key:
+        return False
+    made = _names_in(module, prefix.rstrip("."))
+    literal = None if made is None else made.defaults.get(key)
+    return literal is not None and repr(literal) != repr(member.__defaults__ or ())
 
 
 def _modules(values: Iterable[Any]) -> set[types.ModuleType]:
@@ -127,6 +141,12 @@ def _is_put_there(module: str, prefix: str, key: str, member: Any, read: set[str
         return bool(function.__name__ != key) and not (made and key in made.names)
     if made is None:  # of C: numbers that are the same everywhere may go along
         return kind in ATOMS
+    if kind in ATOMS and key in made.values:
+        return repr(made.values[key]) != repr(member)  # as text, so that NaN is NaN
+    if kind in ATOMS and key in made.origins:
+        where, name = made.origins[key]
+        origin = vars(sys.modules.get(where, types)).get(name)
+        return type(origin) in ATOMS - {type(None)} and repr(origin) != repr(member)
     is_of_c = key in vars(sys.modules.get(f"{module}._C", types))
     return key not in made.names and not is_of_c and _is_value(member)
 
@@ -148,6 +168,12 @@ class _Names:
     names: frozenset[str]
     functions: frozenset[str]
     """Those of them that a definition without decorators makes."""
+    defaults: Mapping[str, tuple[Any, ...]]
+    """Default arguments of these functions, where all are plain values."""
+    values: Mapping[str, Any]
+    """Plain values under names that are set once, and by no function."""
+    origins: Mapping[str, Place]
+    """Where such names are imported from."""
 
 
 @functools.lru_cache(maxsize=256)
@@ -166,6 +192,10 @@ def _names_in(module: str, kind: str) -> _Names | None:
         found = named
     names: list[str] = []
     functions: set[str] = set()
+    defaults: dict[str, tuple[Any, ...]] = {}
+    values: dict[str, Any] = {}
+    origins: dict[str, Place] = {}
+    package = getattr(sys.modules[module], "__package__", None) or ""
     todo = list(ast.iter_child_nodes(found))
     while todo:
         one = todo.pop()
@@ -173,11 +203,28 @@ def _names_in(module: str, kind: str) -> _Names | None:
             names.append(one.name)
             if not isinstance(one, ast.ClassDef) and not one.decorator_list:
                 functions.add(one.name)
+                with contextlib.suppress(ValueError):
+                    defaults[one.name] = tuple(map(ast.literal_eval, one.args.defaults))
             continue
         if isinstance(one, ast.Name) and isinstance(one.ctx, ast.Store):
             names.append(one.id)
         elif isinstance(one, ast.alias):
             names.append(one.asname or one.name)
+        elif isinstance(one, ast.Assign) and isinstance(one.targets[0], ast.Name):
+            with contextlib.suppress(ValueError):
+                values[one.targets[0].id] = ast.literal_eval(one.value)
+        elif isinstance(one, ast.ImportFrom):
+            with contextlib.suppress(ImportError):
+                where = resolve_name("." * one.level + (one.module or ""), package)
+                origins |= {part.asname or part.name: (where, part.name) for part in one.names}
         todo += ast.iter_child_nodes(one)
     once = {name for name, count in collections.Counter(names).items() if count == 1}
-    return _Names(frozenset(names), frozenset(functions & once))
+    for one in ast.walk(found):
+        once -= set(one.names) if isinstance(one, ast.Global) else set()
+    return _Names(
+        names=frozenset(names),
+        functions=frozenset(functions & once),
+        defaults={name: defaults[name] for name in defaults.keys() & functions & once},
+        values={name: values[name] for name in values.keys() & once},
+        origins={name: origins[name] for name in origins.keys() & once},
+    )
