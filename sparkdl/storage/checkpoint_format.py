@@ -365,23 +365,12 @@ def writers(names: Iterable[str], run_key: str) -> list[Writer]:
 
 
 def steps_of(storage: Storage, writers: Iterable[Writer]) -> list[StepFolder]:
-    """The checkpoint folders of some attempts, whole or not, oldest first.
-
-    An attempt's folder that nobody can list is passed over with a line in the log.
-    """
-    found = []
-    for writer in writers:
-        try:
-            names = storage.list(writer.path)
-        except StorageError as error:
-            if not is_definite(error):
-                raise
-            logger.warning("passed over %s: %s", writer.path, error)
-            continue
-        found += [
-            StepFolder(writer=writer, step=int(match[1]), is_final=match[2] is not None)
-            for match in filter(None, map(_FOLDER.fullmatch, names))
-        ]
+    """The checkpoint folders of some attempts, whole or not, oldest first."""
+    found = [
+        StepFolder(writer=writer, step=int(match[1]), is_final=match[2] is not None)
+        for writer in writers
+        for match in filter(None, map(_FOLDER.fullmatch, storage.list(writer.path)))
+    ]
     return sorted(found, key=lambda folder: folder.order)
 
 
