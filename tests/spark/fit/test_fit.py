@@ -364,9 +364,8 @@ def test_a_cluster_that_cannot_run_a_gang(
 
 
 def test_labels_outside_the_classes(df: DataFrame) -> None:
-    message = (
-        r'"label" has some label\(s\) outside the 3 classes .*, 0 to 2 \(4 is the highest in the'
-    )
+    # Of the first shards, if the driver hears of them before all are written, else of all rows.
+    message = r'"label" has (some|40) label\(s\) outside the 3 classes .*, 0 to 2 \((4 is|such as)'
     with pytest.raises(DataError, match=message):
         fit(df.selectExpr("features", "label * 2 AS label").orderBy("label"), request())
 
