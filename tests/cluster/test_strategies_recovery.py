@@ -75,14 +75,21 @@ def test_so_do_rounds_with_a_state_on_the_driver(df: DataFrame, tmp_path: Path) 
 
 @pytest.mark.parametrize("kept", DRIVEN_BY_TIME)
 def test_strategies_driven_by_time_come_to_their_end(
-    df: DataFrame, tmp_path: Path, kept: str
+    cluster: SparkSession, tmp_path: Path, kept: str
 ) -> None:
+    from pyspark.sql import functions as F
+
     from sparkdl.spark.fit.fit import fit
 
+    # Labels that features tell, unlike those of `training_rows`: the loss falls whoever is first.
+    rows = cluster.range(0, 1000, 1, 3)
+    label = (F.col("id") % 3).alias("label")
+    features = F.array(*[(label == k).cast("float") for k in range(3)]).alias("features")
+    df = rows.select(features, label)
     strategy = DRIVEN_BY_TIME[kept]
     assert not strategy.deterministic
     result = fit(df, under(strategy, faults.KillWorker(str(tmp_path / "struck"), 1, 18), epochs=3))
     assert result.summary.restarts == 1
     losses = [record["loss"] for record in result.summary.history]
     assert len(losses) == 3
-    assert losses[-1] < losses[0] < math.inf
+    assert losses[-1] < 0.9 * losses[0] < math.inf
