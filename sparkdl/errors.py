@@ -78,7 +78,7 @@ class WorkerError(SparkDLError):
     ) -> None:
         who = f"rank {rank}" + f" on host {host}" * bool(host)
         super().__init__(
-            f"{error_type} on rank {rank}: {message}\n\n"
+            f"{error_type} on rank {rank}{message and f': {message}'}\n\n"
             f"Traceback of {who}:\n{worker_traceback.rstrip()}"
         )
         self._arguments = (rank, error_type, message, worker_traceback, host)

@@ -50,6 +50,9 @@ def test_a_worker_error_shows_message_and_traceback_once() -> None:
     assert text.startswith("KeyError on rank 1: 'x'\n\nTraceback of rank 1:\nTraceback (most")
     assert text.count("Traceback (most recent call last)") == 1
     assert not text.endswith("\n")
+    assert str(WorkerError(1, "KeyboardInterrupt", "", "its own")).startswith(
+        "KeyboardInterrupt on rank 1\n\nTraceback of rank 1:"
+    )
 
 
 @pytest.mark.parametrize("kind", [kind for kind in ALL if kind is not WorkerError])

@@ -151,8 +151,12 @@ class SavedModule:
         except SparkDLError:
             raise
         except Exception as error:  # constructors and torch raise whatever they like
+            remedy = ""
+            if isinstance(error, FileNotFoundError):
+                remedy = "; its code reads a file: let it name the whole path, or hold the contents"
             raise ConfigError(
                 f"{self.place} holds a module that cannot be made: {type(error).__name__}: {error}"
+                f"{remedy}"
             ) from error
 
     def _made(self) -> nn.Module:

@@ -139,7 +139,7 @@ class SpoolWriter:
             checked = None if rows is None else column.checked(rows, first)
             values += [] if checked is None else [checked]
         self._is_sound &= len(values) == len(self._columns)
-        if not self._is_sound:
+        if not self._is_sound or not first:  # rows of another shard may have another shape
             self._note_hashes(batch, first)
         if self._is_sound:
             self._head.add(values)

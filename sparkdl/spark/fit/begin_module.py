@@ -109,6 +109,9 @@ def make_module(request: FitRequest) -> BegunModule:
                 remedy = (
                     f"pass {name}(...) or functools.partial({name}, ...) (in a job file model.args)"
                 )
+            elif type(request.module).__module__.startswith("torch.export"):
+                name = type(request.module).__name__
+                remedy = "give the module that was exported, which can train"
             elif not takes(request.module):
                 remedy = "it is called without arguments: give it these by functools.partial"
             elif "before Module.__init__() call" in str(error):

@@ -480,8 +480,12 @@ class ShardTable(SpoolTable, SpooledRows):
     def on_first(self, call: Callable[[ShownRows, Sequence[SpooledShard]], None]) -> None:
         """See `RowTable.on_first`; rows are looked for once the job that writes them has ended."""
         shown = replace(self._rows, is_of_first=True, before=self._end_spooling)
-        rows = SpooledRows(self._spec, shown, is_all=False)
-        self._first_shards.call = partial(call, rows)
+
+        def told(shards: Sequence[SpooledShard]) -> None:
+            is_all = len(shards) == self._spec.num_shards
+            call(SpooledRows(self._spec, shown, is_all=is_all), shards)
+
+        self._first_shards.call = told
 
     def collect(self) -> tuple[SpooledShard, ...]:
         with self._spooling:

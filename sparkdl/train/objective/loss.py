@@ -360,8 +360,8 @@ def _width_wanted(output: torch.Tensor, target: torch.Tensor) -> str:
     if output.dim() == 2 and target.dim() == 1:
         several = f"an array of {output.shape[1]} numbers as the label of a TorchRegressor"
         return (
-            "give its last layer 1 output, or for classes use TorchClassifier with "
-            f"loss='cross_entropy', or {several}"
+            "give its last layer 1 output, or for classes use loss='cross_entropy' in a "
+            f"TorchClassifier, or {several}"
         )
     if target.dim() == 2 and output.dim() in (1, 2):
         return f"give its last layer {target.shape[1]} outputs, one for each number of the label"

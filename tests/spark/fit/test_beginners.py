@@ -164,6 +164,12 @@ MISTAKES: dict[str, tuple[Callable[[], Any], str]] = {
         "positional argument: 'width'; it is called without arguments: give it these by "
         "functools.partial",
     ),
+    "an exported program": (
+        lambda: made(torch.export.export(nn.Linear(4, 3), (torch.ones(2, 4),))),
+        "module cannot be made: ExportedProgram raised RuntimeError: Unable to call "
+        "ExportedProgram directly. You should use `exported_program.module()` instead.; give the "
+        "module that was exported, which can train",
+    ),
     "a layer of another width": (
         lambda: shown(nn.Sequential(nn.Linear(5, 3))),
         'the module cannot take the features ("x" float32 (batch, 4)): layer 0, Linear('
@@ -515,8 +521,8 @@ def test_code_that_wants_a_gpu_which_the_driver_has_not() -> None:
         ),
         (
             "bce_with_logits",
-            "give its last layer 1 output, or for classes use TorchClassifier with "
-            "loss='cross_entropy', or an array of 3 numbers as the label of a TorchRegressor",
+            "give its last layer 1 output, or for classes use loss='cross_entropy' in a "
+            "TorchClassifier, or an array of 3 numbers as the label of a TorchRegressor",
         ),
     ],
 )

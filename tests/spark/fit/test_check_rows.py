@@ -375,7 +375,7 @@ def test_metrics_that_ignore_a_weight_column_are_warned_of(
         ),
         (
             {"task": REGRESSION, "loss": "mse"},
-            "give its last layer 1 output, or for classes use TorchClassifier",
+            "give its last layer 1 output, or for classes use loss='cross_entropy'",
         ),
         (
             {"task": REGRESSION, "loss": nn.GaussianNLLLoss()},
