@@ -1,8 +1,8 @@
 """What a program has put into packages, such as a function of its own in the place of torch's.
 
 Code of packages travels by its name, and executors have what the packages' files say. What is
-there otherwise is told by its names: a function whose module is the user's own, or a name that the
-package's file does not set.
+there otherwise is told by its names: a function whose module is the user's own, a name that the
+package's file does not set, or sets to another plain value.
 """
 
 from __future__ import annotations
@@ -54,8 +54,9 @@ _ARRAYS = {("torch", "Tensor"), ("numpy", "ndarray"), ("numpy", "generic")}
 def package_patches(code: Iterable[Any]) -> dict[Place, bytes]:
     """What the program has put into packages, and code finds there.
 
-    So in the place of functions of torch and methods of classes, and values under names that the
-    packages' own files do not have, such as ``nn.Linear.scale = 2``.
+    So in the place of functions of torch and methods of classes, values under names that the
+    packages' own files do not have, such as ``nn.Linear.scale = 2``, and constants and default
+    arguments that these files have otherwise, such as ``torch.pi = 3``.
     """
     code = list(code)
     read: set[str] = set()
