@@ -77,10 +77,10 @@ class WorkerError(SparkDLError):
         self, rank: int, error_type: str, message: str, worker_traceback: str, host: str = ""
     ) -> None:
         who = f"rank {rank}" + f" on host {host}" * bool(host)
-        super().__init__(
-            f"{error_type} on rank {rank}{message and f': {message}'}\n\n"
-            f"Traceback of {who}:\n{worker_traceback.rstrip()}"
-        )
+        said = f"{error_type} on rank {rank}"
+        if message:
+            said = f"{error_type} on rank {rank}: {message}"
+        super().__init__(f"{said}\n\nTraceback of {who}:\n{worker_traceback.rstrip()}")
         self._arguments = (rank, error_type, message, worker_traceback, host)
         self.rank = rank
         self.host = host

@@ -31,6 +31,7 @@ import logging
 import re
 import warnings
 from collections.abc import Iterator
+from functools import partial
 from inspect import signature
 from typing import TYPE_CHECKING, Any
 
@@ -52,6 +53,8 @@ from sparkdl.sync.frozen_layers import evaluation_mode
 if TYPE_CHECKING:
     from torch.export.pt2_archive import PT2ArchiveReader
 
+_TRACERS = ("torch.fx.experimental.symbolic_shapes", "torch._guards", "torch.export._trace")
+"""Loggers of what torch's tracers could not do, which the error says."""
 _MODEL = "models/model.json"
 _CONFIGS = ("data/weights/model_weights_config.json", "data/constants/model_constants_config.json")
 _ENTRY = re.compile(
@@ -166,8 +169,8 @@ def write_program(module: nn.Module, example_inputs: Given) -> bytes:
                 list(others),
             )
         exported = read_program(buffer.getvalue(), Trust(others))
-        batches = (example.rows(2 * num_rows), example.rows(3 * num_rows), example.shorter())
-        for tried in (example, *batches):
+        batches = [example, *(example.rows(count * num_rows) for count in (2, 3))]
+        for tried in (*batches, example.shorter(), *_single_row(module, example)):
             found, expected = (tried.arguments.call(made) for made in (exported, module))
             torch.testing.assert_close(found, expected, equal_nan=True)
     return buffer.getvalue()
@@ -218,7 +221,7 @@ def _exporting() -> Iterator[None]:
     """
     try:
         with (
-            silenced("torch.fx.experimental.symbolic_shapes", logging.CRITICAL),
+            silenced(*_TRACERS, level=logging.CRITICAL),
             contextlib.redirect_stderr(io.StringIO()),  # the graph as far as torch came
         ):
             yield
@@ -236,17 +239,19 @@ def _exporting() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def silenced(name: str, level: int) -> Iterator[None]:
-    """Without gradients, warnings, and lines of a logger of torch's below ``level``."""
-    logger = logging.getLogger(name)
-    before = logger.level
-    logger.setLevel(level)
+def silenced(*names: str, level: int) -> Iterator[None]:
+    """Without gradients, warnings, and lines of loggers of torch's below ``level``."""
+    loggers = [logging.getLogger(name) for name in names]
+    before = [one.level for one in loggers]
+    for one in loggers:
+        one.setLevel(level)
     try:
         with torch.no_grad(), warnings.catch_warnings():
             warnings.simplefilter("ignore")
             yield
     finally:
-        logger.setLevel(before)
+        for one, own in zip(loggers, before, strict=True):
+            one.setLevel(own)
 
 
 def _export(module: nn.Module, example: InputExample) -> torch.export.ExportedProgram:
@@ -263,7 +268,23 @@ def _export(module: nn.Module, example: InputExample) -> torch.export.ExportedPr
 
     positional, by_name = pair.arguments.positional, pair.arguments.by_name
     bound = signature(module.forward).bind(*positional, **by_name).arguments
-    return torch.export.export(module, positional, by_name, dynamic_shapes=shape(bound))
+    export = partial(torch.export.export, module, positional, by_name, dynamic_shapes=shape(bound))
+    try:
+        return export(strict=False)
+    except Exception as error:  # whatever the module's forward or torch's tracer raise
+        # What reads Python's code knows len(x), int(x.shape[0]) and float(len(x)) besides.
+        with contextlib.suppress(Exception):
+            return export(strict=True)
+        raise error
+
+
+def _single_row(module: nn.Module, example: InputExample) -> list[InputExample]:
+    """The first row alone, if the module takes a single one."""
+    single = example.rows(1)
+    with contextlib.suppress(Exception):
+        single.arguments.call(module)
+        return [single]
+    return []
 
 
 def _strip(program: torch.export.ExportedProgram) -> None:

@@ -165,7 +165,7 @@ def _write(
     program = export_program(module, inputs)
     try:
         # The exporter warns of its own deprecations, and logs what concerns other packages.
-        with silenced("torch.onnx", logging.ERROR):
+        with silenced("torch.onnx", level=logging.ERROR):
             exported: Any = torch.onnx.export(
                 program, dynamo=True, verbose=False, input_names=names
             )

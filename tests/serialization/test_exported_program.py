@@ -157,6 +157,32 @@ def test_sizes_with_small_powers_are_read() -> None:
     assert torch.equal(module(torch.ones(5, 2)), Squared()(torch.ones(5, 2)))
 
 
+class Scaled(nn.Module):
+    """Has a scale that follows from the number of rows."""
+
+    def __init__(self, scale: Callable[[torch.Tensor], float]) -> None:
+        super().__init__()
+        self.scale = scale
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x * self.scale(x)
+
+
+@pytest.mark.parametrize(
+    "scale", [len, lambda x: float(len(x)), lambda x: int(x.shape[0]), lambda x: 1 / x.size(0)]
+)
+def test_a_number_of_rows_that_a_module_reads(scale: Callable[[torch.Tensor], float]) -> None:
+    module = read_program(write_program(Scaled(scale), (torch.ones(2, 3),)))
+    for num_rows in (1, 2, 7):
+        x = torch.ones(num_rows, 3)
+        torch.testing.assert_close(module(x), x * scale(x))
+
+
+def test_a_module_that_is_another_for_a_single_row() -> None:
+    with pytest.raises(ConfigError, match=r"torch\.export cannot export it"):
+        write_program(Scaled(lambda x: 1.0 if x.shape[0] > 1 else 2.0), (torch.ones(2, 3),))
+
+
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("attack", ["samples", "size"])
 def test_torch_does_run_it_so_the_guard_is_needed(

@@ -37,7 +37,7 @@ def warn_if_not_saved(checked: CheckedValues, example: Example) -> None:
     if why_not_saved(module, factory) is not None:  # which was told before
         return
     tried = own_copy(module, None)
-    if not _asks_for_values(tried, example):
+    if not _is_hard_to_export(tried, example):
         return
     features = [column for column in example.columns if column.role == "feature"]
     try:
@@ -46,40 +46,63 @@ def warn_if_not_saved(checked: CheckedValues, example: Example) -> None:
         logger.warning("the fitted model will predict, but save will refuse it: %s", error)
 
 
-def _asks_for_values(module: nn.Module, example: Example) -> bool:
-    """Return True if forward in evaluation asks for numbers, or calls operators of others."""
+def _is_hard_to_export(module: nn.Module, example: Example) -> bool:
+    """Return True if forward in evaluation is of a kind that torch may refuse to export."""
     import torch
-    from torch.overrides import TorchFunctionMode
-    from torch.utils._python_dispatch import TorchDispatchMode
 
+    from sparkdl.serialization.example_inputs import InputExample
     from sparkdl.sync.frozen_layers import evaluating
 
-    own, found = torch.Tensor, list[Any]()
+    arguments = example.of("feature", example.num_rows)
+    given = InputExample(arguments, (False,) * len(arguments.values))
+    looks, calls = [_Look() for _ in range(3)], []
+    for num_rows, look in enumerate(looks, 1):
+        # It ran before; what fails now wants several rows, or fails as somebody looks.
+        with contextlib.suppress(Exception), torch.no_grad(), borrowed_generator(), look:
+            given.rows(num_rows).arguments.call(evaluating(module))
+            calls.append(look.calls)
+    return any(look.asks for look in looks) or any(one != calls[0] for one in calls)
 
-    class Functions(TorchFunctionMode):
-        def __torch_function__(
-            self, func: Any, types: Any, args: Any = (), kwargs: Any = None
-        ) -> Any:
-            if func in (own.numpy, own.tolist, own.__array__):
-                found.append(func)
-            return func(*args, **(kwargs or {}))
 
-    class Operators(TorchDispatchMode):  # type: ignore[no-untyped-call]
-        def __torch_dispatch__(
-            self, func: Any, types: Any, args: Any = (), kwargs: Any = None
-        ) -> Any:
-            if func.namespace != "aten" or func is torch.ops.aten._local_scalar_dense.default:
-                found.append(func)
-            return func(*args, **(kwargs or {}))
+class _Look:
+    """What a module does while this is entered, as far as others than torch have a say in it."""
 
-    looking = (Functions(), Operators())  # type: ignore[no-untyped-call]
-    # It ran before; what fails now fails as somebody looks.
-    with (
-        contextlib.suppress(Exception),
-        torch.no_grad(),
-        borrowed_generator(),
-        looking[0],
-        looking[1],
-    ):
-        example.of("feature", example.num_rows).call(evaluating(module))
-    return bool(found)
+    def __init__(self) -> None:
+        self.asks = False
+        """Whether it asks tensors for their values, or calls operators that are not torch's own."""
+        self.calls: list[tuple[Any, ...]] = []
+        """Operators, with the number of their results and the numbers that torch takes for
+        constants. Those of a loop over rows are others for another number of rows."""
+        self._modes = contextlib.ExitStack()
+
+    def __enter__(self) -> None:
+        import torch
+        from torch.overrides import TorchFunctionMode
+        from torch.utils import _pytree as pytree
+        from torch.utils._python_dispatch import TorchDispatchMode
+
+        own, aten, look = torch.Tensor, torch.ops.aten, self
+
+        class Functions(TorchFunctionMode):
+            def __torch_function__(
+                self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+            ) -> Any:
+                look.asks |= func in (own.numpy, own.tolist, own.__array__)
+                return func(*args, **(kwargs or {}))
+
+        class Operators(TorchDispatchMode):  # type: ignore[no-untyped-call]
+            def __torch_dispatch__(
+                self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+            ) -> Any:
+                look.asks |= func.namespace != "aten" or func is aten._local_scalar_dense.default
+                found = func(*args, **(kwargs or {}))
+                kinds = (int, float) if func is aten.slice.Tensor else float
+                numbers = [one for one in pytree.tree_leaves(args) if isinstance(one, kinds)]
+                look.calls.append((func, len(pytree.tree_leaves(found)), numbers))
+                return found
+
+        for mode in (Functions(), Operators()):  # type: ignore[no-untyped-call]
+            self._modes.enter_context(mode)
+
+    def __exit__(self, *error: object) -> None:
+        self._modes.close()

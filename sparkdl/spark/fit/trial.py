@@ -334,7 +334,7 @@ def _try_one(loss: ModuleLoss, output: Any, target: torch.Tensor, label: Column)
         )
     try:
         with torch.no_grad():
-            loss(output, target, None)
+            _compare(loss, output, target)
         ones = output.float().sum(dim=1) - 1 if isinstance(loss, ClassLoss) else None
         if ones is not None and (output >= 0).all() and (ones.abs() < _ROUNDING).all():
             _warn_of_end("softmax")
@@ -354,6 +354,21 @@ def _try_one(loss: ModuleLoss, output: Any, target: torch.Tensor, label: Column)
             f"{shape_text(('batch', *label.shape))}: {type(error).__name__}: {error}; "
             f"{_remedy_of_weights(loss, output) or 'adapt module or loss'}"
         ) from error
+
+
+def _compare(loss: ModuleLoss, output: Any, target: torch.Tensor) -> None:
+    """Compute the loss, of as many rows as it has weights if it takes no others; raises errors."""
+    import torch
+
+    try:
+        loss(output, target, None)
+    except Exception:
+        for weights in loss.own.buffers():
+            with contextlib.suppress(Exception):
+                places = torch.arange(len(weights)) % len(target)
+                loss(output[places], target[places], None)
+                return
+        raise
 
 
 def _remedy_of_weights(loss: ModuleLoss, output: Any) -> str:

@@ -62,6 +62,7 @@ _CERTAIN = (
     _NO_CLASSES, _OTHER_DTYPE,
 )  # fmt: skip
 """What torch says of a backward pass that cannot be, and of memory in another order."""
+_SIZES = re.compile(r"tensor a \((\d+)\) must match the size of tensor b \((\d+)\)")
 _UNLIKE, _LOSS = "must match the size of tensor", "sparkdl.train.objective.loss"
 _FORWARD = re.compile(r'File "([^"]+)", line (\d+), in (.+)\n\s+(?!File "|\(Triggered)(.+)')
 """A frame in what torch tells of the forward pass that a failed backward pass belongs to."""
@@ -135,13 +136,15 @@ def try_step(
         elsewhere = failing(_varied(example), config.batch_size)
         if _where(elsewhere) != _where(error):
             return
+        if any(failing(example, number) is None for number in _wanted_rows(error)):
+            return
         place = users_line(error) or _forward_line(module, config, example)
         text = str(error).partition("\n")[0]  # torch lists all of its backends
         text = text if len(text) <= _LONGEST_TEXT else f"{text[:_LONGEST_TEXT]}..."
         remedy = "correct it in a loop of your own, on a batch"
         if passed_through(error, _LOSS):
             remedy = "a loss is called with the module's output first, then the label; correct it"
-        if _UNLIKE in text and (shapes := _given_to_loss(error)):
+        if _UNLIKE in text and (shapes := _shapes_of_loss(error)):
             remedy = f"the loss gets {shapes}; make one of the two like the other"
         if _NO_GRADIENT in text:
             remedy = (
@@ -276,19 +279,34 @@ def _is_certain(error: Exception) -> bool:
     return passed_through(error, "torch.optim") and not passed_through(error, "torch.nn")
 
 
-def _given_to_loss(error: Exception) -> str:
-    """Say which shapes the loss that failed has got; empty: not those of two tensors."""
-    import torch
+def _wanted_rows(error: Exception) -> list[int]:
+    """Sizes that do not fit, and are none of those that the loss has got: rows it may be made for.
 
+    A worker's batches may have fewer rows than ``batch_size``.
+    """
+    sizes = {size for tensor in _given_to_loss(error) for size in tensor.shape}
+    named = _SIZES.search(str(error))
+    return [] if named is None else [n for n in map(int, named.groups()) if n and n not in sizes]
+
+
+def _shapes_of_loss(error: Exception) -> str:
+    """Say which shapes the loss that failed has got; empty: not those of two tensors."""
     from sparkdl.train.objective.loss import shape_text
+
+    shapes = [shape_text(("batch", *one.shape[1:])) for one in _given_to_loss(error)]
+    return "outputs of the shape {} and labels of the shape {}".format(*shapes) if shapes else ""
+
+
+def _given_to_loss(error: Exception) -> list[torch.Tensor]:
+    """The output and the label with which the loss has failed; empty: not two tensors."""
+    import torch
 
     for frame, _ in traceback.walk_tb(error.__traceback__):
         given = [frame.f_locals.get(name) for name in ("output", "target")]
         tensors = [one for one in given if isinstance(one, torch.Tensor)]
         if frame.f_globals.get("__name__") == _LOSS and len(tensors) == len(given):
-            output, target = (shape_text(("batch", *one.shape[1:])) for one in tensors)
-            return f"outputs of the shape {output} and labels of the shape {target}"
-    return ""
+            return tensors
+    return []
 
 
 def _where(error: Exception | None) -> tuple[object, str] | None:

@@ -396,6 +396,14 @@ def test_a_loss_of_the_users_is_not_tried() -> None:
     assert num_classes(nn.Linear(4, 3), [X, Y], request(loss=refuses)) == 3
 
 
+def test_a_loss_with_a_weight_for_each_row_of_a_batch() -> None:
+    weights = nn.BCEWithLogitsLoss(weight=torch.linspace(1, 2, 24))
+    asked = request(task=REGRESSION, loss=weights)
+    assert num_classes(nn.Linear(4, 1), [X, replace(Y, dtype="float32")], asked) is None
+    with pytest.raises(ConfigError, match=r"shape \(batch, 3\) but the target has"):
+        num_classes(nn.Linear(4, 3), [X, replace(Y, dtype="float32")], asked)
+
+
 class Recorder(nn.Module):
     """Remembers its inputs."""
 

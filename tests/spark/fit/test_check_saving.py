@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Callable
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -36,11 +38,20 @@ class Branches(Layer):
         return super().forward(x if x.sum() > 0 else -x)
 
 
-class OfNumpy(Layer):
+class OfLists(Layer):
     __module__ = "__main__"
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return super().forward(torch.from_numpy(x.numpy().copy()))
+        return super().forward(torch.tensor([[math.cos(v) for v in row] for row in x.tolist()]))
+
+
+class OfNumpy(Layer):
+    """Goes through numpy, whose functions torch knows."""
+
+    __module__ = "__main__"
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(torch.from_numpy(np.tanh(x.numpy())))
 
 
 @torch.library.custom_op("sparkdl_check_saving::double", mutates_args=())
@@ -62,6 +73,42 @@ class Masked(Layer):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return super().forward(F.relu(x) * x.max().item())
+
+
+class OverRows(Layer):
+    """Takes rows one after the other, and so a fixed number of them."""
+
+    __module__ = "__main__"
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.cat([super(OverRows, self).forward(row) for row in x.split(1)])
+
+
+class OfConstant(Layer):
+    """Has a constant of the number of rows."""
+
+    __module__ = "__main__"
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x) / math.lgamma(x.shape[0] + 2.0)
+
+
+class SingleRow(Layer):
+    """Does something else for a single row."""
+
+    __module__ = "__main__"
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x) if len(x) > 1 else super().forward(x) * 2
+
+
+class Sized(Layer):
+    """Reads the number of rows, and does the same whatever it is."""
+
+    __module__ = "__main__"
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x.reshape(len(x), -1)) / x.shape[0] + x.new_zeros(x.size(0), 1)
 
 
 class InFile(Branches):
@@ -92,8 +139,11 @@ def messages(caplog: pytest.LogCaptureFixture) -> list[str]:
     ("make", "cause"),
     [
         (Branches, "forward branches on values of its tensors"),
-        (OfNumpy, "torch.export cannot export it"),
+        (OfLists, "torch.export cannot export it"),
         (OwnOperator, "torch.export cannot export it"),
+        (OverRows, "torch.export cannot export it"),
+        (OfConstant, "torch.export cannot export it"),
+        (SingleRow, "torch.export cannot export it"),
     ],
 )
 def test_a_module_that_cannot_be_saved(
@@ -106,7 +156,9 @@ def test_a_module_that_cannot_be_saved(
     assert "defined in __main__" in told
 
 
-@pytest.mark.parametrize(("make", "number"), [(Layer, 0), (InFile, 0), (Masked, 1)])
+@pytest.mark.parametrize(
+    ("make", "number"), [(Layer, 0), (InFile, 0), (Sized, 0), (Masked, 1), (OfNumpy, 1)]
+)
 def test_one_that_can(
     make: Callable[[], nn.Module],
     number: int,

@@ -206,6 +206,10 @@ def of_logarithm(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
     return F.cross_entropy(output, target)
 
 
+def weighted_by_place(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    return F.cross_entropy(output, target, reduction="none") @ torch.ones(24)
+
+
 class Modes(torch.optim.SGD):
     trains = False
 
@@ -265,6 +269,7 @@ TAKEN: dict[str, dict[str, Any]] = {
     "schedule": {"scheduler": counting, "optimizer": "adam", "learning_rate": 0.1},
     "sparse": {"module": Words(), "optimizer": "sgd", "learning_rate": 0.1},
     "two optimizers in one": {"module": Words(), "optimizer": both},
+    "a loss for so many rows": {"loss": weighted_by_place, "batch_size": 32},
     "one row": {"rows": {key: rows[:1] for key, rows in ROWS.items()}, "module": WantsMany(4, 3)},
 }  # fmt: skip
 
