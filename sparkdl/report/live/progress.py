@@ -433,17 +433,18 @@ class ConsoleView(RunView):
             self._bar = None
 
     def attempt(self, number: int, start_step: int, workers: int | None = None) -> None:
-        """Put the bar where the gang starts, or print where a restart goes on."""
+        """Put the bar where the gang starts, or print where it goes on."""
         super().attempt(number, start_step, workers)
         if self._bar is not None and self.total_steps:
             self._bar.reset(total=self.total_steps)
             self._bar.n = self._bar.initial = start_step
             self._redraw()
-        if number > 0 and not (self._has_bar and self.epochs):
+        if (number > 0 or start_step) and not (self._has_bar and self.epochs):
             unit = "step" if self.epochs else "checkpoint"
             place = f"from {unit} {start_step}" if start_step else "from the beginning"
             with_whom = "" if workers is None else f", with {workers} worker" + "s" * (workers > 1)
-            self._write(f"restart {number}, {place}{with_whom}")
+            what = f"restart {number}, {place}" if number > 0 else f"going on {place}"
+            self._write(f"{what}{with_whom}")
 
     def progress(self, rank: int, progress: Progress) -> None:
         if self.has_moved(rank, progress) and self._bar is not None:

@@ -207,7 +207,8 @@ def test_a_fit_that_goes_on_counts_its_own_steps(console: Console) -> None:
     view.planned(dataclasses.replace(PLAN, first_step=30))
     view.attempt(0, 30)
     view.done(50, stopped_early=False)
-    assert console.lines()[-1] == "trained: 20 steps, 50 with those of the earlier fit"
+    last = "trained: 20 steps, 50 with those of the earlier fit"
+    assert console.lines() == ["going on from step 30", last]
 
 
 @pytest.mark.parametrize(
