@@ -30,7 +30,7 @@ import json
 import logging
 import re
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from functools import partial
 from inspect import signature
 from typing import TYPE_CHECKING, Any
@@ -322,6 +322,7 @@ def _check_archive(archive: bytes, trust: Trust) -> None:
     model = json.loads(reader.read_string(_MODEL))
     if model.get("guards_code"):
         raise _refusal("Python source in its guards")
+    _check_operators((text for text, key in _texts(model, "") if key == "target"), trust)
     _check_names(model, "", trust)
 
 
@@ -347,17 +348,30 @@ def _texts(value: Any, key: str) -> Iterator[tuple[str, str]]:
         yield value, key
 
 
+def _check_operators(texts: Iterable[str], trust: Trust) -> None:
+    """Refuse operators that are neither in the list nor trusted, all at once; StorageError."""
+    refused = sorted(
+        {
+            text
+            for text in texts
+            if not _is_allowed(text) and not (_OPERATOR.fullmatch(text) and trust.names(text))
+        }
+    )
+    if refused:
+        names = sorted({text.rpartition(".")[0] or text for text in refused})
+        what = "the operator {}, which is" if len(refused) == 1 else "the operators {}, which are"
+        raise StorageError(
+            f"the exported program holds {what.format(', '.join(map(repr, refused)))} not among "
+            "those that are known to stay within their tensors; save the model again from an "
+            f"importable factory, or load it with trusted={names} if you trust whoever wrote it"
+        )
+
+
 def _check_text(text: str, key: str, trust: Trust) -> None:
     if key == "as_operator":  # control flow would call it without the checks of `_check_calls`
         raise _refusal(f"the argument {text!r}, an operator")
     if key == "target":
-        if not _is_allowed(text) and not (_OPERATOR.fullmatch(text) and trust.names(text)):
-            name = text.removesuffix(f".{text.rpartition('.')[2]}")
-            raise StorageError(
-                f"the exported program holds the operator {text!r}, which is not among those that "
-                "are known to stay within their tensors; save the model again from an importable "
-                f"factory, or load it with trusted=[{name!r}] if you trust whoever wrote it"
-            )
+        _check_operators([text], trust)
     elif key == "expr_str":
         words = _WORD.findall(text)
         if not _EXPRESSION.fullmatch(text) or not all(

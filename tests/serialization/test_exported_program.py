@@ -6,6 +6,7 @@ import copy
 import io
 import json
 import pickle
+import re
 import time
 import zipfile
 from collections.abc import Callable
@@ -315,6 +316,17 @@ def test_operators_that_are_not_in_the_list_can_be_trusted_by_name(
         assert torch.equal(copy.deepcopy(program)(torch.ones(3, 1)), torch.full((3, 1), 2.0))
     with pytest.raises(StorageError, match="the operator"):
         read_program(archive, trusting("torch.ops.aten.as_stride"))
+
+
+def test_all_operators_that_must_be_trusted_are_named_at_once() -> None:
+    class Odd(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return torch.as_strided(x, (x.shape[0], 1), (1, 1)) + torch.linalg.matrix_exp(x).sum()
+
+    archive = write_program(Odd(), (torch.ones(2, 2, 2),))
+    named = "trusted=['torch.ops.aten.as_strided', 'torch.ops.aten.linalg_matrix_exp']"
+    with pytest.raises(StorageError, match=re.escape(named)):
+        read_program(archive)
 
 
 @pytest.mark.parametrize("name", ["data/aotinductor/model/x.so", "data/constants/opaque_obj_0"])

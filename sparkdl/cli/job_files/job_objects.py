@@ -50,7 +50,7 @@ def check_training(job: TrainJob) -> None:
         check_range(request, checked.strategy, checked.mode)
         if request.num_workers is not None:
             checked.strategy.check(config, request.num_workers)
-            check_sync_batch_norm(checked.module, config, request.num_workers)
+            check_sync_batch_norm(checked.module, config, request.num_workers, checked.mode)
             check_shards(request.num_shards, checked.strategy, request.num_workers)
     except ConfigError as error:
         raise ConfigError(in_file_words(str(error))) from error

@@ -486,4 +486,4 @@ def _check(found: Found, strategy: SyncStrategy, world_size: int) -> None:
     strategy.check(config, world_size)
     check_elasticity(config, strategy, has_logs=checked.has_logs)
     check_shards(checked.fixed_shards, strategy, world_size)
-    check_sync_batch_norm(checked.module, config, world_size)
+    check_sync_batch_norm(checked.module, config, world_size, checked.mode)

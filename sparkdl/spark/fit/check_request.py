@@ -301,7 +301,7 @@ def check_request(data: UserData, request: FitRequest) -> CheckedRequest:
             heap_bytes=compat.driver_heap_bytes(data.spark),
             is_local=compat.shares_console(data.spark),
         )
-    check_sync_batch_norm(module, config, slots.num_workers)
+    check_sync_batch_norm(module, config, slots.num_workers, values.mode)
     if readers > 1 and not strategy.trains_apart:
         check_max_norm(module)
     checked = CheckedRequest(

@@ -27,7 +27,7 @@ from sparkdl.spark.fit.check_request import CheckedRequest
 from sparkdl.spark.fit.check_training import stepped_schedule
 from sparkdl.spark.fit.example import Example, lent_weights, own_copy
 from sparkdl.spark.fit.trial import Sink, Trial, failed_layer, try_metrics, try_module
-from sparkdl.spark.fit.trial_step import try_step
+from sparkdl.spark.fit.trial_step import counted_in_steps, try_step
 from sparkdl.spark.frames.row_table import ShownRows
 from sparkdl.spark.run.run import FitRequest
 from sparkdl.spark.session.compat import conf
@@ -226,6 +226,7 @@ def check_plan(checked: CheckedRequest, plan: TrainPlan, *, has_validation: bool
         ) from error
     check_empty_batches(checked.module, plan, checked.config, checked.weights)
     check_single_rows(checked.module, plan, checked.config, checked.weights)
+    check_counted(checked, plan)
     check_schedule(checked, plan)
     if checked.has_logs:
         check_manual_plan(checked.module, plan, apart=checked.strategy.trains_apart)
@@ -355,6 +356,30 @@ def shaped(
         shape = own if asked is None else asked
         found.append(column if shape is None else column.reshaped(shape))
     return tuple(found)
+
+
+def check_counted(checked: CheckedRequest, plan: TrainPlan) -> None:
+    """Refuse a module that counts steps, where a worker has no rows in some; raises ConfigError.
+
+    It would not run there, and what it counts would come apart from that of others.
+    """
+    config, mesh = checked.config, checked.config.parallelism
+    steps, parts = plan.steps_per_epoch, config.gradient_accumulation_steps
+    rows = [plan.rows_of(rank) for rank in range(plan.world_size)]
+    fewest = plan.fewest_in_a_step
+    if config.elasticity == "bits":  # each shard has a state of its own
+        rows = [shard.num_rows for shard in plan.shards]
+        fewest = min(rows) // steps
+    all_run = config.sync_batch_norm or (mesh is not None and mesh.num_shards > 1)
+    if len(rows) == 1 or fewest >= parts or all_run or checked.strategy.trains_apart:
+        return
+    if name := counted_in_steps(checked, plan.columns):
+        raise ConfigError(
+            f"each step changes the {name}, whichever rows it gets, and a worker has {min(rows)} "
+            f"rows for the {steps * parts} batches of an epoch, so that it would take part in "
+            "fewer of them than others, and come apart from them; raise batchSize, use fewer "
+            "workers or a smaller gradientAccumulationSteps"
+        )
 
 
 def check_empty_batches(

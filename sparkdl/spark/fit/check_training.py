@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 from sparkdl.config import TrainConfig
 from sparkdl.errors import ConfigError
@@ -250,10 +250,25 @@ def check_max_norm(module: nn.Module) -> None:
             )
 
 
-def check_sync_batch_norm(module: nn.Module, config: TrainConfig, num_workers: int) -> None:
-    """Refuse ``syncBatchNorm`` with what it does not fit; raises ConfigError."""
+def check_sync_batch_norm(
+    module: nn.Module, config: TrainConfig, num_workers: int, mode: Literal["gang", "rounds"]
+) -> None:
+    """Refuse ``syncBatchNorm`` with what it does not fit, and torch's own layer without it.
+
+    Raises ConfigError.
+    """
+    from torch import nn
+
     from sparkdl.train.modules import sync_batch_norm
 
     if config.sync_batch_norm:
         sync_batch_norm.batch_norms(module)
         sync_batch_norm.check_strategy(config.sync_strategy, num_workers)
+        return
+    for name, layer in module.named_modules():
+        if isinstance(layer, nn.SyncBatchNorm) and mode == "gang" and num_workers > 1:
+            raise ConfigError(
+                f"the layer '{name}' is an nn.SyncBatchNorm, which looks for other workers by "
+                "itself, and on GPUs only; set syncBatchNorm=True, which lets it see the rows of "
+                "all workers, or use nn.BatchNorm1d, BatchNorm2d or BatchNorm3d there"
+            )

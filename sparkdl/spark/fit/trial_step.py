@@ -19,7 +19,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
 
 from sparkdl.config import TrainConfig
-from sparkdl.data.plan import Shard, TrainPlan, make_plan
+from sparkdl.data.plan import Column, Shard, TrainPlan, make_plan
 from sparkdl.errors import ConfigError, DataError, TrainingDiverged
 from sparkdl.runtime.process import borrowed_generator, lent, seeded
 from sparkdl.runtime.tracebacks import is_of_users, passed_through, users_line
@@ -450,29 +450,19 @@ def _between_steps(callbacks: Items[Any]) -> list[Any]:
 
 def _changes(tried: _Tried, program: ProgramState, *, adds_up: bool, is_first: bool) -> Changes:
     """Take the step in a ``program`` as it was before."""
-    import torch
-
     from sparkdl.comm.communicator import LocalCommunicator
     from sparkdl.serialization.travel.attributes import Attributes
-    from sparkdl.sync.frozen_layers import training_mode
-    from sparkdl.sync.gradients.allreduce import AllReduce
     from sparkdl.sync.module_tensors import give_tensors, tensors_of
     from sparkdl.train.modules.memory_format import in_memory_format
     from sparkdl.train.optimizers import check_optimizer, optimizers, stepping
     from sparkdl.train.optimizers.nested_states import is_known
-    from sparkdl.train.replica import make_replica
     from sparkdl.train.step import TrainStep
     from sparkdl.train.time_spent import Clock
 
-    module, config, batch, comm = tried.module, tried.config, tried.batch, LocalCommunicator()
-    with optimizers.without_compiler():
-        replica = make_replica(
-            module, config, tried.plan, torch.device("cpu"),
-            lambda model, make: AllReduce().setup(model, make, comm),
-        )  # fmt: skip
+    module, config, batch = tried.module, tried.config, tried.batch
+    replica = _replica(tried)
     optimizer = replica.synchronizer.optimizer
-    training_mode(module, config.frozen_layers)
-    step = TrainStep(replica, clock=Clock(comm))
+    step = TrainStep(replica, clock=Clock(LocalCommunicator()))
     for part in step.parts:
         part.place(0, 1)
         part.begin_fit()
@@ -519,6 +509,81 @@ def _changes(tried: _Tried, program: ProgramState, *, adds_up: bool, is_first: b
     return changes
 
 
+def _replica(tried: _Tried) -> Replica:
+    """What a worker would have made of the copies, in training mode."""
+    import torch
+
+    from sparkdl.comm.communicator import LocalCommunicator
+    from sparkdl.sync.frozen_layers import training_mode
+    from sparkdl.sync.gradients.allreduce import AllReduce
+    from sparkdl.train.optimizers import optimizers
+    from sparkdl.train.replica import make_replica
+
+    with optimizers.without_compiler():
+        replica = make_replica(
+            tried.module, tried.config, tried.plan, torch.device("cpu"),
+            lambda model, make: AllReduce().setup(model, make, LocalCommunicator()),
+        )  # fmt: skip
+    training_mode(tried.module, tried.config.frozen_layers)
+    return replica
+
+
+def counted_in_steps(checked: CheckedValues, columns: tuple[Column, ...]) -> str:
+    """Name a value that each step changes alike, whichever rows it gets; empty: none is known.
+
+    Such as a count of steps, or a teacher that follows the weights. What the module, or its loss,
+    does not let see, or fails to do on zeros and ones, is not known.
+    """
+    example = Example(columns=columns)
+    numbers = sum(parameter.numel() for parameter in checked.module.parameters())
+    if checked.weights is not None or numbers > _MOST_NUMBERS or is_compiled(checked.module):
+        return ""
+    with contextlib.suppress(Exception), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        once = _left_by_steps(checked, example, 1)
+        if once:
+            again = _left_by_steps(checked, example, 2)
+            others = _left_by_steps(checked, example, 1, has_ones=True)
+            for (kind, name), mark in once.items():
+                if others.get((kind, name)) == mark != again.get((kind, name)):
+                    return name if kind == "loss" else f"{kind} {name!r}"
+    return ""
+
+
+def _left_by_steps(
+    checked: CheckedValues, example: Example, num_steps: int, *, has_ones: bool = False
+) -> Changes:
+    """What forward and backward passes change, given rows of zeros, or of ones and other draws.
+
+    Weights that train are others than those that the module begins with, as after some steps.
+    """
+    import torch
+
+    from sparkdl.serialization.travel.attributes import Attributes
+    from sparkdl.train.objective.label_losses import sums_of
+    from sparkdl.train.objective.training_step import run
+
+    config = replace(checked.config, compile=False, metrics=None)
+    with (
+        borrowed_generator(config.seed + has_ones),
+        _copies(checked.module, config, example, _FEW_ROWS, checked.shared) as tried,
+        program_kept(tried.module, vars(tried.config)),
+    ):
+        replica = _replica(tried)
+        with torch.no_grad():
+            for parameter in tried.module.parameters():
+                if parameter.requires_grad and parameter.is_floating_point():
+                    parameter.mul_(0.5)
+        held = Attributes(tried.module, shared=tried.shared)
+        batch = tried.batch.map(torch.ones_like) if has_ones else tried.batch
+        before = _marks(held, replica)
+        for _ in range(num_steps):
+            seen = run(replica.loss, replica.module, batch)
+            torch.autograd.backward(sums_of(replica.loss, seen, batch.target, None)[0])
+        after = _marks(held, replica)
+        return {place: mark for place, mark in after.items() if before.get(place) != mark}
+
+
 def _gives_other(tried: _Tried, held: Attributes, replica: Replica, program: ProgramState) -> bool:
     """Return True if outputs, losses or gradients are others once the program is put back.
 
@@ -556,14 +621,9 @@ def _gives_other(tried: _Tried, held: Attributes, replica: Replica, program: Pro
 def _changed_in_evaluation(held: Attributes, tried: _Tried, replica: Replica) -> list[str]:
     """Names of what module and loss change of their own where validation rows are evaluated."""
     replica.module.eval()
-
-    def marks() -> dict[tuple[str, str], Any]:
-        buffers = _fingerprints(replica.module).items()
-        return {**_besides(held, replica.kept), **{("buffer", name): one for name, one in buffers}}
-
-    before = marks()
+    before = _marks(held, replica)
     _values_given(replica, tried.batch, is_training=False)
-    return [place[1] for place, mark in marks().items() if before.get(place) != mark]
+    return [place[1] for place, mark in _marks(held, replica).items() if before.get(place) != mark]
 
 
 def _gradients_given(replica: Replica, batch: Batch) -> list[int]:
@@ -624,6 +684,12 @@ def _given(replica: Replica, batch: Batch) -> Changes:
     """What tells apart the outputs for rows of ones, in both modes, and the loss of these."""
     both = ([one(replica, batch, is_training=mode) for mode in (True, False)] for one in _GIVEN)
     return dict(zip((("output", ""), ("value", "")), both, strict=True))
+
+
+def _marks(held: Attributes, replica: Replica) -> dict[tuple[str, str], Any]:
+    """What tells the values apart of all that module and loss hold."""
+    buffers = _fingerprints(replica.module).items()
+    return {**_besides(held, replica.kept), **{("buffer", name): one for name, one in buffers}}
 
 
 def _besides(held: Attributes, kept: Kept) -> dict[tuple[str, str], Any]:

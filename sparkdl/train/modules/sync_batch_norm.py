@@ -2,7 +2,8 @@
 
 While training lasts, the ``forward`` of each BatchNorm layer is replaced, on the object. Layers,
 parameters, buffers and names stay as they are, so that weights, checkpoints and the fitted module
-are those of the plain layers. torch's own ``SyncBatchNorm`` is another class, and for GPUs only.
+are those of the plain layers. torch's own ``SyncBatchNorm`` asks for GPUs; its ``forward`` is
+replaced, too.
 
 Statistics are those of all rows that the ranks have at one time, however unequal their numbers:
 each rank sends mean, sum of squared deviations and number of values, which add up without
@@ -49,8 +50,9 @@ def batch_norms(module: nn.Module) -> list[_BatchNorm]:
     ConfigError if there is none, or one has a forward of its own, which cannot be replaced.
     """
     layers = {name: part for name, part in module.named_modules() if isinstance(part, _BatchNorm)}
+    known = (_BatchNorm.forward, nn.SyncBatchNorm.forward)
     for name, layer in layers.items():
-        if type(layer).forward is not _BatchNorm.forward or "forward" in vars(layer):
+        if type(layer).forward not in known or "forward" in vars(layer):
             raise ConfigError(
                 f"syncBatchNorm cannot be used with the layer '{name}', a "
                 f"{type(layer).__qualname__} with a forward of its own; use torch's BatchNorm1d, "

@@ -161,14 +161,24 @@ def test_a_schedule_of_evaluations_needs_a_gang() -> None:
 def test_sync_batch_norm_needs_layers_and_workers_in_step() -> None:
     config = TrainConfig(sync_batch_norm=True, sync_strategy=AllReduce())
     norm = nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3))
-    check_sync_batch_norm(norm, config, 2)
-    check_sync_batch_norm(nn.Linear(4, 3), TrainConfig(), 2)
+    check_sync_batch_norm(norm, config, 2, "gang")
+    check_sync_batch_norm(nn.Linear(4, 3), TrainConfig(), 2, "gang")
     with pytest.raises(ConfigError, match="the module has no BatchNorm layer; unset it"):
-        check_sync_batch_norm(nn.Linear(4, 3), config, 2)
+        check_sync_batch_norm(nn.Linear(4, 3), config, 2, "gang")
     apart = TrainConfig(sync_batch_norm=True, sync_strategy=ParameterAveraging())
-    check_sync_batch_norm(norm, apart, 1)
+    check_sync_batch_norm(norm, apart, 1, "gang")
     with pytest.raises(ConfigError, match="with ParameterAveraging they train apart"):
-        check_sync_batch_norm(norm, apart, 2)
+        check_sync_batch_norm(norm, apart, 2, "gang")
+
+
+def test_torchs_own_layer_needs_sync_batch_norm() -> None:
+    own = nn.Sequential(nn.Linear(4, 3), nn.SyncBatchNorm(3))
+    config = TrainConfig(sync_batch_norm=True, sync_strategy=AllReduce())
+    check_sync_batch_norm(own, config, 2, "gang")
+    check_sync_batch_norm(own, TrainConfig(), 1, "gang")
+    check_sync_batch_norm(own, TrainConfig(sync_strategy=ParameterAveraging()), 2, "rounds")
+    with pytest.raises(ConfigError, match=r"layer '1' is an nn\.SyncBatchNorm, .*syncBatchNorm"):
+        check_sync_batch_norm(own, TrainConfig(), 2, "gang")
 
 
 @pytest.mark.spark

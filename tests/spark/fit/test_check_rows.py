@@ -21,6 +21,7 @@ from sparkdl.inference.regression import REGRESSION
 from sparkdl.inputs import Sequence
 from sparkdl.mesh import Mesh
 from sparkdl.spark.fit.check_rows import (
+    check_counted,
     check_empty_batches,
     check_labels,
     check_plan,
@@ -36,6 +37,7 @@ from sparkdl.spark.frames.prepare_columns import prepare
 from sparkdl.spark.frames.row_table import TableSpec
 from sparkdl.spark.frames.shard_table import ShardTable
 from sparkdl.spark.run.run import FitRequest
+from sparkdl.sync.averaging.parameter_averaging import ParameterAveraging
 from sparkdl.train.objective.training_step import objective_of
 from tests.spark.fit.requests import config, request
 
@@ -633,6 +635,47 @@ def test_layers_that_are_gathered_may_need_modules_that_take_no_rows(mesh: Mesh)
         check(nn.Flatten(), *rows)
         with pytest.raises(ConfigError, match=r"unflatten\(-1, \(-1, 4\)\) .* raise batchSize"):
             check(Viewing(), *rows)
+
+
+class InSteps(nn.Linear):
+    steps = 0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.steps += 1
+        return super().forward(x) * self.steps
+
+
+@pytest.mark.parametrize(
+    ("rows", "options", "is_refused"),
+    [
+        ([8, 2], {}, False),
+        ([8, 1], {}, True),  # two steps, one row
+        ([8, 2], {"gradient_accumulation_steps": 2}, True),
+        ([1], {"gradient_accumulation_steps": 4}, False),
+        ([8, 1], {"elasticity": "bits"}, True),
+        ([8, 1], {"sync_batch_norm": True}, False),
+        ([8, 1], {"sync_strategy": ParameterAveraging()}, False),
+        ([8, 1], {"parallelism": Mesh(data=2)}, True),
+        ([8, 1], {"parallelism": Mesh(shard=2)}, False),
+    ],
+)
+def test_a_module_that_counts_steps_takes_part_in_all(
+    rows: list[int], options: dict[str, Any], is_refused: bool
+) -> None:
+    def check(module: nn.Module) -> None:
+        asked = request(module, batch_size=4, **options)
+        checked: Any = SimpleNamespace(
+            module=module, weights=None, config=asked.config, request=asked, shared=(),
+            strategy=asked.config.sync_strategy, objective=objective_of(asked.config, module),
+        )  # fmt: skip
+        check_counted(checked, plan_of(rows))
+
+    check(nn.Linear(4, 3))
+    if is_refused:
+        with pytest.raises(ConfigError, match=r"the attribute 'steps', .* has [12] rows for the "):
+            check(InSteps(4, 3))
+    else:
+        check(InSteps(4, 3))
 
 
 @pytest.mark.parametrize(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import random
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -13,6 +14,7 @@ import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
+from torch.nn.utils import parametrizations
 
 from sparkdl.config import CUSTOM
 from sparkdl.data.plan import Column
@@ -22,7 +24,7 @@ from sparkdl.spark.fit import trial_step
 from sparkdl.spark.fit.check_request import CheckedValues, check_values
 from sparkdl.spark.fit.check_training import check_sparse_gradients
 from sparkdl.spark.fit.example import Example
-from sparkdl.spark.fit.trial_step import try_step
+from sparkdl.spark.fit.trial_step import counted_in_steps, try_step
 from sparkdl.sync.asynchronous.async_sgd import AsyncSGD
 from sparkdl.sync.gradients.allreduce import AllReduce
 from sparkdl.train.callbacks import Callback, CallbackState
@@ -405,6 +407,79 @@ def test_one_worker_may_have_sparse_gradients_that_nobody_expects() -> None:
     checked = checked_values(Strange(), optimizer="adagrad")
     example = Example(columns=(X, Y), rows=ROWS)
     try_step(checked, example, None, lambda: None, adds_up=False, several=False)
+
+
+class Follows(nn.Linear):
+    """Does something of its own to what it holds in each forward pass."""
+
+    def __init__(self, change: Callable[[Any, torch.Tensor], None]) -> None:
+        super().__init__(4, 3)
+        self.change, self.count, self.began = change, 0, False
+        self.register_buffer("held", torch.ones(3, 4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.change(self, x)
+        return super().forward(x)
+
+
+class Counts(nn.Module):
+    """A loss that weighs later steps more."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("steps", torch.zeros(()))
+
+    def forward(self, output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        self.steps += 1
+        return F.cross_entropy(output, target) * self.steps
+
+
+def count(module: Any, x: torch.Tensor) -> None:
+    module.count += 1
+
+
+def begin(module: Any, x: torch.Tensor) -> None:
+    module.began = True
+
+
+def follow(module: Any, x: torch.Tensor) -> None:
+    module.held.lerp_(module.weight.detach(), 0.1)
+
+
+def keep_mean(module: Any, x: torch.Tensor) -> None:
+    module.held = module.held + x.mean()
+
+
+def draw(module: Any, x: torch.Tensor) -> None:
+    module.held = torch.rand(3, 4)
+
+
+def fail(module: Any, x: torch.Tensor) -> None:
+    module.count += 1
+    assert x.sum() > 0
+
+
+@pytest.mark.parametrize(
+    ("module", "options", "name"),
+    [
+        (nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3), nn.Dropout(0.5)), {}, ""),
+        (Follows(count), {}, "attribute 'count'"),
+        (Follows(begin), {}, ""),
+        (Follows(follow), {}, "buffer 'held'"),
+        (Follows(keep_mean), {}, ""),
+        (Follows(draw), {}, ""),
+        (Follows(fail), {}, ""),
+        (parametrizations.spectral_norm(nn.Linear(4, 3)), {},
+         "buffer 'parametrizations.weight.0._u'"),
+        (nn.Linear(4, 3), {"loss": Counts()}, "loss"),
+    ],
+    ids=["norm", "count", "begin", "follow", "mean", "draw", "fail", "spectral", "loss"],
+)  # fmt: skip
+def test_what_counts_steps_is_found(module: nn.Module, options: Any, name: str) -> None:
+    before = copy.deepcopy(module.state_dict())
+    assert counted_in_steps(checked_values(module, **options), (X, Y)) == name
+    assert all(torch.equal(value, before[key]) for key, value in module.state_dict().items())
+    assert getattr(module, "count", 0) == 0
 
 
 class Draws(nn.Linear):

@@ -22,6 +22,7 @@ LAYERS: dict[str, tuple[type[nn.Module], tuple[int, ...]]] = {
     "1d with length": (nn.BatchNorm1d, (CHANNELS, 5)),
     "2d": (nn.BatchNorm2d, (CHANNELS, 4, 2)),
     "3d": (nn.BatchNorm3d, (CHANNELS, 2, 3, 2)),
+    "torch's own": (nn.SyncBatchNorm, (CHANNELS, 4)),
 }
 OPTIONS: dict[str, dict[str, Any]] = {
     "plain": {},
@@ -333,7 +334,7 @@ class Own(nn.BatchNorm1d):
 def test_what_cannot_be_synchronized_is_refused() -> None:
     patched = nn.BatchNorm1d(3)
     patched.forward = Own.forward.__get__(patched)  # type: ignore[method-assign]
-    for layer in (Own(3), patched, nn.SyncBatchNorm(3)):
+    for layer in (Own(3), patched):
         with pytest.raises(ConfigError, match=r"the layer '1', a \w+ with a forward of its own"):
             batch_norms(nn.Sequential(nn.Linear(3, 3), layer))
     with pytest.raises(ConfigError, match="the module has no BatchNorm layer; unset it"):
