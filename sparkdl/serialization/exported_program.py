@@ -359,10 +359,9 @@ def _check_operators(texts: Iterable[str], trust: Trust) -> None:
     )
     if refused:
         names = sorted({text.rpartition(".")[0] or text for text in refused})
-        what = "the operator {}, which is" if len(refused) == 1 else "the operators {}, which are"
         raise StorageError(
-            f"the exported program holds {what.format(', '.join(map(repr, refused)))} not among "
-            "those that are known to stay within their tensors; save the model again from an "
+            f"the exported program holds the operator {' and the operator '.join(refused)}, not "
+            "among those that are known to stay within their tensors; save the model again from an "
             f"importable factory, or load it with trusted={names} if you trust whoever wrote it"
         )
 

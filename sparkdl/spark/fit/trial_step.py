@@ -111,8 +111,7 @@ def try_step(
     seen: list[Changes] = []
     failing = partial(
         _error, module, config, seen, adds_up=adds_up, shared=checked.shared,
-        evaluates=checked.mode == "rounds" and checked.request.validation is not None,
-        has_others=checked.request.validation is not None,
+        in_rounds=checked.mode == "rounds", has_others=checked.request.validation is not None,
     )  # fmt: skip
     error = failing(example, _FEW_ROWS, is_first=True)
     _check_program(*seen, mode=checked.mode)
@@ -348,7 +347,7 @@ def _error(
     *,
     adds_up: bool,
     shared: tuple[SharedValue, ...],
-    evaluates: bool,
+    in_rounds: bool,
     has_others: bool,
     is_first: bool = False,
 ) -> Exception | None:
@@ -361,7 +360,9 @@ def _error(
     with borrowed_generator(config.seed), warnings.catch_warnings():
         warnings.simplefilter("ignore")  # workers warn too
         try:
-            with _copies(module, config, example, num_rows, shared, evaluates=evaluates) as tried:
+            with _copies(module, config, example, num_rows, shared) as copies:
+                evaluates = in_rounds and has_others
+                tried = replace(copies, in_rounds=in_rounds, evaluates=evaluates)
                 seen.append(_step(tried, adds_up=adds_up, is_first=is_first))
         except MemoryError:
             return None
@@ -373,7 +374,7 @@ def _error(
             again: list[Changes] = []
             _error(
                 module, config, again, _finite(example), num_rows, adds_up=adds_up, shared=shared,
-                evaluates=evaluates, has_others=True,
+                in_rounds=in_rounds, has_others=True,
             )  # fmt: skip
             return refused if again else None
         except Exception as error:  # whatever the user's code raises
@@ -393,8 +394,10 @@ class _Tried:
     """The objects that module and configuration have in common, as this configuration has them."""
     plan: TrainPlan
     batch: Batch
-    evaluates: bool
-    """True if tasks of rounds evaluate validation rows."""
+    in_rounds: bool = False
+    """True if tasks of rounds train."""
+    evaluates: bool = False
+    """True if these evaluate validation rows."""
 
 
 @contextlib.contextmanager
@@ -404,8 +407,6 @@ def _copies(
     example: Example,
     num_rows: int,
     shared: tuple[SharedValue, ...] = (),
-    *,
-    evaluates: bool = False,
 ) -> Iterator[_Tried]:
     """Copies for a step on so many rows, with globals in common, as on a worker."""
     shard = Shard(shard_id=0, num_rows=num_rows, num_validation_rows=0, fingerprint="first rows")
@@ -420,7 +421,7 @@ def _copies(
     batch = _batch(example, num_rows)
     with lent, lent_globals():
         own, shared = loads(dumps((config, shared)))
-        yield _Tried(module, own_copy(module, None), own, shared, plan, batch, evaluates)
+        yield _Tried(module, own_copy(module, None), own, shared, plan, batch)
 
 
 def _step(tried: _Tried, *, adds_up: bool = False, is_first: bool = False) -> Changes:
@@ -456,6 +457,7 @@ def _changes(tried: _Tried, program: ProgramState, *, adds_up: bool, is_first: b
     from sparkdl.train.modules.memory_format import in_memory_format
     from sparkdl.train.optimizers import check_optimizer, optimizers, stepping
     from sparkdl.train.optimizers.nested_states import is_known
+    from sparkdl.train.round_replica import check_held
     from sparkdl.train.step import TrainStep
     from sparkdl.train.time_spent import Clock
 
@@ -486,6 +488,8 @@ def _changes(tried: _Tried, program: ProgramState, *, adds_up: bool, is_first: b
         if seen is not None and before.get(name) != seen[number]:
             changes["parameter", name] = seen[number]
     _check_sparse(config, module, adds_up=adds_up)
+    if tried.in_rounds:
+        check_held(held.state_dict())
     if adds_up:
         step.check_shared_gradients()
     stepping.set_mode(optimizer, trains=False)

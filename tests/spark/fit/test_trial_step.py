@@ -7,6 +7,7 @@ import dataclasses
 import random
 from collections.abc import Callable
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -880,6 +881,17 @@ def scaled(module, inputs, target):
 def plain(module, inputs, target):
     return nn.functional.cross_entropy(module(inputs), target)
 """
+
+
+def keep_object(module: Any, x: torch.Tensor) -> None:
+    module.kept = SimpleNamespace(rows=len(x))
+
+
+def test_rounds_refuse_an_attribute_that_no_task_hands_on() -> None:
+    step(checked_values(Follows(keep_object)))
+    step(dataclasses.replace(checked_values(Follows(count)), mode="rounds"))
+    with pytest.raises(ConfigError, match=r"attributes of the module \(kept, a SimpleNamespace"):
+        step(dataclasses.replace(checked_values(Follows(keep_object)), mode="rounds"))
 
 
 @pytest.mark.parametrize("way", ["forward", "register_forward_hook", "register_full_backward_hook"])
