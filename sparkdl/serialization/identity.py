@@ -8,7 +8,7 @@ all values that this names.
 
 from __future__ import annotations
 
-import dis
+import contextlib
 import functools
 import hashlib
 import json
@@ -22,6 +22,7 @@ import torch
 from torch import nn
 
 from sparkdl.runtime.public_names import public_module
+from sparkdl.serialization.program.named_code import imported_by
 from sparkdl.serialization.recorded.recipe import digest_of
 from sparkdl.serialization.travel.pickling import HOOKS
 from sparkdl.serialization.trust import is_installed
@@ -80,6 +81,7 @@ class _Describer:
         yield functools._lru_cache_wrapper, lambda value: self.describe(value.__wrapped__)
         yield type, self._class
         yield types.FunctionType, self._function
+        yield types.MethodType, lambda m: ["method", *map(self.describe, (m.__func__, m.__self__))]
         yield types.CodeType, self._code
         yield (staticmethod, classmethod), lambda method: self.describe(method.__func__)
         yield property, lambda value: self.describe((value.fget, value.fset))
@@ -91,7 +93,11 @@ class _Describer:
 
     def _mapping(self, value: Mapping[Any, Any]) -> Any:
         items = [[self.describe(key), self.describe(item)] for key, item in value.items()]
-        return [self.describe(type(value)), items]
+        made_of = []
+        with contextlib.suppress(Exception):  # such as a view of a class's members
+            if type(value) is not dict:
+                made_of = [self.describe(part) for part in value.__reduce_ex__(4)[1:3] if part]
+        return [self.describe(type(value)), items, *made_of]
 
     def _module(self, module: nn.Module) -> Any:
         state = {
@@ -151,16 +157,18 @@ class _Describer:
             if isinstance(member, types.FunctionType | staticmethod | classmethod | property)
             or not name.startswith("__")
         }
-        return [_name(kind), bases, members]
+        made_by = [self.describe(type(kind))] if not is_installed(type(kind).__module__) else []
+        return [_name(kind), bases, members, *made_by]
 
     def _function(self, function: types.FunctionType) -> Any:
         holds = [_content(cell) for cell in function.__closure__ or ()]
-        if is_installed(function.__module__):
+        # What exec makes has no module, and says that it is of builtins.
+        if is_installed(function.__module__) and "__name__" in function.__globals__:
             return [_name(function), self.describe(holds)]
         defaults = (function.__defaults__, function.__kwdefaults__)
         names, found = _names(function.__code__), function.__globals__
         used = {name: self._named(found[name], names) for name in sorted(names & found.keys())}
-        for name in sorted(_imported(function.__code__) - used.keys()):
+        for name in sorted(imported_by(function.__code__) - used.keys()):
             used[name] = self._named(sys.modules.get(name), names)
         return [_name(function), *map(self.describe, (holds, function.__code__, *defaults)), used]
 
@@ -199,10 +207,3 @@ def _names(code: types.CodeType) -> set[str]:
     """Global names that a function uses, those of functions inside it included."""
     inner = (const for const in code.co_consts if isinstance(const, types.CodeType))
     return set(code.co_names).union(*map(_names, inner))
-
-
-def _imported(code: types.CodeType) -> set[str]:
-    """The modules that a function imports when it is called."""
-    inner = (const for const in code.co_consts if isinstance(const, types.CodeType))
-    own = {i.argval for i in dis.get_instructions(code) if i.opname == "IMPORT_NAME"}
-    return own.union(*map(_imported, inner))

@@ -44,6 +44,7 @@ from sparkdl.serialization.program.named_code import (
     functions_of,
     is_code,
     is_imported,
+    lookups_in,
     named_by,
     owner_of,
     value_at,
@@ -55,7 +56,10 @@ from sparkdl.serialization.program.packed_values import (
     pack_value,
     reason_of,
     tell_once,
+    told,
 )
+from sparkdl.serialization.program.process_settings import changed_settings, set_settings
+from sparkdl.serialization.trust import is_installed
 
 if TYPE_CHECKING:
     from sparkdl.serialization.program.program_state import ProgramState
@@ -156,7 +160,26 @@ def program_code(code: Iterable[Any]) -> ProgramCode:
                 tell_once(place, lacks[place])
     packed = pack_value(found, sources, sys.maxsize) if found else b""
     functions = [part for part in (*code, *named.values()) if is_code(part)]
-    return ProgramCode(sources, packed, lacks, package_patches(functions), _environment(functions))
+    _tell_lookups(code)
+    return ProgramCode(
+        *(sources, packed, lacks, package_patches(functions), _environment(functions)),
+        settings=changed_settings(),
+    )
+
+
+def _tell_lookups(code: Iterable[Any]) -> None:
+    """Warn, once, of the program's own functions that look for names while they run."""
+    for function in functions_of(code):
+        where = str(function.__globals__.get("__name__"))
+        words = [] if is_installed(where) or is_imported(where) else lookups_in(function.__code__)
+        place = where, f"{function.__qualname__} {words}"
+        if words and place not in told:
+            told.add(place)
+            logger.warning(
+                "%s uses %s, which on a worker is its own: it has the names that code of the "
+                "program names, and may find others than here, or none; name what it takes",
+                *(function.__qualname__, ", ".join(words)),
+            )
 
 
 def _environment(code: Iterable[Any]) -> dict[str, str | None]:
@@ -194,6 +217,8 @@ class ProgramCode:
     """What the program has in the place of code of packages, pickled one by one."""
     environment: Mapping[str, str | None] = field(default_factory=dict)
     """Environment variables that code names and the program has set; None: has removed."""
+    settings: Mapping[str, Any] = field(default_factory=dict)
+    """Settings of torch and numpy that the program has changed, see `changed_settings`."""
 
     def is_needed(self) -> bool:
         """True if a file may be another one for this process than for the program."""
@@ -262,7 +287,15 @@ class ProgramValues:
     def digest(self) -> str:
         """Tells those of one program apart."""
         return hashlib.sha256(
-            pickle.dumps((self.values, self.code.values, self.code.patches, self.code.environment))
+            pickle.dumps(
+                (
+                    self.values,
+                    self.code.values,
+                    self.code.patches,
+                    self.code.environment,
+                    self.code.settings,
+                )
+            )
         ).hexdigest()
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -271,6 +304,8 @@ class ProgramValues:
 
 _environment_before: dict[str, str | None] = {}
 """Environment variables that `_given` has set or removed in this process, as they were."""
+_settings_before: list[dict[str, Any]] = []
+"""Settings that `_given` has changed in this process, as they were: none, or one."""
 _before: list[tuple[Any, str, Any]] = []
 """Values that `_given` has replaced in this process: owner, name, and what was there."""
 _states: list[ProgramState] = []
@@ -285,6 +320,7 @@ def _given(
         for name, text in code.environment.items():
             _environment_before[name] = os.environ.get(name)
             _set_variable(name, text)
+        _settings_before.append(set_settings(code.settings))
         _states.append(_state_of(code.sources))
         if code.is_needed():
             try:
@@ -341,6 +377,8 @@ def give_back() -> None:
     """Let this process have what its files say, as before a program ran here."""
     while _environment_before:
         _set_variable(*_environment_before.popitem())
+    while _settings_before:
+        set_settings(_settings_before.pop())
     while _before:
         owner, name, value = _before.pop()
         if value is _before:
@@ -458,6 +496,8 @@ def _digest(value: Any) -> str:
         about = [getattr(value, "__module__", ""), getattr(value, "__qualname__", value.__name__)]
     else:
         about = identity(value)
+        if isinstance(value, functools._lru_cache_wrapper) and value.cache_info().currsize:
+            about = [about, "with results"]
     return hashlib.sha256(json.dumps(about).encode()).hexdigest()
 
 

@@ -31,6 +31,12 @@ _OPAQUE = (
 _DRIVERS = {"pyspark", "py4j"}
 """Packages whose objects are connections."""
 ATOMS = {type(None), bool, int, float, complex, str, bytes}
+_OF_OBJECTS = {"getattr", "hasattr", "attrgetter", "vars", "__dict__"}
+_LOOKUPS = {
+    *_OF_OBJECTS, "globals", "eval", "exec", "modules", "__import__", "import_module",
+    "resolve_name",
+}  # fmt: skip
+"""Names by which code reaches what it does not name: attributes of objects, or anything."""
 _OF_IMPORT = {*vars(types.ModuleType("")), "__builtins__", "__cached__", "__file__", "__path__"}
 """Globals that importing a module sets: each process has its own."""
 
@@ -49,6 +55,13 @@ def named_by(code: Iterable[Any], *, by_name: bool) -> dict[Place, Any]:
     while todo:
         start, is_there = todo.pop()
         for value in _code_in(start, seen, is_there):
+            if isinstance(value, types.ModuleType):
+                for key, member in _members_of(value):
+                    if not (by_name and type(member) is types.ModuleType):
+                        found[value.__name__, key] = member
+                    if type(member) is not types.ModuleType:
+                        todo.append((member, True))
+                continue
             module = str(value.__module__)
             has_name = is_imported(module) and _travels_by_name(value)
             if has_name and not by_name:
@@ -61,7 +74,8 @@ def named_by(code: Iterable[Any], *, by_name: bool) -> dict[Place, Any]:
                         made.setdefault(id(member), place)
                     if place is not None and not (by_name and type(member) is types.ModuleType):
                         found[place] = member
-                    todo.append((member, place is not None))
+                    if type(member) is not types.ModuleType:
+                        todo.append((member, place is not None))
                 continue
             todo += [(part, is_known) for part in (type(value), *value.__bases__)]
             there = (module, value.__qualname__) if has_name else made.get(id(value))
@@ -83,7 +97,9 @@ def named_by(code: Iterable[Any], *, by_name: bool) -> dict[Place, Any]:
 
 
 def _code_in(value: Any, seen: dict[tuple[int, bool], Any], is_there: bool) -> Iterator[Any]:
-    """The user's own classes and functions that are nearest to a value, each once.
+    """The user's own classes, functions and modules that are nearest to a value, each once.
+
+    Who holds a module may take anything of it.
 
     What an object holds is asked of the garbage collector, which runs no code of its class.
     """
@@ -103,6 +119,9 @@ def _code_in(value: Any, seen: dict[tuple[int, bool], Any], is_there: bool) -> I
             if is_installed(one.__module__) and is_installed(one.__globals__.get("__name__")):
                 todo += _held_by(one)
             else:
+                yield one
+        elif kind is types.ModuleType:
+            if is_imported(one.__name__):
                 yield one
         elif (
             not issubclass(kind, _OPAQUE) and str(kind.__module__).partition(".")[0] not in _DRIVERS
@@ -128,17 +147,24 @@ def _globals_of(function: types.FunctionType, is_there: bool) -> Iterator[tuple[
         return
     read: set[str] = set()
     attributes: set[str] = set()
+    texts: set[str] = set()
     for code in codes_in(function.__code__):
+        texts |= {const for const in code.co_consts if isinstance(const, str)}
         for step in dis.get_instructions(code):
             if step.opname in ("LOAD_GLOBAL", "LOAD_NAME", "IMPORT_NAME"):
                 read.add(str(step.argval))
             elif step.opname in ("LOAD_ATTR", "LOAD_METHOD", "IMPORT_FROM"):
                 attributes.add(str(step.argval))
+    lookups = _LOOKUPS & (read | attributes)
     read -= _OF_IMPORT
     attributes -= _OF_IMPORT
     own = vars(sys.modules.get(where, types))
     is_own = is_there and function.__globals__ is own and is_imported(where)
+    if lookups - _OF_OBJECTS and is_own:
+        read |= {key for key, _ in _members_of(sys.modules[where])}
     todo = [(name, function.__globals__.get(name, sys.modules.get(name))) for name in sorted(read)]
+    if lookups - _OF_OBJECTS:
+        todo += [("", sys.modules[name]) for name in sorted(texts & sys.modules.keys())]
     seen = set()
     for name, value in todo:
         if isinstance(value, types.ModuleType):
@@ -146,7 +172,8 @@ def _globals_of(function: types.FunctionType, is_there: bool) -> Iterator[tuple[
                 yield (where, name), value
             if is_imported(value.__name__) and value.__name__ not in seen:
                 seen.add(value.__name__)
-                for member in sorted(attributes & vars(value).keys()):
+                members = [key for key, _ in _members_of(value)] if lookups else attributes
+                for member in sorted(vars(value).keys() & members):
                     found = vars(value)[member]
                     if issubclass(type(found), types.ModuleType):
                         todo.append(("", found))
@@ -154,6 +181,11 @@ def _globals_of(function: types.FunctionType, is_there: bool) -> Iterator[tuple[
                         yield (value.__name__, member), found
         elif name in function.__globals__:
             yield (where, name) if is_own else None, value
+
+
+def _members_of(module: types.ModuleType) -> list[tuple[str, Any]]:
+    """What a module has under names, but for what each process has for itself."""
+    return [(key, value) for key, value in list(vars(module).items()) if key not in _OF_IMPORT]
 
 
 def is_imported(module: str) -> bool:
@@ -198,6 +230,24 @@ def codes_in(code: types.CodeType) -> Iterator[types.CodeType]:
     for const in code.co_consts:
         if isinstance(const, types.CodeType):
             yield from codes_in(const)
+
+
+def imported_by(code: types.CodeType) -> set[str]:
+    """The modules that a function imports when it is called."""
+    steps = (step for part in codes_in(code) for step in dis.get_instructions(part))
+    return {str(step.argval) for step in steps if step.opname == "IMPORT_NAME"}
+
+
+def lookups_in(code: types.CodeType) -> list[str]:
+    """Words by which a function asks its process for names that no code of it has."""
+    steps = [step for part in codes_in(code) for step in dis.get_instructions(part)]
+    read = {str(step.argval) for step in steps if step.opname in ("LOAD_GLOBAL", "LOAD_NAME")}
+    found = [f"{word}()" for word in ("eval", "exec", "globals") if word in read]
+    found += ["__main__"] if "__main__" in imported_by(code) else []
+    taken = {str(step.argval) for step in steps if step.opname in ("LOAD_ATTR", "LOAD_METHOD")}
+    return found + [
+        f"sys.{word}" for word in ("argv", "modules") if "sys" in read and word in taken
+    ]
 
 
 def owner_of(place: Place) -> tuple[Any, str]:

@@ -13,6 +13,7 @@ import collections
 import contextlib
 import functools
 import inspect
+import json
 import sys
 import types
 from collections.abc import Iterable, Mapping
@@ -27,6 +28,7 @@ from sparkdl.serialization.program.named_code import (
     codes_in,
     function_of,
     functions_of,
+    owner_of,
     value_at,
 )
 from sparkdl.serialization.program.packed_values import (
@@ -98,6 +100,17 @@ def package_patches(code: Iterable[Any]) -> dict[Place, bytes]:
             except Exception as error:  # whatever classes raise that cannot be pickled
                 tell_once(place, reason_of(error))
     return found
+
+
+def describe_patches(places: Iterable[Place]) -> str:
+    """Text that is equal in processes with equal values there; empty: no places."""
+    from sparkdl.serialization.identity import identity
+
+    found = []
+    for place in sorted(places):
+        owner, name = owner_of(place)
+        found.append([*place, identity(getattr(owner, name, None))])
+    return json.dumps(found) if found else ""
 
 
 def _has_other_defaults(module: str, prefix: str, key: str, member: Any) -> bool:

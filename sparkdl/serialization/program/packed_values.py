@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import io
 import logging
 import types
@@ -47,6 +48,8 @@ class _Bounded(io.BytesIO):
 def module_by_value(value: Any) -> list[str]:
     """That of a changed function, whose name would give executors what their file says."""
     function = function_of(value)
+    if isinstance(function, functools._lru_cache_wrapper):
+        function = function.__wrapped__
     is_function = isinstance(function, types.FunctionType)
     return [function.__module__] if is_function and is_imported(str(function.__module__)) else []
 

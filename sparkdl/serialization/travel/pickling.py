@@ -12,6 +12,7 @@ import copyreg
 import dis
 import enum
 import functools
+import gc
 import importlib
 import io
 import os
@@ -38,6 +39,7 @@ from torch.nn.utils import parametrize
 from torch.utils.hooks import RemovableHandle
 
 from sparkdl.serialization.travel.operators import Operators, named_operators
+from sparkdl.serialization.trust import is_installed
 
 _ALIGNMENT = 16
 """Bytes of the largest number; sent memory begins at a multiple."""
@@ -308,7 +310,10 @@ class CodePickler(Pickler):
     def __init__(
         self, file: io.BytesIO, modules: Iterable[str], *, with_classes: bool = True
     ) -> None:
-        """Pickle functions and, ``with_classes``, classes; else classes go by name if they can."""
+        """Pickle functions and, ``with_classes``, classes.
+
+        Else classes go by name if they can, and caches have their results.
+        """
         super().__init__(file)
         self._with_classes = with_classes
         self._spaces = {id(vars(sys.modules[module])): module for module in modules}
@@ -326,7 +331,7 @@ class CodePickler(Pickler):
         if is_wrapper and value.__module__ in self._spaces.values():
             if type(value) is types.FunctionType:  # what a package's decorator has made
                 return self._dynamic_function_reduce(value)
-            return _cached_again, (value.__wrapped__, value.cache_parameters())
+            return _with_results(value, has_results=not self._with_classes)
         is_class = self._with_classes and isinstance(value, type)
         if is_class and value.__module__ in self._spaces.values():
             made = cloudpickle.cloudpickle._dynamic_class_reduce(value)
@@ -485,14 +490,82 @@ def _set_state(module: nn.Module, state: tuple[dict[str, Any], dict[str, Any]]) 
 
 
 def _cached(function: Any) -> _Reduced | None:
-    """A function with a cache as another one, whose cache is empty, unless it can be imported."""
+    """A function with a cache as another one with the same results, unless it can be imported."""
     if _is_importable(function):
         return None
-    return _cached_again, (function.__wrapped__, function.cache_parameters())
+    return _with_results(function, has_results=not _trying.get())
+
+
+def _with_results(function: Any, *, has_results: bool) -> _Reduced:
+    own = function.__wrapped__, function.cache_parameters()
+    results = [one for one in cached_results(function) if _can_go(one)] if has_results else []
+    return (_cached_again, own, results, None, None, _fill) if results else (_cached_again, own)
+
+
+_trying: ContextVar[bool] = ContextVar("_trying", default=False)
+"""Whether a result is pickled to see if it can be, without what caches hold in turn."""
+
+
+def _can_go(result: Any) -> bool:
+    token = _trying.set(True)
+    try:
+        dumps(result)
+    except Exception:  # whatever classes raise that cannot be pickled; it is computed anew
+        return False
+    finally:
+        _trying.reset(token)
+    return True
+
+
+def cached_results(function: Any) -> list[tuple[tuple[Any, ...], dict[str, Any], Any]]:
+    """Arguments by position and by name, and the result, of what a function's cache holds.
+
+    Only the garbage collector lets see that.
+    """
+    stores = (one for one in gc.get_referents(function) if type(one) is dict)
+    store = next((one for one in stores if one is not vars(function)), {})
+    found = []
+    for key, held in store.items():
+        result = held
+        if function.cache_parameters()["maxsize"] is not None:  # a link of a list
+            _, result, *_ = gc.get_referents(held)
+        found.append((*_arguments(key, is_typed=function.cache_parameters()["typed"]), result))
+    return found
+
+
+def _arguments(key: Any, *, is_typed: bool) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The arguments that a cache files a result under, see `functools._make_key`."""
+    if type(key) is not tuple:
+        return (key,), {}
+    marks = [place for place, one in enumerate(key) if type(one) is object]
+    if not marks:
+        return (key[: len(key) // 2] if is_typed else key), {}
+    count, rest = marks[0], key[marks[0] + 1 :]
+    by_name = rest[: 2 * (len(rest) - count) // 3] if is_typed else rest
+    return key[:count], dict(zip(by_name[::2], by_name[1::2], strict=True))
+
+
+class _Giving:
+    """A function below a cache, which first gives results that the cache shall have."""
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        self.function, self.results = function, list[Any]()
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self.results.pop() if self.results else self.function(*args, **kwargs)
 
 
 def _cached_again(function: Callable[..., Any], parameters: Mapping[str, Any]) -> Any:
-    return functools.lru_cache(**parameters)(function)
+    giving = _Giving(function)
+    found: Any = functools.update_wrapper(functools.lru_cache(**parameters)(giving), function)
+    found.giving = giving
+    return found
+
+
+def _fill(function: Any, results: Sequence[tuple[tuple[Any, ...], dict[str, Any], Any]]) -> None:
+    for args, kwargs, result in results:
+        function.giving.results.append(result)
+        function(*args, **kwargs)
 
 
 def _is_importable(value: Any) -> bool:
@@ -507,6 +580,14 @@ def _is_importable(value: Any) -> bool:
     for name in value.__qualname__.split("."):
         found = getattr(found, name, None)
     return found is value
+
+
+def _special_python_module(module: types.ModuleType) -> _Reduced | None:
+    """A module of a class of its own, such as torch.backends.cudnn, by its name."""
+    is_there = sys.modules.get(module.__name__) is module
+    if type(module) is types.ModuleType or not is_there or not is_installed(module.__name__):
+        return None
+    return pkgutil.resolve_name, (module.__name__,)
 
 
 def _cached_property(value: functools.cached_property[Any]) -> _Reduced:
@@ -552,6 +633,7 @@ _REDUCERS: tuple[tuple[Any, Callable[[Any], _Reduced | None]], ...] = (
     (weakref.WeakKeyDictionary, lambda value: (weakref.WeakKeyDictionary, (dict(value),))),
     (weakref.WeakValueDictionary, lambda value: (weakref.WeakValueDictionary, (dict(value),))),
     (weakref.WeakSet, lambda value: (weakref.WeakSet, (list(value),))),
+    (types.ModuleType, lambda value: _special_python_module(value)),
     (ContextVar, lambda value: (_variable, (value.name, *_contents(value)))),
     (threading.local, lambda value: _of_thread(value) if type(value) is threading.local else None),
 )

@@ -22,6 +22,9 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+_NUMBERS = (1, 2, 3, 64)
+"""Numbers of rows for which a module should do the same."""
+
 
 def warn_if_not_saved(checked: CheckedValues, example: Example) -> None:
     """Say why the fitted module cannot be saved, if it can neither be described nor exported."""
@@ -55,8 +58,8 @@ def _is_hard_to_export(module: nn.Module, example: Example) -> bool:
 
     arguments = example.of("feature", example.num_rows)
     given = InputExample(arguments, (False,) * len(arguments.values))
-    looks, calls = [_Look() for _ in range(3)], []
-    for num_rows, look in enumerate(looks, 1):
+    looks, calls = [_Look() for _ in _NUMBERS], []
+    for num_rows, look in zip(_NUMBERS, looks, strict=True):
         # It ran before; what fails now wants several rows, or fails as somebody looks.
         with contextlib.suppress(Exception), torch.no_grad(), borrowed_generator(), look:
             given.rows(num_rows).arguments.call(evaluating(module))

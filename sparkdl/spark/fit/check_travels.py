@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from sparkdl.errors import ConfigError
+from sparkdl.serialization.program.named_code import functions_of, imported_by
 from sparkdl.serialization.travel.pickling import SentCode, UsesModule, dumps
 
 if TYPE_CHECKING:
@@ -46,6 +47,11 @@ def foreign_names(sent: SentCode) -> frozenset[tuple[str, str]]:
     """Names of what is in modules which executors may not have; empty: of the whole module."""
     names = {(str(one.__module__), one.__qualname__) for one, is_by_name in sent.code if is_by_name}
     names |= {(module, "") for module in sent.modules}
+    by_value = [one for one, is_by_name in sent.code if not is_by_name]
+    imported = {name for one in functions_of(by_value) for name in imported_by(one.__code__)}
+    # A module without a file is one that the program has made.
+    made = {name for name in imported if getattr(sys.modules.get(name, sys), "__spec__", 0) is None}
+    names |= {(module, "") for module in made - {"__main__"}}
     known = sys.stdlib_module_names | _EVERYWHERE
     return frozenset(name for name in names if name[0].split(".")[0] not in known)
 

@@ -29,6 +29,7 @@ from sparkdl.report.live.views import shows_lines
 from sparkdl.report.recorder import Recorder
 from sparkdl.report.summary import WeightsOf
 from sparkdl.runtime.activity import doing
+from sparkdl.serialization.program.package_patches import describe_patches
 from sparkdl.serialization.stored_module import StoredModule
 from sparkdl.serialization.travel.packed_module import pack
 from sparkdl.spark.cluster.link import Link, open_link
@@ -241,7 +242,8 @@ def _make_run(rows: MadeRows, opened: Opened, run_id: str, recorder: Recorder) -
     """Plan the run, or find the plan of the one that it goes on with; tell the record."""
     checked, request, link = rows.checked, rows.checked.request, opened.link
     mode = "" if checked.slots.is_gang else "-rounds"  # has checkpoints of its own
-    content = content_of(rows.shards) + mode + checked.begins_from_text
+    patches = describe_patches(link.values.code.patches)
+    content = content_of(rows.shards) + mode + checked.begins_from_text + patches
     key = run_key(checked.module, rows.found.columns, checked.config, content, checked.weights)
     if isinstance(rows.table, SourceTable):
         table = table_to_go_on(link.checkpoints, key, rows.table)

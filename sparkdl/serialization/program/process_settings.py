@@ -1,0 +1,52 @@
+"""Settings of torch and numpy that hold for a whole process, as a program has changed them."""
+
+from __future__ import annotations
+
+import functools
+import sys
+from collections.abc import Callable, Mapping
+from typing import Any
+
+_USUAL_ERRORS = {"divide": "warn", "over": "warn", "under": "ignore", "invalid": "warn"}
+
+
+def changed_settings() -> dict[str, Any]:
+    """Settings of this process that are not what they are when it begins, by name."""
+    return {name: now for name, (now, usual, _) in _settings().items() if now != usual}
+
+
+def set_settings(changed: Mapping[str, Any]) -> dict[str, Any]:
+    """Let this process have other settings; return what they were."""
+    before = {}
+    for name, value in changed.items():
+        if name in (found := _settings()):
+            before[name], _, give = found[name]
+            give(value)
+    return before
+
+
+def _settings() -> dict[str, tuple[Any, Any, Callable[[Any], Any]]]:
+    """Name -> what it is now, what it is at first, what sets it; of packages that are imported."""
+    found: dict[str, tuple[Any, Any, Callable[[Any], Any]]] = {}
+    torch: Any = sys.modules.get("torch")
+    if torch is not None:
+        enabled = torch.are_deterministic_algorithms_enabled()
+        warns = torch.is_deterministic_algorithms_warn_only_enabled()
+        found["deterministic algorithms"] = (
+            (enabled, warns), (False, False),
+            lambda value: torch.use_deterministic_algorithms(value[0], warn_only=value[1]),
+        )  # fmt: skip
+        found["float32 matmul precision"] = (
+            torch.get_float32_matmul_precision(), "highest", torch.set_float32_matmul_precision
+        )  # fmt: skip
+        cudnn = torch.backends.cudnn
+        for name, usual in (("benchmark", False), ("deterministic", False), ("enabled", True)):
+            found[f"cudnn.{name}"] = (
+                getattr(cudnn, name), usual, functools.partial(setattr, cudnn, name)
+            )  # fmt: skip
+    numpy: Any = sys.modules.get("numpy")
+    if numpy is not None:
+        found["numpy errors"] = (
+            numpy.geterr(), _USUAL_ERRORS, lambda value: numpy.seterr(**value)
+        )  # fmt: skip
+    return found
