@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import copy
 import importlib
 import subprocess
@@ -132,6 +133,49 @@ def powered(power: float) -> Callable[..., Any]:
 )
 def test_other_configurations_have_other_keys(one: dict[str, Any], other: dict[str, Any]) -> None:
     assert key(net(), **one) != key(net(), **other)
+
+
+def bound(factor: float) -> nn.Module:
+    module = net()
+    body = {1.0: lambda self, x: self[0](x), 2.0: lambda self, x: self[0](x) * 2}[factor]
+    module.forward = types.MethodType(body, module)  # type: ignore[method-assign]
+    return module
+
+
+def made_by_exec(factor: float) -> Any:
+    space: dict[str, Any] = {}
+    exec(f"def scaled(x): return x * {factor}", space)
+    return space["scaled"]
+
+
+def of_metaclass(factor: float) -> Any:
+    class Meta(type):
+        def __getitem__(cls, key: str) -> float:
+            return factor
+
+    class Table(metaclass=Meta):
+        pass
+
+    return lambda output, target: (output - target).abs().mean() * Table["a"]
+
+
+def of_default(factor: float) -> Any:
+    table: dict[str, float] = collections.defaultdict(lambda: factor)
+    return lambda output, target: (output - target).abs().mean() * table["a"]
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda factor: key(bound(factor)),
+        lambda factor: key(net(), loss=made_by_exec(factor)),
+        lambda factor: key(net(), loss=of_metaclass(factor)),
+        lambda factor: key(net(), loss=of_default(factor)),
+    ],
+    ids=["bound method", "exec", "metaclass", "defaultdict"],
+)
+def test_code_that_is_reached_otherwise_counts(make: Callable[[float], str]) -> None:
+    assert make(1.0) == make(1.0) != make(2.0)
 
 
 @pytest.mark.slow

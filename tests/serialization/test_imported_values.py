@@ -8,8 +8,10 @@ import functools
 import importlib
 import math
 import pickle
+import re
 import sys
 import time
+import types
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -30,6 +32,8 @@ from sparkdl.serialization.program.imported_values import (
     program_code,
     values_to_send,
 )
+from sparkdl.serialization.program.package_patches import describe_patches
+from sparkdl.serialization.program.process_settings import changed_settings, set_settings
 from tests.serialization.programs import program
 
 KINDS = {
@@ -170,6 +174,96 @@ def test_globals_are_found_through_each_kind(library: Any, number: int) -> None:
     assert code.lacks == {}
     names = {(library.__name__, f"{name}{number}") for name in ("K", "use")}
     assert names <= pickle.loads(code.values).keys()
+
+
+LOOKUPS = """
+import importlib, sys, operator, types
+import {name} as held
+BY_NAME = {{"a": held}}
+class Holds: library = held
+def of_module(x): return x * getattr(held, "K" + "1")
+def of_dict(x): return x * BY_NAME["a"].K1
+def of_class(x): return x * Holds.library.K1
+def of_members(x): return x * held.__dict__["K" + "1"]
+def of_process(x): return x * sys.modules["{name}"].K1
+def of_import(x): return x * importlib.import_module("{name}").K1
+def made(library): return lambda x: x * library.K1
+of_closure = made(held)
+def of_itself(x): return x * held.looked_up("K" + "1")
+def nothing(x): return x * getattr(x, "scale", 1.0)
+"""
+
+
+@pytest.mark.parametrize("name", re.findall(r"\bof_[a-z]+|nothing", LOOKUPS))
+def test_globals_are_found_that_code_looks_up(library: Any, name: str) -> None:
+    library.looked_up = types.FunctionType(
+        compile("def looked_up(n): return globals()[n]", "library", "exec").co_consts[0],
+        vars(library),
+    )
+    with program(LOOKUPS.format(name=library.__name__)) as made:
+        found = imported_values([getattr(made, name)])
+    assert ((library.__name__, "K1") in found) is (name != "nothing")
+
+
+def test_names_that_no_code_has_are_told_once(caplog: pytest.LogCaptureFixture) -> None:
+    text = "import sys\ndef use(x): return eval('x') + globals()['y']\ndef get(): return sys.argv"
+    with program(text + "\ndef plain(x): return x") as made:
+        for _ in range(2):
+            program_code([made.use, made.get, made.plain])
+    assert [message.partition(", which")[0] for message in caplog.messages] == [
+        "use uses eval(), globals()", "get uses sys.argv"
+    ]  # fmt: skip
+
+
+@functools.lru_cache(maxsize=4)
+def drawn(number: int) -> float:
+    return float(torch.rand(()))
+
+
+def uses_drawn(x: float) -> float:
+    return x * drawn(3)
+
+
+def test_the_results_that_a_cache_holds_go_along() -> None:
+    place = (__name__, "drawn")
+    drawn.cache_clear()
+    assert imported_values([uses_drawn])[place] == module.as_imported([place])[place]
+    value = drawn(3)
+    expected = imported_values([uses_drawn])
+    sent = values_to_send(expected, dict(expected))
+    assert sent.values.keys() == {place}
+    assert pickle.loads(sent.values[place])(3) == value
+
+
+def test_settings_of_torch_go_along() -> None:
+    before = changed_settings()
+    torch.set_float32_matmul_precision("medium")
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    try:
+        sent = program_code([]).settings
+        assert sent["float32 matmul precision"] == "medium"
+        assert sent["deterministic algorithms"] == (True, True)
+    finally:
+        set_settings({"float32 matmul precision": "highest"})
+        set_settings({"deterministic algorithms": (False, False)})
+    assert changed_settings() == before
+    was = set_settings(sent)
+    assert torch.get_float32_matmul_precision() == "medium"
+    set_settings(was)
+    assert changed_settings() == before
+
+
+def test_checkpoints_tell_patched_packages_apart(monkeypatch: pytest.MonkeyPatch) -> None:
+    def described() -> str:
+        return describe_patches(program_code([Acting]).patches)
+
+    plain = described()
+    monkeypatch.setattr(functional, "relu", lambda x: x * 2)
+    twice = described()
+    assert plain != twice == described()
+    monkeypatch.setattr(functional, "relu", lambda x: x * 3)
+    assert described() not in (plain, twice)
+    assert describe_patches([]) == ""
 
 
 def test_what_importing_sets_is_no_value_of_the_program(library: Any) -> None:

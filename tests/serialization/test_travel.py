@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import pickle
+import random
 import subprocess
 import sys
 import textwrap
@@ -436,3 +438,49 @@ def test_code_knows_functions_by_identity_and_the_environment_of_the_program(
         command, env=environment, input=made.stdout, capture_output=True, timeout=60, check=False
     )
     assert there.returncode == 0, there.stderr.decode()
+
+
+def sums(*numbers: float, by: float = 1.0) -> float:
+    return sum(numbers) * by + random.random()
+
+
+@pytest.mark.parametrize("options", [{"maxsize": None}, {"maxsize": 3}, {"typed": True}], ids=str)
+def test_a_cache_comes_with_its_results(options: Any) -> None:
+    cached = functools.lru_cache(**options)(sums)
+    calls: list[tuple[Any, Any]] = [((1,), {}), ((1.5, 2), {}), ((2,), {"by": 3})]
+    values = [cached(*args, **kwargs) for args, kwargs in calls]
+    again = loads(dumps(loads(dumps(cached))))
+    assert [again(*args, **kwargs) for args, kwargs in calls] == values
+    assert again.cache_info()[1:] == cached.cache_info()[1:]
+    assert again(7) != cached(7)
+
+
+def test_results_that_cannot_go_are_computed_anew() -> None:
+    locks = functools.cache(lambda number: threading.Lock())
+    locks(1)
+    assert loads(dumps(locks)).cache_info().currsize == 0
+
+
+class Remembers(nn.Module):
+    @functools.cache  # noqa: B019
+    def scale(self, number: int) -> float:
+        return random.random()
+
+
+def test_a_method_may_hold_results_of_its_module() -> None:
+    class Own(Remembers):
+        __module__ = "__main__"
+
+        @functools.cache  # noqa: B019
+        def own(self, number: int) -> float:
+            return random.random()
+
+    module = Own()
+    value = module.own(3)
+    again = loads(dumps(module))
+    assert again.own(3) == value
+
+
+def test_backends_of_torch_go_by_their_names() -> None:
+    for backend in (torch.backends.cudnn, torch.backends.mps, torch.backends.mkldnn):
+        assert loads(dumps(backend)) is backend

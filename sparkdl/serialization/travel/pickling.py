@@ -39,7 +39,6 @@ from torch.nn.utils import parametrize
 from torch.utils.hooks import RemovableHandle
 
 from sparkdl.serialization.travel.operators import Operators, named_operators
-from sparkdl.serialization.trust import is_installed
 
 _ALIGNMENT = 16
 """Bytes of the largest number; sent memory begins at a multiple."""
@@ -522,15 +521,18 @@ def cached_results(function: Any) -> list[tuple[tuple[Any, ...], dict[str, Any],
 
     Only the garbage collector lets see that.
     """
-    stores = (one for one in gc.get_referents(function) if type(one) is dict)
-    store = next((one for one in stores if one is not vars(function)), {})
-    found = []
-    for key, held in store.items():
-        result = held
-        if function.cache_parameters()["maxsize"] is not None:  # a link of a list
-            _, result, *_ = gc.get_referents(held)
-        found.append((*_arguments(key, is_typed=function.cache_parameters()["typed"]), result))
-    return found
+    parts = gc.get_referents(function)
+    stores = (one for one in parts if type(one) is dict and one is not vars(function))
+    store: dict[Any, Any] = next(stores, {})
+    about = function.cache_parameters()
+    if about["maxsize"] is None:
+        pairs = list(store.items())
+    else:  # keys and results follow each other, those that were asked for last at the end
+        keys, pairs, left = {id(key) for key in store}, [], iter(parts)
+        for one in left:
+            if id(one) in keys and len(pairs) < len(store):
+                pairs.append((one, next(left)))
+    return [(*_arguments(key, is_typed=about["typed"]), result) for key, result in pairs]
 
 
 def _arguments(key: Any, *, is_typed: bool) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -584,8 +586,7 @@ def _is_importable(value: Any) -> bool:
 
 def _special_python_module(module: types.ModuleType) -> _Reduced | None:
     """A module of a class of its own, such as torch.backends.cudnn, by its name."""
-    is_there = sys.modules.get(module.__name__) is module
-    if type(module) is types.ModuleType or not is_there or not is_installed(module.__name__):
+    if type(module) is types.ModuleType or sys.modules.get(module.__name__) is not module:
         return None
     return pkgutil.resolve_name, (module.__name__,)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import types
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -24,9 +25,11 @@ from sparkdl.config import CUSTOM
 from sparkdl.data.plan import Column, Shard, make_plan
 from sparkdl.errors import ConfigError, DataError
 from sparkdl.inference.regression import REGRESSION
+from sparkdl.serialization.travel.pickling import sent_along
 from sparkdl.spark.cluster.probe import Needs
 from sparkdl.spark.fit.begin_module import make_module
 from sparkdl.spark.fit.check_training import check_training
+from sparkdl.spark.fit.check_travels import foreign_names
 from sparkdl.spark.frames.columns import refuse_outputs, validation_indicator
 from sparkdl.spark.frames.user_data import require_data
 from sparkdl.train.objective.loss import CallableLoss, match_shapes
@@ -572,6 +575,14 @@ def test_an_executor_that_cannot_run_a_file_says_why(
     assert lacks is not None
     assert lacks.startswith("cannot import beginner_module.Net (ModuleNotFoundError: No module")
     assert "; send your own modules with --py-files" in lacks
+
+
+def test_a_module_that_the_program_has_made_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    made = types.ModuleType("made_by_a_cell")
+    monkeypatch.setitem(sys.modules, "made_by_a_cell", made)
+    space = {"__name__": "__main__"}
+    exec("def use(x):\n    import made_by_a_cell, os, json\n    return made_by_a_cell.K", space)
+    assert foreign_names(sent_along(space["use"])) == {("made_by_a_cell", "")}
 
 
 @pytest.mark.spark

@@ -102,6 +102,15 @@ class SingleRow(Layer):
         return super().forward(x) if len(x) > 1 else super().forward(x) * 2
 
 
+class ManyRows(Layer):
+    """Does something else for many rows."""
+
+    __module__ = "__main__"
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x) if x.shape[0] > 10 else super().forward(x) * 2
+
+
 class Sized(Layer):
     """Reads the number of rows, and does the same whatever it is."""
 
@@ -143,6 +152,7 @@ def messages(caplog: pytest.LogCaptureFixture) -> list[str]:
         (OwnOperator, "torch.export cannot export it"),
         (OverRows, "torch.export cannot export it"),
         (OfConstant, "torch.export cannot export it"),
+        (ManyRows, "torch.export cannot export it"),
         (SingleRow, "torch.export cannot export it"),
     ],
 )
