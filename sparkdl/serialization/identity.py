@@ -23,6 +23,7 @@ from torch import nn
 
 from sparkdl.runtime.public_names import public_module
 from sparkdl.serialization.recorded.recipe import digest_of
+from sparkdl.serialization.travel.operators import imported_by
 from sparkdl.serialization.travel.pickling import HOOKS
 from sparkdl.serialization.trust import is_installed
 
@@ -160,8 +161,6 @@ class _Describer:
         return [_name(kind), bases, members, *made_by]
 
     def _function(self, function: types.FunctionType) -> Any:
-        from sparkdl.serialization.program.named_code import imported_by
-
         holds = [_content(cell) for cell in function.__closure__ or ()]
         # What exec makes has no module, and says that it is of builtins.
         if is_installed(function.__module__) and "__name__" in function.__globals__:

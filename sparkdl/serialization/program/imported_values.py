@@ -39,7 +39,6 @@ from typing import TYPE_CHECKING, Any
 
 from sparkdl.serialization.program.named_code import (
     Place,
-    codes_in,
     function_of,
     functions_of,
     is_code,
@@ -59,6 +58,7 @@ from sparkdl.serialization.program.packed_values import (
     told,
 )
 from sparkdl.serialization.program.process_settings import changed_settings, set_settings
+from sparkdl.serialization.travel.operators import codes_in
 from sparkdl.serialization.trust import is_installed
 
 if TYPE_CHECKING:

@@ -17,6 +17,7 @@ from typing import Any
 
 import cloudpickle
 
+from sparkdl.serialization.travel.operators import codes_in, imported_by
 from sparkdl.serialization.trust import is_installed
 
 Place = tuple[str, str]
@@ -222,20 +223,6 @@ def function_of(value: Any) -> Any:
     """That of a method; other values as they are."""
     is_method = type(value) in (staticmethod, classmethod, types.MethodType)
     return value.__func__ if is_method else value
-
-
-def codes_in(code: types.CodeType) -> Iterator[types.CodeType]:
-    """Code, and that of the functions in it."""
-    yield code
-    for const in code.co_consts:
-        if isinstance(const, types.CodeType):
-            yield from codes_in(const)
-
-
-def imported_by(code: types.CodeType) -> set[str]:
-    """The modules that a function imports when it is called."""
-    steps = (step for part in codes_in(code) for step in dis.get_instructions(part))
-    return {str(step.argval) for step in steps if step.opname == "IMPORT_NAME"}
 
 
 def lookups_in(code: types.CodeType) -> list[str]:

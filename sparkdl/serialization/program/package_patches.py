@@ -25,7 +25,6 @@ from typing import Any
 from sparkdl.serialization.program.named_code import (
     ATOMS,
     Place,
-    codes_in,
     function_of,
     functions_of,
     owner_of,
@@ -37,6 +36,7 @@ from sparkdl.serialization.program.packed_values import (
     reason_of,
     tell_once,
 )
+from sparkdl.serialization.travel.operators import codes_in
 from sparkdl.serialization.trust import is_installed
 
 _PATCHED = ("torch", "torch.nn.functional")

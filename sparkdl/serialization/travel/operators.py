@@ -1,4 +1,4 @@
-"""Operators of torch that code calls; those that a program has made are there alone."""
+"""Operators of torch and modules that code names; those that a program has made are there alone."""
 
 from __future__ import annotations
 
@@ -35,15 +35,26 @@ class Operators:
 def named_operators(code: types.CodeType) -> set[str]:
     """Return the names of those that code, and the functions in it, take from ``torch.ops``."""
     found: set[str] = set()
-    for path in _paths(code):
+    for path in (path for part in codes_in(code) for path in _paths(part)):
         if "ops" in path:
             below = path[path.index("ops") + 1 :][:2]
             if len(below) == 2 and _is_there(".".join(below)):
                 found.add(".".join(below))
-    for part in code.co_consts:
-        if isinstance(part, types.CodeType):
-            found |= named_operators(part)
     return found
+
+
+def codes_in(code: types.CodeType) -> Iterator[types.CodeType]:
+    """Code, and that of the functions in it."""
+    yield code
+    for const in code.co_consts:
+        if isinstance(const, types.CodeType):
+            yield from codes_in(const)
+
+
+def imported_by(code: types.CodeType) -> set[str]:
+    """The modules that a function imports when it is called."""
+    steps = (step for part in codes_in(code) for step in dis.get_instructions(part))
+    return {str(step.argval) for step in steps if step.opname == "IMPORT_NAME"}
 
 
 def _is_there(name: str) -> bool:

@@ -7,7 +7,8 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from sparkdl.errors import ConfigError
-from sparkdl.serialization.program.named_code import functions_of, imported_by
+from sparkdl.serialization.program.named_code import functions_of
+from sparkdl.serialization.travel.operators import imported_by
 from sparkdl.serialization.travel.pickling import SentCode, UsesModule, dumps
 
 if TYPE_CHECKING:
