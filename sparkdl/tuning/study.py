@@ -7,6 +7,7 @@ import logging
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Literal
 
 from sparkdl.config import Mode, direction, require
@@ -96,8 +97,17 @@ def make_pruner(given: Any, *, startup_trials: int = 5, warmup_epochs: int = 1) 
     return pruners.NopPruner()
 
 
-def open_study(options: StudyOptions, space: Any, place: Storage | None) -> Study:
-    """The study, new or as an earlier run left it; raises ConfigError if that is another."""
+def open_study(
+    options: StudyOptions,
+    space: Any,
+    place: Storage | None,
+    basis: Mapping[str, Any] = MappingProxyType({}),
+) -> Study:
+    """The study, new or as an earlier run left it; raises ConfigError if that is another.
+
+    ``basis`` has what trials have in common besides the options and the space, by name: a plain
+    value, or a dict with its digest.
+    """
     optuna = import_optuna()
     storage = _storage(options.storage, place)
     try:
@@ -115,7 +125,7 @@ def open_study(options: StudyOptions, space: Any, place: Storage | None) -> Stud
             f"{without_password(str(error))}; set storage to a file that can be written, or to the "
             "URL of a database such as sqlite:///study.db"
         ) from error
-    _check_same(study, options, space)
+    _check_same(study, options, space, basis)
     # With the seed alone, a search that goes on would draw its first values again.
     study.sampler = _sampler(options.sampler, options.seed + len(study.trials))
     _queue_cut_off(study)
@@ -176,21 +186,34 @@ def _storage(given: Any, place: Storage | None) -> Any:
         ) from error
 
 
-def _check_same(study: Study, options: StudyOptions, space: Any) -> None:
+def _check_same(study: Study, options: StudyOptions, space: Any, basis: Mapping[str, Any]) -> None:
     """Refuse to mix trials that cannot be compared."""
-    values = {"monitor": options.monitors, "mode": options.directions, "space": space}
-    values = json.loads(json.dumps(values))  # as a storage gives them back
+    given = {"monitor": options.monitors, "mode": options.directions, "space": space, **basis}
+    values: dict[str, Any] = json.loads(json.dumps(given))  # as a storage gives them back
     before: Mapping[str, Any] | None = study.user_attrs.get(_BEGUN_WITH)
     if before is None:
         study.set_user_attr(_BEGUN_WITH, values)
         return
-    changed = [name for name, value in values.items() if before[name] != value]
+    # Earlier versions of sparkdl have noted less, or knew fewer Params.
+    changed = [name for name in values.keys() & before.keys() if before[name] != values[name]]
     if changed:
+        differences = [_difference(name, before[name], values[name]) for name in sorted(changed)]
         raise ConfigError(
-            f"the study {options.name!r} was begun with another {changed[0]}, so its trials cannot "
-            f"be compared with new ones; it was {before[changed[0]]}; choose another name or "
-            "place for this study, or what it was begun with"
+            f"the study {options.name!r} was begun with {', '.join(differences)}, so its trials "
+            "cannot be compared with new ones; choose another name or place (storage or path) for "
+            "this study, remove the old one, or go on with what it was begun with"
         )
+
+
+def _difference(name: str, before: Any, now: Any) -> str:
+    """Say what a study was begun with, and what there is now, as far as that can be read."""
+    if _is_digest(before):
+        return f"other {name}" if name == "rows" else f"another {name}"
+    return f"another {name} ({before!r}, now {'another' if _is_digest(now) else repr(now)})"
+
+
+def _is_digest(value: Any) -> bool:
+    return isinstance(value, dict) and value.keys() == {"digest"}
 
 
 def _queue_cut_off(study: Study) -> None:

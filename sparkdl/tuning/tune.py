@@ -22,6 +22,7 @@ from sparkdl.spark.params.stage_metadata import check_place
 from sparkdl.spark.session.failures import raise_if_ended
 from sparkdl.storage.hadoop_storage import open_on_driver
 from sparkdl.sync.population.population import Competition
+from sparkdl.tuning.basis import digest_of_rows, params_in_common
 from sparkdl.tuning.search import (
     EPOCHS,
     ERROR,
@@ -116,7 +117,7 @@ def tune(
 
     Raises:
         ConfigError: the space or an option is wrong, found before any trial; Optuna is not
-            installed; or the study was begun with another search.
+            installed; or the study was begun with another search, other Params or other rows.
         DataError: the data is none that can be trained on.
         StorageError: the study or the trials cannot be kept.
         TrainingFailed: the first three trials have failed, or no trial came to its end.
@@ -151,15 +152,22 @@ def tune_made(
             import matplotlib  # noqa: F401
     dataset = spark_frame(dataset)
     data = user_data(dataset)
-    # An unknown name is found before any trial.
-    sample = make(chooser(optuna.create_study().ask()))
+    # An unknown name is found before any trial. The values are the same in each process.
+    first = optuna.create_study(sampler=optuna.samplers.RandomSampler(seed=0)).ask()
+    values = chooser(first)
+    sample = make(values)
     if data.source is None:
         _check_validation(sample, options)
     place = None
     if path is not None:
         check_place(path, data.spark)
         place = open_on_driver(data.spark, path)
-    study = open_study(options, chooser.described(), place)
+    basis: dict[str, Any] = {}
+    if place is not None or options.storage is not None:  # a later search may go on
+        basis = params_in_common(sample, values)
+        if (rows := digest_of_rows(sample, data)) is not None:
+            basis["rows"] = rows
+    study = open_study(options, chooser.described(), place, basis)
     spools = Spools()
 
     def fit(attempt: PlannedTrial, on_epoch: OnEpoch) -> Fitted:
@@ -232,7 +240,7 @@ class TrialResult(Generic[E]):
         """The trial's model.
 
         Raises:
-            ConfigError: another process has trained it, and did not keep it.
+            ConfigError: an earlier search has trained it, and did not keep it.
         """
         result = self._result
         if self.number in result.models:
@@ -240,7 +248,7 @@ class TrialResult(Generic[E]):
             return model
         if self.model_path is None:
             raise ConfigError(
-                f"{self.name} was trained by an earlier process, which did not keep its model; fit "
+                f"{self.name} was trained by an earlier search, which did not keep its model; fit "
                 "its estimator again, or give tune a path in which models are kept"
             )
         estimator = self.estimator

@@ -128,10 +128,14 @@ def test_a_search_goes_on_from_its_storage(
     storage = searched.path / "study.log"
     again = tune(regressor, space, rows, trials=8, storage=storage)
     assert again.best_params == searched.result.best_params
-    with pytest.raises(ConfigError, match=r"earlier process.*fit its estimator again"):
+    with pytest.raises(ConfigError, match=r"earlier search.*fit its estimator again"):
         _ = again.best_model
     with pytest.raises(ConfigError, match="begun with another mode"):
         tune(regressor, space, rows, mode="max", storage=storage)
+    with pytest.raises(ConfigError, match="begun with other rows"):
+        tune(regressor, space, rows.limit(60), trials=8, storage=storage)
+    with pytest.raises(ConfigError, match=r"begun with another epochs \(2, now 3\)"):
+        tune(regressor.copy().setEpochs(3), space, rows, trials=8, storage=storage)
 
 
 @pytest.mark.slow
