@@ -26,7 +26,7 @@ from torch.nn.modules.lazy import LazyModuleMixin
 from torch.nn.parameter import is_lazy
 
 from sparkdl.errors import CheckpointError, ConfigError, SparkDLError, StorageError
-from sparkdl.runtime.process import borrowed_generator
+from sparkdl.runtime.process import borrowed_generator, default_dtype
 from sparkdl.serialization.compare_modules import (
     CODE,
     find_difference,
@@ -64,6 +64,9 @@ _UNLISTED = "unlisted.safetensors"
 _PROGRAM = "program.pt2"
 _WAYS = ("factory", "module", "program", "weights")
 _QUOTES = frozenset("\"'\\")
+_DTYPES = {"float16": torch.float16, "bfloat16": torch.bfloat16, "float32": torch.float32,
+           "float64": torch.float64}  # fmt: skip
+"""Names of what torch's default dtype may have been; files of earlier versions have none."""
 _LAZY = "a tensor without a shape yet"
 _MISSING = object()
 _OWN = {*vars(nn.Module()), "_compiled_call_impl"}
@@ -163,8 +166,9 @@ class SavedModule:
         """The module as its code makes it."""
         recipe = self.index["recipe"]
         described = recipe["factory"] if "factory" in recipe else recipe["module"]
-        restored = restore(described, self.trust)
-        module = _make(restored) if "factory" in recipe else restored
+        with default_dtype(_DTYPES.get(recipe.get("dtype"), torch.get_default_dtype())):
+            restored = restore(described, self.trust)
+            module = _make(restored) if "factory" in recipe else restored
         if not isinstance(module, nn.Module):
             raise StorageError(f"{self.place}/{INDEX} describes no module, but a {type(module)}")
         _check_names(module)
@@ -355,6 +359,44 @@ _Way = tuple[Mapping[str, Any], Mapping[str, bytes], Mapping[str, Any]]
 
 def _find_way(module: nn.Module, factory: Any | None, example_inputs: Given | None) -> _Way:
     """The first of the three ways that will do."""
+    dtype = _default_dtype_of(module, factory)
+    with default_dtype(dtype):
+        way = _way_of_code(module, factory)
+    if not isinstance(way, DescribeError):
+        recipe, *others = way
+        return {**recipe, "dtype": str(dtype).removeprefix("torch.")}, *others
+    try:
+        if example_inputs is None:
+            raise ConfigError("an exported program needs example inputs, and there are none")
+        return {"program": _PROGRAM}, {_PROGRAM: write_program(module, example_inputs)}, {}
+    except ConfigError as error:
+        raise ConfigError(
+            f"the module cannot be saved without pickle: {way}. Nor as an exported "
+            f"program, which needs no class: {error}"
+        ) from error
+
+
+def _default_dtype_of(module: nn.Module, factory: Any | None) -> torch.dtype:
+    """Return torch's default dtype under which the code makes such a module: mostly that of now.
+
+    Under another one the code may make weights of other dtypes.
+    """
+    now = torch.get_default_dtype()
+    values = module.state_dict().values()
+    own = {v.dtype for v in values if isinstance(v, torch.Tensor) and not is_lazy(v)}
+    others = [dtype for dtype in (torch.float32, torch.float64) if dtype in own - {now}]
+    for dtype in (now, *others) if others else ():
+        with default_dtype(dtype), contextlib.suppress(ConfigError):
+            if not isinstance(_way_of_code(module, factory), DescribeError):
+                return dtype
+    return now
+
+
+def _way_of_code(module: nn.Module, factory: Any | None) -> _Way | DescribeError:
+    """The way by the factory or by a description, or the reason why neither can be written.
+
+    ConfigError if the factory makes a module of another structure.
+    """
     causes = []  # that of the factory is told before that of the module, which mostly is the same
     if factory is not None:
         try:
@@ -368,15 +410,7 @@ def _find_way(module: nn.Module, factory: Any | None, example_inputs: Given | No
     if factory is None:  # its class may make it, but for attributes that training has changed
         with contextlib.suppress(ConfigError, TypeError):
             return _factory_way(module, type(module))
-    try:
-        if example_inputs is None:
-            raise ConfigError("an exported program needs example inputs, and there are none")
-        return {"program": _PROGRAM}, {_PROGRAM: write_program(module, example_inputs)}, {}
-    except ConfigError as error:
-        raise ConfigError(
-            f"the module cannot be saved without pickle: {causes[0]}. Nor as an exported "
-            f"program, which needs no class: {error}"
-        ) from error
+    return causes[0]
 
 
 def _factory_way(module: nn.Module, factory: Any) -> _Way:
@@ -455,10 +489,22 @@ def _check_kinds(state: Mapping[str, Any], weights: Mapping[str, Any]) -> None:
     for name in sorted(state.keys() | weights.keys()):
         ours, theirs = _kind(state.get(name)), _kind(weights.get(name))
         if ours != theirs and ours != _LAZY:
-            raise ConfigError(
-                f"the code that makes the module has changed since it was saved: {name} is {ours}, "
-                f"saved was {theirs}; use the version that saved it"
-            )
+            one, other = state.get(name), weights.get(name)
+            cause = "the code that makes the module has changed since it was saved"
+            remedy = "use the version that saved it"
+            if one is not None and other is not None and _differ_in_precision(one, other):
+                cause = "the code that makes the module makes one of another dtype than was saved"
+                remedy = (
+                    "if the dtype follows from torch's default, call "
+                    f"torch.set_default_dtype({other.dtype}) before; else {remedy}"
+                )
+            raise ConfigError(f"{cause}: {name} is {ours}, saved was {theirs}; {remedy}")
+
+
+def _differ_in_precision(one: Any, other: Any) -> bool:
+    """True of floating tensors of one shape."""
+    are_floats = all(isinstance(v, torch.Tensor) and v.is_floating_point() for v in (one, other))
+    return are_floats and one.shape == other.shape
 
 
 def _own(value: Any) -> Any:

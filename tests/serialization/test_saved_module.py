@@ -10,6 +10,7 @@ import os
 import pickle
 import re
 from collections import deque
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +20,9 @@ from safetensors.torch import load
 from torch import nn
 
 from sparkdl.errors import ConfigError, StorageError
+from sparkdl.runtime.process import default_dtype
 from sparkdl.serialization.exported_program import read_program
-from sparkdl.serialization.saved_module import give_unlisted
+from sparkdl.serialization.saved_module import give_unlisted, open_module
 from sparkdl.storage.storage import LocalStorage
 from tests.describable import (
     Counting,
@@ -184,6 +186,38 @@ def test_a_file_sets_attributes_of_objects_only() -> None:
         object.__setattr__(module, "part", nn.Linear(1, 1))  # no layer of it
         with pytest.raises(ConfigError, match="a saved file sets"):
             give_unlisted(module, {"buffers": {}, "attributes": [("", path, 1)]})
+
+
+@pytest.mark.parametrize(
+    ("make", "factory"), [(Plain, Plain), (lambda: Plain(8), Plain.wide), (Plain, None)]
+)
+def test_modules_are_made_under_the_default_dtype_of_their_weights(make: Any, factory: Any) -> None:
+    with default_dtype(torch.float64):
+        double = make()
+        saved_now = save(double, factory)
+    saved_later = save(double, factory)  # the default dtype is float32 again
+    with default_dtype(torch.float64):
+        single = load_module_from(save(make().float(), factory), "m")[0]
+        assert torch.get_default_dtype() == torch.float64
+    assert single.layer.weight.dtype == torch.float32
+    for storage in (saved_now, saved_later):
+        again, _ = load_module_from(storage, "m")
+        assert torch.get_default_dtype() == torch.float32
+        assert again.grid.dtype == torch.float64
+        assert torch.equal(again.layer.weight, double.layer.weight)
+        assert torch.equal(load_module_from(save(again, factory), "m")[0].grid, double.grid)
+
+
+def test_a_file_without_the_default_dtype_says_what_to_call() -> None:
+    with default_dtype(torch.float64):
+        storage = save(Plain(), Plain)
+    index = json.loads(storage.read("m/module.json"))
+    del index["recipe"]["dtype"]  # as earlier versions wrote it
+    saved = replace(open_module(storage, "m"), index=index)
+    with pytest.raises(ConfigError, match=r"another dtype.*set_default_dtype\(torch\.float64\)"):
+        saved.make()
+    with default_dtype(torch.float64):
+        assert saved.make().layer.weight.dtype == torch.float64
 
 
 def test_code_that_changed_since_is_a_configuration_error(monkeypatch: pytest.MonkeyPatch) -> None:
