@@ -132,6 +132,14 @@ class ProgramModule(nn.Module):
         """Run the program on a batch of any size."""
         return self.program(*inputs, **named)
 
+    def state_dict(self, *args: Any, **options: Any) -> Any:
+        """The weights, by their names in the module that was exported."""
+        return self.program.state_dict(*args, **options)
+
+    def load_state_dict(self, *args: Any, **options: Any) -> Any:
+        """Take weights that have these names."""
+        return self.program.load_state_dict(*args, **options)
+
     def train(self, mode: bool = True) -> ProgramModule:
         """Stay in evaluation mode; ConfigError if training mode was asked for."""
         if mode:

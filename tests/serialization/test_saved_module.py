@@ -22,6 +22,7 @@ from torch import nn
 from sparkdl.errors import ConfigError, StorageError
 from sparkdl.runtime.process import default_dtype
 from sparkdl.serialization.exported_program import read_program
+from sparkdl.serialization.initial_weights import InitialWeights, load_initial_weights
 from sparkdl.serialization.saved_module import give_unlisted, open_module
 from sparkdl.storage.storage import LocalStorage
 from tests.describable import (
@@ -258,6 +259,22 @@ def test_a_program_can_be_pickled_copied_and_saved_again(
     again, _ = load_module_from(save(back, example=(X,)), "m")
     for other in (pickle.loads(pickle.dumps(back)), copy.deepcopy(back), again):
         assert torch.equal(other(X), back(X))
+
+
+def test_the_weights_of_a_program_have_the_names_of_its_module(
+    exported: tuple[Homeless, MemoryStorage],
+) -> None:
+    module, storage = exported
+    program, _ = load_module_from(storage, "m")
+    assert program.state_dict().keys() == module.state_dict().keys()
+    program.load_state_dict(program.state_dict())
+    resaved = save(program, example=(torch.ones(2, 3),))
+    for again in (program, load_module_from(resaved, "m")[0]):
+        other = Homeless()
+        load_initial_weights(other, InitialWeights(source=again))
+        assert all(torch.equal(v, module.state_dict()[n]) for n, v in other.state_dict().items())
+    saved = open_module(resaved, "m")  # the file too
+    assert saved.weights().keys() == module.state_dict().keys()
 
 
 def test_a_program_cannot_train(exported: tuple[Homeless, MemoryStorage]) -> None:
