@@ -26,6 +26,7 @@ from torch.optim import lr_scheduler
 from sparkdl.serialization.program import imported_values as module
 from sparkdl.serialization.program.imported_values import (
     ProgramValues,
+    changed_names,
     differing,
     give_back,
     imported_values,
@@ -279,6 +280,45 @@ def test_the_kinds_use_the_global_that_they_name(library: Any) -> None:
             value: Any = library.torch.ones(1) if kind == "module" else 5
             assert getattr(library, f"use{number}")(value) == value * 3, kind
         setattr(library, f"K{number}", 1.0)
+
+
+@pytest.mark.parametrize("number", range(len(KINDS)), ids=list(KINDS))
+def test_what_the_program_has_changed_is_named(
+    library: Any, monkeypatch: pytest.MonkeyPatch, number: int
+) -> None:
+    monkeypatch.setattr(module, "as_imported", as_at_first(monkeypatch, library))
+    use = getattr(library, f"use{number}")
+    assert changed_names([use]) == []
+    monkeypatch.setattr(library, f"K{number}", 0.123)
+    assert f"{library.__name__}.K{number}" in changed_names([use])  # and what holds code with it
+
+
+def as_at_first(monkeypatch: pytest.MonkeyPatch, library: Any) -> Any:
+    """What a fresh process says: what these modules have now, before the test changes them."""
+    uses = [value for name, value in vars(library).items() if name.startswith(("use", "gets"))]
+    first = imported_values(uses)
+    return lambda places: {place: first[place] for place in places}
+
+
+def test_a_fresh_process_is_asked_only_for_what_the_text_of_files_does_not_tell(
+    library: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[set[Any]] = []
+    at_first = as_at_first(monkeypatch, library)
+    monkeypatch.setattr(module, "as_imported", lambda places: asked.append(set(places)) or {})
+    assert changed_names([library.gets, library.use0]) == []
+    assert asked == [set()]
+    monkeypatch.setattr(module, "as_imported", at_first)
+    assert changed_names([library.uses_it]) == []
+    monkeypatch.setattr(library, "by_two", library.scale(4.0))
+    assert changed_names([library.uses_it]) == [f"{library.__name__}.by_two"]
+
+    def get(self: Any) -> int:  # a method under its own name, which the program has made
+        return 7
+
+    get.__module__ = "__main__"
+    monkeypatch.setattr(library.Child, "get", get)
+    assert changed_names([library.gets]) == [f"{library.__name__}.Child.get"]
 
 
 def test_a_function_with_another_closure_is_sent(

@@ -123,12 +123,40 @@ def changed_values(code: Iterable[Any]) -> ProgramValues:
     """Return what `values_to_send` gives of this code, where no executor is asked what it has."""
     code = list(code)
     expected = imported_values(code)
-    asked = {
+    sent = values_to_send(expected, _perhaps_changed(expected))
+    return ProgramValues(sent.values, code=program_code(code))
+
+
+def changed_names(code: Iterable[Any]) -> list[str]:
+    """Names of what the program has otherwise than the files say that have it.
+
+    A fresh process is asked only where the files' text does not tell.
+    """
+    expected = imported_values(code)
+    asked = _perhaps_changed(expected)
+    # A file cannot have what a notebook or a script has made.
+    of_main = {place for place in expected if _home(place) in ("__main__", "__mp_main__")}
+    fresh = as_imported(asked.keys() - of_main)
+    changed = {place for place, digest in fresh.items() if digest != asked[place]}
+    return sorted(".".join(place) for place in changed | of_main)
+
+
+def _home(place: Place) -> str | None:
+    """Return the module of the class or function at a place; None: there is something else."""
+    with contextlib.suppress(Exception):  # a value of an Enum has no place of its own
+        value: Any = value_at(place)
+        value = function_of(value.fget if isinstance(value, property) else value)
+        return str(value.__module__) if is_code(value) else None
+    return None
+
+
+def _perhaps_changed(expected: Mapping[Place, str]) -> dict[Place, str]:
+    """Digests of those values that may be others than the files say."""
+    return {
         place: digest
         for place, digest in expected.items()
         if _is_as_written(place[0]) and not _is_of_file(place)
     }
-    return ProgramValues(values_to_send(expected, asked).values, code=program_code(code))
 
 
 def program_code(code: Iterable[Any]) -> ProgramCode:

@@ -9,7 +9,7 @@ import copy
 import json
 import logging
 import os
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any, Self, TypeVar
 
 from pyspark.ml.param import Params
@@ -26,6 +26,7 @@ from sparkdl.serialization.example_inputs import example_of
 from sparkdl.serialization.initial_weights import InitialWeights
 from sparkdl.serialization.json_objects import DescribeError, describe, restore
 from sparkdl.serialization.load import column_as_json, column_from_json
+from sparkdl.serialization.program.imported_values import changed_names
 from sparkdl.serialization.saved_module import (
     PreparedModule,
     open_module,
@@ -34,6 +35,7 @@ from sparkdl.serialization.saved_module import (
     prepare_weights,
 )
 from sparkdl.serialization.stored_module import StoredModule
+from sparkdl.serialization.travel.pickling import sent_code
 from sparkdl.serialization.trust import Trust, trusting
 from sparkdl.spark.params import stage_metadata
 from sparkdl.spark.params.param_table import UNKNOWN_LOSS
@@ -68,6 +70,7 @@ class ParamsWriter(MLWriter):
         path, folders = at_home(path), dict[str, PreparedModule]()
         stage_metadata.require_plain_name(path)
         described = self._describe(folders)
+        self._warn_of_changed_values(folders)
         replaces = self.shouldOverwrite and stage_metadata.is_there(path, self.sparkSession)
         if not replaces:
             stage_metadata.make_way(path, self.shouldOverwrite, self.sparkSession)
@@ -78,6 +81,27 @@ class ParamsWriter(MLWriter):
             stage_metadata.take_place(aside, self.sparkSession)
         else:
             self._write(described, folders, path)
+
+    def _warn_of_changed_values(self, folders: Mapping[str, PreparedModule]) -> None:
+        """Name what the program has changed in files of code, which who loads does not have."""
+        values = [
+            value
+            for param, value in self.instance.extractParamMap().items()
+            if not self.instance._options[param.name].is_plain
+        ]
+        code = sent_code((values, *self._made_by_code(folders)))
+        names = changed_names(one for one, _ in code)
+        if names:
+            logger.warning(
+                "%s: the program has changed %s in memory; the saved code is that of the files, so "
+                "what is loaded does not have these values and may predict something else: write "
+                "them into the files, or keep them in an attribute or a buffer of the module",
+                *(self.instance.uid, ", ".join(names)),
+            )
+
+    def _made_by_code(self, folders: Mapping[str, PreparedModule]) -> Iterable[Any]:
+        """What is saved besides Params and is made by code when it is loaded."""
+        return ()
 
     def _write(self, described: Params, folders: Mapping[str, PreparedModule], path: str) -> None:
         """Write to where there is nothing; what was begun is removed if it cannot be ended."""
@@ -218,6 +242,16 @@ class ModelWriter(ParamsWriter):
                     "imported, or save without that output (setOutputs, setPredictionOutput)"
                 )
         return super()._describe(folders)
+
+    def _made_by_code(self, folders: Mapping[str, PreparedModule]) -> Iterable[Any]:
+        model: Any = self.instance
+        specifications = [column.specification for column in model.columns]
+        recipe = folders[_MODEL].index["recipe"]
+        if "program" in recipe:  # has the values in it
+            return (specifications,)
+        module, factory = model._module, model.module_factory
+        blank = module.blank if isinstance(module, StoredModule) else module
+        return (specifications, blank, factory if "factory" in recipe else None)
 
 
 class ParamsReader(MLReader[P]):

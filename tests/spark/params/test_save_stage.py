@@ -1,8 +1,10 @@
 from __future__ import annotations
 
 import functools
+import importlib
 import json
 import logging
+import re
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -598,3 +600,42 @@ def test_nor_does_such_a_client_delete_what_is_there(
     monkeypatch.undo()
     assert [place.startswith(f"{path}/new-") for place in cleared] == [True]
     assert same_weights(model.module, TorchModel.load(path).module)
+
+
+def test_save_names_what_the_program_has_changed_in_files(
+    spark: SparkSession,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    text = (
+        "from torch import nn\nFACTOR = 1.0\nclass Net(nn.Linear):\n"
+        "    def __init__(self): super().__init__(3, 1)\n"
+        "    def forward(self, x): return super().forward(x) * FACTOR\n"
+        "def doubled(x): return x * FACTOR\n"
+    )
+    (tmp_path / "net_of_a_factor.py").write_text(text, encoding="utf-8")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    own: Any = importlib.import_module("net_of_a_factor")
+    model = TorchRegressorModel(own.Net(), [COLUMN])
+    others = [TorchModel(nn.Linear(3, 1), [COLUMN]), TorchRegressor(module=nn.Linear(3, 1))]
+    others[0].setPostprocessing(own.doubled)
+    stages: list[Any] = [model, *others, TorchRegressor(module=own.Net)]
+
+    def saved() -> list[str]:
+        caplog.clear()
+        for number, stage in enumerate(stages):
+            stage.write().overwrite().save(str(tmp_path / f"saved{number}"))
+        return [text for text in caplog.messages if "in memory" in text]
+
+    assert saved() == []
+    monkeypatch.setattr(own, "FACTOR", 0.123)
+    said = saved()
+    named = r"{}: the program has changed net_of_a_factor\.FACTOR in memory; .*attribute"
+    assert len(said) == 3
+    for stage, message in zip([model, stages[1], stages[3]], said, strict=True):
+        assert re.match(named.format(stage.uid), message)
+    program = TorchRegressorModel(own.Net(), [COLUMN])
+    monkeypatch.setattr(own.Net, "__module__", "__main__")  # is saved as a program, with the value
+    stages[:] = [program]
+    assert saved() == []
