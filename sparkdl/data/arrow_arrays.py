@@ -139,7 +139,11 @@ class Findings:
                 rows = rows.replace("null row", "row") + " with a null"
                 rows += f", in {self.inner_nulls} of them among the row's values"
                 quoted = name if name.isidentifier() else f"`{name}`"
-                remedy += f", as by where('not exists({quoted}, x -> x is null)')"
+                remedy += (
+                    f", as by where('not exists({quoted}, x -> x is null)'), or in pandas, whose "
+                    f"NaN is null in Spark, by df[[not np.any(pd.isna(row)) for row in "
+                    f"df[{name!r}]]]"
+                )
             return f'column "{name}" has {rows} (first: {self.first_null}); {remedy}'
         uneven = self.shapes[_UNEVEN]
         if uneven:

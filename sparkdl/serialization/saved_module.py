@@ -363,8 +363,8 @@ def _find_way(module: nn.Module, factory: Any | None, example_inputs: Given | No
     with default_dtype(dtype):
         way = _way_of_code(module, factory)
     if not isinstance(way, DescribeError):
-        recipe, *others = way
-        return {**recipe, "dtype": str(dtype).removeprefix("torch.")}, *others
+        recipe, others, unlisted = way
+        return {**recipe, "dtype": str(dtype).removeprefix("torch.")}, others, unlisted
     try:
         if example_inputs is None:
             raise ConfigError("an exported program needs example inputs, and there are none")

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import numpy as np
+import pandas as pd
 import pyarrow as pa
 import pyarrow.compute as pc
 import pytest
@@ -50,6 +52,15 @@ def test_empty_rows_do_not_tell_the_inner_shape() -> None:
 def test_long_sequences_are_cut() -> None:
     rows = ragged(pa.array([[1, 2, 3], [4], [5, 6]]), Sequence("c", max_length=2))
     assert rows.parts[0].tolist() == [1, 2, 4, 5, 6] and rows.lengths.tolist() == [2, 1, 2]
+
+
+def test_the_remedy_for_nulls_works_in_pandas() -> None:
+    rows = [np.array([1.0, 2.0]), np.array([np.nan, 2.0]), None, np.array([3.0, 4.0])]
+    df = pd.DataFrame({"c": rows})
+    text = message(pa.Table.from_pandas(df)["c"].combine_chunks(), Sequence("c"))
+    (remedy,) = re.findall(r"in pandas, .* by (df\[.*\])", text)
+    kept = eval(remedy, {"df": df, "np": np, "pd": pd})
+    assert kept.index.tolist() == [0, 3]
 
 
 def test_bad_sequences_are_named() -> None:

@@ -70,11 +70,17 @@ def feature_columns(params: ParamValues) -> tuple[str, ...]:
         return ()
     several = params.value("inputCols")
     if several is None:
-        return (params.value("featuresCol"),)
-    if params.isSet("featuresCol"):
+        several = [params.value("featuresCol") or ""]
+    elif params.isSet("featuresCol"):
         raise ConfigError("set either featuresCol or inputCols, not both")
     if not several:
         raise ConfigError("inputCols is empty; name at least one column")
+    if "" in several:
+        name = "inputCols" if params.value("inputCols") else "featuresCol"
+        raise ConfigError(
+            f"{name} has an empty name; name the column (one that is called '' needs another name "
+            "before: df.withColumnRenamed('', 'features'))"
+        )
     return tuple(several)
 
 

@@ -312,6 +312,8 @@ def test_what_only_several_values_show_is_refused_at_fit() -> None:
         ({"inputs": {"x": "a"}, "inputCols": ["b"]}, "either inputs or inputCols"),
         ({"featuresCol": "a", "inputCols": ["b"]}, "either featuresCol or inputCols"),
         ({"inputCols": []}, "inputCols is empty"),
+        ({"featuresCol": ""}, "featuresCol has an empty name; name the column"),
+        ({"inputCols": ["a", ""]}, r"inputCols has an empty name.*withColumnRenamed"),
         ({"inputCols": ["a", "b"], "inputShape": (3,)}, "1 shape"),
     ]
     for params, message in wrong:
