@@ -5,6 +5,7 @@ from __future__ import annotations
 import builtins
 import collections
 import functools
+import gc
 import importlib
 import math
 import pickle
@@ -13,6 +14,7 @@ import sys
 import time
 import types
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +35,7 @@ from sparkdl.serialization.program.imported_values import (
     program_code,
     values_to_send,
 )
+from sparkdl.serialization.program.named_code import parsed
 from sparkdl.serialization.program.package_patches import describe_patches
 from sparkdl.serialization.program.process_settings import changed_settings, set_settings
 from tests.serialization.programs import program
@@ -319,6 +322,20 @@ def test_a_fresh_process_is_asked_only_for_what_the_text_of_files_does_not_tell(
     get.__module__ = "__main__"
     monkeypatch.setattr(library.Child, "get", get)
     assert changed_names([library.gets]) == [f"{library.__name__}.Child.get"]
+
+
+def test_threads_parse_files_at_the_same_time() -> None:
+    """Python 3.11 fails where another thread goes on while one is in the collector."""
+
+    def let_others_run(phase: str, info: dict[str, int]) -> None:
+        time.sleep(0)
+
+    gc.callbacks.append(let_others_run)
+    try:
+        with ThreadPoolExecutor(2) as pool:
+            assert all(tree.body for tree in pool.map(parsed, [torch.nn.functional.__file__] * 4))
+    finally:
+        gc.callbacks.remove(let_others_run)
 
 
 def test_a_function_with_another_closure_is_sent(

@@ -46,6 +46,7 @@ from sparkdl.serialization.program.named_code import (
     lookups_in,
     named_by,
     owner_of,
+    parsed,
     value_at,
 )
 from sparkdl.serialization.program.package_patches import package_patches
@@ -276,7 +277,7 @@ def _literals(module: str, changed_at: float) -> dict[str, Any]:
     found: dict[str, Any] = {}
     todo: list[tuple[str, ast.AST]] = []
     with contextlib.suppress(OSError, SyntaxError, ValueError, TypeError):
-        todo.append(("", ast.parse(Path(file or "").read_bytes())))
+        todo.append(("", parsed(file or "")))
     while todo:
         prefix, node = todo.pop()
         for one in ast.iter_child_nodes(node):

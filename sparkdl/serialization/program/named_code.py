@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import collections
 import dis
 import enum
@@ -11,8 +12,10 @@ import inspect
 import itertools
 import logging
 import sys
+import threading
 import types
 from collections.abc import Iterable, Iterator
+from pathlib import Path
 from typing import Any
 
 import cloudpickle
@@ -31,6 +34,7 @@ _OPAQUE = (
 """Kinds of objects that lead to all of a process, or to no code."""
 _DRIVERS = {"pyspark", "py4j"}
 """Packages whose objects are connections."""
+_PARSING = threading.Lock()
 ATOMS = {type(None), bool, int, float, complex, str, bytes}
 _OF_OBJECTS = {"getattr", "hasattr", "attrgetter", "vars", "__dict__"}
 _LOOKUPS = {
@@ -235,6 +239,17 @@ def lookups_in(code: types.CodeType) -> list[str]:
     return found + [
         f"sys.{word}" for word in ("argv", "modules") if "sys" in read and word in taken
     ]
+
+
+def parsed(file: str) -> ast.Module:
+    """The syntax tree of a file of code; raises OSError, SyntaxError or ValueError.
+
+    Python 3.11 raises SystemError where two threads make trees at a time, as parallel fits do:
+    https://github.com/python/cpython/issues/106905
+    """
+    data = Path(file).read_bytes()
+    with _PARSING:
+        return ast.parse(data)
 
 
 def owner_of(place: Place) -> tuple[Any, str]:

@@ -19,7 +19,6 @@ import types
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from importlib.util import resolve_name
-from pathlib import Path
 from typing import Any
 
 from sparkdl.serialization.program.named_code import (
@@ -28,6 +27,7 @@ from sparkdl.serialization.program.named_code import (
     function_of,
     functions_of,
     owner_of,
+    parsed,
     value_at,
 )
 from sparkdl.serialization.program.packed_values import (
@@ -195,7 +195,7 @@ def _names_in(module: str, kind: str) -> _Names | None:
     """The names that the file of a module sets in it, or in a class; None: no file can be read."""
     file = getattr(sys.modules.get(module), "__file__", None) or ""
     try:
-        found: ast.AST = ast.parse(Path(file).read_bytes())
+        found: ast.AST = parsed(file)
     except (OSError, SyntaxError, ValueError):
         return None
     for name in filter(None, kind.split(".")):
