@@ -11,6 +11,7 @@ import subprocess
 import sys
 import textwrap
 import threading
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -455,20 +456,24 @@ def test_a_cache_comes_with_its_results(options: Any) -> None:
     assert again(7) != cached(7)
 
 
-def test_results_that_cannot_go_are_computed_anew() -> None:
-    locks = functools.cache(lambda number: threading.Lock())
-    locks(1)
-    assert loads(dumps(locks)).cache_info().currsize == 0
+@pytest.mark.parametrize("make", [threading.Lock, lambda: bytes(1 << 21)], ids=["lock", "large"])
+def test_results_that_do_not_go_are_told(
+    make: Callable[[], Any], caplog: pytest.LogCaptureFixture
+) -> None:
+    def made_anew(number: int) -> Any:
+        return make()
 
-
-class Remembers(nn.Module):
-    @functools.cache  # noqa: B019
-    def scale(self, number: int) -> float:
-        return random.random()
+    made_anew.__qualname__ = f"made_anew_{id(make)}"
+    cached = functools.cache(made_anew)
+    cached(1)
+    assert loads(dumps(cached)).cache_info().currsize == 0
+    dumps(cached)
+    (message,) = caplog.messages
+    assert "made_anew" in message and "begin with an empty one" in message
 
 
 def test_a_method_may_hold_results_of_its_module() -> None:
-    class Own(Remembers):
+    class Own(nn.Module):
         __module__ = "__main__"
 
         @functools.cache  # noqa: B019

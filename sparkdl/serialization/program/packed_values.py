@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import io
 import logging
 import types
 from collections.abc import Iterable
@@ -23,26 +22,12 @@ def pack_value(
     value: Any, modules: Iterable[str], most: int = MOST_BYTES, *, with_classes: bool = True
 ) -> bytes:
     """A pickle; code of ``modules`` is in it by value; see `CodePickler`."""
-    from sparkdl.serialization.travel.pickling import CodePickler
+    from sparkdl.serialization.travel.pickling import BoundedBytes, CodePickler
 
-    with _Bounded(most) as file:
+    with BoundedBytes(most) as file:
         pickler = CodePickler(file, modules, with_classes=with_classes)
         pickler.dump(value)
         return file.getvalue()
-
-
-class _Bounded(io.BytesIO):
-    """Takes so many bytes at most."""
-
-    def __init__(self, most: int) -> None:
-        super().__init__()
-        self._most = most
-
-    def write(self, data: Any) -> int:
-        written = super().write(data)
-        if self.tell() > self._most:
-            raise ValueError(f"it takes more than {self._most >> 10} KiB")
-        return written
 
 
 def module_by_value(value: Any) -> list[str]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import importlib
 import sys
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -17,11 +18,12 @@ def changed_settings() -> dict[str, Any]:
 
 def set_settings(changed: Mapping[str, Any]) -> dict[str, Any]:
     """Let this process have other settings; return what they were."""
+    for package in {"numpy" if name == "numpy errors" else "torch" for name in changed}:
+        importlib.import_module(package)  # which has its settings only then
     before = {}
     for name, value in changed.items():
-        if name in (found := _settings()):
-            before[name], _, give = found[name]
-            give(value)
+        before[name], _, give = _settings()[name]
+        give(value)
     return before
 
 

@@ -15,6 +15,7 @@ import functools
 import gc
 import importlib
 import io
+import logging
 import os
 import pickle
 import pkgutil
@@ -52,6 +53,26 @@ _OPERATORS = (_MADE_OPERATOR, type(torch.ops.aten.add), type(torch.ops.aten.add.
 """Classes of operators: made by a program, of all variants, of one."""
 
 _Reduced = tuple[Any, ...]
+
+
+_MOST_RESULTS = 1 << 20
+"""Bytes of a cache's results from which on these stay where they are."""
+
+logger = logging.getLogger(__name__)
+
+
+class BoundedBytes(io.BytesIO):
+    """Takes so many bytes at most; raises ValueError for more."""
+
+    def __init__(self, most: int) -> None:
+        super().__init__()
+        self._most = most
+
+    def write(self, data: Any) -> int:
+        written = super().write(data)
+        if self.tell() > self._most:
+            raise ValueError(f"it takes more than {self._most >> 10} KiB")
+        return written
 
 
 class UsesModule(pickle.PicklingError):
@@ -497,23 +518,35 @@ def _cached(function: Any) -> _Reduced | None:
 
 def _with_results(function: Any, *, has_results: bool) -> _Reduced:
     own = function.__wrapped__, function.cache_parameters()
-    results = [one for one in cached_results(function) if _can_go(one)] if has_results else []
+    results = _results_to_send(function) if has_results else []
     return (_cached_again, own, results, None, None, _fill) if results else (_cached_again, own)
 
 
 _trying: ContextVar[bool] = ContextVar("_trying", default=False)
-"""Whether a result is pickled to see if it can be, without what caches hold in turn."""
+"""Whether results are pickled to see if they can be, without what caches hold in turn."""
+_not_sent: set[str] = set()
+"""Names of functions of which a warning says that others begin with an empty cache."""
 
 
-def _can_go(result: Any) -> bool:
+def _results_to_send(function: Any) -> list[Any]:
+    """What the cache holds, or nothing, with a warning, if it is large or cannot be pickled."""
+    results = cached_results(function)
     token = _trying.set(True)
     try:
-        dumps(result)
-    except Exception:  # whatever classes raise that cannot be pickled; it is computed anew
-        return False
+        with BoundedBytes(_MOST_RESULTS) as file:
+            Pickler(file).dump(results)
+    except Exception as error:  # whatever classes raise that cannot be pickled
+        if function.__qualname__ not in _not_sent:
+            _not_sent.add(function.__qualname__)
+            logger.warning(
+                "the results that the cache of %s holds are not sent (%s): workers begin with an "
+                "empty one, and compute them anew",
+                *(function.__qualname__, str(error).partition("\n")[0]),
+            )
+        return []
     finally:
         _trying.reset(token)
-    return True
+    return results
 
 
 def cached_results(function: Any) -> list[tuple[tuple[Any, ...], dict[str, Any], Any]]:
