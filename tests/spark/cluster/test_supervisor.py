@@ -1036,9 +1036,13 @@ def uncollected() -> Iterator[None]:
 def test_a_signal_while_nothing_is_heard_cancels_the_job(stage: Stage) -> None:
     """Up to Python 3.12 `Thread.join`, when it is interrupted, takes the thread for ended."""
     main = threading.main_thread().ident or 0
-    threading.Timer(0.5, signal.pthread_kill, (main, signal.SIGINT)).start()
+
+    def job() -> JobResults:
+        threading.Timer(0.5, signal.pthread_kill, (main, signal.SIGINT)).start()
+        return stage.until_cancelled()
+
     with pytest.raises(KeyboardInterrupt):
-        stage.run(stage.until_cancelled)
+        stage.run(job)
     assert set(stage.spark.sparkContext.cancelled) == {"sparkdl-r-0"}
 
 

@@ -137,7 +137,8 @@ def threads() -> list[threading.Thread]:
 
 def test_an_interrupt_cancels_it(spark: SparkSession) -> None:
     def press() -> None:
-        time.sleep(1.0)
+        while not spark.sparkContext.statusTracker().getActiveStageIds():
+            time.sleep(0.1)
         signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
 
     user = threading.Thread(target=press)

@@ -68,9 +68,10 @@ def press() -> None:
 
 
 def later(seconds: float = 0.1) -> threading.Thread:
-    """Press from another thread, as a user does."""
+    """Press from another thread, as a user does, once a block has been entered."""
 
     def wait_and_press() -> None:
+        until(lambda: bool(interrupts._running))  # the main thread may be late
         time.sleep(seconds)
         signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
 
