@@ -31,6 +31,8 @@ _DRIVERS = {"pyspark", "py4j"}
 """Packages whose objects are connections, which differ from process to process."""
 _UNSEEN = {"training", "_graph"}
 """Attributes of modules that do not tell them apart: a graph of torch.fx has code beside it."""
+_HEAP_TYPE = 1 << 9
+"""Flag of classes that Python code has made."""
 _DEEPEST = 150
 """Depth below which a value counts by its type alone."""
 _PLAIN = (type(None), bool, int, float, complex, str, bytes, type(...), type(NotImplemented))
@@ -148,7 +150,10 @@ class _Describer:
 
     def _class(self, kind: type) -> Any:
         bases = [self.describe(base) for base in kind.__bases__]
-        if is_installed(kind.__module__):  # torch makes classes of others' at run time
+        is_made = kind.__module__ == "builtins" and kind.__flags__ & _HEAP_TYPE  # by exec
+        if (
+            is_installed(kind.__module__) and not is_made
+        ):  # torch makes classes of others' at run time
             is_own = any(not is_installed(base.__module__) for base in kind.__mro__)
             return [_name(kind), bases] if is_own else _name(kind)
         members = {

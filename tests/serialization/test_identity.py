@@ -148,6 +148,12 @@ def made_by_exec(factor: float) -> Any:
     return space["scaled"]
 
 
+def class_made_by_exec(factor: float) -> Any:
+    space: dict[str, Any] = {}
+    exec(f"class Scaled:\n    def __call__(self, a, b): return (a - b).mean() * {factor}", space)
+    return space["Scaled"]()
+
+
 def of_metaclass(factor: float) -> Any:
     class Meta(type):
         def __getitem__(cls, key: str) -> float:
@@ -169,10 +175,11 @@ def of_default(factor: float) -> Any:
     [
         lambda factor: key(bound(factor)),
         lambda factor: key(net(), loss=made_by_exec(factor)),
+        lambda factor: key(net(), loss=class_made_by_exec(factor)),
         lambda factor: key(net(), loss=of_metaclass(factor)),
         lambda factor: key(net(), loss=of_default(factor)),
     ],
-    ids=["bound method", "exec", "metaclass", "defaultdict"],
+    ids=["bound method", "exec", "class of exec", "metaclass", "defaultdict"],
 )
 def test_code_that_is_reached_otherwise_counts(make: Callable[[float], str]) -> None:
     assert make(1.0) == make(1.0) != make(2.0)

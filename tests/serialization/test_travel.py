@@ -489,3 +489,38 @@ def test_a_method_may_hold_results_of_its_module() -> None:
 def test_backends_of_torch_go_by_their_names() -> None:
     for backend in (torch.backends.cudnn, torch.backends.mps, torch.backends.mkldnn):
         assert loads(dumps(backend)) is backend
+
+
+@pytest.mark.parametrize("maxsize", [None, 8])
+def test_results_and_arguments_of_any_kind_come_in_their_places(maxsize: int | None) -> None:
+    first, second = object(), object()
+
+    def made(*given: Any) -> Any:
+        return {number: random.random() for number in range(len(given))}
+
+    cached = functools.lru_cache(maxsize)(made)
+    keys = [(1,), (1, 2), (first,), (second,), (first, second), ()]
+    values = [cached(*key) for key in keys]
+    again, copies = loads(dumps((cached, keys)))
+    assert again.cache_info().currsize == len(keys)
+    assert [again(*key) for key in copies] == values
+    assert again.giving.results == []
+
+
+def test_a_cache_may_hold_what_holds_it() -> None:
+    class Holder:
+        def __init__(self) -> None:
+            self.number = 1
+
+        def __hash__(self) -> int:
+            return hash(self.number)
+
+    @functools.cache
+    def of(holder: Any) -> float:
+        return holder.number + random.random()
+
+    holder: Any = Holder()
+    holder.of = of
+    of(holder)
+    again = loads(dumps(holder))
+    assert 1 <= again.of(again) < 2

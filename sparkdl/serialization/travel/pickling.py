@@ -554,28 +554,34 @@ def cached_results(function: Any) -> list[tuple[tuple[Any, ...], dict[str, Any],
 
     Only the garbage collector lets see that.
     """
-    parts = gc.get_referents(function)
-    stores = (one for one in parts if type(one) is dict and one is not vars(function))
-    store: dict[Any, Any] = next(stores, {})
+    size, parts = function.cache_info().currsize, gc.get_referents(function)
+    places = [i for i, one in enumerate(parts) if type(one) is dict and one is not vars(function)]
+    if not size or not places:
+        return []
+    store: dict[Any, Any] = parts[places[-1]]  # what is before it are results
+    mark = next((one for one in parts[places[-1] :] if type(one) is object), None)
     about = function.cache_parameters()
     if about["maxsize"] is None:
         pairs = list(store.items())
     else:  # keys and results follow each other, those that were asked for last at the end
         keys, pairs, left = {id(key) for key in store}, [], iter(parts)
         for one in left:
-            if id(one) in keys and len(pairs) < len(store):
+            if id(one) in keys and len(pairs) < size:
                 pairs.append((one, next(left)))
-    return [(*_arguments(key, is_typed=about["typed"]), result) for key, result in pairs]
+    return [(*_arguments(key, mark, is_typed=about["typed"]), result) for key, result in pairs]
 
 
-def _arguments(key: Any, *, is_typed: bool) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """The arguments that a cache files a result under, see `functools._make_key`."""
+def _arguments(key: Any, mark: Any, *, is_typed: bool) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The arguments that a cache files a result under, see `functools._make_key`.
+
+    ``mark`` stands between those by position and those by name.
+    """
     if type(key) is not tuple:
         return (key,), {}
-    marks = [place for place, one in enumerate(key) if type(one) is object]
-    if not marks:
+    count = next((place for place, one in enumerate(key) if one is mark), None)
+    if count is None:
         return (key[: len(key) // 2] if is_typed else key), {}
-    count, rest = marks[0], key[marks[0] + 1 :]
+    rest = key[count + 1 :]
     by_name = rest[: 2 * (len(rest) - count) // 3] if is_typed else rest
     return key[:count], dict(zip(by_name[::2], by_name[1::2], strict=True))
 
@@ -598,9 +604,12 @@ def _cached_again(function: Callable[..., Any], parameters: Mapping[str, Any]) -
 
 
 def _fill(function: Any, results: Sequence[tuple[tuple[Any, ...], dict[str, Any], Any]]) -> None:
+    given = function.giving.results
     for args, kwargs, result in results:
-        function.giving.results.append(result)
-        function(*args, **kwargs)
+        given.append(result)
+        with contextlib.suppress(Exception):  # of an argument that is not whole yet, in a circle
+            function(*args, **kwargs)
+        given.clear()
 
 
 def _is_importable(value: Any) -> bool:

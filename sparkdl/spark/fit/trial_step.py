@@ -536,7 +536,7 @@ def counted_in_steps(checked: CheckedValues, columns: tuple[Column, ...]) -> str
     """Name a value that each step changes alike, whichever rows it gets; empty: none is known.
 
     Such as a count of steps, or a teacher that follows the weights. What the module, or its loss,
-    does not let see, or fails to do on zeros and ones, is not known.
+    does not let see, or fails to do on rows that are drawn, is not known.
     """
     example = Example(columns=columns)
     numbers = sum(parameter.numel() for parameter in checked.module.parameters())
@@ -547,7 +547,7 @@ def counted_in_steps(checked: CheckedValues, columns: tuple[Column, ...]) -> str
         once = _left_by_steps(checked, example, 1)
         if once:
             again = _left_by_steps(checked, example, 2)
-            others = _left_by_steps(checked, example, 1, has_ones=True)
+            others = _left_by_steps(checked, example, 1, has_others=True)
             for (kind, name), mark in once.items():
                 if others.get((kind, name)) == mark != again.get((kind, name)):
                     return name if kind == "loss" else f"{kind} {name!r}"
@@ -555,9 +555,9 @@ def counted_in_steps(checked: CheckedValues, columns: tuple[Column, ...]) -> str
 
 
 def _left_by_steps(
-    checked: CheckedValues, example: Example, num_steps: int, *, has_ones: bool = False
+    checked: CheckedValues, example: Example, num_steps: int, *, has_others: bool = False
 ) -> Changes:
-    """What forward and backward passes change, given rows of zeros, or of ones and other draws.
+    """What forward and backward passes change, given rows that are drawn, or others and fewer.
 
     Weights that train are others than those that the module begins with, as after some steps.
     """
@@ -569,8 +569,8 @@ def _left_by_steps(
 
     config = replace(checked.config, compile=False, metrics=None)
     with (
-        borrowed_generator(config.seed + has_ones),
-        _copies(checked.module, config, example, _FEW_ROWS, checked.shared) as tried,
+        borrowed_generator(config.seed + has_others),
+        _copies(checked.module, config, example, _FEW_ROWS - has_others, checked.shared) as tried,
         program_kept(tried.module, vars(tried.config)),
     ):
         replica = _replica(tried)
@@ -579,13 +579,21 @@ def _left_by_steps(
                 if parameter.requires_grad and parameter.is_floating_point():
                     parameter.mul_(0.5)
         held = Attributes(tried.module, shared=tried.shared)
-        batch = tried.batch.map(torch.ones_like) if has_ones else tried.batch
+        batch = tried.batch.map(_drawn)
         before = _marks(held, replica)
         for _ in range(num_steps):
             seen = run(replica.loss, replica.module, batch)
             torch.autograd.backward(sums_of(replica.loss, seen, batch.target, None)[0])
         after = _marks(held, replica)
         return {place: mark for place, mark in after.items() if before.get(place) != mark}
+
+
+def _drawn(values: torch.Tensor) -> torch.Tensor:
+    """Values of the same shape and dtype, from 0 to 1, of which no two rows are alike."""
+    import torch
+
+    drawn = torch.rand(values.shape, dtype=torch.float64)
+    return (drawn if values.is_floating_point() else drawn.round()).to(values.dtype)
 
 
 def _gives_other(tried: _Tried, held: Attributes, replica: Replica, program: ProgramState) -> bool:

@@ -451,13 +451,21 @@ def keep_mean(module: Any, x: torch.Tensor) -> None:
     module.held = module.held + x.mean()
 
 
+def keep_spread(module: Any, x: torch.Tensor) -> None:
+    module.held = module.held + F.layer_norm(x, (4,)).std(0)
+
+
+def count_rows(module: Any, x: torch.Tensor) -> None:
+    module.count += len(x)
+
+
 def draw(module: Any, x: torch.Tensor) -> None:
     module.held = torch.rand(3, 4)
 
 
 def fail(module: Any, x: torch.Tensor) -> None:
     module.count += 1
-    assert x.sum() > 0
+    assert x.sum() < 0
 
 
 @pytest.mark.parametrize(
@@ -468,13 +476,16 @@ def fail(module: Any, x: torch.Tensor) -> None:
         (Follows(begin), {}, ""),
         (Follows(follow), {}, "buffer 'held'"),
         (Follows(keep_mean), {}, ""),
+        (Follows(keep_spread), {}, ""),
+        (Follows(count_rows), {}, ""),
         (Follows(draw), {}, ""),
         (Follows(fail), {}, ""),
         (parametrizations.spectral_norm(nn.Linear(4, 3)), {},
          "buffer 'parametrizations.weight.0._u'"),
         (nn.Linear(4, 3), {"loss": Counts()}, "loss"),
     ],
-    ids=["norm", "count", "begin", "follow", "mean", "draw", "fail", "spectral", "loss"],
+    ids=["norm", "count", "begin", "follow", "mean", "spread", "rows", "draw", "fail", "spectral",
+         "loss"],
 )  # fmt: skip
 def test_what_counts_steps_is_found(module: nn.Module, options: Any, name: str) -> None:
     before = copy.deepcopy(module.state_dict())
