@@ -1,7 +1,7 @@
 """Starts Spark's Python workers with torch in memory: their daemon imports it first.
 
-Spark keeps Python workers for a minute; every later one would import torch anew, and build the
-compiler's modules with its first optimizer. Opt-in, when the session is built::
+Spark keeps Python workers for a minute; every later one would import torch anew. Opt-in, when the
+session is built::
 
     SparkSession.builder.config("spark.python.daemon.module", "sparkdl.spark.daemon")
 
@@ -18,7 +18,7 @@ from sparkdl.runtime.process import freeze_once
 
 PRELOADED = (
     "torch",
-    "torch._dynamo",  # imported by the first optimizer of a process
+    "pandas",  # of which pyarrow asks with the first array
     "sparkdl.worker.function_rank",
     "sparkdl.worker.function_loader",
     "sparkdl.spark.cluster.gang",

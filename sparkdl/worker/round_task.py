@@ -149,13 +149,16 @@ def _wait_for_the_other(client: ChannelClient | None, attempt: int, shard_id: in
 
 
 def _work(place: RoundPlace, order: RoundOrder, state: bytes, reporter: Reporter) -> Results:
-    warm = _warmed_up(place, order)
-    reporter.rows = warm.rows.get(place.shard.shard_id, 0)
-    if place.shard.shard_id not in warm.seen:
-        warm.seen.add(place.shard.shard_id)
-        reporter.send({"kind": "hardware", "hardware": warm.hardware})
-    with spared_collector(), torch_threads(order.threads), warm.as_on_driver():
-        return order.work(warm, place.shard, order.part, state, reporter)
+    from sparkdl.train.optimizers.without_compiler import without_compiler
+
+    with without_compiler(in_steps=True):
+        warm = _warmed_up(place, order)
+        reporter.rows = warm.rows.get(place.shard.shard_id, 0)
+        if place.shard.shard_id not in warm.seen:
+            warm.seen.add(place.shard.shard_id)
+            reporter.send({"kind": "hardware", "hardware": warm.hardware})
+        with spared_collector(), torch_threads(order.threads), warm.as_on_driver():
+            return order.work(warm, place.shard, order.part, state, reporter)
 
 
 def train_or_evaluate(

@@ -104,7 +104,14 @@ def run(environment: WorkerEnvironment, order: WorkOrder) -> Iterator[tuple[str,
         ``("error", JSON)`` alone, or ``("result", JSON)`` and, from rank 0, ``("stored", folder)``
         or those of "weights", "left" and "attributes" that do not go to the driver as files.
     """
-    yield from live(environment, order, partial(_train, order))
+    yield from live(environment, order, partial(_begin, order))
+
+
+def _begin(order: WorkOrder, member: Member) -> Results:
+    from sparkdl.train.optimizers.without_compiler import without_compiler
+
+    with without_compiler(in_steps=True):
+        return _train(order, member)
 
 
 def _train(order: WorkOrder, member: Member) -> Results:

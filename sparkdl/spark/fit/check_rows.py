@@ -257,13 +257,14 @@ def check_schedule(checked: CheckedRequest, plan: TrainPlan) -> None:
     """
     from sparkdl.train.optimizers import optimizers
     from sparkdl.train.optimizers.check_optimizer import check_length
+    from sparkdl.train.optimizers.without_compiler import without_compiler
 
     config, module = checked.config, checked.module
     if config.scheduler is None or config.device == "cuda" or checked.weights is not None:
         return
     with (
         borrowed_generator(config.seed),
-        optimizers.without_compiler(),
+        without_compiler(),
         program_kept(module, vars(config)) as program,
     ):
         make = optimizers.resolve_optimizer(config, module)

@@ -59,13 +59,14 @@ def check_training(
         check_schedule,
         check_steps,
     )
+    from sparkdl.train.optimizers.without_compiler import without_compiler
 
     config = request.config
     strategy: SyncStrategy = config.sync_strategy
     steps_between(config.callbacks)
     with (
         borrowed_generator(config.seed),
-        optimizers.without_compiler(),
+        without_compiler(),
         program_kept(vars(config)) as program,
     ):
         if isinstance(request.module, nn.Module):

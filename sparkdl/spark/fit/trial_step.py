@@ -455,8 +455,9 @@ def _changes(tried: _Tried, program: ProgramState, *, adds_up: bool, is_first: b
     from sparkdl.serialization.travel.attributes import Attributes
     from sparkdl.sync.module_tensors import give_tensors, tensors_of
     from sparkdl.train.modules.memory_format import in_memory_format
-    from sparkdl.train.optimizers import check_optimizer, optimizers, stepping
+    from sparkdl.train.optimizers import check_optimizer, stepping
     from sparkdl.train.optimizers.nested_states import is_known
+    from sparkdl.train.optimizers.without_compiler import without_compiler
     from sparkdl.train.round_replica import check_held
     from sparkdl.train.step import TrainStep
     from sparkdl.train.time_spent import Clock
@@ -493,7 +494,7 @@ def _changes(tried: _Tried, program: ProgramState, *, adds_up: bool, is_first: b
     if adds_up:
         step.check_shared_gradients()
     stepping.set_mode(optimizer, trains=False)
-    with optimizers.without_compiler():
+    with without_compiler():
         for what, owner in (("optimizer", optimizer), ("scheduler", replica.scheduler)):
             check_optimizer.check_kept(what, owner)
     keeps = any(kind in ("attribute", "loss") for kind, _ in changes)
@@ -520,10 +521,10 @@ def _replica(tried: _Tried) -> Replica:
     from sparkdl.comm.communicator import LocalCommunicator
     from sparkdl.sync.frozen_layers import training_mode
     from sparkdl.sync.gradients.allreduce import AllReduce
-    from sparkdl.train.optimizers import optimizers
+    from sparkdl.train.optimizers.without_compiler import without_compiler
     from sparkdl.train.replica import make_replica
 
-    with optimizers.without_compiler():
+    with without_compiler():
         replica = make_replica(
             tried.module, tried.config, tried.plan, torch.device("cpu"),
             lambda model, make: AllReduce().setup(model, make, LocalCommunicator()),

@@ -6,9 +6,7 @@ The learning rate is what the user set, on any number of ranks: it is never scal
 from __future__ import annotations
 
 import inspect
-import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -28,32 +26,8 @@ from sparkdl.train.objective.lightning import OwnOptimizer, is_lightning
 from sparkdl.train.objective.manual import SeveralSchedules, complete
 from sparkdl.train.optimizers.large_batch import LAMB, LARS
 
-_OF_COMPILER = "__dynamo_disable"
-"""Attribute of a function that has what is called in its place."""
 Groups = list[dict[str, Any]]
 """Groups that torch's optimizers take: ``params`` and options of each group."""
-
-
-@contextmanager
-def without_compiler() -> Iterator[None]:
-    """Let torch make optimizers and tell their states without importing its compiler: 2 s.
-
-    It is imported to tell it that it shall not look into some functions (torch/_compile.py). For
-    processes that take no step, since a step imports it too.
-    """
-    optimizer = torch.optim.Optimizer
-    methods: Any = (optimizer.add_param_group, optimizer.state_dict)
-    found = [getattr(method, "__wrapped__", None) for method in methods]
-    marked = [one for one in found if one is not None and not hasattr(one, _OF_COMPILER)]
-    if "torch._dynamo" in sys.modules:
-        marked = []
-    for one in marked:
-        setattr(one, _OF_COMPILER, one)
-    try:
-        yield
-    finally:
-        for one in marked:
-            vars(one).pop(_OF_COMPILER, None)  # another thread may have been here
 
 
 def parameter_groups(

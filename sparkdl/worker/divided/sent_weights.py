@@ -20,7 +20,6 @@ from sparkdl.serialization.recorded.recipe import Recipe, RecordedWeights, Tenso
 from sparkdl.serialization.travel.packed_module import unpack_blank, unpack_unmade
 from sparkdl.storage.retried import OUTAGE_SECONDS, again
 from sparkdl.storage.tensor_file import TensorFile, read_header
-from sparkdl.sync.divided.dividing import local
 from sparkdl.sync.regions import Region
 
 
@@ -37,6 +36,8 @@ class Unfilled(ABC):
             regions: which part of each parameter is here.
             device: where it computes.
         """
+        from sparkdl.sync.divided.dividing import local  # brings torch's compiler
+
         give_memory(module, device)
         parts = {name: local(parameter) for name, parameter in module.named_parameters()}
 

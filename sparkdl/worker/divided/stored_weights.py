@@ -17,7 +17,6 @@ from sparkdl.data.spool.local_disk import ScratchFile
 from sparkdl.storage.retried import OUTAGE_SECONDS, again
 from sparkdl.storage.sharded_weights import INDEX, file_pieces, index_text, plan_files
 from sparkdl.storage.storage import Storage
-from sparkdl.sync.divided.dividing import whole
 from sparkdl.sync.strategy import Pipelined
 
 
@@ -47,6 +46,8 @@ def write_weights(
     Raises:
         StorageError: the storage, or the own disk, cannot be written.
     """
+    from sparkdl.sync.divided.dividing import whole  # brings torch's compiler
+
     state, ties = _state(module if pipeline is None else pipeline.skeleton)
     gather: Callable[[torch.Tensor], torch.Tensor] = whole
     if pipeline is not None:
