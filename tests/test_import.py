@@ -74,6 +74,49 @@ def test_a_fit_without_a_mesh_imports_no_compiler_on_the_driver() -> None:
     assert run_python(code).splitlines() == ["[]", "True"]
 
 
+EVERY_OPTIMIZER = """
+import copy, sys, torch
+from torch import nn, optim
+from sparkdl.train.optimizers.without_compiler import without_compiler
+
+def trained(kind):
+    torch.manual_seed(0)
+    net = nn.Linear(3, 4, bias=False)
+    made = kind(net.parameters(), lr=0.01)
+    for _ in range(3):
+        made.zero_grad()
+        net(torch.ones(2, 3)).square().sum().backward()
+        made.step()
+    made.load_state_dict(copy.deepcopy(made.state_dict()))
+    return [net.weight.tolist(), torch.is_grad_enabled()]
+
+kinds = [kind for kind in vars(optim).values() if isinstance(kind, type)]
+odd = (optim.Optimizer, optim.LBFGS, optim.SparseAdam)
+kinds = [kind for kind in kinds if issubclass(kind, optim.Optimizer) and kind not in odd]
+with without_compiler(in_steps=True), without_compiler():
+    without = [trained(kind) for kind in kinds]
+found = "torch._dynamo" in sys.modules
+usual = [trained(kind) for kind in kinds]
+print(len(kinds) > 10, found, "torch._dynamo" in sys.modules, without == usual)
+"""
+
+
+@pytest.mark.slow
+def test_every_optimizer_of_torch_takes_the_same_steps_without_the_compiler() -> None:
+    assert run_python(EVERY_OPTIMIZER).split() == ["True", "False", "True", "True"]
+
+
+@pytest.mark.slow
+def test_what_a_worker_imports_to_train_brings_no_compiler() -> None:
+    code = (
+        "import sys; from sparkdl.spark.daemon import preload; preload()\n"
+        "import sparkdl.worker.divided.sent_weights, sparkdl.worker.divided.stored_weights\n"
+        "import sparkdl.worker.round_task, sparkdl.train.round_replica\n"
+        "print(sorted({'torch._dynamo', 'sympy', 'torch.distributed.fsdp'} & set(sys.modules)))"
+    )
+    assert run_python(code).strip() == "[]"
+
+
 @pytest.mark.slow
 def test_workers_import_no_templates() -> None:
     """Pages are made on the driver, and what shows them takes long to import."""

@@ -181,12 +181,18 @@ def trusting(packages: str | Iterable[str]) -> Trust:
     return Trust(names)
 
 
-def is_installed(module: str | None) -> bool:
-    """True if a module comes with Python or with a package, whose version tells its code."""
-    package = (module or "builtins").partition(".")[0]
-    if package in _BY_NAME or package in sys.stdlib_module_names:
+def is_installed(module: Any) -> bool:
+    """True if a module comes with Python or with a package, whose version tells its code.
+
+    ``module`` is its name, as classes and functions have it; of some in C it is None, empty or a
+    descriptor.
+    """
+    if not module or not isinstance(module, str):
         return True
-    file = getattr(sys.modules.get(module or ""), "__file__", None)
+    package = module.partition(".")[0]
+    if package in _BY_NAME or package in sys.stdlib_module_names or package.startswith("_cython_"):
+        return True
+    file = getattr(sys.modules.get(module), "__file__", None)
     if file is None and module in sys.modules and package != module:  # a part of another's, in C
         return is_installed(package)
     return file is not None and _is_in_packages(file)

@@ -96,9 +96,9 @@ def await_nothing_left(cluster: Cluster, before: set[int]) -> None:
         return found + [f"{state_of(pid)} {_words(pid)}" for pid in pids(cluster) - before]
 
     deadline = time.monotonic() + _END_SECONDS
-    while left() and time.monotonic() < deadline:
+    while (still := left()) and time.monotonic() < deadline:
         time.sleep(0.2)
-    assert left() == []
+    assert still == []
 
 
 def _words(pid: int) -> str:

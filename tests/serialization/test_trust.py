@@ -564,6 +564,8 @@ def test_code_of_the_users_own_is_what_no_package_manager_has_installed(
     spark = tmp_path / "spark/python/lib/py4j-src.zip"  # as spark-submit has it
     monkeypatch.setattr(py4j.protocol, "__file__", str(spark / "py4j/protocol.py"))
     assert not is_users_own("py4j.protocol") and is_installed("py4j.protocol")
+    of_c = [type.__dict__["__module__"], None, "", "_cython_3_1_4"]  # as some classes of C have it
+    assert all(map(is_installed, of_c))
     made = types.ModuleType("numpy.made_in_c")
     monkeypatch.setitem(sys.modules, made.__name__, made)
     assert not is_users_own(made.__name__) and is_installed(made.__name__)

@@ -171,7 +171,7 @@ def _is_value(member: Any) -> bool:
     if issubclass(kind, type):
         return not is_installed(member.__module__)
     bases = {(base.__module__, base.__qualname__) for base in kind.__mro__}
-    is_users = not (is_installed(kind.__module__) or kind.__module__.startswith("_cython"))
+    is_users = not is_installed(kind.__module__)
     return kind in _VALUES or is_users or bool(bases & _ARRAYS)
 
 
