@@ -16,6 +16,8 @@ import importlib
 
 from sparkdl.runtime.process import freeze_once
 
+DAEMON = "sparkdl.spark.daemon"
+"""The value of ``spark.python.daemon.module``."""
 PRELOADED = (
     "torch",
     "pandas",  # of which pyarrow asks with the first array

@@ -82,8 +82,9 @@ def package_patches(code: Iterable[Any]) -> dict[Place, bytes]:
         for name in sorted(names):  # as in torch.cuda
             modules |= _modules(vars(module).get(name) for module in modules)
         owners |= dict.fromkeys(modules, "")
-    for kind in [one for one in code if isinstance(one, type)]:
-        owners |= {base: f"{base.__qualname__}." for base in kind.__mro__ if base is not object}
+    kinds = [one for one in code if isinstance(one, type)]
+    named = dict.fromkeys(base for kind in kinds for base in kind.__mro__ if base is not object)
+    owners |= {base: f"{base.__qualname__}." for base in named}
     found: dict[Place, bytes] = {}
     for owner, prefix in owners.items():
         if prefix and not owner.__flags__ & _HEAP_TYPE:  # nobody can put anything there
@@ -92,7 +93,8 @@ def package_patches(code: Iterable[Any]) -> dict[Place, bytes]:
         for key, member in list(vars(owner).items()) if is_installed(module) else ():
             place = module, prefix + key
             if not _is_put_there(module, prefix, key, member, read):
-                if key not in read or not _has_other_defaults(module, prefix, key, member):
+                is_named = key in read and (not prefix or owner in named or owner.__name__ in read)
+                if not is_named or not _has_other_defaults(module, prefix, key, member):
                     continue
                 place, member = (module, f"{prefix}{key}.__defaults__"), member.__defaults__
             try:

@@ -22,7 +22,8 @@ from sparkdl.serialization.program.imported_values import ProgramValues
 from sparkdl.spark.cluster.cluster_info import mib
 from sparkdl.spark.cluster.probe import NO_NEEDS, Needs, probe
 from sparkdl.spark.cluster.slots import Slots
-from sparkdl.spark.session.compat import driver_address, is_connect
+from sparkdl.spark.daemon import DAEMON
+from sparkdl.spark.session.compat import conf, driver_address, is_connect
 from sparkdl.spark.session.settings import Settings
 from sparkdl.spark.session.termination import removed_at_termination
 from sparkdl.storage.checkpoint_format import MANIFEST, folders, run_keys
@@ -119,10 +120,10 @@ def open_link(
 ) -> Link:
     """Open the channel and the place for checkpoints, and try both from the executors.
 
-    ``before_jobs`` is called when they are open on the driver. ``once_submitted`` is called when
-    executors are asked to try, which takes seconds where Python begins, and with ``preloads``
-    imports what training needs. What it submits comes after that, but may need what turns out to
-    be missing there.
+    ``before_jobs`` is called when they are open on the driver; its job may go on meanwhile.
+    ``once_submitted`` is called when executors are asked to try, which takes seconds where Python
+    begins, and with ``preloads`` imports what training needs. What it submits comes after that, but
+    may need what turns out to be missing there.
     """
     files = stack.enter_context(driver_folder())
     url, place = None, None
@@ -144,13 +145,10 @@ def open_link(
     if before_jobs is not None:
         before_jobs()
     doing("checking the executors")
-    num_tasks = slots.num_workers
-    if slots.cluster.is_one_process:  # each slot has a process of Python, which all tasks share
-        num_tasks = min(num_tasks, slots.total or 1)
     # In rounds the driver alone writes checkpoints, so executors need not see where.
     found = probe(
         spark,
-        num_tasks=num_tasks,
+        num_tasks=num_asked(spark, slots),
         profile=slots.profile,
         channel=address,
         needs_channel=needs_channel,
@@ -193,6 +191,15 @@ def open_link(
         relays=relays,
         values=found.values,
     )
+
+
+def num_asked(spark: SparkSession, slots: Slots) -> int:
+    """Return how many tasks try the executors of a run: about as many as it has workers."""
+    if not slots.cluster.is_one_process:
+        return slots.num_workers
+    # Each slot has a process of Python, which all tasks share.
+    is_ready = conf(spark, "spark.python.daemon.module") == DAEMON  # when it has begun
+    return 1 if is_ready else min(slots.num_workers, slots.total or 1)
 
 
 def _require_relay(checkpoints: Storage, address: Address | None, reason: str) -> None:

@@ -32,14 +32,14 @@ from sparkdl.runtime.activity import doing
 from sparkdl.serialization.program.package_patches import describe_patches
 from sparkdl.serialization.stored_module import StoredModule
 from sparkdl.serialization.travel.packed_module import pack
-from sparkdl.spark.cluster.link import Link, open_link
+from sparkdl.spark.cluster.link import Link, num_asked, open_link
 from sparkdl.spark.cluster.slots import Slots, wait_again
 from sparkdl.spark.cluster.supervisor import persistently
 from sparkdl.spark.fit import check_rows
 from sparkdl.spark.fit.check_request import CheckedRequest, check_request
 from sparkdl.spark.fit.gang_fit import train_in_gang
 from sparkdl.spark.frames.example_rows import showing_filter
-from sparkdl.spark.frames.first_rows import FirstRows
+from sparkdl.spark.frames.first_rows import FirstLook
 from sparkdl.spark.frames.row_table import RowTable, SourceTable, content_of
 from sparkdl.spark.frames.shared_spools import Spools
 from sparkdl.spark.frames.user_data import Data, UserData, user_data
@@ -170,22 +170,24 @@ def _open(
     recorder: Recorder,
     stack: ExitStack,
 ) -> Opened:
-    """Reach the executors; beside it see the first rows, if the plan gives them, before others."""
-    first = cache(partial(_first_rows, checked, run_id, spools))
+    """Reach the executors; beside that see the first rows, if the plan gives them before others."""
+    look = cache(partial(_first_look, checked, run_id, spools, stack))
     table_of = cache(partial(_table, checked, run_id, spools, stack))
     check = partial(check_rows.check_rows, checked, sink=recorder.graph)
     seen: list[check_rows.CheckedRows | None] = []
+    has_room = (checked.slots.total or 0) > num_asked(checked.spark, checked.slots)
 
-    def look() -> None:
+    def look_first() -> None:
         recorder.phase("first rows")
-        first()
+        look()
 
     def while_python_begins() -> None:
-        rows = first()
+        look_first()
+        first = look()
+        rows = None if first is None else first.rows()
         seen.append(None if rows is None else check(rows, rows.known))
         recorder.phase("executors")
-        if not checked.needs:  # which may be missing there
-            table_of().begin()
+        table_of().begin()
 
     link = open_link(
         checked.spark,
@@ -196,7 +198,7 @@ def _open(
         stack=stack,
         needs=checked.needs,
         preloads=conf(checked.spark, "spark.python.worker.reuse") != "false",
-        before_jobs=look,
+        before_jobs=None if has_room else look_first,
         once_submitted=while_python_begins,
     )
     recorder.phase("spool")
@@ -341,14 +343,20 @@ def _result(
     )
 
 
-def _first_rows(checked: CheckedRequest, run_id: str, spools: Spools | None) -> FirstRows | None:
-    """The first rows, if they are had; None also where all may be known from another fit."""
+def _first_look(
+    checked: CheckedRequest, run_id: str, spools: Spools | None, stack: ExitStack
+) -> FirstLook | None:
+    """A look at the first rows, which the stack ends; None where all may be known already."""
     if checked.fit_spec.keep is not None:
         return None
     is_frame = checked.data.source is None
     if is_frame and spools is not None and spools.has(checked.fit_spec, checked.slots):
         return None
-    return checked.data.first_rows(checked.table_spec, run_id)
+    look = checked.data.first_look(checked.table_spec, run_id)
+    if look is not None:
+        stack.callback(look.end)
+        look.begin()
+    return look
 
 
 def _table(

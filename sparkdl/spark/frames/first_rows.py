@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import re
 import tempfile
+import time
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
@@ -22,11 +23,12 @@ from sparkdl.data.spool.writer import SpoolWriter
 from sparkdl.runtime.activity import doing
 from sparkdl.spark.frames.deal_rows import selected
 from sparkdl.spark.frames.example_rows import UserRows
-from sparkdl.spark.frames.frame_sample import take_look
+from sparkdl.spark.frames.frame_sample import Look, take_look
 from sparkdl.spark.frames.row_table import TableSpec
 from sparkdl.spark.frames.shard_table import SpooledRows
-from sparkdl.spark.session.background_job import bounded
+from sparkdl.spark.session.background_job import BackgroundJob
 from sparkdl.spark.session.compat import is_connect
+from sparkdl.spark.session.failures import raise_unless_loss
 
 logger = logging.getLogger(__name__)
 
@@ -89,30 +91,70 @@ class FirstRows(SpooledRows):
         return number, where
 
 
-def first_rows(df: DataFrame, spec: TableSpec, run_id: str) -> FirstRows | None:
-    """Take the first rows of a DataFrame where Spark answers that from few of its partitions.
+class FirstLook:
+    """A look at the first rows of a DataFrame, in a thread of its own.
 
-    None: it does not, or not soon, or there are none. Raises DataError if a stage before cannot
-    make them.
+    It takes them where Spark answers that from few of its partitions.
     """
-    hashed = selected(df, spec.columns)
-    hashed = hashed.withColumn("hash", F.xxhash64(*[F.col(name) for name in hashed.columns]))
-    if not is_answered_early(hashed):
-        return None
-    if is_connect(df.sparkSession):  # where a limit would take so many rows of every partition
-        hashed = hashed.coalesce(1)
-    doing("looking at the first rows")
-    try:
-        what = f"sparkdl {run_id}: look at the first rows"
-        look = bounded(df.sparkSession, partial(take_look, hashed, Head.ROWS), _SECONDS, what)
-    except (PySparkException, Py4JError) as error:  # an executor was lost, for one
-        logger.debug("the first rows cannot be looked at: %s", error)
-        return None
-    if look is None or not look.num_rows:
-        return None
-    shown = UserRows(df, spec.columns, spec.validation, is_of_first=True)
-    found = FirstRows(spec, look.rows, shown, is_all=look.is_all)
-    return found if found.known[0].shard.num_all_rows else None
+
+    def __init__(self, df: DataFrame, spec: TableSpec, run_id: str) -> None:
+        """Prepare it; `begin` starts it."""
+        self._df, self._spec = df, spec
+        self._deadline = 0.0
+        self._job: BackgroundJob[Look] | None = None
+        hashed = selected(df, spec.columns)
+        hashed = hashed.withColumn("hash", F.xxhash64(*[F.col(name) for name in hashed.columns]))
+        if not is_answered_early(hashed):
+            return
+        if is_connect(df.sparkSession):  # where a limit would take so many rows of every partition
+            hashed = hashed.coalesce(1)
+        self._job = BackgroundJob(
+            df.sparkSession,
+            partial(take_look, hashed, Head.ROWS),
+            tag=f"sparkdl-{run_id}-first-rows",
+            name=f"sparkdl {run_id}: look at the first rows",
+        )
+
+    def begin(self) -> None:
+        """Start it, and wait until Spark has its job: those that follow come after it."""
+        if self._job is not None:
+            doing("looking at the first rows")
+            self._deadline = time.monotonic() + _SECONDS
+            self._job.begin()
+            self._job.wait(_SECONDS, until=self._job.progress.is_submitted)
+
+    def rows(self) -> FirstRows | None:
+        """Return the first rows; None: Spark does not give them, or not soon, or there are none.
+
+        Raises DataError if a stage before cannot make them.
+        """
+        job = self._job
+        if job is None:
+            return None
+        doing("looking at the first rows")
+        try:
+            job.wait(self._deadline - time.monotonic())
+        finally:  # also if the user interrupts
+            job.end()
+        if job.is_cancelled:
+            return None
+        try:
+            if job.error is not None:
+                raise_unless_loss(job.error)
+            look = job.result()
+        except (PySparkException, Py4JError) as error:  # an executor was lost, for one
+            logger.debug("the first rows cannot be looked at: %s", error)
+            return None
+        if not look.num_rows:
+            return None
+        shown = UserRows(self._df, self._spec.columns, self._spec.validation, is_of_first=True)
+        found = FirstRows(self._spec, look.rows, shown, is_all=look.is_all)
+        return found if found.known[0].shard.num_all_rows else None
+
+    def end(self) -> None:
+        """Give it up, if it goes on."""
+        if self._job is not None and self._job.is_started:
+            self._job.end()
 
 
 def is_answered_early(df: DataFrame) -> bool:

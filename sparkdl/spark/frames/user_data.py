@@ -28,7 +28,7 @@ from sparkdl.data.source import Source
 from sparkdl.errors import ClusterError, ConfigError, DataError
 from sparkdl.inputs import Named
 from sparkdl.spark.cluster.cluster_info import require_plain_files
-from sparkdl.spark.frames.first_rows import FirstRows, first_rows
+from sparkdl.spark.frames.first_rows import FirstLook
 from sparkdl.spark.frames.frame_sample import Sample, take_sample
 from sparkdl.spark.frames.row_table import RowTable, SourceTable, TableSpec
 from sparkdl.spark.frames.shard_table import LocalTable, ShardTable
@@ -112,9 +112,9 @@ class UserData:
                 "with validationIndicatorCol, or fit on a DataFrame"
             )
 
-    def first_rows(self, spec: TableSpec, run_id: str) -> FirstRows | None:
-        """The first rows, if they are had at once, see `first_rows`; None: of a source, too."""
-        return None if self.source is not None else first_rows(self.frame, spec, run_id)
+    def first_look(self, spec: TableSpec, run_id: str) -> FirstLook | None:
+        """A look at the first rows; None: a source is not looked at."""
+        return None if self.source is not None else FirstLook(self.frame, spec, run_id)
 
     def sample(self, spec: TableSpec, seconds: float) -> Sample | None:
         """Some of the rows, see `take_sample`; None: a source tells everything without them."""
