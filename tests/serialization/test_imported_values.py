@@ -26,6 +26,7 @@ from torch.nn import functional
 from torch.optim import lr_scheduler
 
 from sparkdl.serialization.program import imported_values as module
+from sparkdl.serialization.program import package_patches
 from sparkdl.serialization.program.imported_values import (
     ProgramValues,
     changed_names,
@@ -38,6 +39,7 @@ from sparkdl.serialization.program.imported_values import (
 from sparkdl.serialization.program.named_code import parsed
 from sparkdl.serialization.program.package_patches import describe_patches
 from sparkdl.serialization.program.process_settings import changed_settings, set_settings
+from sparkdl.serialization.travel.pickling import sent_along
 from tests.serialization.programs import program
 
 KINDS = {
@@ -501,6 +503,29 @@ def test_constants_and_defaults_of_packages_that_a_program_changes_are_there_els
     finally:
         give_back()
     assert torch.equal(module(values), was)
+
+
+def test_default_arguments_of_a_layer_are_looked_at_where_a_module_has_one(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Files of code are read for that, which takes long for all layers of torch."""
+    read: list[str] = []
+
+    def noted(file: str) -> Any:
+        read.append(file)
+        return parsed(file)
+
+    monkeypatch.setattr(package_patches, "parsed", noted)
+    package_patches._names_in.cache_clear()
+    code = [one for one, _ in sent_along(nn.Sequential(Constant(3, 2), nn.Softplus())).code]
+    assert program_code(code).patches == {}
+    assert 0 < len(read) < 20, read
+    for kind, is_had in ((nn.Softplus, True), (nn.Hardshrink, False)):
+        with monkeypatch.context() as patched:
+            patched.setattr(kind.forward, "__defaults__", (0.25,))
+            found = {".".join(place) for place in program_code(code).patches}
+        place = f"{kind.__module__}.{kind.__name__}.forward.__defaults__"
+        assert found == ({place} if is_had else set())
 
 
 class Acting(nn.ReLU):

@@ -16,6 +16,7 @@ from pyspark.sql import SparkSession
 
 from sparkdl.cli.job_files.job_file import SparkSection
 from sparkdl.errors import ClusterError, ConfigError
+from sparkdl.spark.daemon import DAEMON
 from sparkdl.spark.session.failures import spark_message
 
 _NEEDED_AT_START = (
@@ -58,7 +59,10 @@ def make_session(section: SparkSection, app_name: str) -> SparkSession:
         is_remote = master.startswith("sc://")
         builder = builder.remote(master) if is_remote else builder.master(master)
     # Spark's own bar would be drawn over ours.
-    conf = {"spark.ui.showConsoleProgress": False, **section.conf}
+    conf: dict[str, object] = {"spark.ui.showConsoleProgress": False}
+    if master.startswith("local"):  # whose Python has sparkdl
+        conf["spark.python.daemon.module"] = DAEMON
+    conf |= section.conf
     for key, value in conf.items():
         builder = builder.config(key, str(value).lower() if isinstance(value, bool) else value)
     from py4j.protocol import Py4JJavaError  # later: where pyspark is missing, it is named

@@ -18,6 +18,7 @@ from sparkdl.cli.job_files.spark_session import (
     make_session,
 )
 from sparkdl.errors import ClusterError, ConfigError
+from sparkdl.spark.daemon import DAEMON
 
 SUBMITTED = {"PYSPARK_GATEWAY_PORT": "1"}
 
@@ -145,3 +146,22 @@ def test_spark_s_log_is_ours_where_the_user_has_none(tmp_path: Path) -> None:
 def test_jobs_under_spark_submit_have_the_same_log() -> None:
     conf = Path(__file__).parents[3] / "conf" / "log4j2.properties"
     assert conf.read_text(encoding="utf-8") == _LOG4J.read_text(encoding="utf-8")
+
+
+def test_local_workers_begin_with_torch_in_memory_unless_told_otherwise(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    key = "spark.python.daemon.module"
+    builder = SparkSession.builder
+    monkeypatch.setattr(builder, "_options", {})
+    monkeypatch.setattr(type(builder), "getOrCreate", lambda builder: dict(builder._options))
+    own: dict[str, object] = {key: "pyspark.daemon"}
+    given = [
+        SparkSection(master="local[2]"), SparkSection(master="local", conf=own),
+        SparkSection(master="yarn"),
+    ]  # fmt: skip
+    found = []
+    for section in given:
+        builder._options.clear()
+        found.append(make_session(section, "test").get(key))  # type: ignore[attr-defined]
+    assert found == [DAEMON, "pyspark.daemon", None]
