@@ -32,6 +32,7 @@ from sparkdl.runtime.hardware import hardware
 from sparkdl.runtime.process import spared_collector, torch_threads, tuned_allocator
 from sparkdl.runtime.tracebacks import formatted, is_of_packages
 from sparkdl.runtime.versions import difference, untested, versions
+from sparkdl.serialization.program.process_settings import kept_settings
 from sparkdl.storage.mounted import Subfolder
 from sparkdl.storage.retried import Retried, again
 from sparkdl.storage.storage import Storage, open_storage, without_password
@@ -134,8 +135,11 @@ def live(
 
 
 def reported(reporter: Reporter, rank: int, work: Callable[[], Results]) -> Results:
-    """Return what a rank's work gives, or ``("error", JSON)``; its output and end are reported."""
-    with reporter, captured_output(reporter) as last_lines:
+    """Return what a rank's work gives, or ``("error", JSON)``; its output and end are reported.
+
+    The process's settings are what they were then: Spark has it do other tasks next.
+    """
+    with reporter, captured_output(reporter) as last_lines, kept_settings():
         try:
             results = work()
             reporter.send({"kind": "done"})

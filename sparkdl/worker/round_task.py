@@ -29,6 +29,7 @@ from sparkdl.data.spool.spool_source import SpoolSource
 from sparkdl.errors import DataError, ShardLost, TrainingDiverged
 from sparkdl.runtime.hardware import hardware
 from sparkdl.runtime.process import spared_collector, torch_threads, tuned_allocator
+from sparkdl.serialization.program.process_settings import set_settings
 from sparkdl.worker.kept import KEPT
 from sparkdl.worker.lifecycle import Results, reported, require_same_versions
 from sparkdl.worker.reporter import Reporter
@@ -157,6 +158,7 @@ def _work(place: RoundPlace, order: RoundOrder, state: bytes, reporter: Reporter
         if place.shard.shard_id not in warm.seen:
             warm.seen.add(place.shard.shard_id)
             reporter.send({"kind": "hardware", "hardware": warm.hardware})
+        set_settings(warm.settings)  # which the process has lost since the task before
         with spared_collector(), torch_threads(order.threads), warm.as_on_driver():
             return order.work(warm, place.shard, order.part, state, reporter)
 
@@ -220,7 +222,9 @@ class Warm:
         require_same_versions(order.versions, f"shard {place.shard.shard_id}'s worker")
         spaces: dict[str, dict[str, Any]] = {}
         with shared_globals(spaces):
-            _, config, skeleton, tensors, shared = cloudpickle.loads(zlib.decompress(order.payload))
+            given = cloudpickle.loads(zlib.decompress(order.payload))
+        values, config, skeleton, tensors, shared = given
+        self.settings = {} if values is None else values.code.settings
         device = choose_device(config.device, place.gpu_addresses, 0, os.environ)
         self.as_on_driver = partial(as_on_driver, skeleton)
         self.hardware = hardware(device, order.threads)

@@ -38,7 +38,11 @@ from sparkdl.serialization.program.imported_values import (
 )
 from sparkdl.serialization.program.named_code import parsed
 from sparkdl.serialization.program.package_patches import describe_patches
-from sparkdl.serialization.program.process_settings import changed_settings, set_settings
+from sparkdl.serialization.program.process_settings import (
+    changed_settings,
+    kept_settings,
+    set_settings,
+)
 from sparkdl.serialization.travel.pickling import sent_along
 from tests.serialization.programs import program
 
@@ -259,6 +263,15 @@ def test_settings_of_torch_go_along() -> None:
     assert changed_settings() == before
 
 
+def test_settings_that_a_task_changes_end_with_it() -> None:
+    before = changed_settings()
+    with np.errstate(), pytest.raises(ValueError, match="of the task"), kept_settings():
+        np.seterr(all="raise")
+        torch.use_deterministic_algorithms(True)
+        raise ValueError("of the task")
+    assert changed_settings() == before
+
+
 def test_checkpoints_tell_patched_packages_apart(monkeypatch: pytest.MonkeyPatch) -> None:
     def described() -> str:
         return describe_patches(program_code([Acting]).patches)
@@ -324,6 +337,43 @@ def test_a_fresh_process_is_asked_only_for_what_the_text_of_files_does_not_tell(
     get.__module__ = "__main__"
     monkeypatch.setattr(library.Child, "get", get)
     assert changed_names([library.gets]) == [f"{library.__name__}.Child.get"]
+
+
+KEEPS = """
+import functools
+MEMO, OTHER, LIST, TABLE, DRAWN = {}, {}, [], {"a": 1.0}, {}
+@functools.lru_cache
+def cached(n): return n * FACTOR
+FACTOR = 2
+@functools.lru_cache
+def counted(n): DRAWN[n] = DRAWN.get(n, 0) + 1; return DRAWN[n]
+def use(x):
+    if x not in MEMO:
+        MEMO[x] = x
+    LIST.append(x)
+    return cached(x) + MEMO[x] + len(LIST)
+def read(x): return OTHER.get(x, 0) + TABLE["a"]
+def count(x): return counted(x)
+"""
+
+
+def test_what_code_keeps_for_itself_is_no_change(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "code_that_keeps.py").write_text(KEEPS)
+    monkeypatch.syspath_prepend(tmp_path)
+    keeps: Any = importlib.import_module("code_that_keeps")
+    first = imported_values([keeps.use, keeps.read, keeps.count])
+    monkeypatch.setattr(module, "as_imported", lambda asked: {one: first[one] for one in asked})
+    keeps.use(3)
+    keeps.count(3)
+    assert changed_names([keeps.use, keeps.read]) == []
+    assert "code_that_keeps.counted" in changed_names([keeps.count])  # gives something else now
+    keeps.OTHER[3] = keeps.TABLE["a"] = 5.0  # by others than the code that reads them
+    assert changed_names([keeps.read]) == ["code_that_keeps.OTHER", "code_that_keeps.TABLE"]
+    monkeypatch.setattr(keeps, "FACTOR", 7)
+    changed = {"code_that_keeps.FACTOR", "code_that_keeps.cached"}
+    assert set(changed_names([keeps.use])) == changed
 
 
 def test_threads_parse_files_at_the_same_time() -> None:

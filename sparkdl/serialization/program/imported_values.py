@@ -39,6 +39,7 @@ from typing import TYPE_CHECKING, Any
 
 from sparkdl.serialization.program.named_code import (
     Place,
+    fills,
     function_of,
     functions_of,
     is_code,
@@ -71,6 +72,8 @@ _FRESH_SECONDS = 120.0
 """Longest wait for a fresh process, which may have to import torch."""
 _FEW_BYTES = 1 << 16
 """Larger globals do not come along for the case that a file changes."""
+_MOST_RESULTS = 64
+"""Most results of a cached function that are computed anew, to see whether they are the same."""
 _OF_A_HOST = re.compile(
     r"(PATH|HOME|PWD|TMPDIR|USER|HOSTNAME|PYTHONPATH|LD_LIBRARY_PATH|CUDA_VISIBLE_DEVICES"
     r"|((LOCAL|GROUP|NODE|ROLE)_)?(RANK|WORLD_SIZE)|MASTER_(ADDR|PORT)|(PY)?SPARK_.*|SPARKDL_.*)$"
@@ -131,15 +134,48 @@ def changed_values(code: Iterable[Any]) -> ProgramValues:
 def changed_names(code: Iterable[Any]) -> list[str]:
     """Names of what the program has otherwise than the files say that have it.
 
-    A fresh process is asked only where the files' text does not tell.
+    A fresh process is asked only where the files' text does not tell. What code keeps for itself
+    does not count: results of cached functions that it gives again, and what it puts into a
+    container that the file leaves empty.
     """
+    code = list(code)
     expected = imported_values(code)
     asked = _perhaps_changed(expected)
     # A file cannot have what a notebook or a script has made.
     of_main = {place for place in expected if _home(place) in ("__main__", "__mp_main__")}
     fresh = as_imported(asked.keys() - of_main)
     changed = {place for place, digest in fresh.items() if digest != asked[place]}
+    changed -= {place for place in changed if _is_kept_by_code(place, fresh[place], code)}
     return sorted(".".join(place) for place in changed | of_main)
+
+
+def _is_kept_by_code(place: Place, fresh: str, code: Iterable[Any]) -> bool:
+    """True if code has filled a place, and fills it again, where a fresh process has ``fresh``."""
+    value = value_at(place)
+    if isinstance(value, functools._lru_cache_wrapper):
+        return _gives_again(value)
+    if type(value) not in (dict, list, set) or _digest(type(value)()) != fresh:
+        return False
+    name = place[1].rpartition(".")[2]
+    return any(
+        name in part.co_names and fills(part)
+        for function in functions_of(code)
+        for part in codes_in(function.__code__)
+    )
+
+
+def _gives_again(function: Any) -> bool:
+    """True if a cached function, called without its cache, gives what that holds."""
+    from sparkdl.runtime.process import borrowed_generator
+    from sparkdl.serialization.travel.pickling import cached_results
+
+    results = cached_results(function)
+    with contextlib.suppress(Exception), borrowed_generator():  # whatever the user's code raises
+        return len(results) <= _MOST_RESULTS and all(
+            _digest(function.__wrapped__(*args, **named)) == _digest(result)
+            for args, named, result in results
+        )
+    return False
 
 
 def _home(place: Place) -> str | None:

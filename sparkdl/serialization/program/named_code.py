@@ -229,6 +229,12 @@ def function_of(value: Any) -> Any:
     return value.__func__ if is_method else value
 
 
+def fills(code: types.CodeType) -> bool:
+    """True if a function puts something into a container."""
+    is_set = any(step.opname == "STORE_SUBSCR" for step in dis.get_instructions(code))
+    return is_set or bool({"add", "append", "setdefault", "update"} & set(code.co_names))
+
+
 def lookups_in(code: types.CodeType) -> list[str]:
     """Words by which a function asks its process for names that no code of it has."""
     steps = [step for part in codes_in(code) for step in dis.get_instructions(part)]

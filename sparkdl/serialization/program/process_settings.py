@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import importlib
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 _USUAL_ERRORS = {"divide": "warn", "over": "warn", "under": "ignore", "invalid": "warn"}
@@ -25,6 +26,18 @@ def set_settings(changed: Mapping[str, Any]) -> dict[str, Any]:
         before[name], _, give = _settings()[name]
         give(value)
     return before
+
+
+@contextlib.contextmanager
+def kept_settings() -> Iterator[None]:
+    """Let this process have its settings again after the block, whatever changes them there."""
+    before = {name: now for name, (now, _, _) in _settings().items()}
+    try:
+        yield
+    finally:
+        for name, (now, usual, give) in _settings().items():
+            if now != (was := before.get(name, usual)):
+                give(was)
 
 
 def _settings() -> dict[str, tuple[Any, Any, Callable[[Any], Any]]]:

@@ -13,6 +13,7 @@ import warnings
 from collections.abc import Callable, Iterator
 from collections.abc import Sequence as Items
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Literal
 
 from sparkdl.errors import ConfigError
@@ -31,6 +32,10 @@ logger = logging.getLogger(__name__)
 
 _MOST_ROWS = 4
 """Rows on which modules and training steps are tried; losses take all that are at hand."""
+_MOST_BYTES = 1 << 24
+"""Largest batch on which a module is tried for what it does with many rows."""
+_MOST_OPERATIONS = 10**10
+"""Most floating-point operations that this may take."""
 _MOST_NUMBERS = 1 << 26
 """Modules with more parameters than this are tried only where a pipeline cuts batches."""
 
@@ -66,19 +71,37 @@ def check_parts(checked: CheckedValues, example: Example) -> None:
             "call, and along a pipeline it is called for each part of a batch; let it depend on "
             "nothing but its input, or leave pipeline at 1"
         )
+    many = None
     if not _mixes_rows(checked, example, few):
-        return
-    if is_staged:
+        many = _counted_rows(checked, example, few)
+        if many is None:
+            return
+    elif is_staged:
         raise ConfigError(
             f"parallelism=Mesh({mesh}): what forward gives for a row depends on the other rows of "
             "its batch, of which each part goes through a pipeline by itself; compute each row by "
             "itself, or leave pipeline at 1"
         )
+    _warn_of_parts(checked, few, many)
+
+
+def _warn_of_parts(checked: CheckedValues, few: int, many: int | None) -> None:
+    """Warn of a module that mixes rows or, if ``many`` are given, does something else for these."""
+    is_whole = (checked.request.num_workers, checked.config.gradient_accumulation_steps) == (1, 1)
+    if many is None:
+        what = "what forward gives for a row depends on the other rows of its batch"
+        remedy = "compute each row by itself"
+    else:
+        what = f"forward gives a row other values in a batch of {many} rows than in one of {few}"
+        remedy = "do the same for every number of rows"
+    if is_whole:
+        logger.warning("%s: transform gives it other values in other company; %s", what, remedy)
+        return
     logger.warning(
-        "what forward gives for a row depends on the other rows of its batch, and workers see "
-        "parts of a batch: with several workers, or gradientAccumulationSteps, training is not "
-        "that of one, and transform gives a row other values in other company; compute each row "
-        "by itself, or set numWorkers=1"
+        "%s, and workers see parts of a batch: with several workers, or gradientAccumulationSteps, "
+        "training is not that of one, and transform gives a row other values in other company; "
+        "%s, or set numWorkers=1",
+        *(what, remedy),
     )
 
 
@@ -337,6 +360,36 @@ def _depends_on(
         if _are_close(whole, part, rows // 2):
             return "nothing"
         return "rows" if _are_close(again, call(batch, seed + 1), rows) else "draws"
+    return None
+
+
+def _counted_rows(checked: CheckedValues, example: Example, rows: int) -> int | None:
+    """The rows of a large batch, if forward does something else for so many.
+
+    None: it does not, or takes too long for that many.
+    """
+    import torch
+    from torch.utils.flop_counter import FlopCounterMode
+
+    from sparkdl.serialization.example_inputs import InputExample
+
+    many = checked.config.batch_size * (checked.request.num_workers or 2)
+    with _tried(checked) as module, contextlib.suppress(Exception), torch.no_grad():
+        batch = example.batch(rows)
+        given = InputExample(batch.arguments, (False,) * len(batch.inputs))
+        large = replace(batch, inputs=given.rows(many).values, num_rows=many)
+        if many <= rows or sum(value.nbytes for value in large.inputs) > _MOST_BYTES:
+            return None
+        with seeded(checked.config.seed), FlopCounterMode(display=False) as counter:
+            found = _called(module, batch)
+        if counter.get_total_flops() * many > _MOST_OPERATIONS * rows:
+            return None
+        for one, other in ((batch, found), (large, None)):
+            with seeded(checked.config.seed):
+                again = _called(module, one)
+            if other is not None and not _are_close(again, other, rows):
+                return None  # it changes from call to call, or draws
+        return None if _are_close(again, found, rows) else many
     return None
 
 

@@ -93,9 +93,10 @@ class ParamsWriter(MLWriter):
         names = changed_names(one for one, _ in code)
         if names:
             logger.warning(
-                "%s: the program has changed %s in memory; the saved code is that of the files, so "
-                "what is loaded does not have these values and may predict something else: write "
-                "them into the files, or keep them in an attribute or a buffer of the module",
+                "%s: the program has other values of %s than its files give a new process; the "
+                "saved code is that of the files, so what is loaded does not have these values and "
+                "may predict something else: write them into the files, or keep them in an "
+                "attribute or a buffer of the module",
                 *(self.instance.uid, ", ".join(names)),
             )
 

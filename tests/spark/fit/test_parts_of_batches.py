@@ -230,6 +230,37 @@ def test_a_module_that_mixes_rows(
     assert is_told or not caplog.records
 
 
+class Counting(nn.Linear):
+    """Does something else for a number of rows."""
+
+    def __init__(self, most: int, width: int = 4) -> None:
+        super().__init__(width, 1)
+        self.most = most
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        found: torch.Tensor = super().forward(F.dropout(x, 0.5, self.training))
+        return 2 * found if len(x) > self.most else found
+
+
+@pytest.mark.parametrize(("most", "is_told"), [(100, True), (199, True), (200, False)])
+def test_a_module_that_counts_rows(
+    most: int, is_told: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Where a batch of both workers is 200 rows."""
+    check(Counting(most), batch_size=100, num_workers=2)
+    told = "forward gives a row other values in a batch of 200 rows than in one of 4"
+    assert (told in caplog.text) is is_told
+    assert is_told or not caplog.records
+
+
+def test_one_worker_sees_whole_batches(caplog: pytest.LogCaptureFixture) -> None:
+    for module in (Mixing("always"), Counting(50)):
+        check(module, batch_size=100, num_workers=1)
+    assert len(caplog.messages) == 2
+    assert all(": transform gives it other values in" in text for text in caplog.messages)
+    assert not any("numWorkers=1" in text for text in caplog.messages)
+
+
 class InTurns(nn.Sequential):
     """Computes otherwise in every second call, or third one, of its training."""
 

@@ -626,12 +626,12 @@ def test_save_names_what_the_program_has_changed_in_files(
         caplog.clear()
         for number, stage in enumerate(stages):
             stage.write().overwrite().save(str(tmp_path / f"saved{number}"))
-        return [text for text in caplog.messages if "in memory" in text]
+        return [text for text in caplog.messages if "other values of" in text]
 
     assert saved() == []
     monkeypatch.setattr(own, "FACTOR", 0.123)
     said = saved()
-    named = r"{}: the program has changed net_of_a_factor\.FACTOR in memory; .*attribute"
+    named = r"{}: the program has other values of net_of_a_factor\.FACTOR than .*attribute"
     assert len(said) == 3
     for stage, message in zip([model, stages[1], stages[3]], said, strict=True):
         assert re.match(named.format(stage.uid), message)
