@@ -9,6 +9,8 @@ from __future__ import annotations
 import contextlib
 import copy
 import logging
+import math
+import time
 import warnings
 from collections.abc import Callable, Iterator
 from collections.abc import Sequence as Items
@@ -34,8 +36,8 @@ _MOST_ROWS = 4
 """Rows on which modules and training steps are tried; losses take all that are at hand."""
 _MOST_BYTES = 1 << 24
 """Largest batch on which a module is tried for what it does with many rows."""
-_MOST_OPERATIONS = 10**10
-"""Most floating-point operations that this may take."""
+_MOST_SECONDS = 0.5
+"""Most time of the CPU that this may take, by what a few rows do."""
 _MOST_NUMBERS = 1 << 26
 """Modules with more parameters than this are tried only where a pipeline cuts batches."""
 
@@ -369,27 +371,27 @@ def _counted_rows(checked: CheckedValues, example: Example, rows: int) -> int | 
     None: it does not, or takes too long for that many.
     """
     import torch
-    from torch.utils.flop_counter import FlopCounterMode
 
     from sparkdl.serialization.example_inputs import InputExample
 
     many = checked.config.batch_size * (checked.request.num_workers or 2)
     with _tried(checked) as module, contextlib.suppress(Exception), torch.no_grad():
         batch = example.batch(rows)
+        row_bytes = sum(value.nbytes for value in batch.inputs) // rows
+        if many <= rows or many * row_bytes > _MOST_BYTES:
+            return None
         given = InputExample(batch.arguments, (False,) * len(batch.inputs))
         large = replace(batch, inputs=given.rows(many).values, num_rows=many)
-        if many <= rows or sum(value.nbytes for value in large.inputs) > _MOST_BYTES:
-            return None
-        with seeded(checked.config.seed), FlopCounterMode(display=False) as counter:
-            found = _called(module, batch)
-        if counter.get_total_flops() * many > _MOST_OPERATIONS * rows:
-            return None
-        for one, other in ((batch, found), (large, None)):
+        found, seconds = [], math.inf
+        for part in (batch, batch, large):
+            if part is large and seconds * many > _MOST_SECONDS * rows:
+                return None
+            began = time.thread_time()
             with seeded(checked.config.seed):
-                again = _called(module, one)
-            if other is not None and not _are_close(again, other, rows):
-                return None  # it changes from call to call, or draws
-        return None if _are_close(again, found, rows) else many
+                found.append(_called(module, part))
+            seconds = min(seconds, time.thread_time() - began)
+        few, again, told = found
+        return many if _are_close(few, again, rows) and not _are_close(told, few, rows) else None
     return None
 
 
