@@ -456,9 +456,9 @@ def _log_plan(plan: TrainPlan, slots: Slots) -> None:
     worst = max(range(len(rows)), key=rows.__getitem__)
     if rows[worst] * len(rows) > _SKEW * plan.num_rows and rows[worst] > plan.batch_size:
         logger.warning(
-            "shard %d has %d of the %d rows: their values decide, so that few rows come to lie "
-            "unevenly, and equal ones together; the result is exact, but other workers wait for "
-            "its; use fewer shards, or fewer equal rows",
+            "shard %d has %d of the %d rows: their values decide, so that few rows lie unevenly, "
+            "and equal ones stay together; the result is exact, but other workers wait for its; "
+            "use fewer shards, or fewer equal rows",
             worst,
             rows[worst],
             plan.num_rows,
