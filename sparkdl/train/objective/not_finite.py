@@ -38,7 +38,7 @@ def with_columns(
         comm: ranks of which all come here, to add their counts; None: this rank tells its own.
     """
     mine = _Looked(columns, shards)
-    told = [json.dumps([mine.rows, mine.is_all, mine.found]).encode()]
+    told = [json.dumps([mine.rows, mine.is_all, mine.found, mine.empty]).encode()]
     if comm is not None:
         with contextlib.suppress(CommunicationError):  # then this rank tells its own
             told = comm.all_gather_bytes(told[0])
@@ -46,10 +46,14 @@ def with_columns(
     rows = sum(one[0] for one in looked)
     of = f"{rows:,} training rows" + ("" if all(one[1] for one in looked) else " looked at")
     found: Counter[str] = Counter()
+    empty: Counter[str] = Counter()
     for one in looked:
         found.update(one[2])
+        empty.update(one[3])
     if not found:
-        return TrainingDiverged(f"{error}. None of the {of} has NaN or an infinite value")
+        lists = "; ".join(f"{name} of {count:,}" for name, count in empty.items())
+        why = f"; empty lists, whose mean is NaN, are in: {lists}" if lists else ""
+        return TrainingDiverged(f"{error}. None of the {of} has NaN or an infinite value{why}")
     return TrainingDiverged(f"{without_remedies(error)}. Among the {of} {named(found)}")
 
 
@@ -80,6 +84,8 @@ class _Looked:
         self.rows = 0
         self.found: Counter[str] = Counter()
         """Role and name of a column -> rows with a value that is not finite."""
+        self.empty: Counter[str] = Counter()
+        """The same of those without any value."""
         self.is_all = False
         until = time.monotonic() + SECONDS
         for shard in shards:
@@ -90,6 +96,10 @@ class _Looked:
                     return
                 self.rows += max((len(rows[column.key]) for column in columns), default=0)
                 self.found.update(bad_rows(rows, columns))
+                for column in columns:
+                    values = rows[column.key]
+                    if isinstance(values, Ragged) and (count := int((values.lengths == 0).sum())):
+                        self.empty[_name(column)] += count
         self.is_all = True
 
 

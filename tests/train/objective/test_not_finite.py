@@ -65,3 +65,17 @@ def test_rows_that_are_finite_are_not_blamed() -> None:
 def test_a_look_that_takes_long_says_what_it_has_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(not_finite, "SECONDS", -1.0)
     assert "None of the 0 training rows looked at" in said(COLUMNS, Shard())
+
+
+def test_rows_without_any_value_are_told() -> None:
+    class Tokens:
+        num_rows = 3
+
+        def in_order(self, batch_size: int) -> Iterator[Mapping[str, Rows]]:
+            yield {"feature tokens": Ragged((np.array([1, 2, 3]),), np.array([0, 0, 3, 3]), ())}
+
+    column = Column(name="tokens", role="feature", dtype="int64", shape=())
+    assert said([column], Tokens()) == (
+        "the loss is nan. None of the 3 training rows has NaN or an infinite value; empty lists, "
+        'whose mean is NaN, are in: feature "tokens" of 2'
+    )
