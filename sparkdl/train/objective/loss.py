@@ -113,7 +113,8 @@ class ModuleLoss:
         if module.reduction not in ("mean", "none", "batchmean"):
             raise ConfigError(
                 f"{type(module).__name__}(reduction={module.reduction!r}) grows with the number "
-                "of samples, hence of workers; use reduction='mean'"
+                "of samples, hence of workers; use reduction='mean', or with one worker a function "
+                "that returns the sum"
             )
         self._reduction = module.reduction
         self._sums_dimensions = module.reduction == "batchmean"
