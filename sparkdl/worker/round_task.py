@@ -29,7 +29,7 @@ from sparkdl.data.spool.spool_source import SpoolSource
 from sparkdl.errors import DataError, ShardLost, TrainingDiverged
 from sparkdl.runtime.hardware import hardware
 from sparkdl.runtime.process import spared_collector, torch_threads, tuned_allocator
-from sparkdl.serialization.program.process_settings import set_settings
+from sparkdl.serialization.program.process_settings import present_settings, set_settings
 from sparkdl.worker.kept import KEPT
 from sparkdl.worker.lifecycle import Results, reported, require_same_versions
 from sparkdl.worker.reporter import Reporter
@@ -160,7 +160,9 @@ def _work(place: RoundPlace, order: RoundOrder, state: bytes, reporter: Reporter
             reporter.send({"kind": "hardware", "hardware": warm.hardware})
         set_settings(warm.settings)  # which the process has lost since the task before
         with spared_collector(), torch_threads(order.threads), warm.as_on_driver():
-            return order.work(warm, place.shard, order.part, state, reporter)
+            results = order.work(warm, place.shard, order.part, state, reporter)
+            warm.settings = present_settings()
+            return results
 
 
 def train_or_evaluate(

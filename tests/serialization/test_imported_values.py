@@ -42,6 +42,7 @@ from sparkdl.serialization.program.process_settings import (
     changed_settings,
     kept_settings,
     set_settings,
+    take_settings,
 )
 from sparkdl.serialization.travel.pickling import sent_along
 from tests.serialization.programs import program
@@ -270,6 +271,10 @@ def test_settings_that_a_task_changes_end_with_it() -> None:
         torch.use_deterministic_algorithms(True)
         raise ValueError("of the task")
     assert changed_settings() == before
+    take_settings({"float32 matmul precision": "medium"})  # as unpickling a task does
+    with kept_settings():
+        assert torch.get_float32_matmul_precision() == "medium"
+    assert changed_settings() == before
 
 
 def test_checkpoints_tell_patched_packages_apart(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -340,40 +345,49 @@ def test_a_fresh_process_is_asked_only_for_what_the_text_of_files_does_not_tell(
 
 
 KEEPS = """
-import functools
-MEMO, OTHER, LIST, TABLE, DRAWN = {}, {}, [], {"a": 1.0}, {}
+import functools, math
+import torch
+FACTOR, VOCAB, MEMO, CALLS = 2.0, [], {}, []
 @functools.lru_cache
-def cached(n): return n * FACTOR
-FACTOR = 2
+def waves(n): return torch.arange(n) * FACTOR + math.pi
+@functools.lru_cache(maxsize=None)
+def index(word): VOCAB.append(word); return len(VOCAB) - 1
 @functools.lru_cache
-def counted(n): DRAWN[n] = DRAWN.get(n, 0) + 1; return DRAWN[n]
-def use(x):
-    if x not in MEMO:
-        MEMO[x] = x
-    LIST.append(x)
-    return cached(x) + MEMO[x] + len(LIST)
-def read(x): return OTHER.get(x, 0) + TABLE["a"]
-def count(x): return counted(x)
+def noise(n): return torch.rand(n)
+@functools.lru_cache
+def held():
+    def inner(): return inner.k
+    inner.k = 1.0
+    return inner
+def use(x): return waves(x)
+def look(x): return index(x)
+def draw(x): return noise(x)
+def hold(x): return held()() * x
+def memo(x): return MEMO.setdefault("scale", 1.0) * x
 """
 
 
-def test_what_code_keeps_for_itself_is_no_change(
+def test_results_that_a_cache_would_get_again_are_no_change(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "code_that_keeps.py").write_text(KEEPS)
     monkeypatch.syspath_prepend(tmp_path)
     keeps: Any = importlib.import_module("code_that_keeps")
-    first = imported_values([keeps.use, keeps.read, keeps.count])
+    uses = [getattr(keeps, name) for name in ("use", "look", "draw", "hold", "memo")]
+    first = imported_values(uses)
     monkeypatch.setattr(module, "as_imported", lambda asked: {one: first[one] for one in asked})
-    keeps.use(3)
-    keeps.count(3)
-    assert changed_names([keeps.use, keeps.read]) == []
-    assert "code_that_keeps.counted" in changed_names([keeps.count])  # gives something else now
-    keeps.OTHER[3] = keeps.TABLE["a"] = 5.0  # by others than the code that reads them
-    assert changed_names([keeps.read]) == ["code_that_keeps.OTHER", "code_that_keeps.TABLE"]
+    for use, argument in zip(uses, (3, "a", 3, 2.0, 1.0), strict=True):
+        use(argument)
+    drawn = torch.get_rng_state()
+    told = [changed_names([use]) for use in uses]
+    names = ("index", "noise", "held", "MEMO")
+    assert [
+        name for name in names if not any(f"code_that_keeps.{name}" in one for one in told)
+    ] == []
+    assert told[0] == [] and keeps.VOCAB == ["a"]  # what does more than compute is not called
+    assert torch.equal(torch.get_rng_state(), drawn)
     monkeypatch.setattr(keeps, "FACTOR", 7)
-    changed = {"code_that_keeps.FACTOR", "code_that_keeps.cached"}
-    assert set(changed_names([keeps.use])) == changed
+    assert changed_names([keeps.use]) == ["code_that_keeps.FACTOR", "code_that_keeps.waves"]
 
 
 def test_threads_parse_files_at_the_same_time() -> None:
@@ -555,6 +569,13 @@ def test_constants_and_defaults_of_packages_that_a_program_changes_are_there_els
     assert torch.equal(module(values), was)
 
 
+class Leaking(nn.Module):
+    """Makes a layer in forward."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return nn.LeakyReLU()(x)
+
+
 def test_default_arguments_of_a_layer_are_looked_at_where_a_module_has_one(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -576,6 +597,9 @@ def test_default_arguments_of_a_layer_are_looked_at_where_a_module_has_one(
             found = {".".join(place) for place in program_code(code).patches}
         place = f"{kind.__module__}.{kind.__name__}.forward.__defaults__"
         assert found == ({place} if is_had else set())
+    monkeypatch.setattr(nn.LeakyReLU.__init__, "__defaults__", (0.5, False))
+    found = {".".join(place) for place in program_code([Leaking]).patches}
+    assert found == {"torch.nn.modules.activation.LeakyReLU.__init__.__defaults__"}
 
 
 class Acting(nn.ReLU):

@@ -39,11 +39,12 @@ from typing import TYPE_CHECKING, Any
 
 from sparkdl.serialization.program.named_code import (
     Place,
-    fills,
+    computes_only,
     function_of,
     functions_of,
     is_code,
     is_imported,
+    is_plain,
     lookups_in,
     named_by,
     owner_of,
@@ -59,7 +60,11 @@ from sparkdl.serialization.program.packed_values import (
     tell_once,
     told,
 )
-from sparkdl.serialization.program.process_settings import changed_settings, set_settings
+from sparkdl.serialization.program.process_settings import (
+    changed_settings,
+    give_settings_back,
+    take_settings,
+)
 from sparkdl.serialization.travel.operators import codes_in
 from sparkdl.serialization.trust import is_installed
 
@@ -72,8 +77,8 @@ _FRESH_SECONDS = 120.0
 """Longest wait for a fresh process, which may have to import torch."""
 _FEW_BYTES = 1 << 16
 """Larger globals do not come along for the case that a file changes."""
-_MOST_RESULTS = 64
-"""Most results of a cached function that are computed anew, to see whether they are the same."""
+_MOST_SECONDS = 0.5
+"""Longest that results of a cached function are computed anew, to see whether they are the same."""
 _OF_A_HOST = re.compile(
     r"(PATH|HOME|PWD|TMPDIR|USER|HOSTNAME|PYTHONPATH|LD_LIBRARY_PATH|CUDA_VISIBLE_DEVICES"
     r"|((LOCAL|GROUP|NODE|ROLE)_)?(RANK|WORLD_SIZE)|MASTER_(ADDR|PORT)|(PY)?SPARK_.*|SPARKDL_.*)$"
@@ -134,47 +139,38 @@ def changed_values(code: Iterable[Any]) -> ProgramValues:
 def changed_names(code: Iterable[Any]) -> list[str]:
     """Names of what the program has otherwise than the files say that have it.
 
-    A fresh process is asked only where the files' text does not tell. What code keeps for itself
-    does not count: results of cached functions that it gives again, and what it puts into a
-    container that the file leaves empty.
+    A fresh process is asked only where the files' text does not tell. Results of cached functions
+    do not count where these give them again.
     """
-    code = list(code)
     expected = imported_values(code)
     asked = _perhaps_changed(expected)
     # A file cannot have what a notebook or a script has made.
     of_main = {place for place in expected if _home(place) in ("__main__", "__mp_main__")}
     fresh = as_imported(asked.keys() - of_main)
     changed = {place for place, digest in fresh.items() if digest != asked[place]}
-    changed -= {place for place in changed if _is_kept_by_code(place, fresh[place], code)}
+    changed -= {place for place in changed if _gives_again(place)}
     return sorted(".".join(place) for place in changed | of_main)
 
 
-def _is_kept_by_code(place: Place, fresh: str, code: Iterable[Any]) -> bool:
-    """True if code has filled a place, and fills it again, where a fresh process has ``fresh``."""
-    value = value_at(place)
-    if isinstance(value, functools._lru_cache_wrapper):
-        return _gives_again(value)
-    if type(value) not in (dict, list, set) or _digest(type(value)()) != fresh:
-        return False
-    name = place[1].rpartition(".")[2]
-    return any(
-        name in part.co_names and fills(part)
-        for function in functions_of(code)
-        for part in codes_in(function.__code__)
-    )
-
-
-def _gives_again(function: Any) -> bool:
-    """True if a cached function, called without its cache, gives what that holds."""
+def _gives_again(place: Place) -> bool:
+    """True for a cached function that computes anew what its cache holds, and does nothing else."""
     from sparkdl.runtime.process import borrowed_generator
     from sparkdl.serialization.travel.pickling import cached_results
 
-    results = cached_results(function)
+    function = value_at(place)
+    if not isinstance(function, functools._lru_cache_wrapper) or not computes_only(
+        function.__wrapped__
+    ):
+        return False
+    results, began = cached_results(function), time.monotonic()
     with contextlib.suppress(Exception), borrowed_generator():  # whatever the user's code raises
-        return len(results) <= _MOST_RESULTS and all(
-            _digest(function.__wrapped__(*args, **named)) == _digest(result)
-            for args, named, result in results
-        )
+        for args, named, result in results:
+            again = function.__wrapped__(*args, **named)
+            if time.monotonic() - began > _MOST_SECONDS or not is_plain(again):
+                return False
+            if _digest(again) != _digest(result):
+                return False
+        return True
     return False
 
 
@@ -369,8 +365,6 @@ class ProgramValues:
 
 _environment_before: dict[str, str | None] = {}
 """Environment variables that `_given` has set or removed in this process, as they were."""
-_settings_before: list[dict[str, Any]] = []
-"""Settings that `_given` has changed in this process, as they were: none, or one."""
 _before: list[tuple[Any, str, Any]] = []
 """Values that `_given` has replaced in this process: owner, name, and what was there."""
 _states: list[ProgramState] = []
@@ -385,7 +379,7 @@ def _given(
         for name, text in code.environment.items():
             _environment_before[name] = os.environ.get(name)
             _set_variable(name, text)
-        _settings_before.append(set_settings(code.settings))
+        take_settings(code.settings)
         _states.append(_state_of(code.sources))
         if code.is_needed():
             try:
@@ -442,8 +436,7 @@ def give_back() -> None:
     """Let this process have what its files say, as before a program ran here."""
     while _environment_before:
         _set_variable(*_environment_before.popitem())
-    while _settings_before:
-        set_settings(_settings_before.pop())
+    give_settings_back()
     while _before:
         owner, name, value = _before.pop()
         if value is _before:

@@ -229,10 +229,53 @@ def function_of(value: Any) -> Any:
     return value.__func__ if is_method else value
 
 
-def fills(code: types.CodeType) -> bool:
-    """True if a function puts something into a container."""
-    is_set = any(step.opname == "STORE_SUBSCR" for step in dis.get_instructions(code))
-    return is_set or bool({"add", "append", "setdefault", "update"} & set(code.co_names))
+def computes_only(function: Any) -> bool:
+    """True if a function can do nothing but compute, by what it names and where it stores.
+
+    It may call torch and the like, but nothing of theirs that changes something, or reads files.
+    """
+    if type(function) is not types.FunctionType:
+        return False
+    for part in codes_in(function.__code__):
+        steps = list(dis.get_instructions(part))
+        if any(step.opname in _STORES or step.opname.startswith("IMPORT") for step in steps):
+            return False
+        taken = {str(step.argval) for step in steps if step.opname in ("LOAD_ATTR", "LOAD_METHOD")}
+        if any(name.startswith(("set_", "use_")) or name in _CHANGES for name in taken):
+            return False
+        named = {str(step.argval) for step in steps if step.opname in ("LOAD_GLOBAL", "LOAD_NAME")}
+        for name in named:
+            value = function.__globals__.get(name)
+            is_module = type(value) is types.ModuleType and value.__name__ in _COMPUTING
+            if not (is_module or (value is not None and is_plain(value)) or name in _COMPUTE):
+                return False
+    return not function.__closure__
+
+
+def is_plain(value: Any) -> bool:
+    """True for numbers, texts, tensors and arrays, and for tuples, lists and dicts of them."""
+    if type(value) in (tuple, list):
+        return all(map(is_plain, value))
+    if type(value) is dict:
+        return all(map(is_plain, (*value, *value.values())))
+    kind = type(value)
+    name = kind.__module__, kind.__name__
+    return kind in ATOMS or name in (("torch", "Tensor"), ("numpy", "ndarray"))
+
+
+_COMPUTING = ("math", "numpy", "torch", "torch.nn.functional")
+_COMPUTE = (
+    "abs", "bool", "dict", "enumerate", "float", "int", "len", "list", "max", "min", "range",
+    "reversed", "round", "sorted", "sum", "tuple", "zip",
+)  # fmt: skip
+_CHANGES = (
+    "add", "append", "clear", "extend", "fromfile", "genfromtxt", "hub", "insert", "load",
+    "loadtxt", "manual_seed", "memmap", "ops", "pop", "remove", "save", "savez", "seed", "seterr",
+    "setdefault", "tofile", "update",
+)  # fmt: skip
+_STORES = (
+    "STORE_ATTR", "STORE_GLOBAL", "STORE_SUBSCR", "DELETE_ATTR", "DELETE_GLOBAL", "DELETE_SUBSCR",
+)  # fmt: skip
 
 
 def lookups_in(code: types.CodeType) -> list[str]:

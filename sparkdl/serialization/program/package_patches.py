@@ -93,8 +93,11 @@ def package_patches(code: Iterable[Any]) -> dict[Place, bytes]:
         for key, member in list(vars(owner).items()) if is_installed(module) else ():
             place = module, prefix + key
             if not _is_put_there(module, prefix, key, member, read):
-                is_named = key in read and (not prefix or owner in named or owner.__name__ in read)
-                if not is_named or not _has_other_defaults(module, prefix, key, member):
+                is_used = not prefix or owner in named or owner.__name__ in read
+                is_called = key in read or (prefix and key in ("__init__", "forward"))
+                if not (is_used and is_called) or not _has_other_defaults(
+                    module, prefix, key, member
+                ):
                     continue
                 place, member = (module, f"{prefix}{key}.__defaults__"), member.__defaults__
             try:

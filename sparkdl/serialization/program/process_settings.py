@@ -28,16 +28,38 @@ def set_settings(changed: Mapping[str, Any]) -> dict[str, Any]:
     return before
 
 
+_before: list[dict[str, Any]] = []
+"""Settings that `take_settings` has changed in this process, as they were: none, or one."""
+
+
+def take_settings(changed: Mapping[str, Any]) -> None:
+    """Let this process have those of a program until `give_settings_back`."""
+    give_settings_back()
+    _before.append(set_settings(changed))
+
+
+def give_settings_back() -> None:
+    """Let this process have the settings that it had before a program."""
+    while _before:
+        set_settings(_before.pop())
+
+
+def present_settings() -> dict[str, Any]:
+    """All settings of this process as they are."""
+    return {name: now for name, (now, _, _) in _settings().items()}
+
+
 @contextlib.contextmanager
 def kept_settings() -> Iterator[None]:
-    """Let this process have its settings again after the block, whatever changes them there."""
-    before = {name: now for name, (now, _, _) in _settings().items()}
+    """Let this process have its own settings after the block, whatever changes them there."""
+    before = present_settings()
     try:
         yield
     finally:
         for name, (now, usual, give) in _settings().items():
             if now != (was := before.get(name, usual)):
                 give(was)
+        give_settings_back()  # the program's may have come before the block
 
 
 def _settings() -> dict[str, tuple[Any, Any, Callable[[Any], Any]]]:

@@ -383,11 +383,11 @@ def _counted_rows(checked: CheckedValues, example: Example, rows: int) -> int | 
         given = InputExample(batch.arguments, (False,) * len(batch.inputs))
         large = replace(batch, inputs=given.rows(many).values, num_rows=many)
         found, seconds = [], math.inf
-        for part in (batch, batch, large):
+        for number, part in enumerate((batch, batch, large)):
             if part is large and seconds * many > _MOST_SECONDS * rows:
                 return None
             began = time.thread_time()
-            with seeded(checked.config.seed):
+            with seeded(checked.config.seed + number):  # of what draws nothing is known
                 found.append(_called(module, part))
             seconds = min(seconds, time.thread_time() - began)
         few, again, told = found

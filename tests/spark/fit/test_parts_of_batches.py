@@ -253,6 +253,19 @@ def test_a_module_that_counts_rows(
     assert is_told or not caplog.records
 
 
+class Drawing(nn.Linear):
+    """Draws numbers in evaluation, too."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        found: torch.Tensor = super().forward(F.dropout(x, 0.5, training=True))
+        return found * torch.randn(len(x), 1)
+
+
+def test_what_draws_is_not_said_to_count_rows(caplog: pytest.LogCaptureFixture) -> None:
+    check(Drawing(4, 1), batch_size=32)
+    assert not caplog.records
+
+
 def test_one_worker_sees_whole_batches(caplog: pytest.LogCaptureFixture) -> None:
     for module in (Mixing("always"), Counting(50)):
         check(module, batch_size=100, num_workers=1)
