@@ -9,8 +9,10 @@ without compilation.
 from __future__ import annotations
 
 import itertools
+import sys
 import sysconfig
-from collections.abc import Callable, Sequence
+import types
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -53,6 +55,7 @@ def compile_in_place(
     """
     if device.type == "cpu":
         require_compiler()
+    _let_go_of_names(type(part) for part in module.modules())
     if parts is not None:
         for part in parts:  # without hooks, in which torch gathers weights
             part.forward = _Compiled(part, None, part.forward)
@@ -64,6 +67,31 @@ def compile_in_place(
     if example is not None:  # torch's caches would give code for other examples
         sizes = [tuple(value.shape) for value in example.values]
         torch.compiler.config.cache_key_tag = f"sparkdl {sizes}"
+
+
+def _let_go_of_names(kinds: Iterable[type]) -> None:
+    """Have torch's compiler look for globals of code where that has them.
+
+    It looks into the module whose name they have, which a worker has not, or which is its own
+    ``__main__``, where code came from a script or a notebook. Without a name it takes the globals.
+    """
+    seen: dict[int, Any] = {}
+    todo: list[Any] = [base for kind in kinds for base in kind.__mro__]
+    while todo:
+        one = todo.pop()
+        if id(one) in seen:
+            continue
+        seen[id(one)] = one
+        if isinstance(one, type):
+            todo += vars(one).values()
+        elif isinstance(one, staticmethod | classmethod | property):
+            todo += [one.fget if isinstance(one, property) else one.__func__]
+        elif isinstance(one, types.FunctionType):
+            own = one.__globals__
+            module = sys.modules.get(own.get("__name__", ""))
+            if module is None or vars(module) is not own:
+                own.pop("__name__", None)
+                todo += own.values()
 
 
 def require_compiler() -> None:

@@ -287,3 +287,27 @@ def test_the_usual_size_of_a_batch_has_code_of_its_own(monkeypatch: pytest.Monke
     for rows in (6, 5, 4):
         given = torch.randn(rows, NUM_FEATURES)
         torch.testing.assert_close(module(given), expected(given))
+
+
+OF_A_SCRIPT = """
+import torch
+import torch.nn.functional as F
+FACTOR, CALLS = 2.0, []
+def twice(x): return x * FACTOR
+class Net(torch.nn.Linear):
+    @staticmethod
+    def scaled(x): return F.relu(x) + torch.tanh(x)
+    def forward(self, x): return twice(self.scaled(super().forward(x)))
+"""
+
+
+@pytest.mark.parametrize("name", ["__main__", "not_there"])
+def test_code_of_a_script_finds_its_globals(name: str) -> None:
+    """Which no module of this process has, as in a worker."""
+    of_script: dict[str, Any] = {"__name__": name}
+    exec(OF_A_SCRIPT, of_script)
+    torch.manual_seed(0)
+    module, values = of_script["Net"](4, 3), torch.randn(5, 4)
+    expected = module(values)
+    compile_in_place(module, CPU, Arguments((values,)))
+    assert torch.allclose(module(values), expected)
