@@ -38,6 +38,7 @@ from sparkdl.runtime.process import (
     tuned_allocator,
 )
 from sparkdl.serialization.program.imported_values import ProgramValues
+from sparkdl.serialization.program.process_settings import kept_settings
 from sparkdl.serialization.stored_module import WeightsAt
 from sparkdl.serialization.travel.packed_module import PackedModule, unpack
 from sparkdl.sync.frozen_layers import evaluating
@@ -165,7 +166,8 @@ def predicted(module: nn.Module, run: RowRange, task: PredictTask) -> pa.Array:
 def ready(task: ModuleTask) -> Iterator[tuple[nn.Module, torch.device]]:
     """The module and its device: the GPU that Spark assigned to this task, or the CPU.
 
-    Threads, allocator and torch are set up for inference. ClusterError if ``cuda`` was asked for
+    Threads, allocator and torch are set up for inference; settings of torch and numpy that come
+    with the task, or that the module changes, end with it. ClusterError if ``cuda`` was asked for
     and torch finds none here.
     """
     from pyspark import TaskContext
@@ -177,7 +179,7 @@ def ready(task: ModuleTask) -> Iterator[tuple[nn.Module, torch.device]]:
     cpus = context.cpus() if context else torch.get_num_threads()
     spared = spared_collector() if context else contextlib.nullcontext()
     settings = torch_threads(cpus), default_dtype(task.default_dtype)
-    with spared, settings[0], settings[1], tuned_allocator(), torch.no_grad():
+    with kept_settings(), spared, settings[0], settings[1], tuned_allocator(), torch.no_grad():
         yield load(task, device), device
 
 

@@ -15,6 +15,7 @@ from sparkdl.inference import predict
 from sparkdl.inference.outputs import Forward, Output
 from sparkdl.inference.predict import Leaf, Make, PredictTask
 from sparkdl.inputs import Sequence
+from sparkdl.serialization.program.process_settings import take_settings
 from sparkdl.serialization.travel.packed_module import pack
 
 ROWS = np.arange(21, dtype=np.float32).reshape(7, 3)
@@ -63,6 +64,25 @@ def test_a_record_batch_without_rows_gives_nothing_and_runs_nothing() -> None:
             raise AssertionError
 
     assert predicted(task(Refuses(), leaf("array", FLOATS)), ROWS[:0]) == []
+
+
+class Raises(nn.Module):
+    """Sets how numpy meets errors, and says how it has found that."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        found = np.seterr(all="raise")["divide"]
+        return torch.full((len(x), 1), float(found == "call"))
+
+
+def test_settings_of_a_module_end_with_its_task() -> None:
+    """Spark runs other functions of the user in the same process."""
+    job = task(Raises(), leaf("array", FLOATS), batch_size=7)
+    before = np.geterr()
+    set_before = {"numpy errors": {**before, "divide": "call"}}
+    take_settings(set_before)  # as the task's values do, which come with it
+    (rows,) = predicted(job, ROWS)
+    assert rows.field(0).to_pylist() == [[1.0]] * 7
+    assert np.geterr() == before
 
 
 def test_large_outputs_leave_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:

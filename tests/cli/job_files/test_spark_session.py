@@ -152,16 +152,22 @@ def test_local_workers_begin_with_torch_in_memory_unless_told_otherwise(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     key = "spark.python.daemon.module"
-    builder = SparkSession.builder
-    monkeypatch.setattr(builder, "_options", {})
-    monkeypatch.setattr(type(builder), "getOrCreate", lambda builder: dict(builder._options))
+    kind = type(SparkSession.builder)
+    told: dict[object, object] = {}
+
+    def config(builder: object, key: object, value: object) -> object:
+        told[key] = value
+        return builder
+
+    monkeypatch.setattr(kind, "config", config)
+    monkeypatch.setattr(kind, "getOrCreate", lambda builder: told.get(key))
     own: dict[str, object] = {key: "pyspark.daemon"}
     given = [
         SparkSection(master="local[2]"), SparkSection(master="local", conf=own),
         SparkSection(master="yarn"),
     ]  # fmt: skip
-    found = []
+    found: list[object] = []
     for section in given:
-        builder._options.clear()
-        found.append(make_session(section, "test").get(key))  # type: ignore[attr-defined]
+        told.clear()
+        found.append(make_session(section, "test"))
     assert found == [DAEMON, "pyspark.daemon", None]
