@@ -36,7 +36,7 @@ from sparkdl.serialization.program.imported_values import (
     program_code,
     values_to_send,
 )
-from sparkdl.serialization.program.named_code import parsed
+from sparkdl.serialization.program.named_code import computes_only, parsed
 from sparkdl.serialization.program.package_patches import describe_patches
 from sparkdl.serialization.program.process_settings import (
     changed_settings,
@@ -388,6 +388,61 @@ def test_results_that_a_cache_would_get_again_are_no_change(
     assert torch.equal(torch.get_rng_state(), drawn)
     monkeypatch.setattr(keeps, "FACTOR", 7)
     assert changed_names([keeps.use]) == ["code_that_keeps.FACTOR", "code_that_keeps.waves"]
+
+
+TABLE, LOG = torch.zeros(1), list[float]()
+
+
+class Counts:
+    calls = 0
+
+    def __add__(self, other: float) -> float:
+        self.calls += 1
+        return other
+
+
+COUNTS = Counts()
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "(n, log=LOG.append): return log(n)",
+        "(n, say=print): return say(n)",
+        "(n): return TABLE.add_(n)",
+        "(n): table = TABLE; table += n; return table",
+        "(n): return LOG.__iadd__([n])",
+        "(n): return torch.mul(TABLE, n, out=TABLE)",
+        "(n): options = {'out': TABLE}; return torch.mul(TABLE, n, **options)",
+        "(n): return np.savetxt('file', [n])",
+        "(n): return torch.os.system('true')",
+        "(n): return LOG.sort()",
+        "(n): return torch.nn.init.constant_(TABLE, n)",
+        "(n): return torch._C._set_grad_enabled(False)",
+        "(n): return torch.rand(1) * n",
+        "(n): return COUNTS + n",
+        "(n): return [LOG.append(m) for m in (n, n)]",
+    ],
+)
+def test_what_does_more_than_compute_is_known(text: str) -> None:
+    made: dict[str, Any] = {}
+    exec(f"def function{text}", globals(), made)
+    assert not computes_only(made["function"])
+
+
+def test_a_name_of_python_that_the_program_uses_for_another_thing_is_not_trusted() -> None:
+    function = types.FunctionType(compile("sum([1])", "", "eval"), {"sum": LOG.append})
+    assert not computes_only(function)
+    assert computes_only(types.FunctionType(function.__code__, {}))
+
+
+def test_a_cached_function_of_an_object_is_not_called(monkeypatch: pytest.MonkeyPatch) -> None:
+    cached = functools.lru_cache(lambda counts: counts + 1.0)
+    monkeypatch.setitem(globals(), "of_counts", cached)
+    cached(COUNTS)
+    before = COUNTS.calls
+    assert not module._gives_again((__name__, "of_counts"))
+    assert COUNTS.calls == before
 
 
 def test_threads_parse_files_at_the_same_time() -> None:

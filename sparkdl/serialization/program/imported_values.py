@@ -154,7 +154,6 @@ def changed_names(code: Iterable[Any]) -> list[str]:
 
 def _gives_again(place: Place) -> bool:
     """True for a cached function that computes anew what its cache holds, and does nothing else."""
-    from sparkdl.runtime.process import borrowed_generator
     from sparkdl.serialization.travel.pickling import cached_results
 
     function = value_at(place)
@@ -163,8 +162,10 @@ def _gives_again(place: Place) -> bool:
     ):
         return False
     results, began = cached_results(function), time.monotonic()
-    with contextlib.suppress(Exception), borrowed_generator():  # whatever the user's code raises
+    with contextlib.suppress(Exception):  # whatever the user's code raises
         for args, named, result in results:
+            if not is_plain([*args, *named.values()]):
+                return False
             again = function.__wrapped__(*args, **named)
             if time.monotonic() - began > _MOST_SECONDS or not is_plain(again):
                 return False

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import builtins
 import collections
 import dis
 import enum
@@ -14,7 +15,7 @@ import logging
 import sys
 import threading
 import types
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -230,26 +231,38 @@ def function_of(value: Any) -> Any:
 
 
 def computes_only(function: Any) -> bool:
-    """True if a function can do nothing but compute, by what it names and where it stores.
+    """True if a function of plain arguments can do nothing but compute.
 
-    It may call torch and the like, but nothing of theirs that changes something, or reads files.
+    All that it names must be known: plain values, and functions of Python, torch and numpy that
+    change nothing and draw nothing.
     """
-    if type(function) is not types.FunctionType:
+    if type(function) is not types.FunctionType or function.__closure__:
         return False
-    for part in codes_in(function.__code__):
-        steps = list(dis.get_instructions(part))
-        if any(step.opname in _STORES or step.opname.startswith("IMPORT") for step in steps):
-            return False
-        taken = {str(step.argval) for step in steps if step.opname in ("LOAD_ATTR", "LOAD_METHOD")}
-        if any(name.startswith(("set_", "use_")) or name in _CHANGES for name in taken):
-            return False
-        named = {str(step.argval) for step in steps if step.opname in ("LOAD_GLOBAL", "LOAD_NAME")}
-        for name in named:
-            value = function.__globals__.get(name)
-            is_module = type(value) is types.ModuleType and value.__name__ in _COMPUTING
-            if not (is_module or (value is not None and is_plain(value)) or name in _COMPUTE):
-                return False
-    return not function.__closure__
+    defaults = (function.__defaults__ or (), function.__kwdefaults__ or {})
+    return all(map(is_plain, defaults)) and all(
+        _names_no_array_to_write(part)
+        and all(_may_be(step, function.__globals__) for step in dis.get_instructions(part))
+        for part in codes_in(function.__code__)
+    )
+
+
+def _names_no_array_to_write(code: types.CodeType) -> bool:
+    values = [v for one in code.co_consts for v in (one if type(one) is tuple else (one,))]
+    return "out" not in values
+
+
+def _may_be(step: dis.Instruction, names: Mapping[str, Any]) -> bool:
+    """Whether a step of code with these globals changes nothing but its own variables."""
+    name, word = step.opname, step.argval
+    if name in ("LOAD_GLOBAL", "LOAD_NAME"):
+        value = names.get(word, vars(builtins).get(word))
+        is_known = any(value is vars(builtins)[known] for known in _COMPUTE)
+        is_module = any(value is sys.modules.get(known) for known in _COMPUTING)
+        return value is not None and (is_known or is_module or is_plain(value))
+    if name in ("LOAD_ATTR", "LOAD_METHOD"):
+        return word in _COMPUTED
+    is_in_place = name.startswith("INPLACE") or (name == "BINARY_OP" and step.argrepr[-1] == "=")
+    return not is_in_place and name not in _CHANGE and not name.startswith("IMPORT")
 
 
 def is_plain(value: Any) -> bool:
@@ -260,22 +273,39 @@ def is_plain(value: Any) -> bool:
         return all(map(is_plain, (*value, *value.values())))
     kind = type(value)
     name = kind.__module__, kind.__name__
-    return kind in ATOMS or name in (("torch", "Tensor"), ("numpy", "ndarray"))
+    if name == ("numpy", "ndarray"):
+        return not value.dtype.hasobject
+    return kind in ATOMS or name in _PLAIN
 
 
-_COMPUTING = ("math", "numpy", "torch", "torch.nn.functional")
+_PLAIN = {("torch", name) for name in ("Tensor", "device", "dtype", "Size")}
+_COMPUTING = ("math", "numpy", "torch", "torch.nn", "torch.nn.functional")
 _COMPUTE = (
     "abs", "bool", "dict", "enumerate", "float", "int", "len", "list", "max", "min", "range",
     "reversed", "round", "sorted", "sum", "tuple", "zip",
 )  # fmt: skip
-_CHANGES = (
-    "add", "append", "clear", "extend", "fromfile", "genfromtxt", "hub", "insert", "load",
-    "loadtxt", "manual_seed", "memmap", "ops", "pop", "remove", "save", "savez", "seed", "seterr",
-    "setdefault", "tofile", "update",
+_COMPUTED = {
+    "abs", "acos", "arange", "argmax", "argsort", "array", "as_tensor", "asarray", "asin", "atan",
+    "bool", "cat", "ceil", "clamp", "clip", "clone", "comb", "concatenate", "contiguous", "copy",
+    "cos", "cosh", "cpu", "cumprod", "cumsum", "detach", "device", "diag", "diff", "dot",
+    "double", "dtype", "e", "einsum", "exp", "expand", "expand_as", "eye", "factorial", "flatten",
+    "flip", "float", "float16", "float32", "float64", "floor", "full", "full_like", "functional",
+    "half", "hann_window", "hypot", "inf", "int", "int32", "int64", "inverse", "item", "linspace",
+    "log", "log10", "log1p", "log2", "log_softmax", "long", "masked_fill", "matmul", "max",
+    "maximum", "mean", "meshgrid", "min", "minimum", "mul", "nan", "ndim", "new_ones",
+    "new_zeros", "newaxis", "nn", "norm", "normalize", "numel", "numpy", "one_hot", "ones",
+    "ones_like", "outer", "pad", "permute", "pi", "pow", "prod", "repeat", "repeat_interleave",
+    "reshape", "roll", "round", "rsqrt", "shape", "sigmoid", "sign", "sin", "sinh", "size",
+    "softmax", "sqrt", "square", "squeeze", "stack", "std", "sum", "tan", "tanh", "tensor",
+    "tile", "to", "tolist", "transpose", "tril", "triu", "unsqueeze", "var", "view", "where",
+    "zeros", "zeros_like",
+}  # fmt: skip
+"""Attributes of modules, tensors and arrays that change nothing. ``copy`` of an array."""
+_CHANGE = (
+    "STORE_ATTR", "STORE_GLOBAL", "STORE_NAME", "STORE_SUBSCR", "STORE_SLICE", "STORE_DEREF",
+    "DELETE_ATTR", "DELETE_GLOBAL", "DELETE_NAME", "DELETE_SUBSCR", "DICT_MERGE",
 )  # fmt: skip
-_STORES = (
-    "STORE_ATTR", "STORE_GLOBAL", "STORE_SUBSCR", "DELETE_ATTR", "DELETE_GLOBAL", "DELETE_SUBSCR",
-)  # fmt: skip
+"""Steps of Python's code; the last gives named arguments that the code does not name."""
 
 
 def lookups_in(code: types.CodeType) -> list[str]:
