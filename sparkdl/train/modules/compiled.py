@@ -8,11 +8,12 @@ without compilation.
 
 from __future__ import annotations
 
+import functools
 import itertools
 import sys
 import sysconfig
 import types
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -55,7 +56,7 @@ def compile_in_place(
     """
     if device.type == "cpu":
         require_compiler()
-    _let_go_of_names(type(part) for part in module.modules())
+    _find_globals()
     if parts is not None:
         for part in parts:  # without hooks, in which torch gathers weights
             part.forward = _Compiled(part, None, part.forward)
@@ -69,29 +70,58 @@ def compile_in_place(
         torch.compiler.config.cache_key_tag = f"sparkdl {sizes}"
 
 
-def _let_go_of_names(kinds: Iterable[type]) -> None:
+class _Globals(types.ModuleType):
+    """Globals of code as attributes of a module."""
+
+    def __init__(self, name: str, values: dict[str, Any]) -> None:
+        super().__init__(name)
+        vars(self).clear()
+        vars(self)[_VALUES] = values
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return vars(self)[_VALUES][name]
+        except KeyError:
+            raise AttributeError(name) from None
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        vars(self)[_VALUES][name] = value
+
+
+_VALUES = "values of sparkdl"
+"""The one attribute of `_Globals` itself; no global has that name."""
+
+
+def _find_globals() -> None:
     """Have torch's compiler look for globals of code where that has them.
 
-    It looks into the module whose name they have, which a worker has not, or which is its own
-    ``__main__``, where code came from a script or a notebook. Without a name it takes the globals.
+    It imports the module whose name they have, which a worker has not, or which is its own
+    ``__main__``, where code came from a script or a notebook. Now it imports a `_Globals`, whose
+    name they have while it looks.
     """
-    seen: dict[int, Any] = {}
-    todo: list[Any] = [base for kind in kinds for base in kind.__mro__]
-    while todo:
-        one = todo.pop()
-        if id(one) in seen:
-            continue
-        seen[id(one)] = one
-        if isinstance(one, type):
-            todo += vars(one).values()
-        elif isinstance(one, staticmethod | classmethod | property):
-            todo += [one.fget if isinstance(one, property) else one.__func__]
-        elif isinstance(one, types.FunctionType):
-            own = one.__globals__
-            module = sys.modules.get(own.get("__name__", ""))
-            if module is None or vars(module) is not own:
-                own.pop("__name__", None)
-                todo += own.values()
+    from torch._dynamo.symbolic_convert import InliningInstructionTranslator as Translator
+
+    look = getattr(Translator, "get_globals_source_and_value", None)
+    if look is None or hasattr(look, "__wrapped__"):
+        return  # another version of torch; or it does
+
+    @functools.wraps(look)
+    def get_globals_source_and_value(self: Any, name: str) -> Any:
+        own = self.f_globals
+        named = own.get("__name__")
+        module = sys.modules.get(named) if isinstance(named, str) else None
+        is_there = module is not None and vars(module) is own
+        if is_there or not isinstance(named, str) or named.startswith("namedtuple_"):
+            return look(self, name)
+        alias = f"_sparkdl_globals_{id(own)}"  # which stays: the module holds them
+        sys.modules.setdefault(alias, _Globals(alias, own))
+        own["__name__"] = alias
+        try:
+            return look(self, name)
+        finally:
+            own["__name__"] = named
+
+    Translator.get_globals_source_and_value = get_globals_source_and_value
 
 
 def require_compiler() -> None:

@@ -290,14 +290,31 @@ def test_the_usual_size_of_a_batch_has_code_of_its_own(monkeypatch: pytest.Monke
 
 
 OF_A_SCRIPT = """
+import functools
 import torch
 import torch.nn.functional as F
-FACTOR, CALLS = 2.0, []
+FACTOR, COUNT = 2.0, 0
+class Scale:
+    def __init__(self, by): self.by = by
+    def __call__(self, x): return x * self.by * FACTOR
 def twice(x): return x * FACTOR
+def power(n): return 1 if n == 0 else FACTOR * power(n - 1)
+@torch.compiler.disable
+def apart(x): return x * (2.0 if __name__ == NAME else 5.0)
 class Net(torch.nn.Linear):
+    def __init__(self):
+        super().__init__(4, 3)
+        part = functools.partial(torch.mul, other=FACTOR)
+        self.parts = [Scale(3.0), twice, part, lambda x: x + FACTOR]
     @staticmethod
     def scaled(x): return F.relu(x) + torch.tanh(x)
-    def forward(self, x): return twice(self.scaled(super().forward(x)))
+    def forward(self, x):
+        global COUNT
+        COUNT += 1
+        x = twice(self.scaled(super().forward(x))) * power(3) * len(__name__)
+        for part in self.parts: x = part(x)
+        return apart(x) * COUNT
+NAME = __name__
 """
 
 
@@ -307,7 +324,13 @@ def test_code_of_a_script_finds_its_globals(name: str) -> None:
     of_script: dict[str, Any] = {"__name__": name}
     exec(OF_A_SCRIPT, of_script)
     torch.manual_seed(0)
-    module, values = of_script["Net"](4, 3), torch.randn(5, 4)
+    module, values = of_script["Net"]().eval(), torch.randn(5, 4)
     expected = module(values)
     compile_in_place(module, CPU, Arguments((values,)))
+    of_script["COUNT"] = 0
     assert torch.allclose(module(values), expected)
+    assert of_script["COUNT"] == 1 and of_script["__name__"] == name
+    of_script["FACTOR"] = 3.0
+    assert not torch.allclose(module(values), 2 * expected)  # it is compiled anew
+    of_script["FACTOR"] = 2.0
+    assert torch.allclose(module(values), 3 * expected)
