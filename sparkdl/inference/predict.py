@@ -38,7 +38,7 @@ from sparkdl.runtime.process import (
     tuned_allocator,
 )
 from sparkdl.serialization.program.imported_values import ProgramValues
-from sparkdl.serialization.program.process_settings import kept_settings
+from sparkdl.serialization.program.process_settings import settings_of_task
 from sparkdl.serialization.stored_module import WeightsAt
 from sparkdl.serialization.travel.packed_module import PackedModule, unpack
 from sparkdl.sync.frozen_layers import evaluating
@@ -179,7 +179,7 @@ def ready(task: ModuleTask) -> Iterator[tuple[nn.Module, torch.device]]:
     cpus = context.cpus() if context else torch.get_num_threads()
     spared = spared_collector() if context else contextlib.nullcontext()
     settings = torch_threads(cpus), default_dtype(task.default_dtype)
-    with kept_settings(), spared, settings[0], settings[1], tuned_allocator(), torch.no_grad():
+    with settings_of_task(), spared, settings[0], settings[1], tuned_allocator(), torch.no_grad():
         yield load(task, device), device
 
 

@@ -118,6 +118,23 @@ def freeze_once() -> None:
 
 
 @contextlib.contextmanager
+def kept_generators() -> Iterator[None]:
+    """Leave torch's generator of the CPU, numpy's and Python's as they were."""
+    import random
+
+    import numpy as np
+    import torch
+
+    states = random.getstate(), np.random.get_state(), torch.get_rng_state()
+    try:
+        yield
+    finally:
+        random.setstate(states[0])
+        np.random.set_state(states[1])
+        torch.set_rng_state(states[2])
+
+
+@contextlib.contextmanager
 def borrowed_generator(seed: int | None = None) -> Iterator[None]:
     """Draw from torch's generator of the CPU, then leave it, numpy's and Python's as they were.
 
@@ -125,20 +142,12 @@ def borrowed_generator(seed: int | None = None) -> Iterator[None]:
     CrossValidator do: one block waits for another. Without a seed it goes on from its state, as
     the other two always do.
     """
-    import random
-
-    import numpy as np
     import torch
 
-    with lent, torch.random.fork_rng(devices=[]):
-        states = random.getstate(), np.random.get_state()
+    with lent, kept_generators():
         if seed is not None:
             torch.manual_seed(seed)
-        try:
-            yield
-        finally:
-            random.setstate(states[0])
-            np.random.set_state(states[1])
+        yield
 
 
 @contextlib.contextmanager

@@ -29,10 +29,15 @@ from sparkdl.errors import (
     StorageError,
 )
 from sparkdl.runtime.hardware import hardware
-from sparkdl.runtime.process import spared_collector, torch_threads, tuned_allocator
+from sparkdl.runtime.process import (
+    kept_generators,
+    spared_collector,
+    torch_threads,
+    tuned_allocator,
+)
 from sparkdl.runtime.tracebacks import formatted, is_of_packages
 from sparkdl.runtime.versions import difference, untested, versions
-from sparkdl.serialization.program.process_settings import kept_settings
+from sparkdl.serialization.program.process_settings import settings_of_task
 from sparkdl.storage.mounted import Subfolder
 from sparkdl.storage.retried import Retried, again
 from sparkdl.storage.storage import Storage, open_storage, without_password
@@ -139,7 +144,7 @@ def reported(reporter: Reporter, rank: int, work: Callable[[], Results]) -> Resu
 
     The process's settings are what they were then: Spark has it do other tasks next.
     """
-    with reporter, captured_output(reporter) as last_lines, kept_settings():
+    with reporter, captured_output(reporter) as last_lines, settings_of_task():
         try:
             results = work()
             reporter.send({"kind": "done"})
@@ -157,6 +162,8 @@ def _work(rank: GangRank, work: Callable[[Member], Results], reporter: Reporter)
         stack.enter_context(spared_collector())
         stack.enter_context(tuned_allocator(spares_memory=order.spares_memory))
         import torch  # after the allocator, so that torch's first blocks are tuned too
+
+        stack.enter_context(kept_generators())
 
         from sparkdl.runtime.hardware import choose_device
 

@@ -28,7 +28,12 @@ from sparkdl.data.source import ShardSource
 from sparkdl.data.spool.spool_source import SpoolSource
 from sparkdl.errors import DataError, ShardLost, TrainingDiverged
 from sparkdl.runtime.hardware import hardware
-from sparkdl.runtime.process import spared_collector, torch_threads, tuned_allocator
+from sparkdl.runtime.process import (
+    kept_generators,
+    spared_collector,
+    torch_threads,
+    tuned_allocator,
+)
 from sparkdl.serialization.program.process_settings import present_settings, set_settings
 from sparkdl.worker.kept import KEPT
 from sparkdl.worker.lifecycle import Results, reported, require_same_versions
@@ -159,7 +164,8 @@ def _work(place: RoundPlace, order: RoundOrder, state: bytes, reporter: Reporter
             warm.seen.add(place.shard.shard_id)
             reporter.send({"kind": "hardware", "hardware": warm.hardware})
         set_settings(warm.settings)  # which the process has lost since the task before
-        with spared_collector(), torch_threads(order.threads), warm.as_on_driver():
+        kept = kept_generators(), torch_threads(order.threads), warm.as_on_driver()
+        with spared_collector(), kept[0], kept[1], kept[2]:
             results = order.work(warm, place.shard, order.part, state, reporter)
             warm.settings = present_settings()
             return results

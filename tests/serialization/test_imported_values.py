@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import builtins
 import collections
+import decimal
 import functools
 import gc
 import importlib
 import math
+import os
 import pickle
 import re
 import sys
 import time
 import types
+import warnings
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -40,8 +43,10 @@ from sparkdl.serialization.program.named_code import computes_only, parsed
 from sparkdl.serialization.program.package_patches import describe_patches
 from sparkdl.serialization.program.process_settings import (
     changed_settings,
+    give_settings_back,
     kept_settings,
-    set_settings,
+    present_settings,
+    settings_of_task,
     take_settings,
 )
 from sparkdl.serialization.travel.pickling import sent_along
@@ -248,33 +253,82 @@ def test_the_results_that_a_cache_holds_go_along() -> None:
 
 def test_settings_of_torch_go_along() -> None:
     before = changed_settings()
-    torch.set_float32_matmul_precision("medium")
-    torch.use_deterministic_algorithms(True, warn_only=True)
-    try:
+    with kept_settings():
+        torch.set_float32_matmul_precision("medium")
+        torch.use_deterministic_algorithms(True, warn_only=True)
+        torch.set_flush_denormal(True)
         sent = program_code([]).settings
-        assert sent["float32 matmul precision"] == "medium"
-        assert sent["deterministic algorithms"] == (True, True)
-    finally:
-        set_settings({"float32 matmul precision": "highest"})
-        set_settings({"deterministic algorithms": (False, False)})
     assert changed_settings() == before
-    was = set_settings(sent)
+    take_settings(sent)
     assert torch.get_float32_matmul_precision() == "medium"
-    set_settings(was)
+    assert torch.is_deterministic_algorithms_warn_only_enabled()
+    assert torch.tensor(2.0**-1060, dtype=torch.float64).mul(0.5).item() == 0
+    give_settings_back()
     assert changed_settings() == before
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "cuda.matmul.fp32_precision = 'tf32'",
+        "fp32_precision = 'tf32'",
+        "mkldnn.fp32_precision = 'bf16'",
+        "cuda.matmul.allow_tf32 = True",
+        "cudnn.allow_tf32 = False",
+        "mkldnn.enabled = False",
+    ],
+)
+def test_precisions_go_along_by_the_names_that_torch_has_now(text: str) -> None:
+    """Torch refuses to say then what they are by its older names."""
+    before = changed_settings()
+    with kept_settings():
+        exec(f"torch.backends.{text}")
+        sent = program_code([]).settings
+    assert changed_settings() == before
+    take_settings(sent)
+    assert changed_settings() == sent
+    give_settings_back()
+    assert changed_settings() == before
+
+
+def of_the_process() -> Any:
+    return (
+        present_settings(travelling=False),
+        warnings.filters[:],
+        np.get_printoptions(),
+        (decimal.getcontext().prec, sys.getrecursionlimit(), dict(os.environ)),
+        (torch.get_default_dtype(), torch.is_grad_enabled(), torch.is_anomaly_enabled()),
+    )
+
+
+def change_the_process() -> None:
+    np.seterr(all="raise")
+    np.set_printoptions(precision=2)
+    torch.use_deterministic_algorithms(True)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        torch.autograd.set_detect_anomaly(True)
+    torch.set_flush_denormal(True)
+    torch.set_default_dtype(torch.float64)
+    torch.set_grad_enabled(False)
+    decimal.getcontext().prec = 3
+    sys.setrecursionlimit(5000)
+    warnings.simplefilter("ignore")
+    os.environ["OF_THE_TASK"] = "1"
+    del os.environ["HOME"]
 
 
 def test_settings_that_a_task_changes_end_with_it() -> None:
-    before = changed_settings()
-    with np.errstate(), pytest.raises(ValueError, match="of the task"), kept_settings():
-        np.seterr(all="raise")
-        torch.use_deterministic_algorithms(True)
+    before = of_the_process()
+    with pytest.raises(ValueError, match="of the task"), settings_of_task():
+        change_the_process()
+        assert of_the_process() != before
         raise ValueError("of the task")
-    assert changed_settings() == before
+    assert of_the_process() == before
     take_settings({"float32 matmul precision": "medium"})  # as unpickling a task does
-    with kept_settings():
+    with settings_of_task():
         assert torch.get_float32_matmul_precision() == "medium"
-    assert changed_settings() == before
+    assert of_the_process() == before
 
 
 def test_checkpoints_tell_patched_packages_apart(monkeypatch: pytest.MonkeyPatch) -> None:

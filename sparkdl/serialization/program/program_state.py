@@ -32,6 +32,7 @@ from torch import nn
 
 from sparkdl.runtime.process import lent
 from sparkdl.serialization.program.iterator_copies import copy_of, moves_on, rest_of
+from sparkdl.serialization.program.process_settings import kept_settings
 from sparkdl.serialization.travel.pickling import HOOKS, TENSOR_HOOKS, sent_code
 from sparkdl.serialization.trust import is_installed
 
@@ -70,9 +71,12 @@ _State = list[Any] | dict[Any, Any] | bytes | torch.Tensor
 
 @contextlib.contextmanager
 def program_kept(*values: Any) -> Iterator[ProgramState]:
-    """Let what the code of these values keeps outside of them be afterwards as it was before."""
+    """Let what the code of these values keeps outside of them be afterwards as it was before.
+
+    So also the settings of the process.
+    """
     modules = [value for value in values if isinstance(value, nn.Module)]
-    with lent:  # fits may run on several threads
+    with lent, kept_settings():  # fits may run on several threads
         state = ProgramState((code for code, _ in sent_code(values)), modules)
         try:
             yield state

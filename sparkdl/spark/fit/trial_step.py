@@ -23,6 +23,7 @@ from sparkdl.data.plan import Column, Shard, TrainPlan, make_plan
 from sparkdl.errors import ConfigError, DataError, TrainingDiverged
 from sparkdl.runtime.process import borrowed_generator, lent, seeded
 from sparkdl.runtime.tracebacks import is_of_users, passed_through, users_line
+from sparkdl.serialization.program.process_settings import present_settings
 from sparkdl.serialization.program.program_state import ProgramState, program_kept
 from sparkdl.serialization.travel.pickling import dumps, lent_globals, loads
 from sparkdl.spark.fit.check_request import CheckedValues
@@ -212,6 +213,11 @@ def _check_changes(first: Changes, *others: Changes, adds_up: bool) -> None:
 
 
 _TOLD_IN_ROUNDS = {
+    "setting": (
+        "a step changes what holds for its whole process (%s), and tasks of a round run in "
+        "several, in each of which it is so only after a step there; set it before fit, or set "
+        "executionMode='gang'"
+    ),
     "callbacks": (
         "a step changes %r, which a callback reads, and in rounds steps run in tasks: the callback "
         "runs on the driver, and finds what it was at first; keep it in a buffer or an attribute "
@@ -432,11 +438,15 @@ def _step(tried: _Tried, *, adds_up: bool = False, is_first: bool = False) -> Ch
     takes seconds.
     """
     between = _between_steps(tried.config.callbacks)
+    before = present_settings(travelling=False)
     with program_kept(tried.module, vars(tried.config)) as program:
         seen = ProgramState(between) if between else None
         found = dict(_changes(tried, program, adds_up=adds_up, is_first=is_first))
         for name in [] if seen is None else seen.changed():
             found["callbacks", name] = None
+        now = present_settings(travelling=False)
+        others = {name for name in now if now[name] != before.get(name)} - {"environment"}
+        found |= {("setting", name): None for name in others}  # libraries set variables, too
     return found
 
 

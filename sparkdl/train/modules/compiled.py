@@ -121,7 +121,7 @@ def _find_globals() -> None:
         finally:
             own["__name__"] = named
 
-    Translator.get_globals_source_and_value = get_globals_source_and_value
+    Translator.get_globals_source_and_value = get_globals_source_and_value  # type: ignore[method-assign]
 
 
 def require_compiler() -> None:
