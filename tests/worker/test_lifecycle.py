@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import errno
 import json
 import pickle
+import random
 import resource
 import socket
 import threading
@@ -13,6 +15,7 @@ import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -21,6 +24,7 @@ from sparkdl.comm.channel import ChannelClient, ChannelServer, Hub
 from sparkdl.comm.worker_environment import WorkerEnvironment
 from sparkdl.errors import CommunicationError
 from sparkdl.runtime.versions import versions
+from sparkdl.serialization.program.process_settings import present_settings
 from sparkdl.worker import lifecycle
 from sparkdl.worker.lifecycle import GangOrder, GangRank, Member, Results, describe_failure, live
 
@@ -112,6 +116,26 @@ def test_a_rank_that_fails_lets_rank_0_leave(server: ChannelServer) -> None:
     ((kind, payload),) = live(environment_of(server, 1), foreign, work)
     assert (kind, json.loads(payload)["type"]) == ("error", "ClusterError")
     assert server._hub.get("0/bye/1") is not None
+
+
+def test_a_process_is_after_its_task_as_it_was(server: ChannelServer) -> None:
+    """Spark has it run the user's other functions, and other fits."""
+
+    def state() -> Any:
+        drawn = torch.get_rng_state().tolist(), np.random.get_state()[1].tolist(), random.getstate()
+        return drawn, present_settings(travelling=False)
+
+    def work(member: Member) -> Results:
+        for seed in (torch.manual_seed, np.random.seed, random.seed):
+            seed(1)
+        np.seterr(all="raise")
+        torch.set_grad_enabled(False)
+        return [("done", b"")]
+
+    before = state()
+    alone = dataclasses.replace(environment_of(server, 0), world_size=1)
+    assert list(live(alone, order(), work)) == [("done", b"")]
+    assert state() == before
 
 
 def test_nobody_begins_before_all_have_connected(

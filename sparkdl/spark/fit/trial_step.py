@@ -446,7 +446,8 @@ def _step(tried: _Tried, *, adds_up: bool = False, is_first: bool = False) -> Ch
             found["callbacks", name] = None
         now = present_settings(travelling=False)
         others = {name for name in now if now[name] != before.get(name)} - {"environment"}
-        found |= {("setting", name): None for name in others}  # libraries set variables, too
+        if others:  # libraries set variables, too
+            found["setting", ", ".join(sorted(others))] = None
     return found
 
 
@@ -588,7 +589,8 @@ def _left_by_steps(
         with torch.no_grad():
             for parameter in tried.module.parameters():
                 if parameter.requires_grad and parameter.is_floating_point():
-                    parameter.mul_(0.5)
+                    factors = torch.linspace(0.5, 1.0, parameter.numel())
+                    parameter.mul_(factors.view(parameter.shape))
         held = Attributes(tried.module, shared=tried.shared)
         batch = tried.batch.map(_drawn)
         before = _marks(held, replica)

@@ -21,6 +21,7 @@ from sparkdl.config import CUSTOM
 from sparkdl.data.plan import Column
 from sparkdl.errors import ConfigError
 from sparkdl.mesh import Mesh
+from sparkdl.serialization.program.process_settings import present_settings
 from sparkdl.spark.fit import trial_step
 from sparkdl.spark.fit.check_request import CheckedValues, check_values
 from sparkdl.spark.fit.check_training import check_sparse_gradients
@@ -816,6 +817,28 @@ def test_results_that_follow_from_what_is_outside_of_the_module_are_told(
         with pytest.raises(ConfigError, match=f"{said}.*each task of a round would begin"):
             step(in_rounds)
     assert CALLS == {"n": 0, "noted": 0} and Noting.calls == Annealed.calls == 0
+
+
+class Careful(nn.Linear):
+    """Has its whole process raise numpy's errors from the first step on, and count in float64."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        np.seterr(all="raise")
+        torch.set_default_dtype(torch.float64)
+        return super().forward(x)
+
+
+def test_a_trial_leaves_the_process_as_it_was_and_rounds_tell_of_it(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    before = present_settings(travelling=False)
+    checked = checked_values(Careful(4, 3))
+    step(checked)
+    assert caplog.messages == []
+    step(dataclasses.replace(checked, mode="rounds"))
+    (said,) = caplog.messages
+    assert "changes what holds for its whole process (default dtype, numpy errors), and" in said
+    assert present_settings(travelling=False) == before
 
 
 NOTEBOOK = """
