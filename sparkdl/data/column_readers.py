@@ -131,20 +131,13 @@ def _as_trained(rows: Rows, column: Column) -> Rows:
     shape = rows.shape if isinstance(rows, Ragged) else rows.shape[1:]
     if shape is None or not len(rows) or shape == tuple(column.shape):
         return _typed(rows, column)
-    if not _can_be_reshaped(shape, column):
+    is_tensor = isinstance(column.kind, Tensor)  # reshaped where that can be done
+    if not is_tensor or math.prod(shape) != math.prod(column.shape):
         raise DataError(
             f'column "{column.name}" has rows of shape {shape}; the module was trained on '
             f"{tuple(column.shape)}"
         )
     return _typed(rows, column)
-
-
-def _can_be_reshaped(shape: tuple[int, ...], column: Column) -> bool:
-    """Whether the user has asked for a shape that the rows can have, or sizes of 1 differ alone."""
-    if not isinstance(column.kind, Tensor) or math.prod(shape) != math.prod(column.shape):
-        return False
-    is_asked_for = column.kind.shape is not None
-    return is_asked_for or [n for n in shape if n != 1] == [n for n in column.shape if n != 1]
 
 
 def _typed(rows: Rows, column: Column) -> Rows:
