@@ -48,6 +48,10 @@ ROWS = {
         ("fit", "fit rest s", "{:.1f}"),
         ("fit", "torchrun rest s", "{:.1f}"),
     ],
+    "| the same of the [first `fit`": [
+        ("fit_floats_cold", "cold fit rest s", "{:.1f}"),
+        ("fit_floats_cold", "torchrun rest s", "{:.1f}"),
+    ],
     "| seconds of a function of ten steps": [
         ("runner", "TorchRunner, cold: total s", "{:.1f}"),
         ("runner", "TorchDistributor, cold: total s", "{:.1f}"),
@@ -92,6 +96,30 @@ def test_day_machine_and_versions_are_those_of_the_results() -> None:
         assert f"{result['cores']} cores ({result['cpu']}) and {result['memory GiB']} GiB" in page
         assert result["versions"]["torch"].startswith("2.13")
         assert result["versions"]["pyspark"].startswith("4.3")
+
+
+PHASES = {
+    "preflight": ("preflight",),
+    "first rows": ("first rows",),
+    "executors": ("executors",),
+    "spool": ("spool",),
+    "clean up": ("train", "clean up"),
+}
+
+
+def test_so_are_the_seconds_of_a_first_fit() -> None:
+    page = (DOCS / "startup.md").read_text(encoding="utf-8")
+    medians = json.loads((RESULTS / "fit_floats_cold.json").read_text(encoding="utf-8"))["medians"]
+    rows = [[cell.strip() for cell in line.split("|")[1:]] for line in page.splitlines()]
+    said = {cells[0].split("`")[-2]: cells[1:3] for cells in rows if cells and "`" in cells[0]}
+    for row, phases in PHASES.items():
+        for cell, kind in zip(said[row], ("cold fit", "fit"), strict=True):
+            seconds = sum(medians[f"{kind}, fit: {phase} s"] for phase in phases)
+            assert cell == f"{seconds:.1f}", row
+    (last,) = [cells for cells in rows if cells and cells[0].startswith("with Spark's first job")]
+    assert last[0] == f"with Spark's first job, {medians['cold fit, read.parquet s']:.1f} s"
+    assert last[1:3] == [f"{medians[f'{kind} rest s']:.1f}" for kind in ("cold fit", "fit")]
+    assert f"`torchrun` takes {medians['torchrun rest s']:.1f}" in last[3]
 
 
 def test_so_is_what_the_page_on_large_data_says() -> None:
