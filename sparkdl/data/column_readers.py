@@ -112,7 +112,7 @@ def read_trained(
     kind, kept = column.kind, None
     try:
         if not isinstance(kind, Image):
-            rows = read(array, kind, first_row=first_row)
+            rows = read(array, kind, where=" of a record batch", first_row=first_row)
         elif kind.skips:  # decoded here and now, each once
             rows, kept, _ = read_usable(array, replace(kind, decode="spool"), first_row=first_row)
         else:

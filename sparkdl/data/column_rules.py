@@ -98,6 +98,8 @@ def bad_values_message(column: SpoolColumn, count: int, first: str) -> str:
     remedy = "drop or mend them"
     if column.as_classes and re.match(r"-\d+(\.0)? in ", first):
         number = first.partition(" ")[0].removesuffix(".0")
+        if number == "-1":
+            remedy += ", make 0 and 1 of labels -1 and 1 by (label + 1) / 2"
         remedy += f", or have them left out by loss=nn.CrossEntropyLoss(ignore_index={number})"
     return (
         f'column "{column.name}" must hold {wanted}, but {count} {rows} not (first: {first}); '

@@ -37,6 +37,7 @@ from sparkdl.train.objective.training_step import taken
 MOST_LISTED_BYTES = 64 << 20
 """Largest size of all states of torchmetrics that grow by the row, over all rows."""
 _CPU = torch.device("cpu")
+_OF_BATCH = " of a record batch"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -349,12 +350,12 @@ def read_labels(array: pa.Array, asked: SpoolColumn) -> tuple[Column, torch.Tens
     number where one is needed; or rows that do not fit the label's shape.
     """
     try:
-        rows = read(array, asked.kind)
+        rows = read(array, asked.kind, where=_OF_BATCH)
     except BadRows as error:
         raise DataError(error.findings.message(asked.name)) from None
     found = rows.parts[-1] if isinstance(rows, Ragged) else rows
     if rows is found:
-        refuse_bad(found, asked, lambda row: f"row {row} of a record batch")
+        refuse_bad(found, asked, lambda row: f"row {row}{_OF_BATCH}")
     values = found.astype(stored_dtype(asked, found.dtype))
     shape = (rows.shape or ()) if isinstance(rows, Ragged) else values.shape[1:]
     column = asked.found(shape, values.dtype.name)

@@ -144,7 +144,8 @@ class ProgramModule(nn.Module):
         """Stay in evaluation mode; ConfigError if training mode was asked for."""
         if mode:
             raise ConfigError(
-                "an exported program can only predict; train the module that it was made from"
+                "an exported program can only predict; train the module that it was made from, to "
+                "which initialWeights gives the weights of the saved model"
             )
         return self
 

@@ -326,14 +326,21 @@ def _address(tensor: torch.Tensor) -> int:
 def give_memory(module: nn.Module, device: torch.device) -> None:
     """Move a module to a device, where its parameters on the meta device get any values.
 
-    Each stays the object that it is, so that those which layers share are still shared.
+    Each stays the object that it is, so that those which layers share are still shared. Weak
+    references, as recurrent layers and torch's tracers have them, stay, too: where there are such,
+    ``torch.utils.swap_tensors`` refuses.
     """
 
     def placed(value: torch.Tensor) -> torch.Tensor:
         return torch.empty_like(value, device=device) if value.is_meta else value.to(device)
 
+    is_plain = all(type(parameter) is nn.Parameter for parameter in module.parameters())
+    for parameter in module.parameters() if is_plain else ():
+        if parameter.is_meta or parameter.device != device:
+            value = placed(parameter.detach()).requires_grad_(parameter.requires_grad)
+            torch._C._swap_tensor_impl(parameter, value)
     before = torch.__future__.get_swap_module_params_on_conversion()
-    torch.__future__.set_swap_module_params_on_conversion(True)
+    torch.__future__.set_swap_module_params_on_conversion(not is_plain)
     try:
         module._apply(placed)  # type: ignore[no-untyped-call]
     finally:

@@ -141,13 +141,19 @@ def make_module(request: FitRequest) -> BegunModule:
 
 
 def floating_dtype(module: nn.Module) -> str:
-    """The dtype of most of a module's floating values, in which it gets floating features."""
+    """The dtype of most of a module's floating values, in which it gets floating features.
+
+    Complex values count as their parts.
+    """
+    import torch
     from torch import nn
 
     counts: Counter[str] = Counter()
     for tensor in [*module.parameters(), *module.buffers()]:
-        if tensor.is_floating_point() and not nn.parameter.is_lazy(tensor):
-            counts[str(tensor.dtype).removeprefix("torch.")] += tensor.numel()
+        is_known = tensor.is_floating_point() or tensor.is_complex()
+        if is_known and not nn.parameter.is_lazy(tensor):
+            part = torch.empty((), dtype=tensor.dtype, device="meta").real.dtype
+            counts[str(part).removeprefix("torch.")] += tensor.numel()
     found = counts.most_common(1)[0][0] if counts else "float32"
     return found if found in ("float64", *HALF) else "float32"
 

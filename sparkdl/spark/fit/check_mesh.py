@@ -193,15 +193,24 @@ def check_mesh_optimizer(
     """Refuse an optimizer that looks at whole parameters, of which a rank has parts only.
 
     Raises:
-        ConfigError: it is none of those that are known not to, or ``make``, which has made it,
-            looks at their numbers.
+        ConfigError: it is none of those that are known not to, it has hooks, or ``make``, which has
+            made it, looks at their numbers.
     """
+    from sparkdl.train.optimizers.nested_states import is_known
+
     if mesh is None:
         return
     if not _is_elementwise(optimizer):
         raise ConfigError(
             f"parallelism=Mesh({mesh}): {type(optimizer).__name__} may look at whole parameters, "
             f"of which a worker has a part only; use one of {', '.join(_ELEMENTWISE)}"
+        )
+    is_divided = mesh.num_shards * mesh.tensor * mesh.pipeline > 1
+    if is_divided and not is_known(optimizer):
+        raise ConfigError(
+            f"parallelism=Mesh({mesh}): hooks of {type(optimizer).__name__}, or a step of its own, "
+            "may look at whole parameters and gradients, of which a worker has a part only; clip "
+            "by gradientClipNorm, or leave parallelism out"
         )
     if make is not None:
         from torch import empty_like, nn

@@ -45,7 +45,12 @@ from sparkdl.spark.fit.check_training import (
     check_sync_batch_norm,
     check_training,
 )
-from sparkdl.spark.fit.check_travels import check_global_hooks, check_travels, foreign_names
+from sparkdl.spark.fit.check_travels import (
+    check_autocast,
+    check_global_hooks,
+    check_travels,
+    foreign_names,
+)
 from sparkdl.spark.frames.columns import drawn, refuse_outputs, schema_of, validation_indicator
 from sparkdl.spark.frames.kept_frames import KeepChoice, check_cache_dir, choose_keep
 from sparkdl.spark.frames.own_partitions import (
@@ -473,6 +478,7 @@ def check_values(request: FitRequest) -> CheckedValues:
     if asked == "auto" and config.parallelism is not None:
         asked = "gang"
     mode = choose_mode(asked, config.sync_strategy)
+    check_autocast()
     check_global_hooks()
     if request.cache_dir is not None:
         check_cache_dir(request.cache_dir)

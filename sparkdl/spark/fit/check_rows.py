@@ -167,7 +167,8 @@ def check_labels(
         raise DataError(
             f'column "{label_col}" has {number} label(s) outside the {num_classes} classes of '
             f"the module's output, 0 to {num_classes - 1} ({found[1]}); subtract 1 if "
-            "labels begin at 1, correct them, or widen the module's output"
+            "labels begin at 1, correct them (StringIndexer numbers whatever they are), or widen "
+            "the module's output"
         )
 
 

@@ -57,6 +57,17 @@ def foreign_names(sent: SentCode) -> frozenset[tuple[str, str]]:
     return frozenset(name for name in names if name[0].split(".")[0] not in known)
 
 
+def check_autocast() -> None:
+    """Refuse a fit inside of ``torch.autocast``, which workers would not have; ConfigError."""
+    import torch
+
+    if torch.is_autocast_enabled("cpu") or torch.is_autocast_enabled("cuda"):
+        raise ConfigError(
+            "fit is called inside of torch.autocast, which workers do not have; call it outside, "
+            "and set precision='bf16' or 'fp16', or use torch.autocast in forward"
+        )
+
+
 def check_global_hooks() -> None:
     """Refuse hooks of this process that workers would not have; raises ConfigError."""
     from torch.nn.modules import module as modules

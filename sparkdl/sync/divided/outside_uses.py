@@ -25,6 +25,13 @@ from sparkdl.sync.divided.dividing import units
 from sparkdl.sync.divided.layout import cut_parameters, divided_layers
 from sparkdl.sync.divided.stages import cut_layers, is_in_place, is_question, plain_attention
 
+_VIEWS = frozenset(
+    ("__getitem__", "as_strided", "chunk", "detach", "diagonal", "movedim", "narrow", "permute",
+     "select", "split", "squeeze", "swapaxes", "t", "transpose", "unbind", "unflatten", "unsqueeze",
+     "view", "view_as")
+)  # fmt: skip
+"""Functions whose results have the memory of their first argument."""
+
 
 class OutsideUses(TorchFunctionMode):
     """Inside it, a module is run and watched; afterwards `check` says what cannot be divided."""
@@ -57,6 +64,8 @@ class OutsideUses(TorchFunctionMode):
             id(p): name for name, p in module.named_parameters()
             if p.requires_grad and name not in cut
         } if self._cuts else {}  # fmt: skip
+        self._views: Any = WeakIdKeyDictionary()
+        """View of a parameter -> its name."""
         self._parts: Any = WeakIdKeyDictionary()
         """Tensor of which each worker has a part -> the layer by columns behind it."""
         self._trained: Any = WeakIdKeyDictionary()
@@ -108,9 +117,12 @@ class OutsideUses(TorchFunctionMode):
             )
         if is_question(func):
             result = func(*args, **kwargs)
-            if self._cuts and isinstance(result, torch.Tensor) and name == "__get__":
+            if isinstance(result, torch.Tensor) and name == "__get__":
                 is_data = func == torch.Tensor.data.__get__  # type: ignore[attr-defined]
-                self._follow(name, args, result, is_detached=is_data)
+                if is_data:
+                    self._note_view(args[0], result)
+                if self._cuts:
+                    self._follow(name, args, result, is_detached=is_data)
             return result
         if name == "requires_grad_" and id(args[0]) in self._names:
             self._report(
@@ -124,11 +136,22 @@ class OutsideUses(TorchFunctionMode):
             self._see_use(value, name)
         if args and is_in_place(func):
             for value in pytree.tree_leaves(args[0]):
-                self._see_change(self._storages.get(_storage(value)))
+                view = self._views.get(value) if isinstance(value, torch.Tensor) else None
+                self._see_change(self._storages.get(_storage(value)) or view)
         result = func(*args, **kwargs)
+        if name in _VIEWS and args:
+            self._note_view(args[0], result)
         if self._cuts and not any(self._active[layer] for layer in self._cuts):
             self._follow(name, leaves, result, is_detached=name == "detach")
         return result
+
+    def _note_view(self, viewed: Any, result: Any) -> None:
+        """Note views of parameters, which have memory of their own where weights are lent."""
+        name = self._names.get(id(viewed))
+        if name is None and isinstance(viewed, torch.Tensor):
+            name = self._views.get(viewed)
+        for value in pytree.tree_leaves(result) if name is not None else ():
+            self._views[value] = name
 
     def _see_use(self, value: Any, name: str) -> None:
         for layer in self._own.get(id(value), ()):

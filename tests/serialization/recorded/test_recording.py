@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import weakref
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -28,7 +29,7 @@ from sparkdl.models import (
     TransformerNet,
 )
 from sparkdl.serialization.recorded.lending import lent
-from sparkdl.serialization.recorded.recipe import NotRecorded, RecordedWeights
+from sparkdl.serialization.recorded.recipe import NotRecorded, RecordedWeights, give_memory
 from sparkdl.serialization.recorded.recording import recorded
 
 Make = Callable[[], nn.Module]
@@ -311,6 +312,20 @@ def test_what_cannot_be_done_again_is_refused(make: Make, reason: str) -> None:
 def test_numbers_cannot_be_changed_behind_torch() -> None:
     with pytest.raises(ValueError, match="read-only"):
         recorded(through_numpy)
+
+
+def test_parameters_that_get_memory_stay_what_weak_references_find() -> None:
+    """Recurrent layers and torch's tracers have such, with which torch's own swap fails."""
+    with torch.device("meta"):
+        net = nn.GRU(2, 3).requires_grad_(False)
+    net.weight_hh_l0.requires_grad_(True)
+    found = [weakref.ref(parameter) for parameter in net.parameters()]
+    give_memory(net, torch.device("cpu"))
+    assert all(ref() is one for ref, one in zip(found, net.parameters(), strict=True))
+    assert [one.requires_grad for one in net.parameters()] == [False, True, False, False]
+    assert not any(one.is_meta for one in net.parameters())
+    net(torch.zeros(1, 1, 2))[0].sum().backward()
+    assert net.weight_hh_l0.grad is not None
 
 
 def test_what_the_factory_raises_is_raised() -> None:

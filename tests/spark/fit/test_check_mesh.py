@@ -172,6 +172,12 @@ def test_only_optimizers_that_need_no_whole_parameter_are_taken() -> None:
         check_mesh_optimizer(None, optimizer)
         with pytest.raises(ConfigError, match=f"{type(optimizer).__name__} may look"):
             check_mesh_optimizer(mesh, optimizer)
+    hooked = torch.optim.AdamW(net.parameters())
+    hooked.register_step_pre_hook(lambda *_: None)
+    check_mesh_optimizer(Mesh(data=2), hooked)
+    for parts in (mesh, Mesh(tensor=2), Mesh(pipeline=2), Mesh(data=2, shard_optimizer=True)):
+        with pytest.raises(ConfigError, match=r"hooks of AdamW.*; clip by gradientClipNorm"):
+            check_mesh_optimizer(parts, hooked)
 
 
 def test_what_sparks_limit_cannot_hold_is_refused_with_the_mesh_to_use() -> None:

@@ -103,6 +103,14 @@ def test_most_parameters_decide_about_the_dtype_of_features() -> None:
     found = [floating_dtype(m) for m in (odd, half, nn.Linear(2, 2).half(), nn.ReLU())]
     assert found == ["float32", "bfloat16", "float16", "float32"]
     assert floating_dtype(nn.Sequential(nn.LazyLinear(2), nn.BatchNorm1d(2).double())) == "float64"
+    for dtype, part in ((torch.complex128, "float64"), (torch.complex64, "float32")):
+        assert floating_dtype(nn.ParameterList([torch.ones(2, dtype=dtype)])) == part
+
+
+def test_a_fit_inside_of_autocast_is_refused() -> None:
+    """Workers would compute in full precision without a word."""
+    with torch.autocast("cpu"), pytest.raises(ConfigError, match="precision='bf16' or 'fp16'"):
+        check_values(request())
 
 
 @pytest.mark.parametrize(

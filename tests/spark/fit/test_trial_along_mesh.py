@@ -12,6 +12,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.optim.swa_utils import AveragedModel
 
 from sparkdl.data.plan import Column
 from sparkdl.errors import ConfigError
@@ -174,6 +175,30 @@ def test_parameters_that_forward_changes(by: str) -> None:
             tried(Teacher(by), mesh)
     for mesh in (DATA, *[PAIR] * (by != "function")):  # which has its own part of a.weight
         tried(Teacher(by), mesh)
+
+
+class Averaging(nn.Module):
+    """Keeps a mean of its own weights, and counts in a buffer how often it took it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.pair = Pair()
+        self.average = AveragedModel(self.pair)
+        self.average.requires_grad_(False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.training:
+            self.average.update_parameters(self.pair)
+        output: torch.Tensor = self.pair(x) + 0.1 * self.average(x)
+        return output
+
+
+def test_a_mean_of_weights_that_forward_takes_is_refused() -> None:
+    for mesh in (SHARD, UNITS, OPTIMIZER):
+        for module in (Averaging(), Averaging):
+            with pytest.raises(ConfigError, match=r"changes its parameter 'average.*a buffer"):
+                tried(module, mesh)
+    tried(Averaging(), DATA)
 
 
 def penalized(module: nn.Module, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
