@@ -28,6 +28,7 @@ from sparkdl.inference.regression import REGRESSION
 from sparkdl.model import TorchClassifierModel, TorchModel, TorchRegressorModel
 from sparkdl.runtime.arguments import plain_arguments
 from sparkdl.runtime.tracebacks import plainly
+from sparkdl.serialization.program.imported_values import values_of_main
 from sparkdl.spark.fit.fit import fit
 from sparkdl.spark.frames.shared_spools import Spools
 from sparkdl.spark.frames.user_data import check_params, spark_frame
@@ -218,6 +219,7 @@ class _TorchEstimator(Estimator[TorchModel], TrainParams, Saved, MLReadable["_To
         )
         module = self.getOrDefault("module")
         model._training_state = result.training_state
+        model._read_when_fitted = values_of_main(model._blank)
         model.module_factory = None if isinstance(module, nn.Module) else module
         model._resetUid(self.uid)
         for name in ("featuresCol", "inputCols", "inputs"):

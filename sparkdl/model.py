@@ -7,6 +7,7 @@ import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, ClassVar, Self, TypeVar
 
 import torch
@@ -80,6 +81,8 @@ class TorchModel(Model, CheckedParams, Saved, MLReadable["TorchModel"], ModelAcc
     """The callable that made the module, if there is one; see `serialization.saved_module`."""
 
     _training_state: TrainingState | None = None
+    _read_when_fitted: Mapping[str, str] = MappingProxyType({})
+    """What the module's code read in a script or notebook then; see `values_of_main`."""
 
     def __init__(
         self,
@@ -105,6 +108,11 @@ class TorchModel(Model, CheckedParams, Saved, MLReadable["TorchModel"], ModelAcc
             self._set(featuresCol=names[0])
         else:
             self._set(inputCols=names)
+
+    @property
+    def _blank(self) -> nn.Module:
+        """The module, where its weights are stored without them."""
+        return self._module.blank if isinstance(self._module, StoredModule) else self._module
 
     @property
     def module(self) -> nn.Module:
@@ -399,7 +407,7 @@ class TorchModel(Model, CheckedParams, Saved, MLReadable["TorchModel"], ModelAcc
             )
         if label_col is None and self._task.has_one_label:
             raise ConfigError("labelCol is not set; name the column to compare predictions with")
-        module = self._module.blank if isinstance(self._module, StoredModule) else self._module
+        module = self._blank
         prepared = prepare_labels(
             schema_of(dataset),
             self._task,

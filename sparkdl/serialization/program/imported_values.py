@@ -152,6 +152,19 @@ def changed_names(code: Iterable[Any]) -> list[str]:
     return sorted(".".join(place) for place in changed | of_main)
 
 
+def values_of_main(*values: Any) -> dict[str, str]:
+    """Digests of what the code of these values reads in a script or notebook, by name."""
+    from sparkdl.serialization.program.program_state import ProgramWalk
+    from sparkdl.serialization.travel.pickling import sent_code
+
+    walk = ProgramWalk(one for one, _ in sent_code(values))
+    return {
+        name: _digest(value)
+        for module, name, value in walk.globals
+        if module in ("__main__", "__mp_main__") and not isinstance(value, types.ModuleType)
+    }
+
+
 def _gives_again(place: Place) -> bool:
     """True for a cached function that computes anew what its cache holds, and does nothing else."""
     from sparkdl.serialization.travel.pickling import cached_results

@@ -26,7 +26,7 @@ from sparkdl.serialization.example_inputs import example_of
 from sparkdl.serialization.initial_weights import InitialWeights
 from sparkdl.serialization.json_objects import DescribeError, describe, restore
 from sparkdl.serialization.load import column_as_json, column_from_json
-from sparkdl.serialization.program.imported_values import changed_names
+from sparkdl.serialization.program.imported_values import changed_names, values_of_main
 from sparkdl.serialization.saved_module import (
     PreparedModule,
     open_module,
@@ -244,15 +244,28 @@ class ModelWriter(ParamsWriter):
                 )
         return super()._describe(folders)
 
+    def _warn_of_changed_values(self, folders: Mapping[str, PreparedModule]) -> None:
+        super()._warn_of_changed_values(folders)
+        model: Any = self.instance
+        before = model._read_when_fitted
+        now = values_of_main(model._blank) if before else {}
+        changed = sorted(name for name, digest in before.items() if now.get(name, digest) != digest)
+        if changed:
+            logger.warning(
+                "%s: the program has changed %s since the fit, and what is saved computes with "
+                "what it is now, as the model here does: set it back and save again, or keep it in "
+                "an attribute or a buffer of the module",
+                *(model.uid, ", ".join(changed)),
+            )
+
     def _made_by_code(self, folders: Mapping[str, PreparedModule]) -> Iterable[Any]:
         model: Any = self.instance
         specifications = [column.specification for column in model.columns]
         recipe = folders[_MODEL].index["recipe"]
         if "program" in recipe:  # has the values in it
             return (specifications,)
-        module, factory = model._module, model.module_factory
-        blank = module.blank if isinstance(module, StoredModule) else module
-        return (specifications, blank, factory if "factory" in recipe else None)
+        factory = model.module_factory if "factory" in recipe else None
+        return (specifications, model._blank, factory)
 
 
 class ParamsReader(MLReader[P]):

@@ -64,7 +64,10 @@ def columns(folder: Path, rows: list[Any], *, as_classes: bool = True) -> tuple[
             r"\d+ of partition [01]\); drop or mend them",
         ),
         ([([1.0, 2.0], 1.5, 1.0)], r'"y" .* but 1 row does not \(first: 1.5 in row \d+ of'),
-        ([([1.0, 2.0], -1.0, 1.0)], r'"y" .* but 1 row .*\(first: -1.0 in .*\(label \+ 1\) / 2.*=-1\)$'),
+        (
+            [([1.0, 2.0], -1.0, 1.0)],
+            r'"y" .* but 1 row .*\(first: -1.0 in .*\(label \+ 1\) / 2.*=-1\)$',
+        ),
         (
             [([1.0, 2.0], 1.0, -0.5)],
             r'"w" must hold finite numbers that are not negative, but 1 row does not '

@@ -6,6 +6,7 @@ import json
 import logging
 import re
 import sys
+import types
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -600,6 +601,50 @@ def test_nor_does_such_a_client_delete_what_is_there(
     monkeypatch.undo()
     assert [place.startswith(f"{path}/new-") for place in cleared] == [True]
     assert same_weights(model.module, TorchModel.load(path).module)
+
+
+CELLS = """
+import torch
+from torch import nn
+SCALE, OTHER = 2.0, [1.0]
+def scaled(x): return x * SCALE
+class Net(nn.Linear):
+    def __init__(self): super().__init__(3, 1)
+    def forward(self, x): return scaled(super().forward(x)) * OTHER[0]
+"""
+
+
+def test_save_names_what_cells_of_a_notebook_have_changed_since_the_fit(
+    spark: SparkSession,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    monkeypatch.setitem(sys.modules, "__main__", types.ModuleType("__main__"))
+    notebook = vars(sys.modules["__main__"])
+    exec(CELLS, notebook)
+    df = spark.createDataFrame(
+        [([1.0, 2.0, float(i)], 1.0) for i in range(8)], "features array<double>, label double"
+    )
+    model = TorchRegressor(module=notebook["Net"], epochs=1, verbose=0, numWorkers=1).fit(df)
+
+    def told() -> list[str]:
+        caplog.clear()
+        model.write().overwrite().save(str(tmp_path / "saved"))
+        return [text for text in caplog.messages if "has changed" in text]
+
+    assert told() == []
+    exec("SCALE = 2.0", notebook)  # the cell once more
+    assert told() == []
+    exec("SCALE = 50.0", notebook)
+    (said,) = told()
+    assert said.startswith(f"{model.uid}: the program has changed SCALE since the fit, and what")
+    exec("SCALE = 2.0\ndef scaled(x): return -x", notebook)
+    notebook["OTHER"][0] = 3.0
+    (said,) = told()
+    assert "has changed OTHER, scaled since the fit" in said
+    model = TorchRegressorModel.load(str(tmp_path / "saved"))
+    assert told() == []
 
 
 def test_save_names_what_the_program_has_changed_in_files(
