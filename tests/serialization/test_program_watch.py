@@ -18,6 +18,7 @@ from tests.train.runs import make_data, run
 
 FACTOR = {"value": 1.0}
 CALLS = [0]
+LOSSES: list[float] = []
 
 
 class Scaled(nn.Linear):
@@ -59,16 +60,35 @@ def _as_it_was() -> Iterator[None]:
     FACTOR["value"], CALLS[0] = 1.0, 0
     yield
     FACTOR["value"], CALLS[0] = 1.0, 0
+    LOSSES.clear()
 
 
-def told(make: Callable[[], Callback], caplog: pytest.LogCaptureFixture) -> list[str]:
+class Notes(Callback):
+    """As people fill a list of a notebook with losses."""
+
+    def on_step_end(self, state: CallbackState) -> None:
+        LOSSES.append(state.loss)
+
+
+class Counts(Callback):
+    """Looks at what forward counts."""
+
+    def on_step_end(self, state: CallbackState) -> None:
+        assert CALLS[0] > 0
+
+
+def told(
+    make: Callable[[], Callback],
+    caplog: pytest.LogCaptureFixture,
+    said: str = "since training began",
+) -> list[str]:
     config = TrainConfig(
         task=REGRESSION, epochs=3, batch_size=4, learning_rate=0.01, callbacks=(make(),)
     )
     module = Scaled(4, 1, dtype=torch.float64)
     with caplog.at_level(logging.WARNING):
         run(module, config, make_data([16]), parts=[ProgramWatch(module, config)])
-    return [text for text in caplog.messages if "since training began" in text]
+    return [text for text in caplog.messages if said in text]
 
 
 @pytest.mark.parametrize("make", [EachStep, AtSteps, EachEpoch])
@@ -85,3 +105,14 @@ def test_nothing_is_told_of_what_steps_count_or_a_callback_keeps(
     make: Callable[[], Callback], caplog: pytest.LogCaptureFixture
 ) -> None:
     assert told(make, caplog) == []
+
+
+def test_a_list_that_a_callback_fills_is_told_to_stay_empty(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    (text,) = told(Notes, caplog, "outside of itself")
+    assert text.startswith("a callback has changed 'LOSSES' outside of itself, in the copy")
+    assert len(LOSSES) > 0
+    for make in (Counts, EachStep, Keeps):
+        caplog.clear()
+        assert told(make, caplog, "outside of itself") == []

@@ -196,9 +196,9 @@ def warn_of_labels(
             *(request.label_col, last, last),
         )
     dtypes = {column.dtype for column in found.columns if column.role == "label"}
-    if is_single or dtypes != {"float32"}:
-        return
     step = float(np.spacing(np.float32(max(abs(stats.minimum), abs(stats.maximum)))))
+    if dtypes != {"float32"} or (is_single and step < 1):  # which are all the same, maybe by that
+        return
     if stats.maximum - stats.minimum < _FEWEST_STEPS * step:
         logger.warning(
             'the labels in "%s" are from %.10g to %.10g, where float32 has steps of %g, so that '

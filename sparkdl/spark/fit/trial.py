@@ -555,6 +555,13 @@ def refusal(error: Exception, module: nn.Module, features: Items[Column]) -> str
             "evaluation and transform compute without them: put what needs them into "
             "'with torch.enable_grad():'"
         )
+    layer = None if failed is None else failed.layer
+    if isinstance(layer, nn.Embedding | nn.EmbeddingBag) and isinstance(error, IndexError):
+        return (
+            f"the module cannot take the features ({shown}): {what}; it has embeddings of 0 to "
+            f"{layer.num_embeddings - 1}: raise num_embeddings above the largest number, or make "
+            "numbers from 0 on of the values, as StringIndexer does"
+        )
     if not isinstance(error, _TORCHS):
         return f"the module's forward failed on the features ({shown}): {what}; correct forward"
     whole = [f'"{c.name}" ({c.dtype})' for c in features if not c.dtype.startswith("float")]

@@ -146,6 +146,18 @@ def keras_table(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
     return (output - target).square()
 
 
+class Beyond(nn.Module):
+    """Asks for an embedding that there is not."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names = nn.Embedding(2, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        found: torch.Tensor = self.names(x + 2)
+        return found
+
+
 NOTHING = Callback()
 SHARD = Shard(shard_id=0, num_rows=1, num_validation_rows=0, fingerprint="of a test")
 
@@ -227,6 +239,13 @@ MISTAKES: dict[str, tuple[Callable[[], Any], str]] = {
         "kernel_size=(3, 3), stride=(1, 1)), got float32 (batch, 8, 8): Given groups=1, weight of "
         "size [3, 1, 3, 3], expected input[1, 2, 8, 8] to have 1 channels, but got 2 channels "
         "instead; set inputShape=[1, 8, 8], or adapt the module",
+    ),
+    "numbers that have no embedding": (
+        lambda: shown(Beyond(), (replace(X, dtype="int64"), Y)),
+        'the module cannot take the features ("x" int64 (batch, 4)): layer names, Embedding(2, 3), '
+        "got int64 (batch, 4): index out of range in self; it has embeddings of 0 to 1: raise "
+        "num_embeddings above the largest number, or make numbers from 0 on of the values, as "
+        "StringIndexer does",
     ),
     "an output too few": (
         lambda: match_shapes(torch.zeros(5, 1), torch.zeros(5, 2)),

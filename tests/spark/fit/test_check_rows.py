@@ -201,20 +201,24 @@ def test_rows_of_one_class_are_warned_of(caplog: pytest.LogCaptureFixture) -> No
 
 
 @pytest.mark.parametrize(
-    ("dtype", "low", "is_told"),
-    [("float32", 1.7e9, True), ("float32", 1e4, False), ("float64", 1.7e9, False)],
+    ("dtype", "low", "high", "is_told"),
+    [
+        ("float32", 1.7e9, 1.7e9 + 299, True),
+        ("float32", 1.7e9, 1.7e9, True),  # as they are when all have become equal
+        ("float32", 1e4, 1e4 + 299, False),
+        ("float32", 1e4, 1e4, False),
+        ("float64", 1.7e9, 1.7e9 + 299, False),
+    ],
 )
 def test_labels_that_float32_rounds_together_are_warned_of(
-    dtype: str, low: float, is_told: bool, caplog: pytest.LogCaptureFixture
+    dtype: str, low: float, high: float, is_told: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
     checked: Any = SimpleNamespace(request=request(label_col="y"))
-    shard: Any = SimpleNamespace(
-        columns=[ColumnStats(), ColumnStats(minimum=low, maximum=low + 299)]
-    )
+    shard: Any = SimpleNamespace(columns=[ColumnStats(), ColumnStats(minimum=low, maximum=high)])
     label = Column(name="y", role="label", dtype=dtype, shape=())
     found: Any = SimpleNamespace(trial=SimpleNamespace(num_classes=None), columns=[X, label])
     warn_of_labels(checked, found, [shard])
-    told = 'the labels in "y" are from 1700000000 to 1700000299, where float32 has steps of 128, '
+    told = f'the labels in "y" are from 1700000000 to {high:.0f}, where float32 has steps of 128, '
     assert [text.startswith(told) for text in caplog.messages] == [True] * is_told
 
 
