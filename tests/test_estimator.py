@@ -215,7 +215,7 @@ def test_wrong_values_are_refused_before_any_job(spark: SparkSession, points: Da
         classifier(epochs=0).fit(points)
     with pytest.raises(DataError, match='"absent" is not in the DataFrame'):
         classifier(featuresCol="absent").fit(points)
-    with pytest.raises(ConfigError, match=r"between 0 and 1; received 1\.0"):
+    with pytest.raises(ConfigError, match=r"less than 1; received 1\.0"):
         classifier(validationFraction=1).fit(points)
     with pytest.raises(ConfigError, match="either validationFraction or validationIndicatorCol"):
         classifier(validationFraction=0.1, validationIndicatorCol="v").fit(points)

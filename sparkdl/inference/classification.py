@@ -114,8 +114,8 @@ class Classification(Task):
         if part.sums[_STRANGE]:
             logger.warning(
                 "%d of the %d rows have a class that the module does not know, such as %d: their "
-                "loss is infinite, and what it gives them is wrong; leave them out, or train a "
-                "module with more outputs",
+                "loss is infinite (log_loss counts a probability of 1e-15), and what it gives them "
+                "is wrong; leave them out, or train a module with more outputs",
                 *(part.sums[_STRANGE], part.sums["rows"], max(label for label, _ in pairs)),
             )
         return classification_scores(pairs, part.sums["log_loss"])

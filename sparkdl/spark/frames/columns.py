@@ -40,9 +40,12 @@ def require(schema: T.StructType, name: str, remedy: str = "") -> T.StructField:
     found = find(schema, name)
     if len(found) > 1:
         names = ", ".join(f'"{field.name}"' for field in found)
+        remedy = "by df.toDF(...), or before a join; df.drop would take all of them"
+        if len({field.name for field in found}) == len(found):
+            remedy = "by df.toDF(...), or set spark.sql.caseSensitive=true"
         raise DataError(
-            f'column "{name}" is in the DataFrame {len(found)} times ({names}); rename or drop '
-            "the others"
+            f'column "{name}" is in the DataFrame {len(found)} times ({names}); give each a name '
+            f"of its own {remedy}"
         )
     if found:
         return found[0]

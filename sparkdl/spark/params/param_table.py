@@ -160,7 +160,7 @@ def _is_part(value: float) -> bool:
     return 0 < value < 1
 
 
-_PART = Rule("must be between 0 and 1", _is_part)
+_PART = Rule("must be more than 0 and less than 1", _is_part)
 
 
 @dataclass(frozen=True)

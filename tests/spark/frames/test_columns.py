@@ -287,7 +287,9 @@ def test_case_counts_only_where_spark_says_so() -> None:
 
 def test_a_column_that_is_there_twice(spark: SparkSession) -> None:
     df = spark.range(1).selectExpr("id", "id AS id")
-    with pytest.raises(DataError, match=r'column "id" is in the DataFrame 2 times .*; rename'):
+    with pytest.raises(
+        DataError, match=r'column "id" is in the DataFrame 2 times .*; give each a name'
+    ):
         prepare(df.schema, "id", "feature", float_dtype="float32")
 
 

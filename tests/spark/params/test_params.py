@@ -256,7 +256,7 @@ BREAKING: dict[str, tuple[Any, str]] = {
     "shards": ("columns", "must be one of ('auto', 'rows', 'partitions')"),
     "checkpointInterval": (0, "must be a number of steps of at least 1, or -1 to disable"),
     "validationInterval": (0, "must be at least 1"),
-    "validationFraction": (1.0, "must be between 0 and 1"),
+    "validationFraction": (1.0, "must be more than 0 and less than 1"),
     "groupByLength": (1, "must be at least 2"),
     "shuffleWindowBytes": (0, "must be at least 1"),
     "numWorkers": (0, "must be at least 1"),
