@@ -153,16 +153,21 @@ def changed_names(code: Iterable[Any]) -> list[str]:
 
 
 def values_of_main(*values: Any) -> dict[str, str]:
-    """Digests of what the code of these values reads in a script or notebook, by name."""
+    """Digests of what the code of these values reads in a script or notebook, by name.
+
+    Without what cannot be told apart.
+    """
     from sparkdl.serialization.program.program_state import ProgramWalk
     from sparkdl.serialization.travel.pickling import sent_code
 
-    walk = ProgramWalk(one for one, _ in sent_code(values))
-    return {
-        name: _digest(value)
-        for module, name, value in walk.globals
-        if module in ("__main__", "__mp_main__") and not isinstance(value, types.ModuleType)
-    }
+    found = {}
+    for module, name, value in ProgramWalk(one for one, _ in sent_code(values)).globals:
+        if module in ("__main__", "__mp_main__") and not isinstance(value, types.ModuleType):
+            try:
+                found[name] = _digest(value)
+            except Exception as error:  # whatever objects raise that are looked at
+                logger.debug("%s cannot be told apart: %s", name, error)
+    return found
 
 
 def _gives_again(place: Place) -> bool:

@@ -614,6 +614,7 @@ class Net(nn.Linear):
 """
 
 
+@pytest.mark.slow
 def test_save_names_what_cells_of_a_notebook_have_changed_since_the_fit(
     spark: SparkSession,
     tmp_path: Path,
